@@ -1,0 +1,1 @@
+"""kvfold.attention: every attention variant, exact, cached and fast. Imports nothing from kvfold.convert."""

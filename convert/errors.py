@@ -1,0 +1,31 @@
+"""What kvfold raises when it cannot go on. The command line turns these into its last line on stderr."""
+
+from collections.abc import Sequence
+
+_SHOWN = 20
+
+
+class KvfoldError(Exception):
+    """Something failed. ``message`` says what was wrong, where, what was expected, what was found and what to do.
+
+    ``details`` are further problems of the same kind, one short line each; the first 20 are shown, then a count.
+    """
+
+    exit_status = 1
+
+    def __init__(self, message: str, details: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = tuple(details)
+
+    def __str__(self) -> str:
+        lines = [self.message, *(f"  {detail}" for detail in self.details[:_SHOWN])]
+        if len(self.details) > _SHOWN:
+            lines.append(f"  ... and {len(self.details) - _SHOWN} more")
+        return "\n".join(lines)
+
+
+class InputError(KvfoldError):
+    """The request, or the checkpoint or text it names, is wrong: the person can mend it."""
+
+    exit_status = 2

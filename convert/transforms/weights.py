@@ -1,0 +1,95 @@
+"""One attention layer in the canonical form that every transform reads and returns.
+
+Notation (attention/README.md): ``H`` query heads, ``G`` key/value heads, ``D`` head dim, ``E`` model dim, ``D_rot``
+rotary dims. Query head ``h`` reads key/value head ``h // (H // G)``. Storage is half-split: the first ``D_rot`` dims of
+a head rotate, and dim ``l`` pairs with dim ``l + D_rot/2``; the remaining dims do not rotate.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """A norm on queries or keys, between projection and rotary embedding.
+
+    ``weight`` and ``bias`` are ``[heads, D]`` whatever the file holds (a shared ``[D]`` is repeated on reading and
+    stored once again on writing). ``extent`` says over what a vector is normalised: each head alone, or the flat
+    ``heads * D`` vector of all heads together. ``shared`` says that the file holds one row for all heads.
+    The gain applied is ``weight + offset`` (gemma stores the gain minus one).
+    """
+
+    kind: Literal["rms", "layer"]
+    weight: Tensor
+    bias: Tensor | None = None
+    eps: float = 1e-6
+    offset: float = 0.0
+    extent: Literal["head", "flat"] = "head"
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """``q [H, D, E]``, ``k, v [G, D, E]``, ``o [E, H, D]``; biases ``[H, D]``, ``[G, D]``, ``[G, D]``, ``[E]``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    q_norm: HeadNorm | None = None
+    k_norm: HeadNorm | None = None
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def model_dim(self) -> int:
+        return self.q.shape[2]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """``theta [D_rot/2]``: the angle of each pair per position, in radians, float64. Empty when nothing rotates.
+
+    ``amplitude`` multiplies rotated queries and keys alike (yarn's attention factor), so scores carry its square.
+    """
+
+    theta: Tensor
+    amplitude: float = 1.0
+
+    @property
+    def dims(self) -> int:
+        return 2 * self.theta.numel()
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """What calibration keeps of one layer.
+
+    ``gram [E, E] = E[x x^T]`` and ``mean [E] = E[x]`` over ``tokens`` attention inputs (after the layer's norm),
+    float64; ``profile [H, S]``, float64: the mean attention weight of head ``h`` at distance ``delta`` (each row sums to 1).
+    """
+
+    gram: Tensor
+    mean: Tensor
+    tokens: int
+    profile: Tensor
+
+    def to(self, device: torch.device | str) -> "LayerStatistics":
+        return LayerStatistics(self.gram.to(device), self.mean.to(device), self.tokens, self.profile.to(device))
