@@ -1,0 +1,214 @@
+"""Where attention looks, and how far two attentions differ, without ever holding the whole map.
+
+Shapes: ``B`` sequences, ``H`` query heads, ``G`` key heads (``H`` a multiple of ``G``; head ``h`` reads key head
+``h // (H // G)``), ``T`` positions, ``D`` head dim. Rows of the map are queries; they are made in blocks of rows, so
+that memory is ``O(T)`` and not ``O(T^2)``. Arithmetic is float32 (float64 for float64 inputs), sums are float64.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_CPU_BLOCK = 1 << 20  # scores held at once: few enough to stay in a core's cache
+_GPU_BLOCK = 1 << 26
+_ROWS = 128
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Queries ``first .. last - 1`` against keys ``low .. high - 1`` (all that any of them sees)."""
+
+    first: int
+    last: int
+    low: int
+    high: int
+
+
+@torch.no_grad()
+def distance_profile(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    causal: bool = True,
+    softcap: float | None = None,
+) -> Tensor:
+    """Average attention weight by distance: ``[H, T]``, float64, each row sums to 1.
+
+    ``p_h(delta) = 1 / (B T) * sum over b, s of a[b, h, s, s - delta]`` with the attention weights ``a`` of
+    ``query [B, H, T, D]`` on ``key [B, G, T, D]``; without ``causal``, ``delta`` is the distance either way. ``window``
+    is the number of keys a query sees, itself included (either way without ``causal``); ``softcap`` is that of Gemma 2.
+    Raises ValueError for shapes that do not fit.
+    """
+    _check(query, key, window)
+    batch, heads, length, _ = query.shape
+    groups = key.shape[1]
+    share = heads // groups
+    query = query.reshape(batch * groups, share, length, -1)
+    key = key.reshape(batch * groups, length, -1)
+    total = torch.zeros(batch * groups, share, 2 * length, dtype=torch.float64, device=query.device)
+    for block in _blocks(length, window, causal):
+        rows, width = block.last - block.first, block.high - block.low
+        pitch = width + rows - 1
+        for part in _parts(batch * groups, share * rows * pitch, query.device):
+            pairs = query[part].shape[0]
+            weights = _skewable(pairs * share, rows, width, pitch, query)
+            _attention(weights, query[part], key[part], block, scale, window, causal, softcap)
+            sums = _diagonals(weights, rows, width, pitch).view(pairs, share, -1)
+            # column c of the sums holds key - query = c - (rows - 1) + low - first, stored at length - distance
+            begin = length - (rows - 1) + block.low - block.first
+            total[part, :, begin : begin + sums.shape[-1]] += sums
+    folded = total[..., 1 : length + 1].flip(-1)
+    if not causal:
+        folded = torch.cat([folded[..., :1], folded[..., 1:] + total[..., length + 1 :]], dim=-1)
+    profile = folded.view(batch, heads, length).sum(0)
+    return profile / profile.sum(-1, keepdim=True)
+
+
+@torch.no_grad()
+def row_kl(
+    query: Tensor,
+    key: Tensor,
+    other_query: Tensor,
+    other_key: Tensor,
+    scale: float,
+    other_scale: float,
+    *,
+    window: int | None = None,
+    causal: bool = True,
+    softcap: float | None = None,
+    other_softcap: float | None = None,
+) -> Tensor:
+    """Mean over batch and queries of ``KL(p || p')`` between two models' attention rows, in nats: ``[H]``, float64.
+
+    ``query [B, H, T, D]`` and ``key [B, G, T, D]`` give ``p``; ``other_query [B, H, T, D']`` and ``other_key
+    [B, G', T, D']`` give ``p'``: both models have the same heads and masks, not the same head dim or key heads. Summed
+    as ``p (expm1(d) - d)``, ``d = log p' - log p``, which has no negative terms: equal maps give exactly 0.
+    """
+    _check(query, key, window)
+    _check(other_query, other_key, window)
+    batch, heads, length, _ = query.shape
+    if other_query.shape[:3] != query.shape[:3]:
+        expected, found = list(query.shape[:3]), list(other_query.shape[:3])
+        raise ValueError(f"other_query: expected batch, heads and length {expected} as in query, found {found}")
+    key = key.repeat_interleave(heads // key.shape[1], 1).flatten(0, 1)
+    other_key = other_key.repeat_interleave(heads // other_key.shape[1], 1).flatten(0, 1)
+    query, other_query = query.reshape(batch * heads, 1, length, -1), other_query.reshape(batch * heads, 1, length, -1)
+    total = torch.zeros(batch * heads, dtype=torch.float64, device=query.device)
+    for block in _blocks(length, window, causal):
+        rows, width = block.last - block.first, block.high - block.low
+        for part in _parts(batch * heads, 4 * rows * width, query.device):
+            log_p = _log_rows(query[part], key[part], block, scale, window, causal, softcap)
+            log_q = _log_rows(other_query[part], other_key[part], block, other_scale, window, causal, other_softcap)
+            total[part] += _divergence(log_p, log_q).sum((1, 2), dtype=torch.float64)
+    return total.view(batch, heads).mean(0) / length
+
+
+def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """``p log(p / q) - p + q`` elementwise, without cancellation where ``p`` is near ``q``; 0 where both are masked."""
+    ratio = (log_q - log_p).nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+    p = log_p.exp()
+    near = p * (torch.expm1(ratio) - ratio)
+    far = torch.where(p > 0, log_q.exp() - p - p * ratio, log_q.exp())
+    return torch.where(ratio.abs() < 1, near, far)
+
+
+def _log_rows(
+    query: Tensor, key: Tensor, block: _Block, scale: float, window: int | None, causal: bool, softcap: float | None
+) -> Tensor:
+    """Log of the attention weights of a block: ``[n, rows, width]``, ``-inf`` where masked."""
+    scores = _product(query, key, block, scale, softcap)
+    _mask(scores, block, window, causal)
+    return torch.log_softmax(scores, -1)
+
+
+def _attention(
+    weights: Tensor,
+    query: Tensor,
+    key: Tensor,
+    block: _Block,
+    scale: float,
+    window: int | None,
+    causal: bool,
+    softcap: float | None,
+) -> None:
+    """Write a block of attention weights into ``weights [n * share, rows, width]``."""
+    scores = _product(query, key, block, scale, softcap).view(weights.shape)
+    _mask(scores, block, window, causal)
+    torch.softmax(scores, -1, out=weights)
+
+
+def _product(query: Tensor, key: Tensor, block: _Block, scale: float, softcap: float | None) -> Tensor:
+    """Scores of a block, unmasked: ``query [n, share, T, D]``, ``key [n, T, D]`` -> ``[n, share * rows, width]``."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    rows = query[:, :, block.first : block.last].flatten(1, 2).to(wide) * scale
+    scores = rows @ key[:, block.low : block.high].to(wide).mT
+    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
+
+
+def _mask(scores: Tensor, block: _Block, window: int | None, causal: bool) -> None:
+    """Set what a query does not see to ``-inf``, in place: ``scores [n, rows, width]``."""
+    queries = torch.arange(block.first, block.last, device=scores.device)[:, None]
+    if causal:
+        edge = slice(block.first - block.low, None)
+        keys = torch.arange(block.first, block.high, device=scores.device)
+        scores[..., edge].masked_fill_(keys > queries, -torch.inf)
+    if window is not None:
+        keys = torch.arange(block.low, block.high, device=scores.device)
+        scores.masked_fill_((queries - keys).abs() >= window, -torch.inf)
+
+
+def _skewable(maps: int, rows: int, width: int, pitch: int, like: Tensor) -> Tensor:
+    """An uninitialised ``[maps, rows, width]`` view of memory that ``_diagonals`` can read aslant.
+
+    Rows lie ``pitch = width + rows - 1`` apart with zeros between, so that element ``(r, j)`` of a view that is
+    ``pitch + 1`` apart is element ``(r, j + r)`` of the map, or a zero.
+    """
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    memory = torch.empty((rows - 1) + maps * rows * pitch, dtype=dtype, device=like.device)
+    memory[: rows - 1] = 0
+    padded = memory[rows - 1 :].view(maps, rows, pitch)
+    padded[..., width:] = 0
+    return padded[..., :width]
+
+
+def _diagonals(weights: Tensor, rows: int, width: int, pitch: int) -> Tensor:
+    """Sums over each map's diagonals: ``[maps, pitch]``, column 0 holding that of key - query = 1 - rows."""
+    start = weights.storage_offset() - (rows - 1)
+    aslant = weights.as_strided((weights.shape[0], rows, pitch), (rows * pitch, pitch + 1, 1), start)
+    return aslant.sum(1)
+
+
+def _blocks(length: int, window: int | None, causal: bool) -> Iterator[_Block]:
+    reach = length if window is None else window - 1
+    for first in range(0, length, _ROWS):
+        last = min(first + _ROWS, length)
+        yield _Block(first, last, max(0, first - reach), last if causal else min(length, last + reach))
+
+
+def _parts(count: int, elements: int, device: torch.device) -> Iterator[slice]:
+    """Slices of ``count`` maps of ``elements`` scores each that fit in the memory of one step."""
+    step = max(1, (_CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK) // elements)
+    for start in range(0, count, step):
+        yield slice(start, start + step)
+
+
+def _check(query: Tensor, key: Tensor, window: int | None) -> None:
+    if query.dim() != 4 or key.dim() != 4:
+        raise ValueError(
+            f"query, key: expected [B, H, T, D] and [B, G, T, D], found {list(query.shape)} and {list(key.shape)}"
+        )
+    batch, heads, length, dim = query.shape
+    if (key.shape[0], *key.shape[2:]) != (batch, length, dim):
+        raise ValueError(f"key: expected [{batch}, G, {length}, {dim}] to match query, found {list(key.shape)}")
+    if heads % key.shape[1]:
+        raise ValueError(f"key: expected a number of heads that divides the query's {heads}, found {key.shape[1]}")
+    if key.device != query.device or key.dtype != query.dtype:
+        raise ValueError(
+            f"key: expected the query's {query.dtype} on {query.device}, found {key.dtype} on {key.device}"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window: expected at least 1 (a query sees itself), found {window}")

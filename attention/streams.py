@@ -1,0 +1,85 @@
+"""What drift, calibration and profiles ask of a model: a stream of layers, opened one at a time.
+
+A *layer stream* runs a decoder layer by layer, so that two models can go through the same tokens side by side with only
+one layer of each in memory. Loaded models are wrapped by ``as_stream`` (loaded.py); checkpoints on disk have streams
+of their own. Shapes: ``B`` sequences, ``T`` positions, ``E`` model dim, ``V`` vocabulary, ``H`` query heads, ``G``
+key/value heads, ``D`` query/key dim of a head, ``Dv`` value dim of a head.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LayerOutput:
+    """What one layer did with the residual stream it was given.
+
+    ``hidden`` is the residual stream after the layer, ``None`` when only the attention was run. ``query`` and ``key``
+    are what the scores are made of (after rotary embedding and per-head norms): the attention weights are
+    ``softmax(softcap * tanh(scale * query . key / softcap))`` over the keys that the mask leaves, the softcap being
+    absent for most models. ``window`` is the number of keys a query sees, itself included. ``mixed`` holds each head's
+    weighted values before the output projection, whose weight is ``output_weight``: head ``h`` adds
+    ``output_weight[:, h] @ mixed[b, t, h]`` to the attention's output. ``None`` stands for what a model does not show.
+    """
+
+    hidden: Tensor | None  # [B, T, E]
+    attention: Tensor  # [B, T, E], after the output projection
+    attention_input: Tensor  # [B, T, E], after the layer's norm
+    query: Tensor | None = None  # [B, H, T, D]
+    key: Tensor | None = None  # [B, G, T, D]
+    scale: float = 1.0
+    window: int | None = None
+    softcap: float | None = None
+    causal: bool = True
+    mixed: Tensor | None = None  # [B, T, H, Dv]
+    output_weight: Tensor | None = None  # [E, H, Dv]
+
+
+class StreamLayer(Protocol):
+    """One layer, in memory. ``hidden [B, T, E]`` is the residual stream before it, at a text's positions 0 .. T-1."""
+
+    def __call__(self, hidden: Tensor) -> LayerOutput:
+        """Run the whole layer."""
+        ...
+
+    def attend(self, hidden: Tensor) -> LayerOutput:
+        """Run the layer up to its attention's output only; ``hidden`` of the result is ``None``."""
+        ...
+
+
+@runtime_checkable
+class LayerStream(Protocol):
+    """A decoder as a sequence of layers. ``device`` and ``dtype`` are those of the computation."""
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """``tokens [B, T]`` to the residual stream before the first layer, ``[B, T, E]``."""
+        ...
+
+    def open_layer(self, index: int) -> AbstractContextManager[StreamLayer]:
+        """Materialise layer ``index``; it is freed when the context ends."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The residual stream after the last layer ``[B, T, E]`` to logits ``[B, T, V]``: final norm and head."""
+        ...
+
+    def cache_bytes_per_token(self) -> int:
+        """Bytes that one more token takes in the cache object that generation really uses, all layers together."""
+        ...
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LayerStream":
+        """The same model, computed elsewhere or in another precision."""
+        ...
