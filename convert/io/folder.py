@@ -1,0 +1,187 @@
+"""What a checkpoint's folder holds: which files are weights, which are passed on, and which links may be followed."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from kvfold.convert.errors import InputError
+from kvfold.convert.io.headers import Header, TensorInfo, parse_header
+
+CONFIG = "config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LEGACY_SINGLE, LEGACY_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_STRAY = {
+    INDEX: re.compile(r"model-\d+-of-\d+\.safetensors"),
+    LEGACY_INDEX: re.compile(r"pytorch_model-\d+-of-\d+\.bin"),
+}
+# What travels with the weights: files that say how to use them, and under which terms.
+EXTRA_PATTERNS = (
+    "tokenizer*",
+    "generation_config.json",
+    "chat_template*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "*preprocessor_config.json",
+    "processor_config.json",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "COPYING*",
+    "USE_POLICY*",
+)
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz"}
+
+
+def raise_problems(problems: list[str]) -> None:
+    """Raise InputError for the first problem with the further ones as its details; nothing when there is none."""
+    if problems:
+        raise InputError(problems[0], details=problems[1:])
+
+
+def resolve_member(folder: Path, name: str) -> Path:
+    """The real path of the file ``name`` of a checkpoint. ``folder`` must be resolved.
+
+    Links are followed when they end inside the folder, or inside ``blobs/`` of the hub cache whose snapshot the folder
+    is. InputError for everything else: other links, ``..``, absolute names, and what is not a regular file.
+    """
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts:
+        raise InputError(f"{folder}: expected a file inside this folder, found the path {name!r}, which leaves it")
+    path = (folder / name).resolve()
+    if not any(path.is_relative_to(root) for root in (folder, *_own_blobs(folder))):
+        raise InputError(f"{folder / name}: a link that leaves the checkpoint, to {path}; put the file itself there")
+    if not path.exists():
+        raise InputError(f"{folder}: expected the file {name}, found none; fetch it again")
+    if not path.is_file():
+        raise InputError(f"{folder / name}: expected a regular file, found something else")
+    return path
+
+
+def _own_blobs(folder: Path) -> list[Path]:
+    cached = folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
+    return [folder.parent.parent / "blobs"] if cached else []
+
+
+def parse_json(path: Path, data: bytes) -> dict[str, Any]:
+    """A JSON object out of a file's bytes; InputError naming the file otherwise."""
+    try:
+        value = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"{path}: expected JSON, found what does not parse: {reason}; mend or fetch it again"
+        ) from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(value).__name__}; mend or fetch it again")
+    return value
+
+
+def read_config(folder: Path) -> tuple[dict[str, Any], str]:
+    """``config.json`` and the sha256 of its bytes."""
+    if not os.path.lexists(folder / CONFIG):
+        raise InputError(f"{folder}: expected a checkpoint with a {CONFIG}, found no {CONFIG}; give its own folder")
+    data = read_bytes(resolve_member(folder, CONFIG))
+    return parse_json(folder / CONFIG, data), hashlib.sha256(data).hexdigest()
+
+
+def read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: expected to be able to read it, found: {error.strerror}") from None
+
+
+def weight_files(names: Iterable[str], where: str) -> tuple[str, bool]:
+    """Which of the files ``names`` leads to the weights, and whether it is legacy: the order of transformers."""
+    present = set(names)
+    for name in (SINGLE, INDEX, LEGACY_SINGLE, LEGACY_INDEX):
+        if name in present:
+            return name, name in (LEGACY_SINGLE, LEGACY_INDEX)
+    others = sorted(name for name in present if Path(name).suffix in WEIGHT_SUFFIXES)
+    found = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "") if others else "no weights"
+    raise InputError(
+        f"{where}: expected {SINGLE}, {INDEX} or {LEGACY_SINGLE}, found {found}; save the model with save_pretrained"
+    )
+
+
+def parse_index(path: Path, data: bytes) -> dict[str, str]:
+    """The ``weight_map`` of an index: tensor name -> file name."""
+    weight_map = parse_json(path, data).get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not all(isinstance(file, str) for file in weight_map.values())
+        or not weight_map
+    ):
+        raise InputError(f"{path}: expected a weight_map from tensor names to file names, found none; fetch it again")
+    return weight_map
+
+
+def stray_shards(names: Iterable[str], index: str, weight_map: dict[str, str]) -> list[str]:
+    """Problems: shards lying in the folder that the index does not name (half of another save)."""
+    known = set(weight_map.values())
+    strays = sorted(name for name in names if _STRAY[index].fullmatch(name) and name not in known)
+    return [f"{name}: a shard that {index} does not name; remove it, or mend the index" for name in strays]
+
+
+def index_problems(index: str, weight_map: dict[str, str], headers: dict[str, Header]) -> list[str]:
+    """Where index and shards disagree. Files whose header is faulty are left out: they have their own problem."""
+    problems = []
+    sound = {
+        file: {tensor.name for tensor in header.tensors} for file, header in headers.items() if not header.problems
+    }
+    for name, file in weight_map.items():
+        if file in sound and name not in sound[file]:
+            problems.append(f"{index}: tensor {name!r} expected in {file}, found no such tensor there")
+    homes: dict[str, list[str]] = {}
+    for file, tensors in sound.items():
+        for name in tensors:
+            homes.setdefault(name, []).append(file)
+            if name not in weight_map:
+                problems.append(f"{file}: tensor {name!r} is not named by {index}")
+    for name, files in homes.items():
+        if len(files) > 1:
+            problems.append(f"tensor {name!r} is stored more than once: in {' and '.join(sorted(files))}")
+    return problems
+
+
+def read_header(path: Path, file: str) -> Header:
+    """The header of one local safetensors file; InputError when it cannot be read."""
+    try:
+        with path.open("rb", buffering=0) as handle:
+            size = os.fstat(handle.fileno()).st_size
+            return parse_header(file, size, lambda start, length: os.pread(handle.fileno(), length, start))
+    except OSError as error:
+        raise InputError(f"{path}: expected to be able to read it, found: {error.strerror}") from None
+
+
+def quantised_problems(config: dict[str, Any], tensors: Iterable[TensorInfo], where: str) -> list[str]:
+    """Problems: quantised weights, told by the config or by the dtypes."""
+    advice = "convert the unquantised weights, then quantise the result"
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key):
+            value = config[key]
+            method = value.get("quant_method", "unnamed") if isinstance(value, dict) else value
+            return [f"{where}: quantised checkpoint ({key}, method {method!r}); expected plain weights: {advice}"]
+    quantised = [tensor for tensor in tensors if _is_quantised(tensor)]
+    expected = "expected F16, BF16, F32 or F64"
+    return [
+        f"{tensor.file}: tensor {tensor.name!r} is quantised: {expected}, found {tensor.dtype}; {advice}"
+        for tensor in quantised
+    ]
+
+
+def _is_quantised(tensor: TensorInfo) -> bool:
+    """Low-precision floats always; integers only as weights (masks and positions are integer buffers)."""
+    if tensor.dtype.startswith(("F8", "F6", "F4")):
+        return True
+    packed = (".weight", ".qweight", ".qzeros", ".weight_packed", ".SCB")
+    return tensor.dtype[0] in "IU" and tensor.name.endswith(packed)

@@ -1,0 +1,306 @@
+"""Write a checkpoint's shards in any order: every tensor's place is fixed by the plan before the first byte is written.
+
+What a transform did not touch goes from file to file inside the kernel, never decoded.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.io.checkpoint import Checkpoint
+from kvfold.convert.io.copying import SourceEnded, copy_range, write_all
+from kvfold.convert.io.folder import INDEX, SINGLE
+from kvfold.convert.io.headers import FLOAT_DTYPES, PREFIX, TensorInfo, tensor_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+Progress = Callable[[int], None]
+ALIGNMENT = 8
+CAST_ELEMENTS = 8 << 20
+_METADATA = {"format": "pt"}
+_TIGHT = (",", ":")
+
+
+def _ignore(_: int) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """A tensor to be written. ``source`` names the source tensor whose bytes are copied, or cast when the dtype
+    differs; None when the tensor is computed."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: str | None
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One output file and its tensors, in the order of their bytes."""
+
+    file: str
+    tensors: tuple[OutputTensor, ...]
+
+
+def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard]:
+    """Fill shards in the given order so that no file exceeds ``max_bytes``; a larger tensor gets a file of its own."""
+    groups: list[list[OutputTensor]] = []
+    used = 0
+    for tensor in tensors:
+        cost = tensor.nbytes + len(_entry(tensor, 10**12)) + 2
+        if not groups or used + cost > max_bytes:
+            groups.append([])
+            used = PREFIX + len(json.dumps(_METADATA)) + 16
+        groups[-1].append(tensor)
+        used += cost
+    if len(groups) <= 1:
+        return [Shard(SINGLE, tuple(group)) for group in groups]
+    count = len(groups)
+    return [Shard(f"model-{i:05}-of-{count:05}.safetensors", tuple(group)) for i, group in enumerate(groups, 1)]
+
+
+def shard_header(shard: Shard) -> bytes:
+    """The bytes before the first tensor: length and JSON, padded with spaces so that the tensors begin at 8 n."""
+    entries, position = [f'"__metadata__":{json.dumps(_METADATA, separators=_TIGHT)}'], 0
+    for tensor in shard.tensors:
+        entries.append(_entry(tensor, position))
+        position += tensor.nbytes
+    header = ("{" + ",".join(entries) + "}").encode()
+    header += b" " * (-len(header) % ALIGNMENT)
+    return struct.pack("<Q", len(header)) + header
+
+
+def _entry(tensor: OutputTensor, start: int) -> str:
+    value = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, start + tensor.nbytes]}
+    return f"{json.dumps(tensor.name)}:{json.dumps(value, separators=_TIGHT)}"
+
+
+def shard_index(shards: Sequence[Shard]) -> bytes:
+    """The text of model.safetensors.index.json."""
+    tensors = [(tensor, shard.file) for shard in shards for tensor in shard.tensors]
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor, _ in tensors)},
+        "weight_map": {tensor.name: file for tensor, file in sorted(tensors, key=lambda pair: pair[0].name)},
+    }
+    return (json.dumps(index, indent=2) + "\n").encode()
+
+
+@dataclass(frozen=True)
+class _Place:
+    tensor: OutputTensor
+    shard: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Move:
+    """A source tensor and where it goes."""
+
+    place: _Place
+    info: TensorInfo
+    cast: bool
+
+
+class ShardWriter:
+    """The open shards of one output folder.
+
+    Making it lays out every file at its final size (sparse) with its header. Tensors may then come in any order.
+    ``resume_written`` names the tensors a killed run had already written to the same folder with the same plan.
+    KvfoldError when the plan names a tensor twice, or when the files of a resumed run do not follow this plan.
+    """
+
+    def __init__(self, folder: Path, shards: Sequence[Shard], resume_written: Iterable[str] = ()) -> None:
+        self._folder, self._shards = folder, tuple(shards)
+        self._places = _places(self._shards)
+        self.written = set(resume_written)
+        unknown = sorted(self.written - set(self._places))
+        if unknown:
+            raise KvfoldError(f"{folder}: expected to resume tensors of this plan, found {unknown[0]!r}; start afresh")
+        self._files: dict[str, int] = {}
+        try:
+            for shard in self._shards:
+                self._files[shard.file] = _lay_out(folder / shard.file, shard, resumed=bool(self.written))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write(self, name: str, tensor: "torch.Tensor") -> None:
+        """Write a computed tensor. KvfoldError when the plan has no such tensor or expects another dtype or shape."""
+        from kvfold.convert.io.tensors import dtype_name, tensor_memory
+
+        place = self._place(name)
+        expected = place.tensor
+        found = dtype_name(tensor.dtype), tuple(tensor.shape)
+        if found != (expected.dtype, expected.shape):
+            raise KvfoldError(
+                f"tensor {name!r}: expected {expected.dtype} {expected.shape}, found {found[0]} {found[1]}"
+            )
+        write_all(self._files[place.shard], tensor_memory(tensor.cpu().contiguous()), place.start)
+        self.written.add(name)
+
+    def copy(self, name: str, checkpoint: Checkpoint, progress: Progress = _ignore) -> None:
+        """Copy one tensor from its source: its bytes, or cast in bounded chunks when the dtype differs."""
+        self._copy_run([self._sourced(self._place(name), checkpoint)], checkpoint, progress)
+
+    def copy_rest(self, checkpoint: Checkpoint, progress: Progress = _ignore) -> None:
+        """Copy every tensor that has a source and is not yet written, in the order of the source's bytes.
+
+        ``progress`` is called with the number of source bytes of every step.
+        """
+        rest = [place for name, place in self._places.items() if name not in self.written and place.tensor.source]
+        for run in _runs(sorted((self._sourced(place, checkpoint) for place in rest), key=_source_order)):
+            self._copy_run(run, checkpoint, progress)
+
+    def sync(self) -> None:
+        """Make what is written so far survive a crash of the machine; call before noting progress for a resume."""
+        for file in self._files.values():
+            os.fsync(file)
+
+    def finish(self) -> None:
+        """Write the index and sync all files. KvfoldError lists the tensors that were not written, if any."""
+        missing = [name for name in self._places if name not in self.written]
+        if missing:
+            details = [f"tensor {name!r} was not written" for name in missing]
+            raise KvfoldError(f"{self._folder}: expected {len(self._places)} tensors, {len(missing)} missing", details)
+        if len(self._shards) > 1:
+            write_synced(self._folder / INDEX, shard_index(self._shards))
+        self.sync()
+        self.close()
+
+    def close(self) -> None:
+        """Close the files without syncing them."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _place(self, name: str) -> _Place:
+        if name not in self._places:
+            raise KvfoldError(f"tensor {name!r}: expected a tensor of the plan, found none of that name")
+        return self._places[name]
+
+    def _sourced(self, place: _Place, checkpoint: Checkpoint) -> _Move:
+        tensor = place.tensor
+        if tensor.source is None:
+            raise KvfoldError(f"tensor {tensor.name!r}: expected a source to copy from, found a computed tensor")
+        info = checkpoint.info(tensor.source)
+        cast = info.dtype != tensor.dtype
+        if info.shape != tensor.shape or (cast and not {info.dtype, tensor.dtype} <= FLOAT_DTYPES):
+            found = f"{info.dtype} {info.shape} in {info.file}"
+            raise KvfoldError(f"tensor {tensor.name!r}: expected {tensor.dtype} {tensor.shape}, found {found}")
+        return _Move(place, info, cast)
+
+    def _copy_run(self, run: list[_Move], checkpoint: Checkpoint, progress: Progress) -> None:
+        first, last = run[0], run[-1]
+        target = self._files[first.place.shard]
+        raw = None if first.cast else checkpoint.raw_path(first.info.file)
+        if raw is None:
+            for move in run:
+                _copy_chunks(move, checkpoint, target, progress)
+        else:
+            _copy_bytes(raw, first, last.info.end, target, progress)
+        self.written.update(move.place.tensor.name for move in run)
+
+
+def _source_order(move: _Move) -> tuple[str, int]:
+    return move.info.file, move.info.start
+
+
+def _runs(moves: list[_Move]) -> Iterator[list[_Move]]:
+    """Group neighbours that lie one behind the other in the source and in the target: one large copy each."""
+    run: list[_Move] = []
+    for move in moves:
+        if run and not _follows(run[-1], move):
+            yield run
+            run = []
+        run.append(move)
+    if run:
+        yield run
+
+
+def _follows(before: _Move, after: _Move) -> bool:
+    same_files = (before.info.file, before.place.shard) == (after.info.file, after.place.shard)
+    touching = before.info.end == after.info.start and before.place.end == after.place.start
+    return same_files and touching and not before.cast and not after.cast
+
+
+def _copy_bytes(path: Path, first: _Move, end: int, target: int, progress: Progress) -> None:
+    with path.open("rb", buffering=0) as source:
+        try:
+            copy_range(source.fileno(), first.info.start, target, first.place.start, end - first.info.start, progress)
+        except SourceEnded:
+            expected = f"expected {end} bytes, found the end of the file"
+            raise InputError(f"{path}: {expected}: it changed while it was read; run again") from None
+
+
+def _copy_chunks(move: _Move, checkpoint: Checkpoint, target: int, progress: Progress) -> None:
+    from kvfold.convert.io.tensors import cast_chunk, tensor_memory, torch_dtype
+
+    dtype, position = torch_dtype(move.place.tensor.dtype), move.place.start
+    for chunk in checkpoint.chunks(move.info.name, CAST_ELEMENTS):
+        data = tensor_memory(cast_chunk(chunk, dtype, move.info.name) if move.cast else chunk)
+        write_all(target, data, position)
+        position += len(data)
+        progress(chunk.numel() * chunk.element_size())
+
+
+def _places(shards: Sequence[Shard]) -> dict[str, _Place]:
+    places: dict[str, _Place] = {}
+    for shard in shards:
+        position = len(shard_header(shard))
+        for tensor in shard.tensors:
+            if tensor.name in places:
+                raise KvfoldError(f"tensor {tensor.name!r}: expected once in the plan, found twice")
+            places[tensor.name] = _Place(tensor, shard.file, position, position + tensor.nbytes)
+            position += tensor.nbytes
+    return places
+
+
+def _lay_out(path: Path, shard: Shard, resumed: bool) -> int:
+    """Open a shard at its final size with its header in place; a resumed one must already be so."""
+    header = shard_header(shard)
+    size = len(header) + sum(tensor.nbytes for tensor in shard.tensors)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if resumed else os.O_CREAT | os.O_EXCL), 0o666)
+    except FileNotFoundError:
+        raise KvfoldError(f"{path}: expected a shard to resume, found none; start afresh") from None
+    try:
+        if resumed:
+            found = os.fstat(file).st_size
+            if found != size or os.pread(file, len(header), 0) != header:
+                raise KvfoldError(f"{path}: expected the shard of this plan to resume, found another; start afresh")
+        else:
+            os.ftruncate(file, size)
+            write_all(file, memoryview(header), 0)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a small file and sync it."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

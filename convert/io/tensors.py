@@ -1,0 +1,85 @@
+"""Between torch tensors and bytes in files. The only module here that imports torch at its top."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.io.headers import TensorInfo
+
+TORCH_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a safetensors dtype name."""
+    if name not in TORCH_DTYPES:
+        raise KvfoldError(f"dtype {name}: expected one of {', '.join(TORCH_DTYPES)}")
+    return TORCH_DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The safetensors name of a torch dtype."""
+    if dtype not in _NAMES:
+        raise KvfoldError(f"dtype {dtype}: expected one of {', '.join(map(str, _NAMES))}")
+    return _NAMES[dtype]
+
+
+def tensor_memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared with it."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def read_tensor(path: Path, info: TensorInfo) -> torch.Tensor:
+    """Read a whole tensor by position."""
+    with path.open("rb", buffering=0) as file:
+        return read_elements(file.fileno(), info, info.start, info.end).reshape(info.shape)
+
+
+def read_chunks(path: Path, info: TensorInfo, elements: int) -> Iterator[torch.Tensor]:
+    """A tensor's elements in order, flat, at most ``elements`` at a time."""
+    step = elements * torch_dtype(info.dtype).itemsize
+    with path.open("rb", buffering=0) as file:
+        for start in range(info.start, info.end, step):
+            yield read_elements(file.fileno(), info, start, min(start + step, info.end))
+
+
+def read_elements(file: int, info: TensorInfo, start: int, end: int) -> torch.Tensor:
+    """The elements of ``info`` that lie in bytes ``start`` .. ``end`` of the open file, flat, owning their memory."""
+    buffer = torch.empty(end - start, dtype=torch.uint8)
+    view, position = tensor_memory(buffer), 0
+    while position < len(view):
+        count = os.preadv(file, [view[position : position + (1 << 30)]], start + position)
+        if count == 0:
+            raise InputError(f"{info.file}: expected {info.end} bytes, found the end of the file: it changed meanwhile")
+        position += count
+    return buffer.view(torch_dtype(info.dtype))
+
+
+def cast_chunk(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Cast between floating dtypes; InputError when a finite value becomes infinite."""
+    cast = chunk.to(dtype)
+    if not torch.isfinite(cast).all() and (torch.isinf(cast) & torch.isfinite(chunk)).any():
+        largest = chunk[torch.isfinite(chunk)].abs().max().item()
+        limit = f"{torch.finfo(dtype).max:g}"
+        raise InputError(
+            f"tensor {name!r}: expected values up to {limit} to store it as {dtype_name(dtype)}, found {largest:g}; "
+            "choose bfloat16 or float32 as the stored dtype"
+        )
+    return cast
