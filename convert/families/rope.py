@@ -1,0 +1,86 @@
+"""The rotary embedding that a config describes, in both spellings, without computing it.
+
+transformers 5 writes ``rope_parameters`` (one table, or one per layer type); before it were ``rope_theta``,
+``rope_scaling`` and ``partial_rotary_factor``. The rules of precedence are those of transformers' configs.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvfold.convert.errors import InputError
+from kvfold.convert.families.expressions import evaluate
+
+if TYPE_CHECKING:
+    from kvfold.convert.families.family import Family
+
+_SCALED_BY_LENGTH = ("llama3", "yarn", "longrope")
+
+
+def rope_table(family: "Family", config: Mapping[str, Any], layer_type: str | None = None) -> dict[str, Any]:
+    """The rope parameters of a layer type as transformers 5 spells them: always ``rope_type`` and ``rope_theta``.
+
+    Types that a family's class reads as another are renamed. Raises ``InputError`` for a table of the wrong kind.
+    """
+    rotary = family.spec.rotary
+    table = _own_table(family, config, layer_type)
+    table["rope_type"] = table.get("rope_type") or table.get("type") or "default"
+    table["rope_type"] = (rotary.renamed or {}).get(table["rope_type"], table["rope_type"])
+    _default_original_positions(family, config, table)
+    return table
+
+
+def _own_table(family: "Family", config: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
+    rotary = family.spec.rotary
+    new, old = _mapping(config, "rope_parameters"), _mapping(config, "rope_scaling")
+    own = (rotary.by_type or {}).get(layer_type or "")
+    if own is None:
+        table = {**(old or new)}
+        table.setdefault("rope_theta", config.get("rope_theta") or rotary.theta)
+        if config.get("partial_rotary_factor") is not None:
+            table.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+        return table
+    table = {**(new.get(layer_type or "") or {})}
+    if own.scaled:
+        table.update(old)
+    table.setdefault("rope_theta", config.get(own.key) or own.theta)
+    return table
+
+
+def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = config.get(key)
+    if found is not None and not isinstance(found, Mapping):
+        raise InputError(f"config.json: {key} must be an object or null, found {found!r}")
+    return found or {}
+
+
+def _default_original_positions(family: "Family", config: Mapping[str, Any], table: dict[str, Any]) -> None:
+    """The class's own key wins over the table's; without either it is the present maximum."""
+    key = "original_max_position_embeddings"
+    if table["rope_type"] not in _SCALED_BY_LENGTH:
+        return
+    if (own := config.get(key, family.spec.rotary.original_positions)) is not None:
+        table[key] = own
+    table.setdefault(key, evaluate(family.spec.sizes.positions, family.values(config)))
+
+
+def rotary_fraction(family: "Family", config: Mapping[str, Any], table: Mapping[str, Any]) -> float:
+    """Which part of a head rotates, in (0, 1]."""
+    default = family.spec.rotary.fraction
+    if default is None:
+        return 1.0
+    fraction = table.get("partial_rotary_factor", default)
+    if not isinstance(fraction, int | float) or isinstance(fraction, bool) or not 0 < fraction <= 1:
+        raise InputError(f"config.json: partial_rotary_factor must be a number above 0 and up to 1, found {fraction!r}")
+    return float(fraction)
+
+
+def rotary_dims(family: "Family", config: Mapping[str, Any]) -> int:
+    """``D_rot``, the same in every layer that rotates."""
+    head_dim = evaluate(family.spec.sizes.head_dim, family.values(config))
+    dims = int(head_dim * rotary_fraction(family, config, rope_table(family, config)))
+    if dims % 2 or not dims:
+        raise InputError(
+            f"config.json: {dims} of {head_dim} dims of a head rotate; an even number above 0 was expected "
+            "(head_dim, partial_rotary_factor)"
+        )
+    return dims

@@ -1,0 +1,209 @@
+"""What a family file says: one JSON object per model type, read strictly (an unknown or missing key is an error).
+
+A value marked *expression* is a string in the language of ``expressions.py`` over the config keys that the file lists
+under ``config`` (and ``layer``, ``layer_type`` where it is asked per layer), or a JSON literal.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+Expression = Any
+ABSENT: Any = object()  # "the file does not say", where null would mean something
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of config.json. ``type`` is checked; a key with neither ``default`` nor ``otherwise`` must be there."""
+
+    type: str
+    aliases: tuple[str, ...] = ()  # older or other spellings, tried in order
+    default: Any = ABSENT  # the value when the key is missing, as the stock class has it
+    otherwise: Expression = ABSENT  # when the key is null, or missing without a default
+    nullable: bool = False  # null means null
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Expressions for the numbers of ``Geometry``; ``kv_heads`` names the config key that a conversion rewrites."""
+
+    layers: Expression
+    heads: Expression
+    kv_heads: str
+    head_dim: Expression
+    model_dim: Expression
+    vocabulary: Expression
+    positions: Expression
+    initializer_range: Expression
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The norms on queries and keys. ``extent`` says what one stored tensor covers:
+
+    ``shared`` [D], one row for all heads; ``head`` [heads, D]; ``flat`` [heads * D], normalised over all heads at once;
+    ``per_head`` one [D] tensor per head, whose name holds ``{head}``.
+    """
+
+    q: str
+    k: str
+    kind: Literal["rms", "layer"]
+    extent: Literal["shared", "head", "flat", "per_head"]
+    eps: Expression
+    bias: bool = False
+    offset: float = 0.0
+    when: Expression = True
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Where a layer keeps its attention. Names are relative to ``module``, which holds ``{layer}``."""
+
+    module: str
+    layout: Literal["separate", "concatenated", "interleaved"]
+    o: str
+    qkv_bias: Expression
+    o_bias: Expression
+    scale: Expression  # what multiplies q . k
+    storage: Literal["out_in", "in_out"] = "out_in"
+    q: str | None = None
+    k: str | None = None
+    v: str | None = None
+    qkv: str | None = None
+    norm: Norm | None = None
+    layer_type: Expression = None
+    window: Expression = None
+    softcap: Expression = None
+    clip: Expression = None
+    causal: Expression = True
+
+
+@dataclass(frozen=True)
+class RopeOfType:
+    """The rotary embedding of one layer type: base frequency, the older config key for it, whether scaling applies."""
+
+    theta: float
+    key: str
+    scaled: bool
+
+
+@dataclass(frozen=True)
+class Rope:
+    """``theta`` and ``fraction`` are the class's defaults; ``fraction`` null: whole heads rotate, always.
+
+    ``rotates`` is asked per layer. ``by_type``: layer types with a rotary embedding of their own.
+    """
+
+    style: Literal["half", "interleaved"]
+    theta: float
+    fraction: float | None = None
+    rotates: Expression = True
+    by_type: Mapping[str, RopeOfType] | None = None
+    renamed: Mapping[str, str] | None = None  # rope types that the class reads as another
+    original_positions: int | None = (
+        None  # default of the key original_max_position_embeddings, where the class has one
+    )
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """The rest of a decoder layer and of the model, as far as another class must be able to express it."""
+
+    norm: Literal["rms", "layer"]
+    norm_eps: Expression
+    activation: Expression
+    mlp: Literal["gated", "gated_fused", "plain"]
+    order: Literal["pre", "post", "sandwich", "parallel"] | Expression
+    norm_offset: float = 0.0
+    norm_bias: bool = False
+    norm_weight: bool = True
+    sparse: Expression = False
+    tied: Expression = False
+    residual_scale: Expression = 1.0
+    embedding_scale: Expression = 1.0
+    logit_scale: Expression = 1.0
+    logit_softcap: Expression = None
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor outside the attention. ``name`` may hold ``{layer}`` and ``{expert}`` (counted by ``each``)."""
+
+    role: str
+    name: str
+    shape: tuple[Expression, ...]
+    when: Expression = True
+    each: Expression = None
+
+
+@dataclass(frozen=True)
+class Tolerated:
+    """A tensor that some files hold and the class ignores."""
+
+    name: str
+    when: Expression = True
+
+
+@dataclass(frozen=True)
+class FamilySpec:
+    model_type: str
+    architecture: str
+    accepts_fewer_kv_heads: bool
+    config: Mapping[str, Key]
+    sizes: Sizes
+    attention: Attention
+    rotary: Rope
+    block: BlockSpec
+    tensors: tuple[TensorSpec, ...]
+    tolerated: tuple[Tolerated, ...]
+
+
+T = TypeVar("T")
+
+
+def build(cls: type[T], table: Any, where: str) -> T:
+    """``table`` as ``cls``. Raises ``ValueError`` naming the unknown or missing keys and the place."""
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{where}: expected an object, found {table!r}")
+    known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
+    if unknown := sorted(set(table) - set(known)):
+        raise ValueError(f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(known)}")
+    required = [name for name, item in known.items() if item.default is MISSING]
+    if absent := [name for name in required if name not in table]:
+        raise ValueError(f"{where}: missing key {', '.join(absent)}")
+    return cls(**{name: _freeze(table[name]) for name in table})
+
+
+def _freeze(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def read_family(path: Path) -> FamilySpec:
+    """The family file at ``path``. Raises ``ValueError`` naming file, place and key when it does not fit the schema."""
+    return parse_family(json.loads(path.read_text(encoding="utf-8")), path.name)
+
+
+def parse_family(table: Any, where: str) -> FamilySpec:
+    """A decoded family file; ``where`` begins the message of the ``ValueError`` raised for what does not fit."""
+    spec = build(FamilySpec, table, where)
+    attention, rotary = dict(spec.attention), dict(spec.rotary)  # type: ignore[call-overload]
+    if attention.get("norm") is not None:
+        attention["norm"] = build(Norm, attention["norm"], f"{where}: attention.norm")
+    if rotary.get("by_type") is not None:
+        rotary["by_type"] = _each(RopeOfType, rotary["by_type"], f"{where}: rotary.by_type")
+    return replace(
+        spec,
+        config=_each(Key, spec.config, f"{where}: config"),
+        sizes=build(Sizes, spec.sizes, f"{where}: sizes"),
+        attention=build(Attention, attention, f"{where}: attention"),
+        rotary=build(Rope, rotary, f"{where}: rotary"),
+        block=build(BlockSpec, spec.block, f"{where}: block"),
+        tensors=tuple(build(TensorSpec, item, f"{where}: tensors[{i}]") for i, item in enumerate(spec.tensors)),
+        tolerated=tuple(build(Tolerated, item, f"{where}: tolerated[{i}]") for i, item in enumerate(spec.tolerated)),
+    )
+
+
+def _each(cls: type[T], table: Mapping[str, Any], where: str) -> dict[str, T]:
+    return {name: build(cls, entry, f"{where}.{name}") for name, entry in table.items()}
