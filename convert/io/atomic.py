@@ -1,0 +1,229 @@
+"""An output folder that appears whole or not at all, whatever kills the process that makes it.
+
+The work happens in ``.OUT.kvfold-<token>`` beside OUT, under a lock on ``.OUT.kvfold.lock``. Both names are left behind
+only by a killed process; the next run that gets the lock knows that nobody uses them any more.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvfold.convert.errors import InputError
+from kvfold.convert.io.swap import place, put_back, replace, sync_tree
+
+_LOCKLESS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_TOKEN = re.compile(r"-[0-9a-f]{8}(\.old)?$")
+_ASIDE = ".old"
+
+
+def check_output(
+    out: str | os.PathLike[str], *, overwrite: bool = False, model: str | os.PathLike[str] | None = None
+) -> Path:
+    """The real path of OUT, when it may be written; touches nothing.
+
+    InputError: OUT exists and ``overwrite`` is off, or it is no folder, a mount point, or a folder with folders in it that is
+    no checkpoint (which ``overwrite`` must not throw away); OUT and MODEL inside each other; a parent that is missing,
+    no folder or not writable.
+    """
+    target = Path(out).resolve()
+    if model is not None:
+        _check_apart(target, Path(model).resolve())
+    if os.path.lexists(target):
+        _check_replaceable(target, overwrite)
+    if not target.parent.is_dir():
+        found = "something else" if os.path.lexists(target.parent) else "none"
+        raise InputError(f"{target}: expected a folder {target.parent} to write it in, found {found}; make it first")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise InputError(f"{target}: expected to be allowed to write in {target.parent}, found it not writable")
+    return target
+
+
+def _check_apart(target: Path, model: Path) -> None:
+    if target == model:
+        raise InputError(f"{target}: expected OUT apart from MODEL, found the same folder; choose another OUT")
+    if target.is_relative_to(model):
+        raise InputError(f"{target}: expected OUT outside MODEL, found it inside {model}; choose another OUT")
+    if model.is_relative_to(target):
+        raise InputError(f"{target}: expected OUT apart from MODEL, found MODEL {model} inside it; choose another OUT")
+
+
+def _check_replaceable(target: Path, overwrite: bool) -> None:
+    if not overwrite:
+        raise InputError(f"{target}: expected no such path, found that it exists; choose another OUT or --overwrite")
+    if not target.is_dir():
+        raise InputError(f"{target}: expected a folder to overwrite, found a file; choose another OUT")
+    if os.path.ismount(target):
+        raise InputError(f"{target}: expected a folder that can be replaced, found a mount point; choose one inside it")
+    folders = sorted(entry.name for entry in os.scandir(target) if entry.is_dir(follow_symlinks=False))
+    if folders and not (target / "config.json").exists():
+        found = f"found no config.json but folders ({', '.join(folders[:3])})"
+        raise InputError(f"{target}: expected a checkpoint to overwrite, {found}; remove it yourself if it can go")
+
+
+@contextmanager
+def output_folder(
+    out: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    model: str | os.PathLike[str] | None = None,
+    resume: Callable[[Path], bool] | None = None,
+    keep: bool = False,
+) -> Iterator[Path]:
+    """A temporary folder that becomes OUT when the block ends, and is removed when it raises.
+
+    On success it is synced and renamed; with ``overwrite`` an existing OUT stays whole until then and is exchanged.
+    What a killed run left for this OUT goes, unless ``resume(folder)`` says that it can be carried on: then that folder
+    is the one given. ``keep`` leaves the folder for such a resume when the block raises.
+    InputError as in ``check_output``, and when another process is writing the same OUT.
+    """
+    target = check_output(out, overwrite=overwrite, model=model)
+    with _lock(target) as locked:
+        stale = _stale(target) if locked else []
+        for path in stale:
+            _settle(path, target)
+        check_output(out, overwrite=overwrite, model=model)
+        folder = _carried_on(stale, resume) or _fresh(target)
+        failed = True
+        try:
+            yield folder
+            sync_tree(folder)
+            _publish(folder, target, overwrite)
+            failed = False
+        finally:
+            _settle(_aside(folder), target)
+            if not (failed and keep):
+                shutil.rmtree(folder, ignore_errors=True)  # OUT's predecessor after an exchange
+
+
+def free_space_check(path: str | os.PathLike[str], needed_bytes: int) -> None:
+    """InputError with both figures when the disk of ``path`` (or of its first existing parent) has less room.
+
+    What a resumed ``path`` holds already counts as room. Call it inside ``output_folder``, when what killed runs left is gone.
+    """
+    target = Path(path).resolve()
+    existing = next(parent for parent in (target, *target.parents) if parent.is_dir())
+    free = shutil.disk_usage(existing).free + (_allocated(target) if _TOKEN.search(target.name) else 0)
+    if needed_bytes > free:
+        figures = f"expected {_size(needed_bytes)} free, found {_size(free)}"
+        raise InputError(f"{existing}: too little disk space: {figures}; free some, or choose an OUT on another disk")
+
+
+def _allocated(folder: Path) -> int:
+    """Bytes of disk that the files of a folder take; holes take none."""
+    return sum(os.stat(Path(root, file)).st_blocks * 512 for root, _, files in os.walk(folder) for file in files)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB ({count} bytes)"
+
+
+@contextmanager
+def _lock(target: Path) -> Iterator[bool]:
+    """Hold the lock of ``target``; False where the file system has no locks. InputError when another process has it."""
+    path = target.parent / f"{_prefix(target)}.lock"
+    handle = None
+    while handle is None:
+        handle = _open_lock(path, target)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(handle)
+            if error.errno not in _LOCKLESS:
+                raise InputError(
+                    f"{target}: expected no other run to write it, found one at work; wait for it"
+                ) from None
+            yield False
+            return
+        if not _same_file(handle, path):  # its last holder removed it between our open and our lock
+            os.close(handle)
+            handle = None
+    try:
+        yield True
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _open_lock(path: Path, target: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise _not_writable(target, error) from None
+
+
+def _same_file(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _not_writable(target: Path, error: OSError) -> InputError:
+    return InputError(f"{target}: expected to be able to write in {target.parent}, found: {error.strerror}")
+
+
+def _prefix(target: Path) -> str:
+    """What the names beside OUT begin with; a name near the limit of 255 bytes is shortened to a digest."""
+    name = os.fsencode(target.name)
+    short = target.name if len(name) <= 200 else hashlib.sha256(name).hexdigest()[:32]
+    return f".{short}.kvfold"
+
+
+def _stale(target: Path) -> list[Path]:
+    """What killed runs left for ``target``, the newest first."""
+    own = re.compile(re.escape(_prefix(target)) + _TOKEN.pattern)
+    left = [Path(entry.path) for entry in os.scandir(target.parent) if own.fullmatch(entry.name)]
+    return sorted(left, key=lambda path: path.lstat().st_mtime, reverse=True)
+
+
+def _fresh(target: Path) -> Path:
+    folder = target.parent / f"{_prefix(target)}-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise _not_writable(target, error) from None
+    return folder
+
+
+def _carried_on(stale: list[Path], resume: Callable[[Path], bool] | None) -> Path | None:
+    """The first folder of a killed run that ``resume`` accepts; all others are removed."""
+    chosen = None
+    for path in stale:
+        if chosen is None and path.is_dir() and resume is not None and resume(path):
+            chosen = path
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+    return chosen
+
+
+def _aside(folder: Path) -> Path:
+    """Where the old OUT waits during a replacement without exchange."""
+    return folder.with_name(folder.name + _ASIDE)
+
+
+def _settle(path: Path, target: Path) -> None:
+    """End half a replacement: the old folder moved aside goes back when nothing took its place, else it goes."""
+    if path.name.endswith(_ASIDE):
+        put_back(path, target)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _publish(folder: Path, target: Path, overwrite: bool) -> None:
+    if overwrite and os.path.lexists(target):
+        replace(folder, target, _aside(folder))
+        return
+    try:
+        place(folder, target)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        raise InputError(
+            f"{target}: expected no such path, found one made during the run; choose another OUT"
+        ) from None
