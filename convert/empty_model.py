@@ -1,0 +1,82 @@
+"""A stock model on the meta device, its decoder layers taken out, ready to be run with tensors that come and go."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from kvfold.convert.errors import InputError
+from kvfold.convert.recorder import ATTENTION
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+_ATTENTION_NAMES = ("self_attn", "attention", "attn")
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Visit = Callable[[int, Tensor, Arguments], Tensor]
+
+
+class StandIn(nn.Module):
+    """Takes a decoder layer's place in the stock forward and hands what it is called with to ``visit``."""
+
+    def __init__(self, visit: Visit, index: int, block: nn.Module) -> None:
+        super().__init__()
+        self.index = index
+        # past nn.Module's bookkeeping: the layer is not a child of this module
+        self.__dict__["visit"] = visit
+        self.__dict__["block"] = block
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        visit: Visit = self.__dict__["visit"]
+        return visit(self.index, hidden_states, (args, kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        """Model code may ask a layer for its type: the layer itself answers."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["block"], name)
+
+
+def empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The stock causal language model of ``config`` on the meta device, in eval mode, with recording attention."""
+    model_type = config.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise InputError(f"config.json: model_type {model_type!r} is not one that this transformers knows")
+    hf_config = CONFIG_MAPPING[model_type].from_dict({key: value for key, value in config.items() if key != "auto_map"})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION)
+    embedding = model.get_input_embeddings()
+    embedding.padding_idx = None  # it only concerns gradients, and must lie inside a table of which few rows are loaded
+    return model.eval().requires_grad_(False)
+
+
+def materialise_buffers(model: Any, blocks: list[nn.Module], device: torch.device) -> None:
+    """Give buffers that no checkpoint holds (rotary frequencies, embedding scales) their values, as loading does."""
+    for root in (model, *blocks):
+        for module in root.modules():
+            pending = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+            pending = [name for name in pending if name in module._non_persistent_buffers_set]
+            for name in pending:
+                module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+            if pending:
+                model._init_weights(module)
+
+
+def attention_of(block: nn.Module) -> nn.Module:
+    """The attention module of a decoder layer."""
+    for name in _ATTENTION_NAMES:
+        module = getattr(block, name, None)
+        if isinstance(module, nn.Module):
+            return module
+    raise InputError(f"{type(block).__name__} has no attention module named {', '.join(_ATTENTION_NAMES)}")
+
+
+def layer_list(model: Any) -> tuple[str, nn.ModuleList]:
+    """The path of the model's list of decoder layers and the list."""
+    decoder = model.base_model
+    count = model.config.num_hidden_layers
+    for name, child in decoder.named_children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            path = f"{model.base_model_prefix}.{name}" if decoder is not model else name
+            return path, child
+    raise InputError(f"{type(decoder).__name__} has no list of {count} decoder layers")
