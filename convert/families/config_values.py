@@ -57,6 +57,10 @@ class Values(Mapping[str, Any]):
         wanted, fits = TYPES[key.type]
         if not fits(found):
             raise InputError(f"config.json: {spelling} must be {wanted}, found {found!r}")
+        if key.per_layer and len(found) != (layers := evaluate(self._spec.sizes.layers, self)):
+            raise InputError(
+                f"config.json: {spelling} must have one entry for each of {layers} layers, found {len(found)}"
+            )
         return found
 
     def _without(self, name: str, key: Key, found: Any) -> Any:

@@ -13,10 +13,26 @@ from typing import Any, Literal, Protocol
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.config_values import Values
 from kvfold.convert.families.expressions import evaluate
+from kvfold.convert.families.names import attention_names, attention_shapes, kv_config
+from kvfold.convert.families.rope import rotary_dims
 from kvfold.convert.families.schema import FamilySpec, TensorSpec, read_family
+
+__all__ = [
+    "Block",
+    "Family",
+    "Geometry",
+    "Layer",
+    "attention_names",
+    "family_of",
+    "kv_config",
+    "load_family",
+    "supported",
+    "tensor_problems",
+]
 
 _FOLDER = Path(__file__).parent
 _TOWERS = re.compile(r"(text|vision|audio|speech|image|video|decoder|encoder|thinker|talker|llm)_config$")
+_LAYER_TYPES = (None, "full_attention", "sliding_attention")
 
 
 class HasShape(Protocol):
@@ -89,7 +105,7 @@ class Family:
     spec: FamilySpec
 
     @property
-    def name(self) -> str:
+    def model_type(self) -> str:
         return self.spec.model_type
 
     @property
@@ -107,9 +123,6 @@ class Family:
 
     def geometry(self, config: Mapping[str, Any]) -> Geometry:
         """Raises ``InputError`` when the heads do not divide as attention needs."""
-        # Here and not on top: rope.py reads families too.
-        from kvfold.convert.families.rope import rotary_dims
-
         values, sizes = self.values(config), self.spec.sizes
         kv_heads, heads = values[sizes.kv_heads], evaluate(sizes.heads, values)
         if heads % kv_heads:
@@ -141,13 +154,23 @@ class Family:
             softcap=evaluate(attention.softcap, values),
             clip=evaluate(attention.clip, values),
             causal=bool(evaluate(attention.causal, values)),
-            sparse=bool(evaluate(self.spec.block.sparse, values)),
+            sparse=values["sparse"],
         )
 
     def layer_values(self, config: Mapping[str, Any], index: int) -> Values:
-        """``values`` with ``layer`` and ``layer_type`` added."""
+        """``values`` with ``layer``, ``layer_type`` and ``sparse`` (experts instead of one MLP) added."""
         values = self.values(config).with_names(layer=index)
-        return values.with_names(layer_type=evaluate(self.spec.attention.layer_type, values))
+        layer_type = evaluate(self.spec.attention.layer_type, values)
+        if layer_type not in _LAYER_TYPES:
+            raise InputError(
+                f"config.json: layer {index} is {layer_type!r}; model_type {self.model_type!r} is supported with "
+                "'full_attention' and 'sliding_attention'"
+            )
+        return values.with_names(layer_type=layer_type, sparse=bool(evaluate(self.spec.block.sparse, values)))
+
+    def kv_config(self, config: Mapping[str, Any], kv_heads: int) -> dict[str, int]:
+        """The config keys that change for ``kv_heads`` key/value heads."""
+        return kv_config(self, config, kv_heads)
 
     def block(self, config: Mapping[str, Any]) -> Block:
         """What surrounds the attention, for a target that must express it in another class."""
@@ -172,8 +195,6 @@ class Family:
 
     def expected_tensors(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that a checkpoint of this config holds, in the terms of its files."""
-        from kvfold.convert.families.names import attention_shapes
-
         expected: dict[str, tuple[int, ...]] = {}
         for scope, tensor in self._present(config):
             shape = tuple(int(evaluate(size, scope)) for size in tensor.shape)

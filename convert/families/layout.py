@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from kvfold.convert.errors import InputError
 from kvfold.convert.families.expressions import evaluate
 from kvfold.convert.families.family import Family, Geometry
-from kvfold.convert.families.names import ROLES, Role, active_norm, attention_names, has_bias, norm_names
+from kvfold.convert.families.names import ROLES, Role, active_norm, attention_names, has_bias, kv_config, norm_names
 from kvfold.convert.families.schema import Norm
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm
 from torch import Tensor
@@ -73,22 +72,6 @@ def write_layer(
         if norm is not None and head_norm is not None and role in roles:
             tensors |= _write_norm(norm, module, role, head_norm)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
-
-
-def kv_config(family: Family, config: Mapping[str, Any], kv_heads: int) -> dict[str, int]:
-    """The config keys that change for ``kv_heads`` key/value heads, in the spelling that the config uses.
-
-    Raises ``InputError`` when the stock class takes no fewer heads or the number does not divide the query heads.
-    """
-    geometry = family.geometry(config)
-    if not family.accepts_fewer_kv_heads:
-        raise InputError(
-            f"{family.architecture} has as many key/value heads as query heads; model_type {family.name!r} "
-            f"cannot have {kv_heads}"
-        )
-    if kv_heads < 1 or geometry.heads % kv_heads:
-        raise InputError(f"kv-heads is {kv_heads}; a divisor of the {geometry.heads} query heads was expected")
-    return {family.values(config).spelling(family.spec.sizes.kv_heads): kv_heads}
 
 
 def _read_qkv(family: Family, geometry: Geometry, module: str, kind: str, read: Read) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,7 +164,9 @@ def _check_places(family: Family, config: Mapping[str, Any], weights: AttentionW
         given = getattr(weights, name) is not None
         if given != place:
             wanted = "has a place for" if place else "has no place for"
-            raise ValueError(f"model_type {family.name!r} {wanted} {name} in this config, found {name} given: {given}")
+            raise ValueError(
+                f"model_type {family.model_type!r} {wanted} {name} in this config, found {name} given: {given}"
+            )
 
 
 def _to_half(dims: int) -> list[int]:

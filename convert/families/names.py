@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvfold.convert.errors import InputError
 from kvfold.convert.families.expressions import evaluate
 
 if TYPE_CHECKING:
@@ -46,6 +47,22 @@ def attention_names(family: "Family", config: Mapping[str, Any], layer: int) -> 
         full = [f"{module}.{part}.{kind}" for part in parts for kind in ("weight", "bias")]
         names[role] = tuple(name for name in full if name in present)
     return names
+
+
+def kv_config(family: "Family", config: Mapping[str, Any], kv_heads: int) -> dict[str, int]:
+    """The config keys that change for ``kv_heads`` key/value heads, in the spelling that the config uses.
+
+    Raises ``InputError`` when the stock class takes no fewer heads or the number does not divide the query heads.
+    """
+    geometry = family.geometry(config)
+    if not family.accepts_fewer_kv_heads:
+        raise InputError(
+            f"{family.architecture} has as many key/value heads as query heads; model_type {family.model_type!r} "
+            f"cannot have {kv_heads}"
+        )
+    if kv_heads < 1 or geometry.heads % kv_heads:
+        raise InputError(f"kv-heads is {kv_heads}; a divisor of the {geometry.heads} query heads was expected")
+    return {family.values(config).spelling(family.spec.sizes.kv_heads): kv_heads}
 
 
 def projections(attention: "Attention") -> dict[str, str]:

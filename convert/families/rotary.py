@@ -1,0 +1,125 @@
+"""The rotary frequencies of a layer, for every rope type whose frequencies do not move with the length of the text.
+
+Formulas: RoPE (Su et al. 2021), linear interpolation (Chen et al. 2023), YaRN (Peng et al. 2023), LongRoPE (Ding et
+al. 2024) and Llama 3.1's by wavelength, with the rules of transformers where a paper leaves a choice.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from kvfold.convert.errors import InputError
+from kvfold.convert.families.expressions import evaluate
+from kvfold.convert.families.family import Family
+from kvfold.convert.families.rope import rope_table, rotary_fraction
+from kvfold.convert.transforms.weights import Rotary
+from torch import Tensor
+
+Context = Literal["short", "long"]
+
+
+def layer_rotary(family: Family, config: Mapping[str, Any], layer: int, context: Context | None = None) -> Rotary:
+    """The rotary embedding of ``layer``; empty where the layer does not rotate.
+
+    longrope has one set of frequencies for short texts and another for long ones; unless they are equal, ``context``
+    must say which. Raises ``InputError`` for types whose frequencies depend on the text (dynamic) and unknown ones.
+    """
+    how = family.layer(config, layer)
+    if not how.rotates:
+        return Rotary(torch.empty(0, dtype=torch.float64))
+    table = rope_table(family, config, how.type)
+    head_dim = evaluate(family.spec.sizes.head_dim, family.values(config))
+    dims = int(head_dim * rotary_fraction(family, config, table))
+    pairs = torch.arange(0, dims, 2, dtype=torch.float64)
+    theta = _number(table, "rope_theta") ** (-pairs / dims)
+    kind = table["rope_type"]
+    if kind == "default":
+        return Rotary(theta)
+    if kind == "longrope":
+        return _longrope(table, theta, family.geometry(config).positions, context)
+    if kind not in _SCALED:
+        known = ", ".join(["default", *_SCALED, "longrope"])
+        raise InputError(
+            f"config.json: rope_type {kind!r} has no frequencies that hold for every length of text; expected one of "
+            f"{known}"
+        )
+    return _SCALED[kind](table, theta, family.geometry(config).positions)
+
+
+def _linear(table: Mapping[str, Any], theta: Tensor, positions: int) -> Rotary:
+    return Rotary(theta / _number(table, "factor"))
+
+
+def _llama3(table: Mapping[str, Any], theta: Tensor, positions: int) -> Rotary:
+    """High frequencies stay, low ones are divided by ``factor``, those between blend by how often they turn."""
+    factor, low, high = (_number(table, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    turns = _number(table, "original_max_position_embeddings") * theta / (2 * math.pi)
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return Rotary(theta * (blend + (1 - blend) / factor))
+
+
+def _yarn(table: Mapping[str, Any], theta: Tensor, positions: int) -> Rotary:
+    original, pairs = _number(table, "original_max_position_embeddings"), theta.numel()
+    factor = positions / original if table.get("factor") is None else _number(table, "factor")
+    base = _number(table, "rope_theta")
+
+    def pair_turning(turns: float) -> float:
+        return 2 * pairs * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = pair_turning(table.get("beta_fast") or 32), pair_turning(table.get("beta_slow") or 1)
+    if table.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    high = high + 0.001 if low == high else high  # as transformers does, against a division by zero
+    interpolated = ((torch.arange(pairs, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+    return Rotary(theta * (1 - interpolated + interpolated / factor), _yarn_amplitude(table, factor))
+
+
+def _yarn_amplitude(table: Mapping[str, Any], factor: float) -> float:
+    def amplitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if table.get("attention_factor") is not None:
+        return _number(table, "attention_factor")
+    if table.get("mscale") and table.get("mscale_all_dim"):
+        return amplitude(_number(table, "mscale")) / amplitude(_number(table, "mscale_all_dim"))
+    return amplitude(1.0)
+
+
+def _longrope(table: Mapping[str, Any], theta: Tensor, positions: int, context: Context | None) -> Rotary:
+    factors = {name: _factors(table, f"{name}_factor", theta.numel()) for name in ("short", "long")}
+    if context is None and not torch.equal(factors["short"], factors["long"]):
+        raise InputError(
+            "config.json: rope_type 'longrope' has other frequencies for texts up to "
+            f"{table['original_max_position_embeddings']} tokens than beyond; frequencies that hold for both were "
+            "expected (equal short_factor and long_factor), or a choice of one of them"
+        )
+    original = _number(table, "original_max_position_embeddings")
+    factor = positions / original if table.get("factor") is None else _number(table, "factor")
+    amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    if table.get("attention_factor") is not None:
+        amplitude = _number(table, "attention_factor")
+    return Rotary(theta / factors[context or "short"], amplitude)
+
+
+def _factors(table: Mapping[str, Any], key: str, pairs: int) -> Tensor:
+    found = table.get(key)
+    if not isinstance(found, list) or len(found) != pairs or not all(isinstance(item, int | float) for item in found):
+        count = len(found) if isinstance(found, list) else found
+        raise InputError(f"config.json: {key} must be a list of {pairs} numbers, one per rotary pair, found {count!r}")
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def _number(table: Mapping[str, Any], key: str) -> float:
+    found = table.get(key)
+    if not isinstance(found, int | float) or isinstance(found, bool) or not 0 < found < math.inf:
+        raise InputError(f"config.json: {key} of the rotary embedding must be a number above 0, found {found!r}")
+    return float(found)
+
+
+_SCALED: dict[str, Callable[[Mapping[str, Any], Tensor, int], Rotary]] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

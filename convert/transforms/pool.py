@@ -1,0 +1,82 @@
+"""The published ways to share heads: each group of key/value heads becomes one, queries and output stay as they are.
+
+``mean``: Ainslie et al. 2023, "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints",
+which also compares ``first`` and ``random``. Groups are runs of neighbouring heads, as every stock class expects.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm
+from torch import Tensor
+
+
+def mean(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
+    """Every group's heads averaged, ``[G, D, E] -> [kv_heads, D, E]``, in float32 (float64 for float64 weights).
+
+    Biases and the key norm's rows (and its bias) are averaged likewise. What is left alone keeps its dtype.
+    Raises ``ValueError`` when ``kv_heads`` does not divide ``G``.
+    """
+
+    def average(heads: Tensor) -> Tensor:
+        precise = heads.to(torch.promote_types(heads.dtype, torch.float32))
+        return precise.unflatten(0, (kv_heads, -1)).mean(1)  # type: ignore[no-untyped-call]
+
+    return _pooled(weights, kv_heads, average)
+
+
+def first(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
+    """The first head of every group, bit for bit. Raises ``ValueError`` as ``mean`` does."""
+    size = weights.kv_heads // max(kv_heads, 1)
+    return _pooled(weights, kv_heads, lambda heads: heads[::size].clone())
+
+
+def random(weights: AttentionWeights, kv_heads: int, *, std: float, seed: int, layer: int) -> AttentionWeights:
+    """Fresh keys and values: normal with ``std`` (the config's initializer range), biases zero, the norm's gain one.
+
+    float32, drawn on the CPU, the same for the same ``seed``, ``layer`` and shape. A norm that the file stores once
+    for all heads stays. Raises ``ValueError`` as ``mean`` does.
+    """
+    _check(weights, kv_heads)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + layer) % 2**63)
+    shape, device = (kv_heads, weights.head_dim, weights.model_dim), weights.k.device
+
+    def drawn() -> Tensor:
+        return torch.empty(shape).normal_(0.0, std, generator=generator).to(device)
+
+    def zeros(bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else torch.zeros(kv_heads, weights.head_dim, device=device)
+
+    k, v = drawn(), drawn()
+    norm = weights.k_norm
+    if norm is not None:
+        gain = torch.full((kv_heads, weights.head_dim), 1.0 - norm.offset, device=device)
+        fresh = replace(norm, weight=gain, bias=zeros(norm.bias))
+        norm = _pooled_norm(norm, lambda rows: rows[:kv_heads].clone()) if norm.shared else fresh
+    return replace(weights, k=k, v=v, k_bias=zeros(weights.k_bias), v_bias=zeros(weights.v_bias), k_norm=norm)
+
+
+def _pooled(weights: AttentionWeights, kv_heads: int, pool: Callable[[Tensor], Tensor]) -> AttentionWeights:
+    _check(weights, kv_heads)
+    norm = weights.k_norm
+    if norm is not None:
+        # One stored row for all heads is every head's mean already: taking it keeps its bits.
+        norm = _pooled_norm(norm, (lambda rows: rows[:kv_heads].clone()) if norm.shared else pool)
+    return replace(
+        weights,
+        k=pool(weights.k),
+        v=pool(weights.v),
+        k_bias=None if weights.k_bias is None else pool(weights.k_bias),
+        v_bias=None if weights.v_bias is None else pool(weights.v_bias),
+        k_norm=norm,
+    )
+
+
+def _pooled_norm(norm: HeadNorm, pool: Callable[[Tensor], Tensor]) -> HeadNorm:
+    return replace(norm, weight=pool(norm.weight), bias=None if norm.bias is None else pool(norm.bias))
+
+
+def _check(weights: AttentionWeights, kv_heads: int) -> None:
+    if kv_heads < 1 or weights.kv_heads % kv_heads:
+        raise ValueError(f"kv_heads must divide the {weights.kv_heads} key/value heads, found {kv_heads}")
