@@ -1,0 +1,207 @@
+"""The ``kvfold`` command. What is heavy is imported inside the commands, so that ``--help`` and ``inspect`` are quick."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+from kvfold.convert import request as rq
+from kvfold.convert.errors import InputError, KvfoldError
+
+
+class _Commands(click.Group):
+    """Lists commands in the order they are written below, which is the order a person meets them in."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+class _StepsOrAuto(click.ParamType[int | str]):
+    name = "STEPS|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == "auto":
+            return "auto"
+        if not str(value).isdigit():
+            self.fail(f"expected a number of steps or auto, found {value!r}")
+        return int(value)
+
+
+@click.group(
+    cls=_Commands,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+@click.version_option(package_name="kvfold", prog_name="kvfold")
+@click.pass_context
+def kvfold(ctx: click.Context) -> None:
+    """Convert trained checkpoints so that they need a far smaller KV cache, and measure what that cost.
+
+    MODEL is a folder or a Hugging Face hub id (id@revision for a revision).
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+@kvfold.command()
+@click.argument("model")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the summary.")
+def inspect(model: str, as_json: bool) -> None:
+    """Show what MODEL is: attention kind, heads, cache bytes per token, and what it can become.
+
+    Reads the headers and the config only: a hub id is not downloaded.
+    """
+    from kvfold.convert.inspect import inspect_checkpoint, summary
+
+    found = inspect_checkpoint(model)
+    click.echo(json.dumps(found, indent=2) if as_json else summary(found))
+
+
+def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def apply(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return apply
+
+
+_TARGET_OPTIONS = _options(
+    click.option("--to", type=click.Choice(rq.TARGETS), required=True, help="Attention kind to convert to."),
+    click.option("--kv-heads", type=int, metavar="N", help="Key/value heads to keep (gqa)."),
+    click.option("--kv-rank", type=int, metavar="R", help="Latent numbers cached per token and layer (mla)."),
+    click.option("--rope-dim", type=int, metavar="P", help="Rotary-key numbers cached per token and layer (mla)."),
+    click.option("--budget", type=int, metavar="N", help="Choose R + P = N by measured drift (mla)."),
+    click.option("--q-rank", type=int, metavar="N", help="Also factor the queries through a latent of N (mla)."),
+    click.option(
+        "--method", metavar="NAME", help="principal (calibrated, default), mean, first, random; mla: principal, svd."
+    ),
+    click.option("--group", type=click.Choice(rq.GROUPINGS), help="Which heads share: similar ones, or neighbours."),
+    click.option(
+        "--layout", type=click.Choice(rq.LAYOUTS), help="What an MLA checkpoint is written as (default deepseek)."
+    ),
+)
+_CALIBRATION_OPTIONS = _options(
+    click.option(
+        "--calibration", metavar="FILE|DATASET", help="Text like the model's own use: .txt, .jsonl, or a datasets name."
+    ),
+    click.option("--samples", type=int, default=128, show_default=True, help="Calibration sequences."),
+    click.option("--seq-len", type=int, default=512, show_default=True, help="Tokens per sequence."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Draws the sequences (and --method random)."),
+    click.option(
+        "--refine", type=_StepsOrAuto(), default=0, show_default=True, help="Reconstruction steps per layer, no labels."
+    ),
+)
+_RUNNING_OPTIONS = _options(
+    click.option("--device", type=click.Choice(rq.DEVICES), default="auto", show_default=True),
+    click.option(
+        "--dtype", type=click.Choice(rq.DTYPES), default="auto", show_default=True, help="Stored dtype; auto keeps it."
+    ),
+    click.option("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest weight file."),
+    click.option("--dry-run", is_flag=True, help="Print the plan and the disk space; touch nothing."),
+    click.option("--resume", is_flag=True, help="Continue a killed calibrated run at its last finished layer."),
+    click.option(
+        "--overwrite", is_flag=True, help="Replace OUT; the old one stays whole until the new one is on disk."
+    ),
+    click.option("--quiet", is_flag=True, help="No progress, no summary."),
+    click.option("--allow-growth", is_flag=True, help="Permit a target that caches as much as the source, or more."),
+    click.option("--trust-remote-code", is_flag=True, help="Permit code that the checkpoint carries to run."),
+)
+
+
+@kvfold.command()
+@click.argument("model")
+@click.argument("out")
+@_TARGET_OPTIONS
+@_CALIBRATION_OPTIONS
+@_RUNNING_OPTIONS
+def convert(**options: Any) -> None:
+    """Convert MODEL and write the result to the folder OUT."""
+    request = rq.ConvertRequest(**options)
+    from kvfold.convert.run import convert_checkpoint
+
+    result = convert_checkpoint(request)
+    if request.dry_run or not request.quiet:
+        click.echo(result.summary())
+
+
+@kvfold.command()
+@click.argument("model")
+@click.argument("out")
+@click.option(
+    "--text", metavar="FILE", help="Text to measure on (.txt, .jsonl); default: held-out text that ships with kvfold."
+)
+@click.option("--samples", type=click.IntRange(1), default=16, show_default=True, help="Sequences.")
+@click.option("--seq-len", type=click.IntRange(2), default=512, show_default=True, help="Tokens per sequence.")
+@click.option("--device", type=click.Choice(rq.DEVICES), default="auto", show_default=True)
+@click.option("--dtype", type=click.Choice(rq.DTYPES), default="auto", show_default=True, help="Dtype to compute in.")
+@click.option("--json", "json_file", metavar="FILE", help="Also write the numbers to FILE.")
+def drift(model: str, out: str, json_file: str | None, **options: Any) -> None:
+    """Measure how far the converted checkpoint OUT is from MODEL, layer by layer and at the end."""
+    from kvfold.convert.drift_report import drift_table
+    from kvfold.convert.drift_run import drift_checkpoints
+
+    report = drift_checkpoints(model, out, **options)
+    if json_file is not None:
+        _write_text(json_file, json.dumps(report.to_json(), indent=2) + "\n")
+    click.echo(drift_table(report))
+
+
+@kvfold.command()
+@click.argument("folder", metavar="[DIR]", required=False)
+def demo(folder: str | None) -> None:
+    """Convert the small trained model that ships with kvfold to every target, and measure each.
+
+    The converted checkpoints are kept in DIR; without DIR they are made in a temporary folder and removed.
+    """
+    from kvfold.convert.demo import run_demo
+
+    run_demo(folder, click.echo)
+
+
+def _write_text(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"--json {path}: cannot be written ({error.strerror}): name a file in a folder that exists"
+        ) from error
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    sys.stdout.flush()
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def _usage(error: click.ClickException) -> str:
+    text = error.format_message().replace("\n", " ").rstrip(".")
+    where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "kvfold"
+    return f"{where}: {text[:1].lower()}{text[1:]}; see `{where} --help`"
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line. Exit status: 0 done, 2 the request or the input is wrong, 1 anything else."""
+    try:
+        kvfold.main(args=arguments, prog_name="kvfold", standalone_mode=False)
+    except KvfoldError as error:
+        _fail(str(error), error.exit_status)
+    except click.ClickException as error:
+        _fail(_usage(error), 2)
+    except (KeyboardInterrupt, click.Abort):
+        _fail("interrupted: nothing was left behind; run the same command again", 1)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # keeps the interpreter's own flush quiet
+        raise SystemExit(1) from None
+    except Exception as error:
+        if os.environ.get("KVFOLD_TRACEBACK"):
+            raise
+        text = " ".join(str(error).split())
+        _fail(
+            f"unexpected {type(error).__name__}: {text} (set KVFOLD_TRACEBACK=1 for the details, and please report it)",
+            1,
+        )
+    raise SystemExit(0)

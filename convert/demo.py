@@ -1,0 +1,108 @@
+"""``kvfold demo``: convert the model that ships with kvfold to every target, load each with transformers, measure."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvfold.convert.errors import InputError
+
+_WINDOWS, _LENGTH = 32, 256
+
+
+@dataclass(frozen=True)
+class Row:
+    """One target of the table: ``numbers`` are cached per token and layer."""
+
+    target: str
+    numbers: int
+    perplexity: float
+
+
+# Options of `kvfold convert`, as a person would type them.
+CONVERSIONS: tuple[dict[str, Any], ...] = (
+    {"to": "gqa", "kv_heads": 4, "method": "mean"},
+    {"to": "gqa", "kv_heads": 2, "method": "mean"},
+    {"to": "mqa", "method": "mean"},
+)
+
+
+def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[Row]:
+    """Inspect, convert and measure; ``echo`` gets every line. Raises InputError when ``folder`` holds something."""
+    from kvfold.convert.data import demo_folder
+    from kvfold.convert.inspect import inspect_checkpoint, summary
+
+    model = demo_folder()
+    echo("A small Llama-architecture model, trained on the Python library's documentation:\n")
+    facts = inspect_checkpoint(str(model))
+    echo(summary(facts) + "\n")
+    with _workplace(folder) as place:
+        rows = _measure_all(model, facts["cache"]["numbers_per_token_and_layer"], place, echo)
+    echo("\n" + table(rows))
+    if folder is not None:
+        echo(f"\nThe converted checkpoints are in {folder}: load one with transformers' AutoModelForCausalLM.")
+    return rows
+
+
+@contextmanager
+def _workplace(folder: str | None) -> Iterator[Path]:
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="kvfold-demo-") as temporary:
+            yield Path(temporary)
+        return
+    place = Path(folder)
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise InputError(f"{place}: expected a new or an empty folder, found it in use; name another")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{place}: cannot be made ({error.strerror}); name another folder") from error
+    yield place
+
+
+def _measure_all(model: Path, numbers: int, place: Path, echo: Callable[[str], None]) -> list[Row]:
+    from kvfold.convert.data import read_text
+    from kvfold.convert.perplexity import checkpoint_perplexity, token_windows
+    from kvfold.convert.request import ConvertRequest
+    from kvfold.convert.run import convert_checkpoint
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokens = token_windows(AutoTokenizer.from_pretrained(model), read_text("heldout"), _WINDOWS, _LENGTH)
+    rows = [Row("the original (MHA)", numbers, checkpoint_perplexity(model, tokens))]
+    for options in CONVERSIONS:
+        name = "-".join(str(value) for value in options.values())
+        echo(f"kvfold convert MODEL {name} {_command_line(options)}")
+        request = ConvertRequest(model=str(model), out=str(place / name), quiet=True, **options)
+        layout = convert_checkpoint(request).plan.layout
+        rows.append(
+            Row(_label(layout.kind, request), layout.numbers_cached, checkpoint_perplexity(place / name, tokens))
+        )
+    return rows
+
+
+def _label(kind: str, request: Any) -> str:
+    return f"{kind}, {request.resolved_method}"
+
+
+def _command_line(options: dict[str, Any]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text; the first is the original, which the savings and the perplexities are compared with."""
+    width = max(len(row.target) for row in rows)
+    first = rows[0]
+    lines = [
+        f"{'target':{width}}  {'numbers cached per':>18}  {'cache':>7}  {'held-out perplexity':>22}",
+        f"{'':{width}}  {'token and layer':>18}  {'saving':>7}  {'before':>10}  {'after':>10}",
+    ]
+    lines += [
+        f"{row.target:{width}}  {row.numbers:18}  {100 * (1 - row.numbers / first.numbers):5.1f} %"
+        f"  {first.perplexity:10.2f}  {row.perplexity:10.2f}"
+        for row in rows
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,39 @@
+"""Perplexity of a stock model on a text: the one yardstick that needs no second model."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def token_windows(tokenizer: Any, text: str, windows: int, length: int) -> Tensor:
+    """The first ``windows`` stretches of ``length`` tokens of ``text``: ids ``[windows, length]``, fewer if it is short.
+
+    Each begins with what the tokenizer itself puts at the start of a text (BOS, for many).
+    """
+    start = tokenizer("")["input_ids"]
+    body = length - len(start)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    count = min(windows, len(ids) // body)
+    rows = torch.tensor(ids[: count * body]).view(count, body)
+    return torch.cat([torch.tensor(start, dtype=rows.dtype).expand(count, len(start)), rows], dim=1)
+
+
+@torch.no_grad()
+def perplexity(model: Any, tokens: Tensor, batch: int = 8) -> float:
+    """exp of the mean negative log-likelihood over all tokens of ``tokens [N, T]`` but each row's first."""
+    total = 0.0
+    for rows in tokens.split(batch):
+        logits = model(input_ids=rows).logits[:, :-1].float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+        total += loss.item()
+    return math.exp(total / (tokens.shape[0] * (tokens.shape[1] - 1)))
+
+
+def checkpoint_perplexity(folder: Path, tokens: Tensor) -> float:
+    """``perplexity`` of the checkpoint in ``folder``, loaded by stock transformers in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return perplexity(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokens)

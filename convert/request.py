@@ -1,0 +1,174 @@
+"""What a person asks of a conversion, validated on its own: no checkpoint is opened and torch is not imported here."""
+
+import re
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from kvfold.convert.errors import InputError
+
+Target = Literal["gqa", "mqa", "mla"]
+
+TARGETS = ("gqa", "mqa", "mla")
+FOLD_METHODS = ("principal", "mean", "first", "random")
+MLA_METHODS = ("principal", "svd")
+WEIGHTS_ONLY = frozenset({"mean", "first", "random", "svd"})
+GROUPINGS = ("similar", "contiguous")
+LAYOUTS = ("deepseek", "engine", "kvfold")
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes in ``"5GB"``, ``"500MiB"`` or ``1000`` (decimal units as in transformers; KiB, MiB, GiB are binary)."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match and match[2].upper() in _UNITS else 0
+    if size <= 0:
+        raise InputError(f"--max-shard-size: expected a size such as 5GB, 500MB or 2GiB, found {text!r}")
+    return size
+
+
+@dataclass(frozen=True)
+class ConvertRequest:
+    """One conversion. Field names are the options of ``kvfold convert`` with underscores.
+
+    ``method`` and ``group`` left at None take the best there is for the target (see ``resolved_method``); ``refine``
+    is a number of steps per layer or ``"auto"``. Raises InputError when the values cannot go together.
+    """
+
+    model: str
+    out: str
+    to: Target
+    kv_heads: int | None = None
+    method: str | None = None
+    group: str | None = None
+    kv_rank: int | None = None
+    rope_dim: int | None = None
+    budget: int | None = None
+    q_rank: int | None = None
+    layout: str | None = None
+    calibration: str | None = None
+    samples: int = 128
+    seq_len: int = 512
+    seed: int = 0
+    refine: int | str = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    max_shard_size: int | str = "5GB"
+    dry_run: bool = False
+    resume: bool = False
+    overwrite: bool = False
+    quiet: bool = False
+    allow_growth: bool = False
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [*_choice_problems(self), *_number_problems(self), *_combination_problems(self)]
+        if problems:
+            raise InputError(problems[0], problems[1:])
+        object.__setattr__(self, "max_shard_size", parse_size(self.max_shard_size))
+
+    @property
+    def resolved_method(self) -> str:
+        return self.method or "principal"
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the conversion reads text: it walks the model over calibration tokens."""
+        return self.resolved_method not in WEIGHTS_ONLY or bool(self.refine)
+
+    @property
+    def shard_bytes(self) -> int:
+        return int(self.max_shard_size)
+
+    def result_options(self) -> dict[str, Any]:
+        """The options that decide the result, without those that only say where and how to run."""
+        running = {"model", "out", "device", "dry_run", "resume", "overwrite", "quiet", "calibration"}
+        options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in running}
+        return {**options, "method": self.resolved_method}
+
+
+def _choice_problems(request: ConvertRequest) -> list[str]:
+    methods = MLA_METHODS if request.to == "mla" else FOLD_METHODS
+    choices = {
+        "to": (request.to, TARGETS),
+        "method": (request.method, methods),
+        "group": (request.group, GROUPINGS),
+        "layout": (request.layout, LAYOUTS),
+        "device": (request.device, DEVICES),
+        "dtype": (request.dtype, DTYPES),
+    }
+    where = {"method": f" with --to {request.to}"}
+    return [
+        f"--{name}{where.get(name, '')}: expected one of {', '.join(allowed)}, found {value!r}"
+        for name, (value, allowed) in choices.items()
+        if value is not None and value not in allowed
+    ]
+
+
+def _number_problems(request: ConvertRequest) -> list[str]:
+    least = {
+        "kv_heads": 1,
+        "kv_rank": 1,
+        "rope_dim": 0,
+        "budget": 4,
+        "q_rank": 1,
+        "samples": 1,
+        "seq_len": 2,
+        "seed": 0,
+    }
+    problems = []
+    for name, low in least.items():
+        value = getattr(request, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+            problems.append(f"{_option(name)}: expected a whole number of at least {low}, found {value!r}")
+    refine = request.refine
+    if refine != "auto" and (isinstance(refine, bool) or not isinstance(refine, int) or refine < 0):
+        problems.append(f"--refine: expected a number of steps or auto, found {refine!r}")
+    return problems
+
+
+def _combination_problems(request: ConvertRequest) -> list[str]:
+    problems = []
+    if request.to == "gqa" and request.kv_heads is None:
+        problems.append("--to gqa needs --kv-heads: the number of key/value heads to keep; `kvfold inspect` lists them")
+    if request.to != "gqa" and request.kv_heads is not None:
+        problems.append(f"--kv-heads goes with --to gqa, found --to {request.to}: leave it out, or use --to gqa")
+    if request.to == "mla":
+        problems += _mla_problems(request)
+    else:
+        problems += [
+            f"{_option(name)} goes with --to mla, found --to {request.to}: leave it out, or use --to mla"
+            for name in ("kv_rank", "rope_dim", "budget", "q_rank", "layout")
+            if getattr(request, name) is not None
+        ]
+        if request.group == "similar" and request.resolved_method in WEIGHTS_ONLY:
+            problems.append(
+                f"--group similar needs --method principal, found --method {request.resolved_method}, which reads no "
+                "text to judge a grouping by: leave --group out, or use --method principal"
+            )
+    if not request.calibrated and request.calibration is not None:
+        problems.append(
+            f"--calibration: --method {request.resolved_method} without --refine reads no text: "
+            "leave it out, or use --method principal"
+        )
+    return problems
+
+
+def _mla_problems(request: ConvertRequest) -> list[str]:
+    problems = []
+    split = (request.kv_rank is not None, request.rope_dim is not None)
+    if request.budget is not None and any(split):
+        problems.append("--budget chooses --kv-rank and --rope-dim itself: give either --budget or the other two")
+    if request.budget is None and not all(split):
+        problems.append("--to mla needs --kv-rank and --rope-dim (numbers cached per token and layer), or --budget")
+    if request.group is not None:
+        problems.append("--group goes with --to gqa or mqa, found --to mla: leave it out")
+    if request.budget is not None and request.method == "svd":
+        problems.append("--budget chooses by measured drift and needs --method principal, found --method svd")
+    return problems
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,146 @@
+"""Carry out a conversion: plan, transform layer by layer, write, record."""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvfold.convert import report
+from kvfold.convert.errors import InputError
+from kvfold.convert.hf_config import dump, license_of
+from kvfold.convert.io.atomic import free_space_check, output_folder
+from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
+from kvfold.convert.io.shards import ShardWriter
+from kvfold.convert.plan import Plan, make_plan
+from kvfold.convert.request import ConvertRequest
+
+if TYPE_CHECKING:
+    from kvfold.convert.transforms.weights import AttentionWeights
+    from torch import Tensor
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a run did. ``seconds`` and ``written`` are None for a dry run."""
+
+    plan: Plan
+    written: Path | None
+    seconds: float | None
+    record: Mapping[str, Any]
+
+    def summary(self) -> str:
+        if self.written is None or self.seconds is None:
+            return report.plan_text(self.plan)
+        size = sum(tensor.nbytes for tensor in self.plan.layout.tensors)
+        return f"{report.headline(self.plan)}\nwrote {self.written}: {report.bytes_text(size)} in {self.seconds:.1f} s"
+
+
+def convert_checkpoint(request: ConvertRequest) -> Conversion:
+    """Convert ``request.model`` into the folder ``request.out``.
+
+    OUT appears whole or not at all. Raises InputError when the request or the checkpoint is wrong (nothing is written).
+    """
+    started = time.monotonic()
+    checkpoint = open_checkpoint(request.model)
+    try:
+        plan = make_plan(request, checkpoint)
+        if request.dry_run:
+            return Conversion(plan, None, None, {})
+        with output_folder(request.out, overwrite=request.overwrite, model=checkpoint.folder) as folder:
+            free_space_check(folder, plan.disk_bytes)
+            record = _write(plan, folder)
+    finally:
+        checkpoint.close()
+    return Conversion(plan, Path(request.out), time.monotonic() - started, record)
+
+
+def _write(plan: Plan, folder: Path) -> dict[str, Any]:
+    """Everything that a converted checkpoint holds. Returns the content of ``kvfold.json``."""
+    from kvfold.convert.progress import bar
+
+    total = sum(tensor.nbytes for tensor in plan.layout.tensors)
+    with ShardWriter(folder, plan.shards) as writer, bar(total, "B", plan.request.quiet) as shown:
+        for layer in range(plan.geometry.layers):
+            weights = transform_layer(plan, layer)
+            shown(write_layer_tensors(plan, writer, layer, weights))
+        writer.copy_rest(plan.checkpoint, shown)
+        writer.finish()
+    return _write_side_files(plan, folder)
+
+
+def write_layer_tensors(plan: Plan, writer: ShardWriter, layer: int, weights: Any) -> int:
+    """Write the computed tensors of ``layer`` in their planned dtypes; returns their bytes."""
+    from kvfold.convert.io.tensors import cast_chunk, torch_dtype
+
+    planned = {tensor.name: tensor for tensor in plan.layout.tensors}
+    encoded = plan.layout.encode(layer, weights)
+    for name in plan.layout.computed[layer]:
+        writer.write(name, cast_chunk(encoded[name], torch_dtype(planned[name].dtype), name))
+    return sum(planned[name].nbytes for name in plan.layout.computed[layer])
+
+
+def transform_layer(plan: Plan, layer: int) -> "AttentionWeights":
+    """``layer`` folded by a method that looks at nothing but weights."""
+    from kvfold.convert.families.layout import read_layer
+    from kvfold.convert.transforms import pool
+
+    weights = read_layer(plan.family, plan.checkpoint.config, layer, reader(plan, layer))
+    kv_heads = plan.family.geometry(plan.layout.config).kv_heads
+    match plan.request.resolved_method:
+        case "first":
+            return pool.first(weights, kv_heads)
+        case "random":
+            return pool.random(
+                weights, kv_heads, seed=plan.request.seed, layer=layer, std=plan.geometry.initializer_range
+            )
+        case _:
+            return pool.mean(weights, kv_heads)
+
+
+def reader(plan: Plan, layer: int) -> Callable[[str], "Tensor"]:
+    """Reads what the transform of ``layer`` needs, refusing non-finite weights; the rest has a shape but no bytes."""
+    import torch
+    from kvfold.convert.io.tensors import torch_dtype
+
+    needed = set(plan.read_names(layer))
+
+    def read(name: str) -> "Tensor":
+        info = plan.checkpoint.info(name)
+        if name not in needed:
+            return torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
+        return finite(plan.checkpoint, name)
+
+    return read
+
+
+def finite(checkpoint: Checkpoint, name: str) -> "Tensor":
+    """The tensor ``name``. Raises InputError when it holds NaN or infinity."""
+    import torch
+
+    tensor = checkpoint.read(name)
+    bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+    if bad:
+        raise InputError(
+            f"{checkpoint.origin}: tensor {name!r} in {checkpoint.tensors[name].file}: expected finite numbers, "
+            f"found {bad} NaN or infinite; such a model is damaged: fetch it again"
+        )
+    return tensor
+
+
+def _write_side_files(plan: Plan, folder: Path) -> dict[str, Any]:
+    """Config, tokenizer and licence files, the model card and ``kvfold.json``."""
+    record = report.record(plan, {})
+    for path in plan.checkpoint.extra_files():
+        shutil.copyfile(path, folder / path.name)
+    texts = {
+        "config.json": dump(plan.layout.config),
+        "kvfold.json": dump(record),
+        "README.md": report.model_card(plan, license_of(plan.checkpoint.folder)),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return record

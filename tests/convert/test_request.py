@@ -1,0 +1,73 @@
+import pytest
+from kvfold.convert import ConvertRequest
+from kvfold.convert.errors import InputError
+from kvfold.convert.request import parse_size
+
+
+def refused(**options):
+    with pytest.raises(InputError) as caught:
+        ConvertRequest(**{"model": "m", "out": "o", "to": "gqa", "kv_heads": 2, **options})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("2GiB", 2 * 2**30), ("100", 100), ("7 kb", 7000)]
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1GB", "5 apples", "GB", "1e3"])
+def test_bad_sizes(text):
+    with pytest.raises(InputError, match="--max-shard-size: expected a size such as 5GB"):
+        parse_size(text)
+
+
+def test_defaults():
+    request = ConvertRequest(model="m", out="o", to="mqa")
+    assert request.resolved_method == "principal"
+    assert request.calibrated
+    assert request.shard_bytes == 5 * 10**9
+    assert not ConvertRequest(model="m", out="o", to="mqa", method="mean").calibrated
+    assert ConvertRequest(model="m", out="o", to="mqa", method="mean", refine=10).calibrated
+
+
+def test_every_problem_is_told_at_once():
+    text = refused(to="mqa", kv_heads=4, samples=0, device="tpu", method="best")
+    assert "--method with --to mqa: expected one of principal, mean, first, random, found 'best'" in text
+    assert "--device: expected one of auto, cpu, cuda, found 'tpu'" in text
+    assert "--samples: expected a whole number of at least 1, found 0" in text
+    assert "--kv-heads goes with --to gqa, found --to mqa" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_heads": None}, "--to gqa needs --kv-heads"),
+        ({"kv_heads": 0}, "--kv-heads: expected a whole number of at least 1, found 0"),
+        ({"kv_heads": True}, "--kv-heads: expected a whole number of at least 1, found True"),
+        ({"kv_rank": 8}, "--kv-rank goes with --to mla, found --to gqa"),
+        ({"method": "svd"}, "--method with --to gqa: expected one of principal, mean, first, random, found 'svd'"),
+        ({"method": "mean", "group": "similar"}, "--group similar needs --method principal, found --method mean"),
+        ({"method": "mean", "calibration": "a.txt"}, "--method mean without --refine reads no text"),
+        ({"refine": "often"}, "--refine: expected a number of steps or auto, found 'often'"),
+        ({"to": "mla", "kv_heads": None}, "--to mla needs --kv-rank and --rope-dim"),
+        ({"to": "mla", "kv_heads": None, "kv_rank": 8}, "--to mla needs --kv-rank and --rope-dim"),
+        (
+            {"to": "mla", "kv_heads": None, "budget": 64, "kv_rank": 8},
+            "--budget chooses --kv-rank and --rope-dim itself",
+        ),
+        ({"to": "mla", "kv_heads": None, "budget": 64, "method": "svd"}, "--budget chooses by measured drift"),
+        ({"to": "mla", "kv_heads": None, "budget": 64, "group": "similar"}, "--group goes with --to gqa or mqa"),
+        ({"seq_len": 1}, "--seq-len: expected a whole number of at least 2, found 1"),
+    ],
+)
+def test_what_cannot_go_together(options, message):
+    assert message in refused(**options)
+
+
+def test_options_that_only_say_how_to_run_are_not_recorded():
+    options = ConvertRequest(model="/home/someone/m", out="/tmp/o", to="mqa", quiet=True).result_options()
+    assert options["to"] == "mqa"
+    assert options["method"] == "principal"
+    assert not {"model", "out", "quiet", "device", "overwrite", "resume", "dry_run"} & set(options)
