@@ -28,9 +28,9 @@ def check_output(
 ) -> Path:
     """The real path of OUT, when it may be written; touches nothing.
 
-    InputError: OUT exists and ``overwrite`` is off, or it is no folder, a mount point, or a folder with folders in it that is
-    no checkpoint (which ``overwrite`` must not throw away); OUT and MODEL inside each other; a parent that is missing,
-    no folder or not writable.
+    InputError: OUT exists and ``overwrite`` is off, or it is no folder, a mount point, or a folder of folders without a
+    config.json (which ``overwrite`` must not throw away); OUT and MODEL inside each other; a parent that is missing, no
+    folder or not writable.
     """
     target = Path(out).resolve()
     if model is not None:
@@ -105,7 +105,8 @@ def output_folder(
 def free_space_check(path: str | os.PathLike[str], needed_bytes: int) -> None:
     """InputError with both figures when the disk of ``path`` (or of its first existing parent) has less room.
 
-    What a resumed ``path`` holds already counts as room. Call it inside ``output_folder``, when what killed runs left is gone.
+    What a resumed ``path`` holds already counts as room. Call it inside ``output_folder``, which removes what killed
+    runs left.
     """
     target = Path(path).resolve()
     existing = next(parent for parent in (target, *target.parents) if parent.is_dir())

@@ -3,7 +3,6 @@
 Nothing here imports torch, transformers or huggingface_hub until a tensor is read or a hub id is given.
 """
 
-import fnmatch
 import hashlib
 import os
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.io import folder as folders
+from kvfold.convert.io import hub
 from kvfold.convert.io.headers import Header, TensorInfo
 
 if TYPE_CHECKING:
@@ -79,15 +79,11 @@ class Checkpoint:
 
         Copy their contents (``shutil.copyfile``), not the links a hub cache is made of.
         """
-        names = _file_names(self.folder)
-        extra = [
-            name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in folders.EXTRA_PATTERNS)
-        ]
-        return [self.folder / name for name in extra if Path(name).suffix not in (".py", *folders.WEIGHT_SUFFIXES)]
+        return [self.folder / name for name in folders.extra_names(os.listdir(self.folder))]
 
     def python_files(self) -> list[Path]:
         """Python files beside the weights (remote code)."""
-        return [self.folder / name for name in _file_names(self.folder) if name.endswith(".py")]
+        return sorted(path for path in self.folder.iterdir() if path.suffix == ".py")
 
     def close(self) -> None:
         self.reader.close()
@@ -116,51 +112,114 @@ class _SafetensorsReader:
         pass
 
 
+class _NoReader:
+    """Stands for weights that are still on the hub."""
+
+    def read(self, info: TensorInfo) -> "torch.Tensor":
+        raise KvfoldError(f"tensor {info.name!r}: expected local weights to read it from, found headers only")
+
+    def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]":
+        return iter([self.read(info)])
+
+    def raw_path(self, file: str) -> Path | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
 def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     """Open a folder or a hub id (``id@revision``; downloaded whole, or taken from the cache) and check every header.
 
     Raises InputError: no such folder or id, no or bad config.json, quantised, truncated or inconsistent files, links
     that leave the folder. All problems of the files are told at once.
     """
-    return _open_folder(_local_folder(model))
+    place = _locate(model)
+    return _open_folder(place) if isinstance(place, Path) else _open_snapshot(place)
 
 
 def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
-    """As ``open_checkpoint``, but of a hub id only config, index and headers are fetched; ``read`` then fails."""
-    return _open_folder(_local_folder(model))
+    """As ``open_checkpoint``, but of a hub id only config, index and headers are fetched; ``read`` then fails.
+
+    A legacy checkpoint on the hub has no headers to fetch and is downloaded whole, as is anything when the hub's
+    library is offline (out of its cache).
+    """
+    place = _locate(model)
+    if isinstance(place, Path):
+        return _open_folder(place)
+    if not hub.is_offline():
+        files = hub.remote_files(place)
+        entry, legacy = folders.weight_files(files.names, str(place))
+        if not legacy:
+            return _open_remote(files, entry)
+    return _open_snapshot(place)
 
 
-def _local_folder(model: str | os.PathLike[str]) -> Path:
+def _locate(model: str | os.PathLike[str]) -> Path | hub.HubModel:
     folder = Path(model)
     if folder.is_dir():
         return folder.resolve()
     if folder.exists():
         raise InputError(f"{folder}: expected a checkpoint's folder, found a file; give the folder it lies in")
-    raise InputError(f"{folder}: expected a checkpoint's folder or a hub id (owner/name), found no such folder")
+    named = hub.parse_hub_id(str(model))
+    if named is None:
+        raise InputError(f"{model}: expected a checkpoint's folder or a hub id (owner/name), found no such folder")
+    return named
 
 
-def _open_folder(folder: Path, origin: str | None = None) -> Checkpoint:
+def _open_snapshot(model: hub.HubModel) -> Checkpoint:
+    folder = hub.download(model).resolve()
+    return _open_folder(folder, f"{model.id}@{folder.name}")
+
+
+def _open_folder(folder: Path, origin: str = "") -> Checkpoint:
     config, digest = folders.read_config(folder)
-    names = _file_names(folder)
     folders.raise_problems(folders.quantised_problems(config, [], str(folder)))
-    entry, _legacy = folders.weight_files(names, str(folder))
+    names = sorted(os.listdir(folder))
+    entry, legacy = folders.weight_files(names, str(folder))
     weight_map, files = _weight_map(folder, entry)
-    paths: dict[str, Path] = {}
-    headers: dict[str, Header] = {}
     problems = folders.stray_shards(names, entry, weight_map) if weight_map else []
+    headers: dict[str, Header] = {}
+    paths: dict[str, Path] = {}
+    aliases: dict[str, str] = {}
+    problems += folders.link_problems(folder, folders.extra_names(names))
     for file in files:
         try:
             paths[file] = folders.resolve_member(folder, file)
-            headers[file] = folders.read_header(paths[file], file)
+            headers[file] = _read_header(paths[file], file, aliases if legacy else None)
         except InputError as error:
             headers[file] = Header(problems=[error.message])
-    problems += [problem for header in headers.values() for problem in header.problems]
-    problems += folders.index_problems(entry, weight_map, headers) if weight_map else []
-    tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
-    problems += folders.quantised_problems(config, tensors.values(), str(folder))
-    folders.raise_problems(problems)
+    tensors = _checked(entry, weight_map, headers, problems)
+    reader = _legacy_reader(paths) if legacy else _SafetensorsReader(paths)
     digests = {folders.CONFIG: digest, **{file: header.digest for file, header in headers.items()}}
-    return Checkpoint(folder, config, tensors, origin or folder.name, digests, _SafetensorsReader(paths), {})
+    return Checkpoint(folder, config, tensors, origin or folder.name, digests, reader, aliases)
+
+
+def _open_remote(files: hub.RemoteFiles, entry: str) -> Checkpoint:
+    folder = files.folder.resolve()
+    config, digest = folders.read_config(folder)
+    folders.raise_problems(folders.quantised_problems(config, [], str(files.model)))
+    weight_map, shards = _weight_map(folder, entry)
+    headers = hub.remote_headers(files, shards)
+    problems = folders.stray_shards(files.names, entry, weight_map) if weight_map else []
+    tensors = _checked(entry, weight_map, headers, problems)
+    digests = {folders.CONFIG: digest, **{file: header.digest for file, header in headers.items()}}
+    return Checkpoint(folder, config, tensors, f"{files.model.id}@{files.commit}", digests, _NoReader(), {})
+
+
+def _read_header(path: Path, file: str, aliases: dict[str, str] | None) -> Header:
+    """The header of a safetensors file, or of a legacy one when ``aliases`` is there to take its shared tensors."""
+    if aliases is None:
+        return folders.read_header(path, file)
+    from kvfold.convert.io.legacy import read_legacy_header
+
+    return read_legacy_header(path, file, aliases)
+
+
+def _legacy_reader(paths: dict[str, Path]) -> Reader:
+    from kvfold.convert.io.legacy import LegacyReader
+
+    return LegacyReader(paths)
 
 
 def _weight_map(folder: Path, entry: str) -> tuple[dict[str, str], list[str]]:
@@ -171,5 +230,13 @@ def _weight_map(folder: Path, entry: str) -> tuple[dict[str, str], list[str]]:
     return weight_map, sorted(set(weight_map.values()))
 
 
-def _file_names(folder: Path) -> list[str]:
-    return sorted(os.listdir(folder))
+def _checked(
+    entry: str, weight_map: dict[str, str], headers: dict[str, Header], problems: list[str]
+) -> dict[str, TensorInfo]:
+    """All tensors, when files and index agree and nothing is quantised; InputError with every problem otherwise."""
+    problems = [*problems, *(problem for header in headers.values() for problem in header.problems)]
+    if weight_map:
+        problems += folders.index_problems(entry, weight_map, headers)
+    tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
+    folders.raise_problems([*problems, *folders.quantised_problems({}, tensors.values(), "")])
+    return tensors

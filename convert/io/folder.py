@@ -1,5 +1,6 @@
 """What a checkpoint's folder holds: which files are weights, which are passed on, and which links may be followed."""
 
+import fnmatch
 import hashlib
 import json
 import os
@@ -71,6 +72,17 @@ def _own_blobs(folder: Path) -> list[Path]:
     return [folder.parent.parent / "blobs"] if cached else []
 
 
+def link_problems(folder: Path, names: Iterable[str]) -> list[str]:
+    """Problems: files to be passed on that are links out of the checkpoint, or no files."""
+    problems = []
+    for name in names:
+        try:
+            resolve_member(folder, name)
+        except InputError as error:
+            problems.append(error.message)
+    return problems
+
+
 def parse_json(path: Path, data: bytes) -> dict[str, Any]:
     """A JSON object out of a file's bytes; InputError naming the file otherwise."""
     try:
@@ -98,6 +110,12 @@ def read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"{path}: expected to be able to read it, found: {error.strerror}") from None
+
+
+def extra_names(names: Iterable[str]) -> list[str]:
+    """The files among ``names`` that are passed on with the weights."""
+    fitting = {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in EXTRA_PATTERNS)}
+    return sorted(name for name in fitting if Path(name).suffix not in (".py", *WEIGHT_SUFFIXES))
 
 
 def weight_files(names: Iterable[str], where: str) -> tuple[str, bool]:

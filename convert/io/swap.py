@@ -39,8 +39,8 @@ def place(new: Path, target: Path) -> None:
 def replace(new: Path, target: Path, aside: Path) -> None:
     """Put ``new`` in the place of the folder ``target``.
 
-    One atomic exchange where the system has it: the old folder is then called ``new``. Elsewhere the old folder goes to ``aside`` first; whoever finds
-    ``aside`` without ``target`` puts it back (``put_back``).
+    One atomic exchange where the system has it: the old folder is then called ``new``. Elsewhere the old folder goes to
+    ``aside`` first; whoever finds ``aside`` without ``target`` puts it back (``put_back``).
     """
     if not _renameat2(new, target, _EXCHANGE):
         os.rename(target, aside)

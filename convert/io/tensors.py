@@ -43,7 +43,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def tensor_memory(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, shared with it."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_tensor(path: Path, info: TensorInfo) -> torch.Tensor:
