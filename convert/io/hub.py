@@ -79,9 +79,9 @@ def download(model: HubModel) -> Path:
 
 def is_offline() -> bool:
     """Whether the person keeps the hub's library off the network (HF_HUB_OFFLINE)."""
-    import huggingface_hub
+    from huggingface_hub import constants
 
-    return bool(huggingface_hub.constants.HF_HUB_OFFLINE)
+    return bool(constants.HF_HUB_OFFLINE)
 
 
 def remote_files(model: HubModel) -> RemoteFiles:
