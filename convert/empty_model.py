@@ -4,15 +4,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
 from kvfold.convert.errors import InputError
 from kvfold.convert.recorder import ATTENTION
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 _ATTENTION_NAMES = ("self_attn", "attention", "attn")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Visit = Callable[[int, Tensor, Arguments], Tensor]
+
+
+class Stop(Exception):
+    """Carries a result out of a stock forward."""
 
 
 class StandIn(nn.Module):
@@ -80,3 +85,38 @@ def layer_list(model: Any) -> tuple[str, nn.ModuleList]:
             path = f"{model.base_model_prefix}.{name}" if decoder is not model else name
             return path, child
     raise InputError(f"{type(decoder).__name__} has no list of {count} decoder layers")
+
+
+def cached_bytes(config: Any, blocks: list[nn.Module], arguments: list[Arguments], hidden: Tensor) -> int:
+    """Bytes in transformers' cache after ``hidden [1, T, E]`` (on the meta device) went through the attention modules.
+
+    The cache object is the one that generation fills; on the meta device its tensors have shapes and no data.
+    """
+    cache = DynamicCache(config=config)
+
+    def stop(module: nn.Module, inputs: Any, output: Any) -> None:
+        raise Stop
+
+    for block, (args, kwargs) in zip(blocks, arguments, strict=True):
+        handle = attention_of(block).register_forward_hook(stop)
+        try:
+            block(hidden, *_to_meta(args), **{**_to_meta(kwargs), "past_key_values": cache})
+        except Stop:
+            pass
+        finally:
+            handle.remove()
+    return sum(_bytes(layer.keys) + _bytes(layer.values) for layer in cache.layers)
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if isinstance(value, tuple):
+        return tuple(_to_meta(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _to_meta(item) for key, item in value.items()}
+    return value
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kvfold.convert.errors import InputError, KvfoldError
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from kvfold.convert.errors import InputError, KvfoldError
 
 Read = Callable[[str], Tensor]
 

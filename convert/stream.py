@@ -6,26 +6,31 @@ embeddings, the mask of its layer type, ...) and the logits. A layer runs with t
 dropped when it is closed; the module itself never leaves the meta device.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
 from kvfold.attention.streams import LayerOutput
-from kvfold.convert.empty_model import Arguments, StandIn, attention_of, empty_model, layer_list, materialise_buffers
+from kvfold.convert.empty_model import (
+    Arguments,
+    StandIn,
+    Stop,
+    Visit,
+    attention_of,
+    cached_bytes,
+    empty_model,
+    layer_list,
+    materialise_buffers,
+)
 from kvfold.convert.errors import InputError
 from kvfold.convert.module_weights import Read, Recipe, WeightMap
 from kvfold.convert.recorder import recording
-from torch import Tensor, nn
-from torch.func import functional_call
-from transformers import DynamicCache
 
 _OUTPUT_NAMES = ("o_proj", "dense", "out_proj", "c_proj")
-Visit = Callable[[int, Tensor, Arguments], Tensor]
-
-
-class _Stop(Exception):
-    """Leaves a forward pass that has given what was wanted of it."""
 
 
 class CheckpointStream:
@@ -52,7 +57,7 @@ class CheckpointStream:
         self.model = empty_model(config, dtype)
         self.weights = WeightMap(self.model, names)
         self._config, self._names = config, names
-        self._read = read
+        self.read = read
         self._twin = twin
         self._changed = changed
         self._path, blocks = layer_list(self.model)
@@ -64,6 +69,7 @@ class CheckpointStream:
         materialise_buffers(self.model, self._blocks, self.device)
         self._arguments: tuple[int, list[Arguments]] | None = None
         self._loaded: dict[Recipe, dict[str, Tensor]] = {}
+        self._table: Tensor | None = None
 
     @property
     def layers(self) -> int:
@@ -71,70 +77,61 @@ class CheckpointStream:
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
-        """``tokens [B, T]`` -> the first layer's input ``[B, T, E]``. Only the rows of tokens that occur are used."""
+        """``tokens [B, T]`` -> the first layer's input ``[B, T, E]``.
+
+        Only the rows of tokens that occur are converted; the stored table is kept for the next call until ``release``.
+        """
         rows, local = torch.unique(tokens.to(self.device), return_inverse=True)
         name = self._embedding_name()
-        table = self._table(name)
+        if self._table is None:
+            self._table = self._stored_table(name)
         ends = self._ends(head=False)
-        ends[name] = table[rows.to(table.device)].to(self.device, self.dtype)
+        ends[name] = self._table[rows.to(self._table.device)].to(self.device, self.dtype)
 
         def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
-            raise _Stop(hidden)
+            raise Stop(hidden)
 
-        return self._forward(self.model, ends, visit, input_ids=local)
+        hidden: Tensor = self._forward(ends, visit, input_ids=local)
+        return hidden
 
     @contextmanager
     def open_layer(self, index: int) -> Iterator["CheckpointLayer"]:
-        """Read a layer's tensors; they are dropped on leaving. Embeddings kept between calls are dropped as well."""
-        self._loaded.clear()
+        """Read a layer's tensors; they are dropped on leaving."""
+        self.release()
         layer = CheckpointLayer(self, index, self._blocks[index], self._layer_tensors(index))
         try:
             yield layer
         finally:
             layer.tensors.clear()
-            self._loaded.clear()
+            self.release()
+
+    def release(self) -> None:
+        """Drop whatever was kept between calls. Opening a layer does it too."""
+        self._loaded.clear()
+        self._table = None
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """The residual stream after the last layer ``[B, T, E]`` -> logits ``[B, T, V]``.
 
-        The output head stays loaded until a layer is opened.
+        The output head stays loaded until ``release``.
         """
 
         def visit(index: int, inputs: Tensor, arguments: Arguments) -> Tensor:
             return hidden if index == self.layers - 1 else inputs
 
-        return self._forward(self.model, self._ends(head=True), visit, inputs_embeds=hidden).logits
+        logits: Tensor = self._forward(self._ends(head=True), visit, inputs_embeds=hidden).logits
+        return logits
 
     def cache_bytes_per_token(self) -> int:
-        """Bytes that transformers' own cache grows by per token, all layers, in this stream's dtype.
-
-        The attention modules fill a real cache object on the meta device, where its tensors have shapes and no data.
-        """
-        tokens = 2
-        cache = DynamicCache(config=self.model.config)
-        hidden = torch.empty(1, tokens, self._width(), dtype=self.dtype, device="meta")
-        for block, (args, kwargs) in zip(self._blocks, self.arguments(tokens), strict=True):
-            args, kwargs = _to_meta(args), _to_meta(kwargs)
-            kwargs["past_key_values"] = cache
-
-            def stop(module: nn.Module, inputs: Any, output: Any) -> None:
-                raise _Stop
-
-            handle = attention_of(block).register_forward_hook(stop)
-            try:
-                block(hidden, *args, **kwargs)
-            except _Stop:
-                pass
-            finally:
-                handle.remove()
-        held = sum(_bytes(layer.keys) + _bytes(layer.values) for layer in cache.layers)
-        return held // tokens
+        """Bytes that transformers' own cache grows by per token, all layers, in this stream's dtype."""
+        hidden = torch.empty(1, 2, self._width(), dtype=self.dtype, device="meta")
+        return cached_bytes(self.model.config, self._blocks, self.arguments(2), hidden) // 2
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "CheckpointStream":
         """The same checkpoint, computed elsewhere or in another precision (and sharing no tensors with a twin)."""
         device, dtype = self.device if device is None else device, self.dtype if dtype is None else dtype
-        return CheckpointStream(self._config, self._read, self._names, device, dtype)
+        return CheckpointStream(self._config, self.read, self._names, device, dtype)
 
     def arguments(self, tokens: int) -> list[Arguments]:
         """What the stock model passes each layer beside the hidden states, for unpadded sequences of ``tokens``.
@@ -147,12 +144,12 @@ class CheckpointStream:
             def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
                 recorded.append(arguments)
                 if index == self.layers - 1:
-                    raise _Stop(hidden)
+                    raise Stop(hidden)
                 return hidden
 
             blank = torch.zeros(1, tokens, self._width(), dtype=self.dtype, device=self.device)
             with torch.no_grad():
-                self._forward(self.model, {}, visit, inputs_embeds=blank)
+                self._forward({}, visit, inputs_embeds=blank)
             self._arguments = (tokens, recorded)
         return self._arguments[1]
 
@@ -161,11 +158,11 @@ class CheckpointStream:
             raise RuntimeError("a stand-in for a layer was called outside the stream's own forward")
         return self._visit(index, hidden, arguments)
 
-    def _forward(self, module: nn.Module, tensors: dict[str, Tensor], visit: Visit, **inputs: Tensor) -> Any:
+    def _forward(self, tensors: dict[str, Tensor], visit: Visit, **inputs: Tensor) -> Any:
         self._visit = visit
         try:
-            return functional_call(module, tensors, (), {**inputs, "use_cache": False}, strict=False)
-        except _Stop as stop:
+            return functional_call(self.model, tensors, (), {**inputs, "use_cache": False}, strict=False)
+        except Stop as stop:
             return stop.args[0]
         finally:
             self._visit = None
@@ -176,7 +173,7 @@ class CheckpointStream:
         for recipe in self.weights.under(prefix):
             made = self._shared(recipe)
             if made is None:
-                made = self.weights.load(recipe, self._read, self.dtype, self.device)
+                made = self.weights.load(recipe, self.read, self.dtype, self.device)
             self._loaded[recipe] = made
             tensors.update(made)
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -195,7 +192,7 @@ class CheckpointStream:
             recipe = self.weights.source_of(name)
             made = self._loaded.get(recipe) or self._shared(recipe)
             if made is None:
-                made = self.weights.load(recipe, self._read, self.dtype, self.device)
+                made = self.weights.load(recipe, self.read, self.dtype, self.device)
             self._loaded[recipe] = made
             tensors[name] = made[recipe.target]
         return tensors
@@ -209,13 +206,13 @@ class CheckpointStream:
             return None
         return made
 
-    def _table(self, name: str) -> Tensor:
+    def _stored_table(self, name: str) -> Tensor:
         recipe = self.weights.source_of(name)
         if recipe.converter is not None:
             raise InputError(
                 f"{name} is stored in parts ({', '.join(recipe.sources[:3])}); embeddings must be one tensor"
             )
-        return self._read(recipe.sources[0])
+        return self.read(recipe.sources[0])
 
     def _embedding_name(self) -> str:
         embedding = self.model.get_input_embeddings()
@@ -252,7 +249,7 @@ class CheckpointLayer:
         def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             seen["output"] = output[0] if isinstance(output, tuple) else output
             if attention_only:
-                raise _Stop
+                raise Stop
 
         attention = attention_of(self.module)
         handles = [
@@ -262,7 +259,7 @@ class CheckpointLayer:
         with recording() as call:
             try:
                 result = functional_call(self.module, self.tensors, (hidden, *args), dict(kwargs))
-            except _Stop:
+            except Stop:
                 result = None
             finally:
                 for handle in handles:
@@ -287,18 +284,5 @@ class CheckpointLayer:
         if name is None or mixed is None:
             return None
         path = next(path for path, module in self.module.named_modules() if module is attention)
-        return self.tensors[f"{path}.{name}.weight"].unflatten(1, mixed.shape[2:])
-
-
-def _to_meta(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to("meta")
-    if isinstance(value, tuple):
-        return tuple(_to_meta(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _to_meta(item) for key, item in value.items()}
-    return value
-
-
-def _bytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+        weight = self.tensors[f"{path}.{name}.weight"]
+        return weight.view(weight.shape[0], *mixed.shape[2:])

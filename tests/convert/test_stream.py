@@ -1,13 +1,17 @@
 """A checkpoint's stream computes what the stock model computes, for every family, one layer at a time."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kvfold.convert.stream import CheckpointStream
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
+
+from kvfold.convert.errors import InputError
+from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.stream import CheckpointStream
 
 SMALL = {
     "vocab_size": 97,
@@ -117,3 +121,154 @@ def test_logits_equal_the_stock_forward(family: str, tokens: Tensor) -> None:
     found = run(CheckpointStream(config, stored.__getitem__, stored), tokens)
     assert expected.std() > 0.05
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cache_bytes_are_those_of_the_cache_that_the_stock_model_fills(family: str, tokens: Tensor) -> None:
+    model, config, stored = tiny(family)
+    short = tokens[:1, :2]
+    with torch.no_grad():
+        cache = model(short, use_cache=True).past_key_values
+    held = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
+    assert CheckpointStream(config, stored.__getitem__, stored).cache_bytes_per_token() == held // short.numel()
+
+
+def test_a_layer_shows_what_its_attention_was_given_and_made(tokens: Tensor) -> None:
+    model, config, stored = tiny("qwen3")
+    stream = CheckpointStream(config, stored.__getitem__, stored)
+    seen: dict[str, Tensor] = {}
+
+    def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        seen.update(given=kwargs["hidden_states"], made=output[0], weights=output[1])
+
+    model.set_attn_implementation("eager")
+    model.model.layers[1].self_attn.register_forward_hook(after, with_kwargs=True)
+    with torch.no_grad():
+        hidden = model(tokens, output_hidden_states=True).hidden_states[1]
+    with stream.open_layer(1) as layer:
+        whole, only = layer(hidden), layer.attend(hidden)
+    assert whole.hidden is not None
+    assert only.hidden is None
+    for output in (whole, only):
+        torch.testing.assert_close(output.attention_input, seen["given"])
+        torch.testing.assert_close(output.attention, seen["made"])
+        scores = output.scale * output.query @ output.key.repeat_interleave(3, 1).mT
+        maps = scores.masked_fill(torch.ones(17, 17).triu(1).bool(), -torch.inf).softmax(-1)
+        torch.testing.assert_close(maps, seen["weights"])
+        by_head = torch.einsum("bthd,ehd->bte", output.mixed, output.output_weight)
+        torch.testing.assert_close(by_head, output.attention)
+
+
+def test_windows_and_softcaps_are_reported(tokens: Tensor) -> None:
+    _, config, stored = tiny("gemma2")
+    stream = CheckpointStream(config, stored.__getitem__, stored)
+    found = []
+    hidden = stream.embed(tokens)
+    for index in range(stream.layers):
+        with stream.open_layer(index) as layer:
+            output = layer.attend(hidden)
+        found.append((output.window, output.softcap, output.scale))
+    assert found == [(5, 0.5, 12**-0.5), (None, 0.5, 12**-0.5), (5, 0.5, 12**-0.5)]
+
+
+def test_only_the_open_layer_is_in_memory(tokens: Tensor) -> None:
+    _, config, stored = tiny("mixtral")
+    read: list[str] = []
+
+    def reading(name: str) -> Tensor:
+        read.append(name)
+        return stored[name]
+
+    stream = CheckpointStream(config, reading, stored)
+    hidden = stream.embed(tokens)
+    read.clear()
+    with stream.open_layer(1) as layer:
+        layer(hidden)
+        assert all(".layers.1." in name for name in read)
+        assert len(read) == len(set(read)) == sum(".layers.1." in name for name in stored)
+        held = layer.tensors
+        assert held
+    assert not held
+    assert not stream._loaded
+    assert stream._table is None
+    assert all(parameter.is_meta for block in stream._blocks for parameter in block.parameters())
+    assert all(parameter.is_meta for parameter in stream.model.parameters())
+
+
+def test_a_student_reads_its_own_tensors_first_and_shares_the_rest(tokens: Tensor) -> None:
+    _, config, stored = tiny("llama")
+    expected_model, changed_config, changed = tiny("llama", num_key_value_heads=3)
+    new = {name: changed[name] for name in changed if "self_attn" in name}
+    read: list[str] = []
+
+    def overlay(name: str) -> Tensor:
+        read.append(name)
+        return new[name] if name in new else stored[name]
+
+    source = CheckpointStream(config, stored.__getitem__, stored)
+    student = CheckpointStream(changed_config, overlay, stored, twin=source, changed=new)
+    with source.open_layer(0) as before, student.open_layer(0) as after:
+        assert after.tensors["mlp.up_proj.weight"] is before.tensors["mlp.up_proj.weight"]
+        assert set(read) == {name for name in new if ".layers.0." in name}
+    with torch.no_grad():
+        for name, parameter in expected_model.state_dict().items():
+            parameter.copy_(new.get(name, stored[name]))
+        torch.testing.assert_close(run(student, tokens), expected_model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_partner_tensors_may_lie_in_different_shards(tmp_path: Path, tokens: Tensor) -> None:
+    model, _, _ = tiny("qwen3_moe")
+    model.save_pretrained(tmp_path, max_shard_size="3KB")
+    checkpoint = open_checkpoint(str(tmp_path))
+    experts = [info.file for name, info in checkpoint.tensors.items() if "layers.0.mlp.experts" in name]
+    assert len(experts) == 12
+    assert len(set(experts)) > 2
+    stream = CheckpointStream(checkpoint.config, checkpoint.read, checkpoint.tensors)
+    with torch.no_grad():
+        torch.testing.assert_close(run(stream, tokens), model(tokens).logits, rtol=1e-5, atol=1e-5)
+    checkpoint.close()
+
+
+def test_a_longer_text_after_a_shorter_one_gets_its_own_masks(tokens: Tensor) -> None:
+    model, config, stored = tiny("gemma3_text")
+    stream = CheckpointStream(config, stored.__getitem__, stored)
+    for part in (tokens[:, :6], tokens, tokens[:1, :3]):
+        with torch.no_grad():
+            torch.testing.assert_close(run(stream, part), model(part).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_lower_precision_is_the_stock_model_loaded_in_that_precision(tmp_path: Path, tokens: Tensor) -> None:
+    model, config, stored = tiny("llama")
+    model.save_pretrained(tmp_path)
+    stream = CheckpointStream(config, stored.__getitem__, stored).to(dtype=torch.bfloat16)
+    assert stream.dtype == torch.bfloat16
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)(tokens).logits
+    torch.testing.assert_close(run(stream, tokens), expected)
+
+
+def test_missing_tensors_are_listed() -> None:
+    _, config, stored = tiny("mixtral")
+    gone = [name for name in stored if "layers.2" in name and ("w2" in name or "q_proj" in name)]
+    stream = CheckpointStream(config, stored.__getitem__, set(stored) - set(gone))
+    with pytest.raises(InputError) as caught, stream.open_layer(2):
+        pass
+    assert caught.value.message == "the checkpoint lacks tensors for 2 parameters of MixtralForCausalLM"
+    assert set(caught.value.details) == {
+        "model.layers.2.mlp.experts.down_proj",
+        "model.layers.2.self_attn.q_proj.weight",
+    }
+
+
+def test_a_misshapen_tensor_is_named() -> None:
+    _, config, stored = tiny("llama")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    stored[name] = stored[name][:-1]
+    stream = CheckpointStream(config, stored.__getitem__, stored)
+    with pytest.raises(InputError, match=rf"{name} has shape \[16, 48\] by config.json, but {name} gives \[15, 48\]"):
+        stream.open_layer(0).__enter__()
+
+
+def test_unknown_model_types_are_refused() -> None:
+    with pytest.raises(InputError, match="model_type 'nonesuch' is not one that this transformers knows"):
+        CheckpointStream({"model_type": "nonesuch"}, dict[str, Tensor]().__getitem__, [])
