@@ -1,4 +1,4 @@
-"""The ``kvfold`` command. What is heavy is imported inside the commands, so that ``--help`` and ``inspect`` are quick."""
+"""The ``kvfold`` command. What is heavy is imported inside the commands: ``--help`` and ``inspect`` must be quick."""
 
 import json
 import os

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def token_windows(tokenizer: Any, text: str, windows: int, length: int) -> Tensor:
-    """The first ``windows`` stretches of ``length`` tokens of ``text``: ids ``[windows, length]``, fewer if it is short.
+    """The first ``windows`` stretches of ``length`` tokens of ``text``, ids ``[windows, length]``; fewer of a short one.
 
     Each begins with what the tokenizer itself puts at the start of a text (BOS, for many).
     """

@@ -84,9 +84,11 @@ class ConvertRequest:
 
     def result_options(self) -> dict[str, Any]:
         """The options that decide the result, without those that only say where and how to run."""
-        running = {"model", "out", "device", "dry_run", "resume", "overwrite", "quiet", "calibration"}
-        options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in running}
-        return {**options, "method": self.resolved_method}
+        left_out = {"model", "out", "device", "dry_run", "resume", "overwrite", "quiet", "calibration"}
+        if not self.calibrated:
+            left_out |= {"samples", "seq_len", "refine"}
+        options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
+        return {name: value for name, value in options.items() if value is not None} | {"method": self.resolved_method}
 
 
 def _choice_problems(request: ConvertRequest) -> list[str]:
