@@ -1,0 +1,230 @@
+"""Queries and keys that are normalised between projection and rotary embedding (Qwen3, Gemma 3, OLMo 2, Cohere).
+
+A norm divides by a number that depends on the token, so nothing but a scale and signs passes through it exactly.
+Folding therefore works on the linear map that the norm is on average, ``gain * W x / rms`` with ``rms`` the root mean
+square over the calibration text, and writes the result back in front of a norm of the same kind.
+
+Exact: groups of one; identical heads. Approximate otherwise, in three ways.
+
+* The norm of a merged key divides by the merged head's length, token by token, where the members had their own.
+* Queries take their complex factors before their norm. A norm with a row of its own per head holds the factors' moduli
+  afterwards, so that lengths stay nearly those of the source. Where one row serves all heads, a head's average scale
+  cannot be set there: the moduli of pairs, free to move between queries and keys, are chosen so that every head's
+  scale comes out right on average (`level`), as far as there are enough pairs.
+* A layer norm removes the mean over the head's dims, which merging does not respect. A norm's bias that all heads share
+  is the average of what each would need.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvfold.convert.transforms.weights import HeadNorm
+
+LEVEL_STEPS = 12
+LEVEL_DAMPING = 1e-3
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A projection with its norm, linearised: ``rows [n, D, F]`` (``F = E + 1``, bias last) and what was divided out.
+
+    ``scale [n]`` is each head's root mean square in front of the norm (1 without a norm), ``gain [n, D]`` the norm's
+    weight and ``constant [n, D]`` its bias.
+    """
+
+    rows: Tensor
+    scale: Tensor
+    gain: Tensor
+    constant: Tensor
+    norm: HeadNorm | None
+
+    @property
+    def affine(self) -> Tensor:
+        """Rows with the norm's bias added: what queries and keys are on average, as linear maps of ``x~``."""
+        return torch.cat((self.rows[..., :-1], self.rows[..., -1:] + self.constant[..., None]), -1)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Folded":
+        """``change`` (a linear map over heads and dims) applied to the rows and to the constant."""
+        return Folded(change(self.rows), change(self.constant[..., None])[..., 0])
+
+
+def linearise(rows: Tensor, norm: HeadNorm | None, moment: Tensor) -> Linear:
+    """``rows [n, D, F]`` of a projection and the norm behind it -> the linear map that both are on average."""
+    ones = rows.new_ones(rows.shape[:2])
+    if norm is None:
+        return Linear(rows, ones[:, 0], ones, torch.zeros_like(ones), None)
+    gain = norm.weight.double() + norm.offset
+    constant = torch.zeros_like(gain) if norm.bias is None else norm.bias.double()
+    rows = _centred(rows, norm)
+    scale = _scale(rows, norm, moment)
+    return Linear(rows * (gain / scale[:, None])[..., None], scale, gain, constant, norm)
+
+
+def _centred(rows: Tensor, norm: HeadNorm) -> Tensor:
+    """A layer norm subtracts the mean over its extent, which is linear."""
+    if norm.kind == "rms":
+        return rows
+    return rows - (rows.mean(1, keepdim=True) if norm.extent == "head" else rows.mean((0, 1), keepdim=True))
+
+
+def _scale(rows: Tensor, norm: HeadNorm, moment: Tensor) -> Tensor:
+    """Root mean square ``[n]`` of what the norm divides by, over the calibration text."""
+    square = ((rows @ moment) * rows).sum(-1).mean(-1)
+    if norm.extent == "flat":
+        square = square.mean().expand_as(square)
+    return (square + norm.eps).sqrt()
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Folded queries or keys as linear maps: ``rows [n, D, F]`` and the constant ``[n, D]`` behind their norm."""
+
+    rows: Tensor
+    constant: Tensor
+
+    def times(self, factor: Tensor) -> "Folded":
+        """Every head's dims multiplied by ``factor``, broadcast over ``[n, D]``."""
+        return Folded(self.rows * factor[..., None], self.constant * factor)
+
+
+def restore(
+    keys: Linear, queries: Linear, new_keys: Folded, new_queries: Folded, blocks: Sequence[Tensor], moment: Tensor
+) -> tuple[Tensor, HeadNorm | None, Tensor, HeadNorm | None]:
+    """Writes folded linear keys and queries as projections in front of norms of the source's kinds.
+
+    ``blocks`` are the dims that may be rescaled together (rotary pairs). Returns rows ``[g, D, F]`` and norm of the
+    keys, rows ``[H, D, F]`` and norm of the queries.
+    """
+    if queries.norm is not None and _one_row(queries.norm):
+        factor = _level(keys, queries, new_keys, new_queries, blocks, moment)  # [g, D]
+        new_keys = new_keys.times(1 / factor)
+        new_queries = new_queries.times(factor.repeat_interleave(_per_group(new_queries, new_keys), 0))
+    k, k_norm, missing = _write_keys(keys, new_keys, moment)
+    new_queries = new_queries.times(missing.repeat_interleave(_per_group(new_queries, new_keys))[:, None])
+    q, q_norm = _write_queries(queries, new_queries, blocks, moment)
+    return k, k_norm, q, q_norm
+
+
+def _write_keys(source: Linear, folded: Folded, moment: Tensor) -> tuple[Tensor, HeadNorm | None, Tensor]:
+    """Rows and norm of the shared keys, and the factor ``[g]`` by which the norm's output falls short of ``folded``."""
+    groups = len(folded.rows)
+    if source.norm is None:
+        return folded.rows, None, folded.rows.new_ones(groups)
+    gain = source.gain.unflatten(0, (groups, -1)).mean(1)
+    rows, missing = _before_norm(
+        folded.rows, gain, source.scale.unflatten(0, (groups, -1)).mean(1), source.norm, moment
+    )
+    constant = folded.constant / missing[:, None]
+    return rows, _norm_like(source.norm, gain, constant), missing
+
+
+def _write_queries(
+    source: Linear, folded: Folded, blocks: Sequence[Tensor], moment: Tensor
+) -> tuple[Tensor, HeadNorm | None]:
+    """Rows and norm of the queries; what the norm holds of each head's scale, as far as its weight's shape allows."""
+    if source.norm is None:
+        return folded.rows, None
+    gain = _query_gain(source, folded, blocks, moment)
+    rows, missing = _before_norm(folded.rows, gain, source.scale, source.norm, moment)
+    if _one_row(source.norm):
+        missing = missing.log().mean().exp().expand_as(missing)
+    return rows, _norm_like(source.norm, gain * missing[:, None], folded.constant)
+
+
+def _query_gain(source: Linear, folded: Folded, blocks: Sequence[Tensor], moment: Tensor) -> Tensor:
+    """The source's gain times the modulus that folding gave each block of each head; one row where heads share it."""
+    before, after = _energy(source.rows, blocks, moment), _energy(folded.rows, blocks, moment)
+    modulus = torch.where((before > 0) & (after > 0), after / before, 1.0).sqrt()
+    if source.norm is not None and _one_row(source.norm):
+        modulus = modulus.log().mean(0, keepdim=True).exp().expand_as(modulus)
+    return source.gain * _spread(modulus, blocks)
+
+
+def _level(
+    keys: Linear, queries: Linear, new_keys: Folded, new_queries: Folded, blocks: Sequence[Tensor], moment: Tensor
+) -> Tensor:
+    """Factors ``[g, D]`` (keys divided, queries multiplied) that make one gain fit all heads' scales on average.
+
+    Scaling block ``b`` of group ``g`` by ``e^{a}`` leaves scores unchanged as linear maps, but not the lengths that
+    norms divide by: ``sum_b e^{2a} A_hb`` of head ``h`` and ``sum_b e^{-2a} B_gb`` of the shared key. Damped
+    Gauss-Newton steps on the logarithm of their product bring every head to the common value with the smallest ``a``.
+    """
+    groups, per_group = len(new_keys.rows), _per_group(new_queries, new_keys)
+    gain = _query_gain(queries, new_queries, blocks, moment)
+    ask = _energy(_undo(new_queries.rows, gain), blocks, moment).unflatten(0, (groups, per_group))  # [g, H/g, blocks]
+    key_gain = keys.gain.unflatten(0, (groups, -1)).mean(1)
+    offer = _energy(_undo(new_keys.rows, key_gain), blocks, moment)[:, None]  # [g, 1, blocks]
+    fixed_keys = keys.norm is None  # their scale is free
+    step = torch.zeros_like(offer)
+    for _ in range(LEVEL_STEPS):
+        a, b = ask * (2 * step).exp(), offer * (-2 * step).exp()
+        lengths = a.sum(-1).log() / 2 + (0 if fixed_keys else b.sum(-1).log() / 2)  # [g, H/g]
+        slope = _shares(a) - (0 if fixed_keys else _shares(b))
+        wanted = (lengths.mean(1, keepdim=True) if fixed_keys else lengths.mean()) - lengths
+        # ridge solution of slope @ move = wanted - pull of what was already moved
+        normal = slope @ slope.mT + LEVEL_DAMPING * torch.eye(per_group, dtype=slope.dtype, device=slope.device)
+        target = wanted[..., None] + slope @ step.mT
+        step = (slope.mT @ torch.linalg.solve(normal, target)).mT
+    return _spread(step[:, 0].exp(), blocks)
+
+
+def _shares(energy: Tensor) -> Tensor:
+    return energy / energy.sum(-1, keepdim=True).clamp(min=torch.finfo(energy.dtype).tiny)
+
+
+def _before_norm(rows: Tensor, gain: Tensor, scale: Tensor, norm: HeadNorm, moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows whose normalised, gained values point along ``rows``, and by what factor ``[n]`` those fall short."""
+    written = _undo(rows, gain) * scale[:, None, None]
+    return written, _scale(_centred(written, norm), norm, moment) / scale
+
+
+def _undo(rows: Tensor, gain: Tensor) -> Tensor:
+    """``rows / gain``; a dim whose gain is 0 says nothing whatever stands there."""
+    return torch.where(gain == 0, 0.0, 1 / gain)[..., None] * rows
+
+
+def _energy(rows: Tensor, blocks: Sequence[Tensor], moment: Tensor) -> Tensor:
+    """Mean square of each block of dims, summed over its dims: ``[n, D, F] -> [n, blocks]``."""
+    square = ((rows @ moment) * rows).sum(-1)
+    return torch.stack([square[:, block].sum(-1) for block in blocks], -1)
+
+
+def _spread(values: Tensor, blocks: Sequence[Tensor]) -> Tensor:
+    """One value per block ``[n, blocks]`` -> per dim ``[n, D]``."""
+    result = values.new_empty(len(values), sum(block.numel() for block in blocks))
+    for index, block in enumerate(blocks):
+        result[:, block] = values[:, index : index + 1]
+    return result
+
+
+def _per_group(queries: Folded, keys: Folded) -> int:
+    return len(queries.rows) // len(keys.rows)
+
+
+def _one_row(norm: HeadNorm) -> bool:
+    return norm.shared and norm.extent == "head"
+
+
+def _norm_like(norm: HeadNorm, gain: Tensor, constant: Tensor) -> HeadNorm:
+    """A norm of the same kind with other parameters; ``shared`` rows of the bias are averaged."""
+    if norm.shared:
+        constant = constant.mean(0, keepdim=True).expand_as(constant)
+        gain = gain.mean(0, keepdim=True).expand_as(gain)
+    return replace(norm, weight=gain - norm.offset, bias=None if norm.bias is None else constant)
+
+
+def select(norm: HeadNorm | None, heads: list[int]) -> HeadNorm | None:
+    """The norm of some heads, in that order."""
+    if norm is None:
+        return None
+    return replace(norm, weight=norm.weight[heads], bias=None if norm.bias is None else norm.bias[heads])
+
+
+def in_float32(norm: HeadNorm | None) -> HeadNorm | None:
+    """The norm with float32 parameters."""
+    if norm is None:
+        return None
+    return replace(norm, weight=norm.weight.float(), bias=None if norm.bias is None else norm.bias.float())

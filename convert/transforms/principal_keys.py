@@ -1,0 +1,70 @@
+"""The best shared key head of a group: per rotary pair a complex principal component, for unrotated dims real ones.
+
+Rotary embedding multiplies pair ``l`` at position ``t`` by ``e^{i t theta_l}``, which commutes with multiplication by
+any complex number and with nothing that mixes two pairs. Each member's key pair is therefore approximated by a complex
+multiple of one shared pair, weighted by how strongly the queries that read it look at that pair; unrotated dims are
+free to mix, so they share the top components of all members' dims together.
+"""
+
+import torch
+from torch import Tensor
+
+from kvfold.convert.transforms.linalg import metric_root, pair_matrices, pair_moment, symmetric_eig
+from kvfold.convert.transforms.shared_head import SharedHead
+
+WEAKEST_QUERY = 1e-6
+"""Query weights are not taken below this share of the group's largest: dividing by them must stay harmless."""
+
+
+def share_keys(keys: Tensor, queries: Tensor, pairs: int) -> SharedHead:
+    """One key head for ``m`` members from ``keys [m, D, m, D] = E[k k^T]`` and ``queries [m, D, D]``.
+
+    ``queries[j]`` is the second moment of the queries that read member ``j``, summed over its query heads. The first
+    ``2 * pairs`` dims rotate.
+    """
+    members, dims = queries.shape[:2]
+    rotated = 2 * pairs
+    encode = keys.new_zeros(members, dims, dims)
+    decode = torch.zeros_like(encode)
+    lost = total = 0.0
+    if pairs:
+        low, high = queries.diagonal(dim1=1, dim2=2)[:, :rotated].unflatten(1, (2, pairs)).unbind(1)
+        found = _share_pairs(pair_moment(keys, pairs), (low + high).mT)
+        encode += pair_matrices(found[0].mT, dims)
+        decode += pair_matrices(found[1].mT, dims)
+        # Re(conj(q) k) of circular pairs has half the energy of |q|^2 |k|^2
+        lost, total = lost + found[2] / 2, total + found[3] / 2
+    if rotated < dims:
+        rest = slice(rotated, dims)
+        shared = share_dims(keys[:, rest, :, rest], queries[:, rest, rest])
+        encode[:, rest, rest], decode[:, rest, rest] = shared.encode, shared.decode
+        lost, total = lost + shared.lost, total + shared.total
+    return SharedHead(encode, decode, lost, total)
+
+
+def share_dims(keys: Tensor, queries: Tensor) -> SharedHead:
+    """As `share_keys` for dims that do not rotate: real principal components in the metric of the queries.
+
+    The same mathematics folds values, with the metric ``W_o^T W_o`` in the place of the queries.
+    """
+    members, dims = queries.shape[:2]
+    root, inverse = metric_root(queries)
+    stacked = torch.einsum("jab,jbkc,kdc->jakd", root, keys, root).reshape(members * dims, members * dims)
+    values, vectors = symmetric_eig(stacked)
+    basis = vectors[:, :dims].reshape(members, dims, dims)  # member, its dim, shared dim
+    return SharedHead(basis.mT @ root, inverse @ basis, values[dims:].sum().item(), values.sum().item())
+
+
+def _share_pairs(moment: Tensor, energy: Tensor) -> tuple[Tensor, Tensor, float, float]:
+    """Hermitian ``moment [pairs, m, m]``, query ``energy [pairs, m]`` -> complex encode, decode ``[pairs, m]``."""
+    floor = WEAKEST_QUERY * energy.amax(1, keepdim=True)
+    weight = energy.clamp(min=floor).clamp(min=torch.finfo(energy.dtype).tiny).sqrt()
+    values, vectors = symmetric_eig(weight[:, :, None] * moment * weight[:, None, :])
+    top = _anchor(vectors[..., 0])
+    return top.conj() * weight, top / weight, values[:, 1:].sum().item(), values.sum().item()
+
+
+def _anchor(vectors: Tensor) -> Tensor:
+    """Eigenvectors have a free phase: turn each so that its largest entry is real and positive."""
+    largest = vectors.gather(1, vectors.abs().argmax(1, keepdim=True))
+    return vectors * (largest.conj() / largest.abs())
