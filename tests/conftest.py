@@ -1,7 +1,11 @@
 """Fixtures shared by the whole suite."""
 
+import importlib.util
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,3 +25,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "reference" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.reference)
+
+
+@pytest.fixture(scope="session")
+def tiny_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``tiny_family("qwen3", num_key_value_heads=4)``: a folder with a tiny random checkpoint of that family, float32.
+
+    The same folder for the same arguments: copy it before changing anything.
+    """
+    spec = importlib.util.spec_from_file_location("tiny_models", Path(__file__).with_name("tiny_models.py"))
+    tiny_models = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tiny_models)
+    made: dict[str, Path] = {}
+
+    def folder(name: str, **changes: Any) -> Path:
+        key = json.dumps([name, changes], sort_keys=True)
+        if key not in made:
+            path = tmp_path_factory.mktemp(name)
+            tiny_models.make_tiny(name, path, changes)
+            made[key] = path
+        return made[key]
+
+    return folder

@@ -163,10 +163,8 @@ def _check_places(family: Family, config: Mapping[str, Any], weights: AttentionW
     for name, place in places.items():
         given = getattr(weights, name) is not None
         if given != place:
-            wanted = "has a place for" if place else "has no place for"
-            raise ValueError(
-                f"model_type {family.model_type!r} {wanted} {name} in this config, found {name} given: {given}"
-            )
+            wanted, found = ("needs", "none") if place else ("has no place for", "one")
+            raise ValueError(f"model_type {family.model_type!r} with this config {wanted} {name}, found {found}")
 
 
 def _to_half(dims: int) -> list[int]:

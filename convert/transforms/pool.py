@@ -21,7 +21,7 @@ def mean(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
 
     def average(heads: Tensor) -> Tensor:
         precise = heads.to(torch.promote_types(heads.dtype, torch.float32))
-        return precise.unflatten(0, (kv_heads, -1)).mean(1)  # type: ignore[no-untyped-call]
+        return precise.reshape(kv_heads, -1, *heads.shape[1:]).mean(1)
 
     return _pooled(weights, kv_heads, average)
 

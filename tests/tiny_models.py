@@ -1,0 +1,71 @@
+"""Tiny random checkpoints of every family, made by the stock classes: each switches on what is particular to it."""
+
+from pathlib import Path
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [1],
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 8},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2": WINDOW,
+    "qwen3": {**WINDOW, "head_dim": 16},
+    "qwen2_moe": {**EXPERTS, **WINDOW, "shared_expert_intermediate_size": 32},
+    "qwen3_moe": {**EXPERTS, "head_dim": 16, "use_sliding_window": True, "sliding_window": 8},
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
+    "phi": {"qk_layernorm": True},
+    "phi3": {"sliding_window": 8},
+    "olmo": {"clip_qkv": 0.8},
+    "olmo2": {"attention_bias": True},
+    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    "starcoder2": {"sliding_window": 8},
+    "granite": {
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.7,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "mlp_bias": True,
+    },
+    "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8},
+    "cohere": {"use_qk_norm": True, "attention_bias": True},
+    "nemotron": {"attention_bias": True, "mlp_bias": True},
+}
+
+
+def make_tiny(name: str, folder: Path, changes: dict[str, Any]) -> None:
+    """Saves a random model of family ``name`` in float32, none of its norms and biases at the value it starts from."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(17)
+    config = AutoConfig.for_model(name, **{**SIZES, **FAMILIES[name], **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if "norm" in path or path.endswith("bias"):
+                parameter += 0.3 * torch.randn_like(parameter)
+            else:
+                parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(folder)
