@@ -199,7 +199,7 @@ def quantised_problems(config: dict[str, Any], tensors: Iterable[TensorInfo], wh
 
 def _is_quantised(tensor: TensorInfo) -> bool:
     """Low-precision floats always; integers only as weights (masks and positions are integer buffers)."""
-    if tensor.dtype.startswith(("F8", "F6", "F4")):
+    if tensor.dtype == "F4" or tensor.dtype.startswith(("F8_", "F6_")):
         return True
     packed = (".weight", ".qweight", ".qzeros", ".weight_packed", ".SCB")
     return tensor.dtype[0] in "IU" and tensor.name.endswith(packed)

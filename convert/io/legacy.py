@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
 from kvfold.convert.io.headers import Header, TensorInfo
 from kvfold.convert.io.tensors import TORCH_DTYPES, dtype_name
 
@@ -18,10 +19,10 @@ class LegacyReader:
         self._state: dict[str, torch.Tensor] = {}
 
     def read(self, info: TensorInfo) -> torch.Tensor:
-        return self._tensor(info).clone(memory_format=torch.contiguous_format)
+        return self._tensor(info).detach().clone(memory_format=torch.contiguous_format)
 
     def chunks(self, info: TensorInfo, elements: int) -> Iterator[torch.Tensor]:
-        flat = self._tensor(info).reshape(-1)
+        flat = self._tensor(info).detach().reshape(-1)
         return (flat[start : start + elements] for start in range(0, flat.numel(), elements))
 
     def raw_path(self, file: str) -> Path | None:

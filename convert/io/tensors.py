@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.io.headers import TensorInfo
 
