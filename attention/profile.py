@@ -103,11 +103,11 @@ def row_kl(
         for part in _parts(batch * heads, 4 * rows * width, query.device):
             log_p = _log_rows(query[part], key[part], block, scale, window, causal, softcap)
             log_q = _log_rows(other_query[part], other_key[part], block, other_scale, window, causal, other_softcap)
-            total[part] += _divergence(log_p, log_q).sum((1, 2), dtype=torch.float64)
+            total[part] += divergence(log_p, log_q).sum((1, 2), dtype=torch.float64)
     return total.view(batch, heads).mean(0) / length
 
 
-def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     """``p log(p / q) - p + q`` elementwise, without cancellation where ``p`` is near ``q``; 0 where both are masked."""
     ratio = (log_q - log_p).nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
     p = log_p.exp()
