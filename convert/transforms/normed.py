@@ -113,9 +113,9 @@ def _write_keys(source: Linear, folded: Folded, moment: Tensor) -> tuple[Tensor,
     groups = len(folded.rows)
     if source.norm is None:
         return folded.rows, None, folded.rows.new_ones(groups)
-    gain = source.gain.unflatten(0, (groups, -1)).mean(1)
+    gain = torch.unflatten(source.gain, 0, (groups, -1)).mean(1)
     rows, missing = _before_norm(
-        folded.rows, gain, source.scale.unflatten(0, (groups, -1)).mean(1), source.norm, moment
+        folded.rows, gain, torch.unflatten(source.scale, 0, (groups, -1)).mean(1), source.norm, moment
     )
     constant = folded.constant / missing[:, None]
     return rows, _norm_like(source.norm, gain, constant), missing
@@ -154,8 +154,9 @@ def _level(
     """
     groups, per_group = len(new_keys.rows), _per_group(new_queries, new_keys)
     gain = _query_gain(queries, new_queries, blocks, moment)
-    ask = _energy(_undo(new_queries.rows, gain), blocks, moment).unflatten(0, (groups, per_group))  # [g, H/g, blocks]
-    key_gain = keys.gain.unflatten(0, (groups, -1)).mean(1)
+    ask = _energy(_undo(new_queries.rows, gain), blocks, moment)
+    ask = torch.unflatten(ask, 0, (groups, per_group))  # [g, H/g, blocks]
+    key_gain = torch.unflatten(keys.gain, 0, (groups, -1)).mean(1)
     offer = _energy(_undo(new_keys.rows, key_gain), blocks, moment)[:, None]  # [g, 1, blocks]
     fixed_keys = keys.norm is None  # their scale is free
     step = torch.zeros_like(offer)

@@ -70,7 +70,7 @@ def key_heads(
     """The shared key head of every part, from rows ``keys [G, D, F]`` and ``queries [H, D, F]``."""
     pairs, dims = rotary.dims // 2, keys.shape[1]
     blocks = pair_blocks(rotary, dims)
-    weight = ((queries @ moment) @ queries.mT).unflatten(0, (keys.shape[0], -1)).sum(1)  # [G, D, D]
+    weight = torch.unflatten((queries @ moment) @ queries.mT, 0, (keys.shape[0], -1)).sum(1)  # [G, D, D]
     projected = keys @ moment
     heads = []
     for part in parts:

@@ -28,7 +28,7 @@ def share_keys(keys: Tensor, queries: Tensor, pairs: int) -> SharedHead:
     decode = torch.zeros_like(encode)
     lost = total = 0.0
     if pairs:
-        low, high = queries.diagonal(dim1=1, dim2=2)[:, :rotated].unflatten(1, (2, pairs)).unbind(1)
+        low, high = queries.diagonal(dim1=1, dim2=2)[:, :rotated].split(pairs, 1)
         found = _share_pairs(pair_moment(keys, pairs), (low + high).mT)
         encode += pair_matrices(found[0].mT, dims)
         decode += pair_matrices(found[1].mT, dims)

@@ -12,7 +12,7 @@ from kvfold.convert.transforms.weights import AttentionWeights
 
 def output_metric(output: Tensor, kv_heads: int) -> Tensor:
     """``W_o [E, H, D]`` -> ``[G, D, D]``: how much a change of each KV head's values moves the layer's output."""
-    columns = output.double().unflatten(1, (kv_heads, -1))  # [E, G, H/G, D]
+    columns = torch.unflatten(output.double(), 1, (kv_heads, -1))  # [E, G, H/G, D]
     return torch.einsum("egrc,egrd->gcd", columns, columns)
 
 
@@ -38,7 +38,7 @@ def fold_constants(source: AttentionWeights, folded: AttentionWeights, mean: Ten
         return replace(folded, o_bias=source.o_bias.double() + moved)
     wanted = _constant_output(source, source.v.double() @ mean + source.v_bias.double())
     wanted = wanted - _constant_output(folded, folded.v @ mean)
-    columns = folded.o.unflatten(1, (folded.kv_heads, -1)).sum(2).flatten(1)  # [E, g * D]
+    columns = torch.unflatten(folded.o, 1, (folded.kv_heads, -1)).sum(2).flatten(1)  # [E, g * D]
     return replace(folded, v_bias=(torch.linalg.pinv(columns, rtol=1e-9) @ wanted).reshape(folded.kv_heads, -1))
 
 
