@@ -108,12 +108,12 @@ def compare(
     layers = []
     for index in range(teacher.layers):
         with teacher.open_layer(index) as layer, student.open_layer(index) as twin:
-            layers.append(_compare_layer(index, layer, twin, expected, actual, student))
+            layers.append(compare_layer(index, layer, twin, expected, actual, student))
         progress()
-    return replace(_compare_predictions(teacher, student, expected, actual, parts), layers=tuple(layers))
+    return replace(compare_predictions(teacher, student, expected, actual, parts), layers=tuple(layers))
 
 
-def _compare_layer(
+def compare_layer(
     index: int,
     layer: StreamLayer,
     twin: StreamLayer,
@@ -200,7 +200,7 @@ def _error(output: LayerOutput, other: LayerOutput, what: str) -> _Errors:
     return _Errors(squares(mine - theirs.to(mine.device, wide)), squares(mine))
 
 
-def _compare_predictions(
+def compare_predictions(
     teacher: LayerStream,
     student: LayerStream,
     expected: Sequence[Tensor],
