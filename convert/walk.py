@@ -2,24 +2,29 @@
 
 A run reads as ::
 
-    for step in walk(source, twin, held_out, calibration):
+    walk = Walk(source, twin, held_out, calibration)
+    for step in walk:
         tensors = transform(step.index, step.statistics)   # may ask step.attention_error(candidate)
         step.convert(tensors)
+    walk.measurement()
 
 In memory are one layer, its twin and the hidden states. The source stream carries the calibration and the held-out
 sequences; the student's carries the held-out ones, and the calibration sequences too when refinement needs them.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvfold.attention.lockstep import LayerDrift, Measurement, compare_layer, compare_predictions
 from kvfold.attention.streams import LayerOutput, StreamLayer
 from kvfold.convert.errors import KvfoldError
+from kvfold.convert.io.shards import OutputTensor
+from kvfold.convert.io.tensors import torch_dtype
 from kvfold.convert.statistics import StatisticsAccumulator
 from kvfold.convert.stream import CheckpointStream
 from kvfold.convert.transforms.weights import LayerStatistics
@@ -30,76 +35,67 @@ _GPU_TOKENS = 32768
 Hidden = list[Tensor]  # the residual stream of all sequences, in chunks [b, T, E] of one layer call each
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A chunk of held-out sequences through one layer of the source, and of the student.
-
-    ``local`` is the student's layer on the source's hidden states, ``propagated`` on the student's own.
-    """
-
-    source: LayerOutput
-    local: LayerOutput
-    propagated: LayerOutput
-
-
-Observe = Callable[[int, Compared], None]
-
-
 class Twin:
-    """The converted model as a stream: the source's tensors, but for those that the transform makes.
+    """The converted model as a stream: what a stock model would load from the finished checkpoint.
 
-    ``config`` and ``names`` are the converted checkpoint's, ``computed`` those of its tensors that are new.
+    ``config`` and ``tensors`` are the converted checkpoint's. Tensors that are copied come from the source, the others
+    are those last ``put``, both rounded to the dtype that the checkpoint will store. Copied tensors are shared with the
+    source's open layer, unless ``recast`` says that the checkpoint will store them in another dtype than the source.
     """
 
     def __init__(
-        self, source: CheckpointStream, config: dict[str, Any], names: Collection[str], computed: Collection[str]
+        self, source: CheckpointStream, config: dict[str, Any], tensors: Iterable[OutputTensor], recast: bool = False
     ) -> None:
-        self._computed = frozenset(computed)
+        self._planned = {tensor.name: tensor for tensor in tensors}
         self._read_source = source.read
-        self._overlay: Mapping[str, Tensor] = {}
+        self._put: Mapping[str, Tensor] = {}
+        self._dtypes = {name: torch_dtype(tensor.dtype) for name, tensor in self._planned.items()}
+        changed = {name for name, tensor in self._planned.items() if recast or tensor.source != name}
         self.stream = CheckpointStream(
-            config, self._read, names, source.device, source.dtype, twin=source, changed=self._computed
+            config, self._read, list(self._planned), source.device, source.dtype, twin=source, changed=changed
         )
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Take a layer's tensors, named and shaped as in the converted checkpoint's files, instead of those before."""
-        unknown = sorted(set(tensors) - self._computed)
-        if unknown:
-            raise KvfoldError(f"the converted checkpoint plans no tensors {', '.join(unknown)}")
-        self._overlay = dict(tensors)
+        unplanned = sorted(name for name in tensors if name not in self._planned or self._planned[name].source)
+        if unplanned:
+            raise KvfoldError(f"the converted checkpoint computes no tensors {', '.join(unplanned)}")
+        self._put = dict(tensors)
 
     def _read(self, name: str) -> Tensor:
-        if name not in self._computed:
-            return self._read_source(name)
-        if name not in self._overlay:
+        source = self._planned[name].source
+        if source is not None:
+            return self._read_source(source).to(self._dtypes[name])
+        if name not in self._put:
             raise KvfoldError(f"tensor {name!r} was asked for before its layer was converted")
-        return self._overlay[name]
+        return self._put[name].to(self._dtypes[name])
 
 
 class Step:
     """One layer of a walk, the source's open.
 
     ``statistics`` are those of the calibration sequences, or None in a walk without them. ``held_out`` is what the
-    source's layer is given on the held-out sequences and ``outputs`` what it makes of that, ``student`` what the
+    source's layer is given on the held-out sequences and ``outputs`` what it makes of that; ``student`` is what the
     student's is given. ``calibration`` and ``student_calibration`` likewise, empty unless refinement asked for them.
+    ``drift`` is how far the converted layer is from the source's, None before ``convert``.
     """
 
-    def __init__(self, index: int, layer: StreamLayer, twin: Twin, held_out: Hidden, student: Hidden) -> None:
+    def __init__(self, index: int, source: StreamLayer, twin: Twin, held_out: Hidden, student: Hidden) -> None:
         self.index = index
-        self.source = layer
+        self.source = source
         self.statistics: LayerStatistics | None = None
         self.held_out = held_out
-        self.outputs: list[LayerOutput] = []
         self.student = student
         self.calibration: Hidden = []
         self.student_calibration: Hidden = []
-        self.observe: Observe | None = None
-        self.converted = False
+        self.drift: LayerDrift | None = None
         self._twin = twin
+        with torch.no_grad():
+            self.outputs = [source(chunk) for chunk in held_out]
 
     @torch.no_grad()
     def attention_error(self, tensors: Mapping[str, Tensor]) -> float:
-        """``||y - y'||^2 / ||y||^2`` of the attention's output on held-out sequences, if ``tensors`` were used."""
+        """``||y - y'||^2 / ||y||^2`` of the attention's output on held-out sequences if ``tensors`` were used."""
         self._twin.put(tensors)
         error = norm = 0.0
         with self._twin.stream.open_layer(self.index) as layer:
@@ -109,56 +105,81 @@ class Step:
         return error / norm if norm else error
 
     @torch.no_grad()
-    def convert(self, tensors: Mapping[str, Tensor]) -> None:
-        """Settle on ``tensors``: compare the student's layer with the source's and advance the student's stream."""
+    def convert(self, tensors: Mapping[str, Tensor]) -> LayerDrift:
+        """Settle on ``tensors``: compare the student's layer with the source's and take both streams past it."""
         self._twin.put(tensors)
         with self._twin.stream.open_layer(self.index) as layer:
-            for chunk, hidden in enumerate(self.held_out):
-                propagated = layer(self.student[chunk])
-                if self.observe is not None:
-                    self.observe(self.index, Compared(self.outputs[chunk], layer(hidden), propagated))
-                self.student[chunk] = residual(propagated)
+            replayed = _Replayed(self.outputs)
+            self.drift = compare_layer(self.index, replayed, layer, self.held_out, self.student, self._twin.stream)
             for chunk, hidden in enumerate(self.student_calibration):
                 self.student_calibration[chunk] = residual(layer(hidden))
-        self.converted = True
+        self.outputs.clear()
+        return self.drift
 
 
-def walk(
-    source: CheckpointStream,
-    twin: Twin,
-    held_out: Tensor,
-    calibration: Tensor | None = None,
-    *,
-    profile: bool = False,
-    keep_calibration: bool = False,
-    observe: Observe | None = None,
-) -> Iterator[Step]:
-    """Yield every layer in order; each must be settled with ``step.convert`` before the next.
+class _Replayed:
+    """A layer that has been run already: gives what it gave then, in the same order."""
+
+    def __init__(self, outputs: list[LayerOutput]) -> None:
+        self._outputs = iter(outputs)
+
+    def __call__(self, hidden: Tensor) -> LayerOutput:
+        return next(self._outputs)
+
+    def attend(self, hidden: Tensor) -> LayerOutput:
+        return replace(next(self._outputs), hidden=None)
+
+
+class Walk:
+    """Iterating yields every layer in order; each must be settled with ``step.convert`` before the next.
 
     ``held_out [M, T]`` and ``calibration [N, T]`` are tokens. ``profile`` adds distance profiles to the statistics;
-    ``keep_calibration`` keeps what refinement needs, at twice the memory for hidden states; ``observe`` is shown
-    every layer's comparison. Without ``calibration`` only the held-out sequences go through.
+    ``keep_calibration`` keeps what refinement needs, at three times the memory for hidden states. Without
+    ``calibration`` only the held-out sequences go through.
     """
-    states = embed(source, held_out)
-    student = embed(twin.stream, held_out)
-    learning = [] if calibration is None else embed(source, calibration)
-    student_learning = embed(twin.stream, calibration) if keep_calibration and calibration is not None else []
-    for index in range(source.layers):
-        with source.open_layer(index) as layer:
-            step = Step(index, layer, twin, states, student)
-            step.observe = observe
-            step.student_calibration = student_learning
-            step.calibration = list(learning) if keep_calibration else []
-            if learning:
-                step.statistics = gather(layer, learning, profile)
-            with torch.no_grad():
-                step.outputs = [layer(chunk) for chunk in states]
-            yield step
-            if not step.converted:
-                raise KvfoldError(f"the walk went on from layer {index} before it was converted")
-            for chunk, output in enumerate(step.outputs):
-                states[chunk] = residual(output)
-            step.outputs.clear()
+
+    def __init__(
+        self,
+        source: CheckpointStream,
+        twin: Twin,
+        held_out: Tensor,
+        calibration: Tensor | None = None,
+        *,
+        profile: bool = False,
+        keep_calibration: bool = False,
+    ) -> None:
+        self._source, self._twin = source, twin
+        self._tokens = torch.split(held_out, chunk_size(source.device, held_out.shape[1]))
+        self._profile = profile
+        self._keep = keep_calibration and calibration is not None
+        self._states = embed(source, held_out)
+        self._calibration = [] if calibration is None else embed(source, calibration)
+        self._student = embed(twin.stream, held_out)
+        self._student_calibration = [] if calibration is None or not self._keep else embed(twin.stream, calibration)
+        self.drifts: list[LayerDrift] = []
+
+    def __iter__(self) -> Iterator[Step]:
+        for index in range(len(self.drifts), self._source.layers):
+            with self._source.open_layer(index) as layer:
+                kept = list(self._calibration) if self._keep else []
+                statistics = gather(layer, self._calibration, self._profile) if self._calibration else None
+                step = Step(index, layer, self._twin, self._states, self._student)
+                step.statistics, step.calibration = statistics, kept
+                step.student_calibration = self._student_calibration
+                yield step
+                if step.drift is None:
+                    raise KvfoldError(f"the walk went on from layer {index} before it was converted")
+                self.drifts.append(step.drift)
+
+    @torch.no_grad()
+    def measurement(self) -> Measurement:
+        """The whole converted model against its source on the held-out sequences, after the last layer."""
+        if len(self.drifts) < self._source.layers:
+            raise KvfoldError(f"the walk has done {len(self.drifts)} of {self._source.layers} layers")
+        found = compare_predictions(self._source, self._twin.stream, self._states, self._student, self._tokens)
+        self._source.release()
+        self._twin.stream.release()
+        return replace(found, layers=tuple(self.drifts))
 
 
 def survey(
