@@ -1,1 +1,65 @@
-"""kvfold.attention: every attention variant, exact, cached and fast. Imports nothing from kvfold.convert."""
+"""kvfold.attention: every attention variant, exact, cached and fast. Imports nothing from kvfold.convert.
+
+The names below are loaded on first use, so that importing this package stays free of torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvfold.attention.absorbed import AbsorbedProjections, absorbed_projections
+    from kvfold.attention.cache import KVCache, LatentCache, cache_bytes, cache_numbers
+    from kvfold.attention.drift import measure_drift
+    from kvfold.attention.grouped import grouped_attention
+    from kvfold.attention.latent import latent_attention
+    from kvfold.attention.modeling import GroupedAttention, LatentAttention
+    from kvfold.attention.profile import distance_profile, row_kl
+    from kvfold.attention.rotary import apply_rotary, rotary_frequencies, rotary_tables
+
+_HOME = {
+    "AbsorbedProjections": "absorbed",
+    "GroupedAttention": "modeling",
+    "KVCache": "cache",
+    "LatentAttention": "modeling",
+    "LatentCache": "cache",
+    "absorb": "absorb",
+    "absorbed_projections": "absorbed",
+    "apply_rotary": "rotary",
+    "cache_bytes": "cache",
+    "cache_numbers": "cache",
+    "distance_profile": "profile",
+    "grouped_attention": "grouped",
+    "latent_attention": "latent",
+    "measure_drift": "drift",
+    "rotary_frequencies": "rotary",
+    "rotary_tables": "rotary",
+    "row_kl": "profile",
+    "unabsorb": "absorb",
+}
+
+__all__ = [
+    "AbsorbedProjections",
+    "GroupedAttention",
+    "KVCache",
+    "LatentAttention",
+    "LatentCache",
+    "absorb",
+    "absorbed_projections",
+    "apply_rotary",
+    "cache_bytes",
+    "cache_numbers",
+    "distance_profile",
+    "grouped_attention",
+    "latent_attention",
+    "measure_drift",
+    "rotary_frequencies",
+    "rotary_tables",
+    "row_kl",
+    "unabsorb",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

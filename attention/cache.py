@@ -1,0 +1,243 @@
+"""Caches that hold exactly what each attention variant needs, and say their bytes.
+
+Shapes: ``B`` sequences, ``C`` slots of capacity, ``G`` key/value heads, ``D`` head dim, ``R`` latent rank, ``P`` rotary
+dims. One cache object serves one layer. Slot ``s`` of sequence ``b`` holds its ``s``-th token; after appending pieces
+of unequal lengths, sequence ``b`` holds ``lengths[b]`` tokens, and its later slots are padding that attention must be
+told of (``lengths=``). A cache is for inference: it takes no tensors that want a gradient.
+
+Bytes: ``nbytes`` counts the slots in use, ``length``, of all sequences, and equals ``cache_bytes``; ``allocated_bytes``
+counts what the buffers take, which is more until a preallocated cache is full.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.checks import expect_alike, expect_at_least, expect_counts, expect_shape
+
+Variant = Literal["mha", "gqa", "mqa", "mla"]
+_GROWTH = 1.5
+
+
+class SlotCache:
+    """Buffers ``[B, ..., C, width]`` filled slot by slot; ``KVCache`` and ``LatentCache`` say what a slot holds."""
+
+    def __init__(self, buffers: tuple[Tensor, ...], *, growing: bool) -> None:
+        self.buffers = buffers
+        self.growing = growing
+        self.length = 0
+        self.lengths: Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.buffers[0].shape[0]
+
+    @property
+    def capacity(self) -> int:
+        return self.buffers[0].shape[-2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots in use."""
+        return sum(b.numel() // max(1, b.shape[-2]) * self.length * b.element_size() for b in self.buffers)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def positions(self, count: int) -> Tensor:
+        """Where the next ``count`` tokens will stand: ``[count]``, or ``[B, count]`` when lengths differ."""
+        steps = torch.arange(count, device=self.buffers[0].device)
+        return steps + (self.length if self.lengths is None else self.lengths[:, None])
+
+    def crop(self, length: int | Tensor) -> None:
+        """Forget all tokens after the first ``length``, a number or one per sequence ``[B]``."""
+        if isinstance(length, Tensor):
+            expect_counts("length", length, self.batch, "the cache", self.buffers[0])
+            self.lengths = torch.minimum(self._lengths(), length)
+            self.length = int(self.lengths.max())
+            return
+        expect_at_least("length", length, 0)
+        self.length = min(self.length, length)
+        self.lengths = None if self.lengths is None else self.lengths.clamp(max=length)
+
+    def reorder(self, index: Tensor) -> None:
+        """Sequence ``i`` becomes a copy of what sequence ``index[i]`` was, as beam search does; ``index [B']``."""
+        expect_shape("index", index, "B'", {})
+        self.buffers = tuple(buffer.index_select(0, index) for buffer in self.buffers)
+        self.lengths = None if self.lengths is None else self.lengths.index_select(0, index)
+
+    def _lengths(self) -> Tensor:
+        if self.lengths is not None:
+            return self.lengths
+        return torch.full((self.batch,), self.length, device=self.buffers[0].device)
+
+    def _append(self, names: tuple[str, ...], tokens: tuple[Tensor, ...], counts: Tensor | None) -> tuple[Tensor, ...]:
+        """Write ``tokens``, each ``[B, ..., T, width]``; the slots in use, ``[B, ..., length, width]``."""
+        for name, token, buffer in zip(names, tokens, self.buffers, strict=True):
+            expect_alike(name, token, "the cache", buffer)
+            if token.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    f"{name}: expected a tensor without gradient (torch.no_grad()), found one that wants it"
+                )
+        added = tokens[0].shape[-2]
+        self._make_room(self.length + added)
+        if counts is None and self.lengths is None:
+            for token, buffer in zip(tokens, self.buffers, strict=True):
+                buffer[..., self.length : self.length + added, :] = token
+            self.length += added
+        else:
+            self._scatter(tokens, counts)
+        return tuple(buffer[..., : self.length, :] for buffer in self.buffers)
+
+    def _scatter(self, tokens: tuple[Tensor, ...], counts: Tensor | None) -> None:
+        """Append at each sequence's own end; of the new tokens of sequence ``b`` only ``counts[b]`` will count."""
+        expect_counts("counts", counts, self.batch, "the cache", self.buffers[0])
+        added = tokens[0].shape[-2]
+        before = self._lengths()
+        slots = before[:, None] + torch.arange(added, device=before.device)
+        for token, buffer in zip(tokens, self.buffers, strict=True):
+            index = slots.view(self.batch, *([1] * (token.dim() - 3)), added, 1).expand_as(token)
+            buffer.scatter_(-2, index, token)
+        if counts is None:
+            self.lengths, self.length = before + added, self.length + added
+        else:
+            self.lengths = before + counts
+            self.length = int(self.lengths.max())
+
+    def _make_room(self, slots: int) -> None:
+        if slots <= self.capacity:
+            return
+        if not self.growing:
+            raise ValueError(f"capacity: expected at least {slots} slots for the new tokens, found {self.capacity}")
+        wanted = max(slots, math.ceil(_GROWTH * self.capacity))
+        grown = tuple(buffer.new_empty(*buffer.shape[:-2], wanted, buffer.shape[-1]) for buffer in self.buffers)
+        for old, new in zip(self.buffers, grown, strict=True):
+            new[..., : self.length, :] = old[..., : self.length, :]
+        self.buffers = grown
+
+
+class KVCache(SlotCache):
+    """Keys ``[B, G, C, D]`` and values ``[B, G, C, Dv]`` of one layer: ``G = H`` for MHA, 1 for MQA."""
+
+    def __init__(
+        self,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int = 0,
+        *,
+        value_dim: int | None = None,
+        growing: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        sizes = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim}
+        for name, size in sizes.items():
+            expect_at_least(name, size, 1)
+        expect_at_least("capacity", capacity, 0)
+        widths = (head_dim, head_dim if value_dim is None else value_dim)
+        buffers = (torch.zeros(batch, kv_heads, capacity, width, dtype=dtype, device=device) for width in widths)
+        super().__init__(tuple(buffers), growing=growing)
+
+    def append(self, key: Tensor, value: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Add ``key [B, G, T, D]`` and ``value [B, G, T, Dv]``; all keys and values so far, ``[B, G, length, ...]``.
+
+        ``counts [B]``: how many of the ``T`` tokens each sequence really has (the rest, at its end, is padding).
+        """
+        keys, values = self.buffers
+        expect_shape("key", key, "B G T D", {"B": keys.shape[0], "G": keys.shape[1], "D": keys.shape[3]})
+        sizes = {"B": keys.shape[0], "G": keys.shape[1], "T": key.shape[2], "Dv": values.shape[3]}
+        expect_shape("value", value, "B G T Dv", sizes)
+        keys, values = self._append(("key", "value"), (key, value), counts)
+        return keys, values
+
+
+class LatentCache(SlotCache):
+    """Latent and rotary key side by side, ``[B, C, R + P]``, of one layer."""
+
+    def __init__(
+        self,
+        batch: int,
+        kv_rank: int,
+        rope_dim: int,
+        capacity: int = 0,
+        *,
+        growing: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        expect_at_least("batch", batch, 1)
+        expect_at_least("kv_rank", kv_rank, 1)
+        expect_at_least("rope_dim", rope_dim, 0)
+        expect_at_least("capacity", capacity, 0)
+        self.kv_rank, self.rope_dim = kv_rank, rope_dim
+        buffer = torch.zeros(batch, capacity, kv_rank + rope_dim, dtype=dtype, device=device)
+        super().__init__((buffer,), growing=growing)
+
+    def append(self, latent: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Add ``latent [B, T, R + P]`` (rotary keys already turned); all tokens so far, ``[B, length, R + P]``."""
+        width = self.kv_rank + self.rope_dim
+        expect_shape("latent", latent, "B T R+P", {"B": self.batch, "R+P": width})
+        return self._append(("latent",), (latent,), counts)[0]
+
+
+def cache_numbers(
+    variant: Variant,
+    *,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    kv_rank: int | None = None,
+    rope_dim: int | None = None,
+) -> int:
+    """Numbers cached per token and layer: ``2 H D`` (mha), ``2 G D`` (gqa), ``2 D`` (mqa), ``R + P`` (mla).
+
+    ``value_dim`` is ``head_dim`` unless given. Raises ValueError when a size that the variant needs is missing.
+    """
+    if variant == "mla":
+        return _need("kv_rank", kv_rank, variant) + _need("rope_dim", rope_dim, variant)
+    if variant not in ("mha", "gqa", "mqa"):
+        raise ValueError(f"variant: expected 'mha', 'gqa', 'mqa' or 'mla', found {variant!r}")
+    width = _need("head_dim", head_dim, variant)
+    width += width if value_dim is None else value_dim
+    if variant == "mha":
+        return width * _need("heads", heads, variant)
+    return width * (1 if variant == "mqa" else _need("kv_heads", kv_heads, variant))
+
+
+def cache_bytes(
+    variant: Variant,
+    layers: int,
+    context: int,
+    dtype: torch.dtype,
+    *,
+    batch: int = 1,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    kv_rank: int | None = None,
+    rope_dim: int | None = None,
+) -> int:
+    """Bytes that ``context`` tokens of ``batch`` sequences take in all ``layers``: see ``cache_numbers``."""
+    numbers = cache_numbers(
+        variant,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        kv_rank=kv_rank,
+        rope_dim=rope_dim,
+    )
+    return numbers * batch * layers * context * dtype.itemsize
+
+
+def _need(name: str, size: int | None, variant: str) -> int:
+    if size is None:
+        raise ValueError(f"{name}: expected a number, which {variant} needs, found None")
+    expect_at_least(name, size, 0)
+    return size

@@ -1,0 +1,119 @@
+"""Multi-head, multi-query and grouped-query attention, by the fastest exact way each call allows.
+
+Shapes: ``query [B, H, T, D]``, ``key [B, G, S, D]``, ``value [B, G, S, Dv]``, result ``[B, H, T, Dv]``; query head
+``h`` reads key head ``h // (H / G)``: ``G = H`` is multi-head, ``G = 1`` multi-query attention (Vaswani et al. 2017;
+Shazeer 2019; Ainslie et al. 2023). No way makes a ``T x S`` matrix of scores or of a mask:
+
+* every query sees every key (decoding, encoders, cross attention): the query heads of a group are query *rows* of its
+  one key head, so that each key is read once and never expanded;
+* the plain causal triangle: torch's fused kernel, its keys expanded by a stride of zero;
+* anything else (cached prefixes, windows, padding, biases): blocks of queries, ``blocked.py``.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvfold.attention.blocked import blocked_attention
+from kvfold.attention.checks import expect_alike, expect_device, expect_divides, expect_shape
+from kvfold.attention.mask import Visibility, visibility
+
+_FEW_ROWS = 64
+
+
+def grouped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = True,
+    offset: int | Tensor | None = None,
+    window: int | None = None,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """``softmax(scale * query key^T + bias) value`` over the keys each query sees: ``[B, H, T, Dv]``.
+
+    ``causal``: query ``t`` sees keys up to its own position ``offset + t``, counted in key slots; ``offset`` is a
+    number or one per sequence ``[B]``, by default ``S - T``. ``window``: of these only the last ``window`` (without
+    ``causal``: those less than ``window`` away on either side). ``starts`` and ``lengths`` ``[B]``: sequence ``b`` has
+    its keys in slots ``starts[b] .. lengths[b] - 1``, the rest is padding; a query that sees nothing gives zeros.
+    ``bias`` is added to the scores, ``[1|B, 1|H, T, S]``. ``scale`` is ``1 / sqrt(D)`` by default.
+
+    Raises ValueError for shapes, head counts, dtypes or devices that do not fit together.
+    """
+    _check(query, key, value, bias)
+    keys = key.shape[2]
+    rule = visibility(query, keys, causal=causal, offset=offset, window=window, starts=starts, lengths=lengths)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return attend(query, key, value, rule, scale, bias)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, rule: Visibility, scale: float, bias: Tensor | None) -> Tensor:
+    """``grouped_attention`` on checked arguments."""
+    batch, heads, queries, _ = query.shape
+    key, value, rule, bias = _seen_by_any(queries, key, value, rule, bias)
+    groups, keys = key.shape[1:3]
+    shared = torch.unflatten(query, 1, (groups, heads // groups))
+    fused = bias is None and key.shape[-1] == value.shape[-1] and min(batch, queries, keys) > 0
+    if fused and rule.sees_all(queries, keys) and not _slow_in_sdpa(shared):
+        rows = shared.flatten(2, 3)
+        mixed: Tensor = scaled_dot_product_attention(rows, key, value, scale=scale)
+        return torch.unflatten(mixed, 2, (-1, queries)).flatten(1, 2)
+    if fused and rule.is_lower_triangle(queries, keys):
+        return _triangle(query, key, value, scale)
+    return blocked_attention(shared, key, value, rule, scale, bias).flatten(1, 2)
+
+
+def _seen_by_any(
+    queries: int, key: Tensor, value: Tensor, rule: Visibility, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Visibility, Tensor | None]:
+    """Cut off the keys outside of every query's reach: a windowed decoding step then sees all that is left."""
+    if isinstance(rule.offset, Tensor) or rule.starts is not None or rule.lengths is not None:
+        return key, value, rule, bias
+    keys = key.shape[2]
+    low, high = rule.key_range(0, queries, keys)
+    if (low, high) == (0, keys):
+        return key, value, rule, bias
+    bias = None if bias is None else bias[..., low:high]
+    return key[:, :, low:high], value[:, :, low:high], rule.shifted(low), bias
+
+
+def _slow_in_sdpa(shared: Tensor) -> bool:
+    """Whether torch's fused kernel loses to two matrix products: few rows in half precision on a CPU."""
+    rows = shared.shape[2] * shared.shape[3]
+    return shared.device.type == "cpu" and shared.dtype in (torch.bfloat16, torch.float16) and rows <= _FEW_ROWS
+
+
+def _triangle(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    batch, heads = query.shape[:2]
+    groups = key.shape[1]
+    if query.device.type != "cpu":
+        shared = heads != groups
+        mixed: Tensor = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)
+        return mixed
+    members = heads // groups
+    query = torch.unflatten(query, 1, (groups, members)).flatten(0, 1)
+    key, value = (tensor.flatten(0, 1)[:, None].expand(-1, members, -1, -1) for tensor in (key, value))
+    mixed = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    return torch.unflatten(mixed, 0, (batch, groups)).flatten(1, 2)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> None:
+    expect_shape("query", query, "B H T D", {})
+    batch, heads, queries, width = query.shape
+    expect_shape("key", key, "B G S D", {"B": batch, "D": width})
+    groups, keys = key.shape[1:3]
+    expect_shape("value", value, "B G S Dv", {"B": batch, "G": groups, "S": keys})
+    expect_divides("key", groups, "the query heads H", heads)
+    expect_alike("key", key, "query", query)
+    expect_alike("value", value, "query", query)
+    if bias is None:
+        return
+    expect_shape("bias", bias, "B H T S", {"T": queries, "S": keys})
+    for dim, size, whole in (("B", bias.shape[0], batch), ("H", bias.shape[1], heads)):
+        if size not in (1, whole):
+            raise ValueError(f"bias: expected {dim} = 1 or {whole}, found {size} in shape {list(bias.shape)}")
+    expect_device("bias", bias, "query", query)

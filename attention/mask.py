@@ -1,0 +1,120 @@
+"""Which keys a query sees, as a rule and not as a matrix.
+
+Shapes: ``B`` sequences, ``T`` queries, ``S`` keys. The rule is ``see(b, t, s)``, true where all of these hold, with the
+query's position ``p = offset[b] + t`` counted in key slots:
+
+* causal: ``s <= p``;
+* window ``w``: ``p - s < w`` (and ``s - p < w`` without ``causal``), so a query sees ``w`` keys, itself included;
+* padding: ``starts[b] <= s < lengths[b]``.
+
+Only blocks of rows are ever made into booleans, so memory is linear in ``S``.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.checks import expect_at_least, expect_counts
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """The rule above; ``starts`` and ``lengths`` are ``[B]`` or ``None``, ``offset`` a number or ``[B]``."""
+
+    causal: bool = True
+    offset: int | Tensor = 0
+    window: int | None = None
+    starts: Tensor | None = None
+    lengths: Tensor | None = None
+
+    @property
+    def ragged(self) -> bool:
+        """Whether sequences of the batch differ: then a query may also see nothing at all."""
+        return self.starts is not None or self.lengths is not None or isinstance(self.offset, Tensor)
+
+    def sees_all(self, queries: int, keys: int) -> bool:
+        """Whether every query sees every key."""
+        if self.ragged or isinstance(self.offset, Tensor):
+            return False
+        first, last = self.offset, self.offset + queries - 1
+        near = not self.causal or first >= keys - 1
+        far = self.window is None or (last < self.window and (self.causal or keys - first <= self.window))
+        return near and far
+
+    def is_lower_triangle(self, queries: int, keys: int) -> bool:
+        """Whether this is the plain causal mask of a sequence on itself."""
+        if self.ragged or isinstance(self.offset, Tensor):
+            return False
+        return self.causal and self.offset == 0 and queries == keys and (self.window is None or self.window >= keys)
+
+    def key_range(self, first: int, last: int, keys: int) -> tuple[int, int]:
+        """The keys ``low .. high - 1`` outside of which queries ``first .. last - 1`` see nothing for sure."""
+        low, high = 0, keys
+        if isinstance(self.offset, Tensor):
+            if self.offset.device.type != "cpu":  # asking a device for the bounds would wait for it
+                return low, high
+            begin, end = int(self.offset.min()), int(self.offset.max())
+        else:
+            begin = end = self.offset
+        if self.causal:
+            high = min(high, end + last)
+        elif self.window is not None:
+            high = min(high, end + last - 1 + self.window)
+        if self.window is not None:
+            low = max(low, begin + first - self.window + 1)
+        return min(low, keys), max(min(low, keys), high)
+
+    def block(self, first: int, last: int, low: int, high: int, device: torch.device) -> Tensor:
+        """``see`` for queries ``first .. last - 1`` and keys ``low .. high - 1``: bool, ``[B or 1, rows, width]``."""
+        keys = torch.arange(low, high, device=device)
+        offset = self.offset[:, None, None] if isinstance(self.offset, Tensor) else self.offset
+        places = torch.arange(first, last, device=device)[None, :, None] + offset
+        seen = keys <= places if self.causal else torch.ones_like(keys + places, dtype=torch.bool)
+        if self.window is not None:
+            seen = seen & ((places - keys).abs() < self.window)
+        if self.starts is not None:
+            seen = seen & (keys >= self.starts[:, None, None])
+        if self.lengths is not None:
+            seen = seen & (keys < self.lengths[:, None, None])
+        return seen
+
+    def shifted(self, low: int) -> "Visibility":
+        """The same rule after the first ``low`` keys were cut away."""
+        if low == 0 or isinstance(self.offset, Tensor):
+            return self
+        return replace(self, offset=self.offset - low)
+
+
+def visibility(
+    like: Tensor,
+    keys: int,
+    *,
+    causal: bool,
+    offset: int | Tensor | None,
+    window: int | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+) -> Visibility:
+    """Check a caller's mask arguments against ``like [B, H, T, D]``, the queries. Raises ValueError.
+
+    ``offset`` ``None`` aligns the last query with the last key, as decoding with a cache needs it.
+    """
+    batch, _, queries, _ = like.shape
+    placed = causal or window is not None
+    if window is not None:
+        expect_at_least("window", window, 1)
+    expect_counts("starts", starts, batch, "query", like)
+    expect_counts("lengths", lengths, batch, "query", like)
+    if isinstance(offset, Tensor):
+        expect_counts("offset", offset, batch, "query", like)
+    else:
+        if offset is None:
+            offset = keys - queries if placed else 0
+            if offset < 0:
+                raise ValueError(f"key: expected at least as many keys as queries, T = {queries}, found S = {keys}")
+        expect_at_least("offset", offset, 0)
+        if placed and offset + queries > keys:
+            wanted = f"at most S - T = {keys - queries}, so that every query has its own key"
+            raise ValueError(f"offset: expected {wanted}, found {offset}")
+    return Visibility(causal, offset, window, starts, lengths)
