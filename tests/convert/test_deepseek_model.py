@@ -1,4 +1,4 @@
-"""Converted layers in the stock DeepSeek class: tiny models of every supported shape, loaded and run by transformers."""
+"""Converted layers in the stock DeepSeek class: tiny models of every supported kind, loaded and run by transformers."""
 
 import json
 import math
@@ -332,6 +332,6 @@ def test_every_config_key_survives_the_stock_class(tmp_path):
     convert(model, LatentTarget(9, 6), tmp_path)
     wrote = json.loads((tmp_path / "config.json").read_text())
     read = AutoConfig.from_pretrained(tmp_path)
-    respelled = {"architectures", "dtype", "torch_dtype", "rope_scaling", "rope_parameters"}
+    respelled = {"architectures", "dtype", "torch_dtype", "rope_scaling", "rope_parameters", "rope_theta"}
     assert {key for key in wrote.keys() - respelled if getattr(read, key) != wrote[key]} == set()
     assert {key: read.rope_parameters[key] for key in wrote["rope_parameters"]} == wrote["rope_parameters"]
