@@ -14,7 +14,7 @@ from torch import Tensor
 from kvfold.attention.profile import row_kl
 from kvfold.attention.streams import LayerOutput
 
-_SAMPLED = 1 << 24  # numbers looked at to tell which head is which
+_SAMPLED = 1 << 22  # numbers looked at to tell which head is which
 _CLEARLY = 0.5  # a relabelling is believed when it explains at least half of what looks like error
 
 
@@ -71,7 +71,8 @@ def match_heads(teacher: Heads, student: Heads) -> Tensor:
 def squares(values: Tensor) -> Tensor:
     """Sum of squares, float64."""
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    return wide.square().sum(dtype=torch.float64)
+    total: Tensor = torch.linalg.vector_norm(wide, dim=-1).double().square().sum()
+    return total
 
 
 def _sample(heads: Heads) -> Tensor:

@@ -238,7 +238,7 @@ def _distances(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
     log_p, log_q = logits.to(wide).log_softmax(-1), other.to(wide).log_softmax(-1)
     return torch.stack(
         [
-            divergence(log_p, log_q).sum(dtype=torch.float64),
+            divergence(log_p, log_q).sum(-1).sum(dtype=torch.float64),
             (log_p.argmax(-1) == log_q.argmax(-1)).sum(dtype=torch.float64),
             -log_p.gather(-1, labels[..., None]).sum(dtype=torch.float64),
             -log_q.gather(-1, labels[..., None]).sum(dtype=torch.float64),

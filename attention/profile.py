@@ -14,6 +14,7 @@ from torch import Tensor
 _CPU_BLOCK = 1 << 20  # scores held at once: few enough to stay in a core's cache
 _GPU_BLOCK = 1 << 26
 _ROWS = 128
+_NOTHING = -80.0  # a log probability whose p is nothing to float32, and whose 1/p would soon overflow it
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ def row_kl(
     """Mean over batch and queries of ``KL(p || p')`` between two models' attention rows, in nats: ``[H]``, float64.
 
     ``query [B, H, T, D]`` and ``key [B, G, T, D]`` give ``p``; ``other_query [B, H, T, D']`` and ``other_key
-    [B, G', T, D']`` give ``p'``: both models have the same heads and masks, not the same head dim or key heads. Summed
-    as ``p (expm1(d) - d)``, ``d = log p' - log p``, which has no negative terms: equal maps give exactly 0.
+    [B, G', T, D']`` give ``p'``: both models have the same heads and masks, not the same head dim or key heads.
+    Equal maps give exactly 0.
     """
     _check(query, key, window)
     _check(other_query, other_key, window)
@@ -103,17 +104,18 @@ def row_kl(
         for part in _parts(batch * heads, 4 * rows * width, query.device):
             log_p = _log_rows(query[part], key[part], block, scale, window, causal, softcap)
             log_q = _log_rows(other_query[part], other_key[part], block, other_scale, window, causal, other_softcap)
-            total[part] += divergence(log_p, log_q).sum((1, 2), dtype=torch.float64)
+            total[part] += divergence(log_p, log_q).sum(-1).sum(-1, dtype=torch.float64)
     return total.view(batch, heads).mean(0) / length
 
 
 def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``p log(p / q) - p + q`` elementwise, without cancellation where ``p`` is near ``q``; 0 where both are masked."""
-    ratio = (log_q - log_p).nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
-    p = log_p.exp()
-    near = p * (torch.expm1(ratio) - ratio)
-    far = torch.where(p > 0, log_q.exp() - p - p * ratio, log_q.exp())
-    return torch.where(ratio.abs() < 1, near, far)
+    """``p log(p / q) - p + q`` elementwise, 0 where both are masked; over whole distributions it sums to the KL.
+
+    Written as ``p (expm1(d) - d)``, ``d = log q - log p``: no negative terms, and nothing cancels where p is near q.
+    """
+    ratio = log_q - log_p
+    terms = torch.expm1(ratio).sub_(ratio).mul_(log_p.exp())
+    return torch.where(log_p < _NOTHING, log_q.exp(), terms)
 
 
 def _log_rows(
