@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from kvfold.convert.errors import InputError
 
 __all__ = ["BUILT_IN", "CalibrationTokens", "held_out_count", "load_calibration"]
 
-_BLOCK = 1 << 16  # characters tokenised at once: a tokenizer's own records take many times the text
-_READ_AT_LEAST = 8 << 20
+_BLOCK = 1 << 16  # characters; a tokenizer's own records take many times the text, so few go in at once
+_BLOCKS_AT_ONCE = 8
+_READ_AT_LEAST = 2 << 20
 _BYTES_PER_TOKEN = 16
 
 
@@ -98,8 +100,10 @@ def cut(documents: list[Tensor], length: int, eos: int | None) -> Tensor:
 def _document_tokens(tokenizer: Any, prefix: list[int], document: Document) -> Tensor:
     """A document's tokens without special ones at its start (a chat template writes its own BOS)."""
     ids: list[int] = []
-    for block in _blocks(document.text):
-        ids += tokenizer(block, add_special_tokens=False, verbose=False)["input_ids"]
+    blocks = list(_blocks(document.text))
+    for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
+        some = blocks[start : start + _BLOCKS_AT_ONCE]
+        ids += chain.from_iterable(tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"])
     if document.rendered and prefix and ids[: len(prefix)] == prefix:
         ids = ids[len(prefix) :]
     return torch.tensor(ids, dtype=torch.int64)

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from kvfold.convert.errors import InputError
+from kvfold.convert.families.family import supported
 from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.stream import CheckpointStream
 
@@ -22,59 +23,26 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 WINDOW = {"sliding_window": 5}
-FAMILIES: dict[str, dict[str, Any]] = {
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+MODELS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
-    "llama-tied-biased": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
-    "mistral": WINDOW,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW},
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, **WINDOW},
     "qwen3": {"head_dim": 12},
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
-    "qwen3_moe": {**EXPERTS, "head_dim": 12},
-    "gemma": {"head_dim": 12},
-    "gemma2": {
-        "head_dim": 12,
-        "query_pre_attn_scalar": 12,
-        "final_logit_softcapping": 2.0,
-        "attn_logit_softcapping": 0.5,
-        **WINDOW,
-    },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12},
+    "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 0.5, **WINDOW},
     "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window_pattern": 3, **WINDOW},
-    "phi": {"partial_rotary_factor": 0.5, "qk_layernorm": True},
-    "phi3": {"pad_token_id": 0, **WINDOW},
-    "olmo": {"clip_qkv": 0.5},
-    "olmo2": {},
-    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
-    "starcoder2": WINDOW,
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.2,
-        "logits_scaling": 2.0,
-    },
-    "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": 0},
-    "cohere": {"use_qk_norm": True, "logit_scale": 0.3},
-    "nemotron": {},
-    "deepseek_v3": {
-        "num_key_value_heads": 6,
-        "first_k_dense_replace": 3,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 20,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
-        "attention_bias": True,
-    },
+    "deepseek_v3": {**LATENT, "first_k_dense_replace": 3, "q_lora_rank": 20, "attention_bias": True},
     "deepseek_v3-experts": {
-        "num_key_value_heads": 6,
+        **LATENT,
         "first_k_dense_replace": 1,
-        "kv_lora_rank": 16,
         "q_lora_rank": None,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "n_group": 2,
@@ -82,12 +50,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
     },
 }
+ROPE: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 3.0},
+    "yarn": {"factor": 3.0, "original_max_position_embeddings": 8},
+    "llama3": {
+        "factor": 3.0,
+        "original_max_position_embeddings": 8,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+    "longrope": {
+        "factor": 3.0,
+        "original_max_position_embeddings": 8,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 2.1, 2.2, 2.3],
+    },
+}
 
 
 def tiny(family: str, **changes: Any) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
     """A random model of ``family`` with its config.json and its tensors as they would be stored."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family.split("-")[0], **{**SMALL, **FAMILIES[family], **changes})
+    config = AutoConfig.for_model(family.split("-")[0], **{**SMALL, **MODELS[family], **changes})
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -113,17 +98,51 @@ def tokens() -> Tensor:
     return torch.randint(0, SMALL["vocab_size"], (3, 17), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_the_stock_forward(family: str, tokens: Tensor) -> None:
-    model, config, stored = tiny(family)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [(name, {"num_key_value_heads": 2}) for name in supported()]
+    + [
+        ("llama", {"tie_word_embeddings": True, "hidden_size": 48, "head_dim": 10}),
+        ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("stablelm", {"use_parallel_residual": True, "qk_layernorm": False}),
+        ("qwen2_moe", {"mlp_only_layers": [], "decoder_sparse_step": 1}),
+    ],
+    ids=str,
+)
+def test_logits_of_every_family_equal_the_stock_forward(family: str, changes: Any, tiny_family: Any) -> None:
+    folder = tiny_family(family, **changes)
+    tokens = torch.randint(3, 97, (3, 17), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected = model(tokens).logits
-    found = run(CheckpointStream(config, stored.__getitem__, stored), tokens)
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(tokens).logits
+    checkpoint = open_checkpoint(str(folder))
+    found = run(CheckpointStream(checkpoint.config, checkpoint.read, checkpoint.tensors), tokens)
+    checkpoint.close()
     assert expected.std() > 0.05
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v3-experts"])
+def test_logits_of_latent_students_equal_the_stock_forward(model_type: str, tokens: Tensor) -> None:
+    model, config, stored = tiny(model_type)
+    with torch.no_grad():
+        expected = model(tokens).logits
+    found = run(CheckpointStream(config, stored.__getitem__, stored), tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_rotary_frequencies_are_those_of_the_stock_model(kind: str, tokens: Tensor) -> None:
+    model, config, stored = tiny("llama", rope_parameters={"rope_type": kind, "rope_theta": 100.0, **ROPE[kind]})
+    stream = CheckpointStream(config, stored.__getitem__, stored)
+    plain = CheckpointStream(tiny("llama")[1], stored.__getitem__, stored)
+    with torch.no_grad():
+        expected = model(tokens).logits
+    torch.testing.assert_close(run(stream, tokens), expected, rtol=1e-5, atol=1e-5)
+    assert (run(plain, tokens) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", MODELS)
 def test_cache_bytes_are_those_of_the_cache_that_the_stock_model_fills(family: str, tokens: Tensor) -> None:
     model, config, stored = tiny(family)
     short = tokens[:1, :2]
