@@ -1,0 +1,270 @@
+"""Attention modules that take their projections as arguments: any Linear, quantised, adapted or fused one will do.
+
+Shapes: ``B`` sequences, ``T`` new tokens, ``S`` slots in the cache after them, ``E`` model dim, ``H`` query heads,
+``G`` key/value heads, ``D`` head dim, ``Dv`` value dim, ``R`` latent rank, ``P`` rotary dims, ``Dn`` other query dims.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from kvfold.attention.cache import KVCache, LatentCache, SlotCache
+from kvfold.attention.checks import expect_at_least, expect_divides, expect_shape
+from kvfold.attention.grouped import grouped_attention
+from kvfold.attention.latent import latent_attention
+from kvfold.attention.rotary import Layout, apply_rotary, rotary_tables
+
+
+class Rotation(nn.Module):
+    """``apply_rotary`` by fixed ``frequencies [Dr / 2]``, which keep float64 whatever the module is cast to."""
+
+    bits: Tensor
+
+    def __init__(self, frequencies: Tensor, layout: Layout) -> None:
+        super().__init__()
+        expect_shape("frequencies", frequencies, "Dr/2", {})
+        self.layout: Layout = layout
+        # module.to(dtype) casts floating buffers only, so the frequencies hide in their own bits
+        self.register_buffer("bits", frequencies.double().view(torch.int64), persistent=False)
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return rotary_tables(positions, self.bits.view(torch.float64), torch.promote_types(dtype, torch.float32))
+
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        return apply_rotary(x, tables, self.layout)
+
+
+class GroupedAttention(nn.Module):
+    """MHA (``kv_heads = heads``), GQA or MQA (``kv_heads = 1``): self-attention, or with ``cross`` on a memory.
+
+    ``query``: ``E -> H D``; ``key``: ``E -> G D``; ``value``: ``E -> G Dv``; ``output``: ``H Dv -> E``.
+    ``query_norm`` and ``key_norm`` act on each head's ``D`` dims before the rotation by ``frequencies`` (none: no
+    rotary embedding). The mask arguments are those of ``grouped_attention``.
+    """
+
+    def __init__(
+        self,
+        *,
+        query: nn.Module,
+        key: nn.Module,
+        value: nn.Module,
+        output: nn.Module,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        query_norm: nn.Module | None = None,
+        key_norm: nn.Module | None = None,
+        frequencies: Tensor | None = None,
+        layout: Layout = "half",
+        causal: bool = True,
+        cross: bool = False,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        expect_divides("kv_heads", kv_heads, "heads", heads)
+        if cross and (causal or frequencies is not None):
+            raise ValueError(
+                "cross: expected causal=False and no frequencies, found a causal or rotary cross attention"
+            )
+        self.query, self.key, self.value, self.output = query, key, value, output
+        self.query_norm, self.key_norm = query_norm or nn.Identity(), key_norm or nn.Identity()
+        self.rotation = None if frequencies is None else Rotation(frequencies, layout)
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.value_dim = head_dim if value_dim is None else value_dim
+        self.causal, self.cross, self.window, self.scale = causal, cross, window, scale
+
+    def new_cache(self, batch: int, capacity: int = 0, **options: object) -> KVCache:
+        """An empty cache for this layer; ``options`` are those of ``KVCache``."""
+        return KVCache(batch, self.kv_heads, self.head_dim, capacity, value_dim=self.value_dim, **options)  # type: ignore[arg-type]
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        memory: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        counts: Tensor | None = None,
+        starts: Tensor | None = None,
+        lengths: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """``x [B, T, E]`` to ``[B, T, E]``.
+
+        With a ``cache``, ``x`` continues what the cache holds (``counts [B]``: how many of its ``T`` tokens are real).
+        ``positions [T]`` or ``[B, T]`` turn the rotary pairs; by default they count the slots. Cross attention reads
+        ``memory [B, S, E']``; with a cache it is needed the first time only.
+        """
+        _expect_tokens(x)
+        query = self.query_norm(_heads(self.query(x), self.heads))
+        offset: int | Tensor | None = None
+        if self.cross:
+            key, value = self._memory(x, memory, cache, counts)
+        else:
+            key, value = self._project(x)
+            offset, own = _place(cache, x.shape[1])
+            if self.rotation is not None:
+                tables = self.rotation.tables(own.to(x.device) if positions is None else positions, query.dtype)
+                query, key = self.rotation(query, tables), self.rotation(key, tables)
+            if cache is not None:
+                key, value = cache.append(key, value, counts)
+        lengths = cache.lengths if cache is not None and lengths is None else lengths
+        mixed = grouped_attention(
+            query,
+            key,
+            value,
+            causal=self.causal,
+            offset=offset,
+            window=self.window,
+            starts=starts,
+            lengths=lengths,
+            bias=bias,
+            scale=self.scale,
+        )
+        return _output(self.output, mixed)
+
+    def _project(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys ``[B, G, S, D]``, not yet turned, and values ``[B, G, S, Dv]``."""
+        key = self.key_norm(_heads(self.key(source), self.kv_heads))
+        return key, _heads(self.value(source), self.kv_heads)
+
+    def _memory(
+        self, x: Tensor, memory: Tensor | None, cache: KVCache | None, counts: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if memory is not None:
+            expect_shape("memory", memory, "B S E'", {"B": x.shape[0]})
+            key, value = self._project(memory)
+            return (key, value) if cache is None else cache.append(key, value, counts)
+        if cache is None or cache.length == 0:
+            raise ValueError("memory: expected [B, S, E'] (or a cache that holds its keys and values), found None")
+        key, value = (buffer[..., : cache.length, :] for buffer in cache.buffers)
+        return key, value
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention with a decoupled rotary key (DeepSeek-V2 2024).
+
+    ``query``: ``E -> H (Dn + P)``, itself a chain where there is a query latent; ``down``: ``E -> R + P``, latent and
+    rotary key; ``latent_norm``: on the ``R``; ``up``: a linear layer ``R -> H (Dn + Dv)`` without bias, each head's
+    ``W_uk`` above its ``W_uv``; ``output``: ``H Dv -> E``.
+    """
+
+    def __init__(
+        self,
+        *,
+        query: nn.Module,
+        down: nn.Module,
+        up: nn.Linear,
+        output: nn.Module,
+        heads: int,
+        kv_rank: int,
+        rope_dim: int,
+        nope_dim: int,
+        value_dim: int,
+        frequencies: Tensor,
+        latent_norm: nn.Module | None = None,
+        layout: Layout = "interleaved",
+        causal: bool = True,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        expect_shape("up.weight", up.weight, "H*(Dn+Dv) R", {"H*(Dn+Dv)": heads * (nope_dim + value_dim), "R": kv_rank})
+        if getattr(up, "bias", None) is not None:
+            raise ValueError("up: expected a linear layer without bias, found one with a bias")
+        expect_shape("frequencies", frequencies, "P/2", {"P/2": rope_dim // 2})
+        if rope_dim % 2:
+            raise ValueError(f"rope_dim: expected an even number, found {rope_dim}")
+        self.query, self.down, self.up, self.output = query, down, up, output
+        self.latent_norm = latent_norm or nn.Identity()
+        self.rotation = Rotation(frequencies, layout)
+        self.heads, self.kv_rank, self.rope_dim = heads, kv_rank, rope_dim
+        self.nope_dim, self.value_dim = nope_dim, value_dim
+        self.causal, self.window, self.scale = causal, window, scale
+
+    def new_cache(self, batch: int, capacity: int = 0, **options: object) -> LatentCache:
+        """An empty cache for this layer; ``options`` are those of ``LatentCache``."""
+        return LatentCache(batch, self.kv_rank, self.rope_dim, capacity, **options)  # type: ignore[arg-type]
+
+    def ups(self) -> tuple[Tensor, Tensor]:
+        """``W_uk [H, Dn, R]`` and ``W_uv [H, Dv, R]``, views of ``up``'s weight."""
+        weight = self.up.weight.view(self.heads, self.nope_dim + self.value_dim, self.kv_rank)
+        return weight[:, : self.nope_dim], weight[:, self.nope_dim :]
+
+    def absorbs(self, queries: int) -> bool:
+        """Whether absorption takes fewer multiplications for this many queries: per slot and head ``T (2 R + P)``
+        against ``(Dn + Dv) R + T (Dn + P + Dv)``."""
+        explicit = self.nope_dim + self.value_dim
+        return queries * (2 * self.kv_rank - explicit) < explicit * self.kv_rank
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        cache: LatentCache | None = None,
+        counts: Tensor | None = None,
+        starts: Tensor | None = None,
+        lengths: Tensor | None = None,
+        absorbed: bool | None = None,
+    ) -> Tensor:
+        """``x [B, T, E]`` to ``[B, T, E]``; arguments as in ``GroupedAttention``.
+
+        ``absorbed`` ``None``: explicit without a cache (training, encoding), and with one whatever ``absorbs`` says.
+        """
+        _expect_tokens(x)
+        offset, own = _place(cache, x.shape[1])
+        query = _heads(self.query(x), self.heads)
+        expect_shape("query(x)", query, "B H T Dn+P", {"Dn+P": self.nope_dim + self.rope_dim})
+        nope, rope = torch.split(query, [self.nope_dim, self.rope_dim], -1)
+        tables = self.rotation.tables(own.to(x.device) if positions is None else positions, x.dtype)
+        latent = self._latent(x, tables)
+        if cache is not None:
+            latent = cache.append(latent, counts)
+            lengths = cache.lengths if lengths is None else lengths
+        mixed = latent_attention(
+            nope,
+            self.rotation(rope, tables),
+            latent,
+            *self.ups(),
+            absorbed=cache is not None and self.absorbs(x.shape[1]) if absorbed is None else absorbed,
+            causal=self.causal,
+            offset=offset,
+            window=self.window,
+            starts=starts,
+            lengths=lengths,
+            scale=self.scale,
+        )
+        return _output(self.output, mixed)
+
+    def _latent(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """What the cache holds of ``x``: ``[B, T, R + P]``, normalised and turned."""
+        down: Tensor = self.down(x)
+        expect_shape("down(x)", down, "B T R+P", {"R+P": self.kv_rank + self.rope_dim})
+        c, rope = torch.split(down, [self.kv_rank, self.rope_dim], -1)
+        return torch.cat([self.latent_norm(c), self.rotation(rope[:, None], tables)[:, 0]], -1)
+
+
+def _expect_tokens(x: Tensor) -> None:
+    expect_shape("x", x, "B T E", {})
+    expect_at_least("x: number of tokens T", x.shape[1], 1)
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """``[B, T, H D]`` to ``[B, H, T, D]``."""
+    expect_divides("heads", heads, "the projection's width", x.shape[-1])
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
+
+
+def _place(cache: SlotCache | None, queries: int) -> tuple[int | Tensor | None, Tensor]:
+    """The first new token's slot (``None`` without a cache) and the positions that follow from it."""
+    if cache is None:
+        return None, torch.arange(queries)
+    return cache.length if cache.lengths is None else cache.lengths, cache.positions(queries)
+
+
+def _output(projection: nn.Module, mixed: Tensor) -> Tensor:
+    """``[B, H, T, Dv]`` through ``H Dv -> E``."""
+    result: Tensor = projection(mixed.transpose(1, 2).flatten(2))
+    return result

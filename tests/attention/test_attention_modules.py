@@ -1,0 +1,295 @@
+"""Modules against the float64 reference: whole layers, with and without caches, gradients, masks of a batch."""
+
+import pytest
+import torch
+from kvfold.attention import GroupedAttention, KVCache, LatentAttention, LatentCache, reference, rotary_frequencies
+from kvfold.attention import reference_cached as cached
+from torch import Tensor, nn
+
+E, H, G, D, DV, T = 12, 4, 2, 6, 5, 7
+R, P, DN = 9, 4, 6
+
+
+def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+    layer.weight = nn.Parameter(weight.clone())
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.clone())
+    return layer
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def grouped_weights(groups: int = G) -> reference.GroupedWeights:
+    sizes = [(H, D, E), (groups, D, E), (groups, DV, E), (E, H, DV), (H, D), (groups, D), (groups, DV), (E,)]
+    return reference.GroupedWeights(*(random(*size, seed=i) for i, size in enumerate(sizes)))
+
+
+def grouped_module(w: reference.GroupedWeights, **options) -> GroupedAttention:
+    return GroupedAttention(
+        query=linear(w.query.flatten(0, 1), w.query_bias.flatten()),
+        key=linear(w.key.flatten(0, 1), w.key_bias.flatten()),
+        value=linear(w.value.flatten(0, 1), w.value_bias.flatten()),
+        output=linear(w.output.flatten(1), w.output_bias),
+        heads=H,
+        kv_heads=w.key.shape[0],
+        head_dim=D,
+        value_dim=DV,
+        **options,
+    )
+
+
+def latent_weights(query_rank: int | None = None) -> reference.LatentWeights:
+    inner = query_rank or E
+    sizes = [(H, DN, inner), (H, P, inner), (R, E), (P, E), (H, DN, R), (H, DV, R), (E, H, DV)]
+    down = None if query_rank is None else random(query_rank, E, seed=9)
+    return reference.LatentWeights(*(random(*size, seed=i) / 2 for i, size in enumerate(sizes)), query_down=down)
+
+
+def latent_module(w: reference.LatentWeights, **options) -> LatentAttention:
+    query: nn.Module = linear(torch.cat([w.query_nope, w.query_rope], 1).flatten(0, 1))
+    if w.query_down is not None:
+        query = nn.Sequential(linear(w.query_down), query)
+    return LatentAttention(
+        query=query,
+        down=linear(torch.cat([w.latent, w.rope_key])),
+        up=linear(torch.cat([w.up_key, w.up_value], 1).flatten(0, 1)),
+        output=linear(w.output.flatten(1)),
+        heads=H,
+        kv_rank=R,
+        rope_dim=P,
+        nope_dim=DN,
+        value_dim=DV,
+        frequencies=rotary_frequencies(P),
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("groups", "layout"), [(4, "half"), (2, "interleaved"), (1, "half")])
+def test_grouped_module_equals_reference_and_its_steps(groups, layout):
+    w, x = grouped_weights(groups), random(2, T, E)
+    rope = reference.Rope(rotary_frequencies(4), layout == "interleaved")
+    module = grouped_module(w, frequencies=rotary_frequencies(4), layout=layout)
+    expected = torch.stack([reference.grouped_query_attention(row, w, turn=rope) for row in x])
+    torch.testing.assert_close(module(x), expected, rtol=0, atol=1e-11)
+    steps: cached.Cache = []
+    stepped = torch.stack([cached.grouped_query_step(token, steps, w, rope) for token in x[0]])
+    torch.testing.assert_close(stepped, expected[0], rtol=0, atol=1e-11)
+
+
+def test_group_counts_at_both_ends_are_multi_head_and_multi_query():
+    x = random(T, E)
+    every, one = grouped_weights(H), grouped_weights(1)
+    torch.testing.assert_close(reference.grouped_query_attention(x, every), reference.multi_head_attention(x, every))
+    torch.testing.assert_close(reference.grouped_query_attention(x, one), reference.multi_query_attention(x, one))
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(reference.multi_query_attention(x, every), reference.multi_head_attention(x, every))
+
+
+@pytest.mark.parametrize("query_rank", [None, 8])
+@pytest.mark.parametrize("absorbed", [False, True])
+def test_latent_module_equals_reference_and_its_steps(query_rank, absorbed):
+    w, x = latent_weights(query_rank), random(2, T, E)
+    rope = reference.Rope(rotary_frequencies(P), interleaved=True)
+    expected = torch.stack([reference.latent_attention(row, w, rope) for row in x])
+    torch.testing.assert_close(latent_module(w)(x, absorbed=absorbed), expected, rtol=0, atol=1e-11)
+    rolled = reference.latent_attention(x[0], w, rope, absorbed=True)
+    torch.testing.assert_close(rolled, expected[0], rtol=0, atol=1e-11)
+    steps: cached.Cache = []
+    stepped = torch.stack([cached.latent_step(token, steps, w, rope, absorbed=absorbed) for token in x[0]])
+    torch.testing.assert_close(stepped, expected[0], rtol=0, atol=1e-11)
+    assert sum(part.numel() for part in steps[0]) == R + P
+
+
+def test_encoder_module_equals_reference():
+    w, x = grouped_weights(), random(1, T, E)
+    expected = reference.encoder_attention(x[0], w)
+    torch.testing.assert_close(grouped_module(w, causal=False)(x)[0], expected, rtol=0, atol=1e-11)
+
+
+def test_cross_module_equals_reference_and_reads_its_memory_once():
+    w, x, memory = grouped_weights(), random(1, T, E), random(1, 5, E, seed=3)
+    module = grouped_module(w, causal=False, cross=True)
+    expected = reference.cross_attention(x[0], memory[0], w)
+    torch.testing.assert_close(module(x, memory=memory)[0], expected, rtol=0, atol=1e-11)
+    kept = cached.cross_cache(memory[0], w)
+    stepped = torch.stack([cached.cross_step(token, kept, w) for token in x[0]])
+    torch.testing.assert_close(stepped, expected, rtol=0, atol=1e-11)
+    cache = module.new_cache(1, dtype=torch.float64)
+    with torch.no_grad():
+        first = module(x[:, :1], memory=memory, cache=cache)
+        rest = [module(x[:, t : t + 1], cache=cache) for t in range(1, T)]
+    torch.testing.assert_close(torch.cat([first, *rest], 1)[0], expected, rtol=0, atol=1e-11)
+    assert cache.length == 5
+
+
+def modules() -> list[tuple[str, nn.Module]]:
+    rotary = {"frequencies": rotary_frequencies(D), "layout": "half"}
+    return [
+        ("mha", grouped_module(grouped_weights(H), **rotary)),
+        ("gqa", grouped_module(grouped_weights(G), **rotary)),
+        ("mqa window", grouped_module(grouped_weights(1), window=3, **rotary)),
+        ("mla", latent_module(latent_weights())),
+        ("mla window", latent_module(latent_weights(8), window=3)),
+    ]
+
+
+@pytest.mark.parametrize(("name", "module"), modules())
+@torch.no_grad()
+def test_cached_equals_uncached_at_every_split_point(name, module):
+    x = random(2, T, E)
+    whole = module(x)
+    for split in range(T + 1):
+        for capacity in (0, T):
+            cache = module.new_cache(2, capacity, growing=capacity == 0, dtype=torch.float64)
+            pieces = [x[:, :split], *x[:, split:].split(1, 1)] if split % 2 else [x[:, :split], x[:, split:]]
+            parts = [module(piece, cache=cache) for piece in pieces if piece.shape[1]]
+            torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-11)
+            assert cache.length == T
+
+
+@pytest.mark.parametrize(("name", "module"), modules())
+def test_a_future_token_never_changes_an_earlier_output(name, module):
+    x = random(1, T, E)
+    before = module(x)
+    for changed in range(1, T):
+        other = x.clone()
+        other[:, changed] += 1.0
+        after = module(other)
+        assert torch.equal(after[:, :changed], before[:, :changed])
+        assert not torch.allclose(after[:, changed], before[:, changed])
+
+
+def test_a_future_token_changes_every_output_of_an_encoder():
+    module, x = grouped_module(grouped_weights(), causal=False), random(1, T, E)
+    other = x.clone()
+    other[:, -1] += 1.0
+    assert ((module(other) - module(x)).abs().amax(-1) > 1e-6).all()
+
+
+@pytest.mark.parametrize(("name", "module"), modules())
+@torch.no_grad()
+def test_batch_with_right_padding_equals_each_sequence_alone(name, module):
+    x, counts = random(2, T, E), torch.tensor([T, 4])
+    cache = module.new_cache(2, dtype=torch.float64)
+    first = module(x, cache=cache, counts=counts)
+    more = random(2, 1, E, seed=5)
+    second = module(more, cache=cache)
+    for row, count in enumerate(counts.tolist()):
+        alone = module(torch.cat([x[row, :count], more[row]])[None])[0]
+        torch.testing.assert_close(first[row, :count], alone[:count], rtol=0, atol=1e-11)
+        torch.testing.assert_close(second[row], alone[count:], rtol=0, atol=1e-11)
+    assert cache.lengths.tolist() == [T + 1, 5]
+
+
+@pytest.mark.parametrize(("name", "module"), modules())
+@torch.no_grad()
+def test_batch_with_left_padding_equals_each_sequence_alone(name, module):
+    x, starts = random(2, T, E), torch.tensor([0, 3])
+    cache = module.new_cache(2, dtype=torch.float64)
+    first = module(x[:, :5], cache=cache, starts=starts)
+    second = module(x[:, 5:], cache=cache, starts=starts)
+    both = torch.cat([first, second], 1)
+    for row, start in enumerate(starts.tolist()):
+        alone = module(x[row : row + 1, start:])[0]
+        torch.testing.assert_close(both[row, start:], alone, rtol=0, atol=1e-11)
+
+
+@torch.no_grad()
+def test_beam_reorder_and_crop_continue_as_if_never_left():
+    for _, module in modules():
+        x = random(2, T, E)
+        cache = module.new_cache(2, dtype=torch.float64)
+        module(x[:, :5], cache=cache)
+        cache.reorder(torch.tensor([1, 1, 0]))
+        cache.crop(4)
+        chosen = torch.cat([x[[1, 1, 0], :4], random(3, 1, E, seed=8)], 1)
+        expected = module(chosen)[:, -1:]
+        torch.testing.assert_close(module(chosen[:, -1:], cache=cache), expected, rtol=0, atol=1e-11)
+
+
+def test_gradients_equal_the_references():
+    w, x = latent_weights(8), random(1, T, E).requires_grad_()
+    rope, probe = reference.Rope(rotary_frequencies(P), interleaved=True), random(T, E, seed=4)
+    (expected,) = torch.autograd.grad((reference.latent_attention(x[0], w, rope) * probe).sum(), x)
+    for absorbed in (False, True):
+        (found,) = torch.autograd.grad((latent_module(w)(x, absorbed=absorbed)[0] * probe).sum(), x)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    g = grouped_weights()
+    rope = reference.Rope(rotary_frequencies(D))
+    for window in (None, 3):
+        masks = reference.Masks(window=window)
+        (expected,) = torch.autograd.grad((reference.grouped_query_attention(x[0], g, masks, rope) * probe).sum(), x)
+        module = grouped_module(g, frequencies=rotary_frequencies(D), window=window)
+        (found,) = torch.autograd.grad((module(x)[0] * probe).sum(), x)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("name", "module"), modules())
+def test_modules_compile_without_graph_breaks(name, module):
+    x = random(2, T, E)
+    whole = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(whole(x), module(x), rtol=0, atol=1e-11)
+    found = torch.autograd.grad(whole(x).square().sum(), list(module.parameters()))
+    expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+    step = torch.compile(module, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        cache = module.new_cache(2, T, growing=False, dtype=torch.float64)
+        outs = [step(token, cache=cache) for token in x.split(1, 1)]
+        torch.testing.assert_close(torch.cat(outs, 1), module(x), rtol=0, atol=1e-11)
+    torch._dynamo.reset()
+
+
+def test_frequencies_survive_a_cast_to_low_precision():
+    module = grouped_module(grouped_weights(), frequencies=rotary_frequencies(D)).to(torch.bfloat16)
+    cos, _ = module.rotation.tables(torch.tensor([9001]), torch.bfloat16)
+    assert torch.equal(cos[0, 0].double(), (9001 * rotary_frequencies(D)).cos().float().double())
+    assert module(random(1, T, E).bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_cache_refuses_tensors_that_want_gradients():
+    module = grouped_module(grouped_weights())
+    with pytest.raises(ValueError, match=r"^key: expected a tensor without gradient \(torch.no_grad\(\)\)"):
+        module(random(1, 1, E), cache=module.new_cache(1, dtype=torch.float64))
+
+
+def test_new_caches_have_the_modules_shapes():
+    assert isinstance(grouped_module(grouped_weights()).new_cache(3, 4), KVCache)
+    cache = latent_module(latent_weights()).new_cache(3, 4)
+    assert isinstance(cache, LatentCache)
+    assert cache.buffers[0].shape == (3, 4, R + P)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m(random(T, E)), r"^x: expected 3 dims \[B, T, E\], found shape \[7, 12\]$"),
+        (lambda m: m(random(1, 0, E)), r"^x: number of tokens T: expected at least 1, found 0$"),
+    ],
+)
+def test_module_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(grouped_module(grouped_weights()))
+
+
+def test_module_construction_errors():
+    w = grouped_weights()
+    with pytest.raises(ValueError, match=r"^kv_heads: expected a number that divides heads = 4, found 3$"):
+        GroupedAttention(
+            query=linear(w.query.flatten(0, 1)),
+            key=nn.Identity(),
+            value=nn.Identity(),
+            output=nn.Identity(),
+            heads=4,
+            kv_heads=3,
+            head_dim=D,
+        )
+    with pytest.raises(ValueError, match=r"^cross: expected causal=False and no frequencies, found"):
+        grouped_module(w, cross=True)
+    cross = grouped_module(w, cross=True, causal=False)
+    with pytest.raises(ValueError, match=r"^memory: expected \[B, S, E'\] \(or a cache .*\), found None$"):
+        cross(random(1, 2, E))
