@@ -146,7 +146,7 @@ def drift(model: str, out: str, json_file: str | None, **options: Any) -> None:
 
     report = drift_checkpoints(model, out, **options)
     if json_file is not None:
-        _write_text(json_file, json.dumps(report.to_json(), indent=2) + "\n")
+        _write_text(json_file, report.to_json())
     click.echo(drift_table(report))
 
 

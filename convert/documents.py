@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -44,14 +44,15 @@ class Corpus(Protocol):
 
 
 Render = Callable[[list[Mapping[str, Any]]], str]
+Split = Literal["calibration", "heldout"]
 
 
-def open_corpus(spec: str | None, render: Render, seed: int) -> Corpus:
-    """The corpus that ``--calibration`` names; None is the built-in one. Raises InputError when there is none."""
+def open_corpus(spec: str | None, render: Render, seed: int, split: Split = "calibration") -> Corpus:
+    """The corpus that ``--calibration`` names; None is that split of the built-in text. InputError when there is none."""
     if spec is None:
         from kvfold.convert.data import read_documents
 
-        return _Memory(BUILT_IN, [Document(text) for text in read_documents("calibration")])
+        return _Memory(BUILT_IN, [Document(text) for text in read_documents(split)])
     path = Path(spec)
     if path.suffix in (".txt", ".jsonl"):
         if not path.is_file():

@@ -28,6 +28,18 @@ def dump(value: Mapping[str, Any]) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
+def dump_record(value: Mapping[str, Any]) -> str:
+    """JSON with the innermost lists and objects on one line each: short enough to read."""
+    text = json.dumps(value, indent=1, ensure_ascii=False)
+    for _ in range(3):
+        text = re.sub(r"[\[{]\s+([^\[\]{}]{1,90}?)\s+[\]}]", _on_one_line, text)
+    return text + "\n"
+
+
+def _on_one_line(found: re.Match[str]) -> str:
+    return found[0][0] + re.sub(r"\s*\n\s*", " ", found[1]) + found[0][-1]
+
+
 def license_of(folder: Path) -> str | None:
     """The ``license:`` line of the source's model card, if its front matter has one."""
     card = folder / "README.md"

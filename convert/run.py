@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import report
 from kvfold.convert.errors import InputError
-from kvfold.convert.hf_config import dump, license_of
+from kvfold.convert.hf_config import dump, dump_record, license_of
 from kvfold.convert.io.atomic import free_space_check, output_folder
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
-from kvfold.convert.io.shards import ShardWriter
+from kvfold.convert.io.shards import OutputTensor, ShardWriter
 from kvfold.convert.plan import Plan, make_plan
 from kvfold.convert.request import ConvertRequest
 
 if TYPE_CHECKING:
-    from kvfold.convert.transforms.weights import AttentionWeights
     from torch import Tensor
+
+    from kvfold.convert.calibrated import Calibrated
+    from kvfold.convert.transforms.weights import AttentionWeights
 
 Progress = Callable[[int], None]
 
@@ -62,25 +64,35 @@ def _write(plan: Plan, folder: Path) -> dict[str, Any]:
     """Everything that a converted checkpoint holds. Returns the content of ``kvfold.json``."""
     from kvfold.convert.progress import bar
 
-    total = sum(tensor.nbytes for tensor in plan.layout.tensors)
-    with ShardWriter(folder, plan.shards) as writer, bar(total, "B", plan.request.quiet) as shown:
-        for layer in range(plan.geometry.layers):
-            weights = transform_layer(plan, layer)
-            shown(write_layer_tensors(plan, writer, layer, weights))
-        writer.copy_rest(plan.checkpoint, shown)
+    quiet, measured = plan.request.quiet, None
+    with ShardWriter(folder, plan.shards) as writer:
+        planned = {tensor.name: tensor for tensor in plan.layout.tensors}
+        if plan.request.calibrated:
+            from kvfold.convert.calibrated import fold_calibrated
+
+            with bar(plan.geometry.layers, "layer", quiet) as shown:
+                measured = fold_calibrated(plan, lambda tensors: write_tensors(planned, writer, tensors), shown)
+        with bar(sum(tensor.nbytes for tensor in planned.values()), "B", quiet) as shown:
+            if not plan.request.calibrated:
+                pool_layers(plan, lambda tensors: shown(write_tensors(planned, writer, tensors)))
+            writer.copy_rest(plan.checkpoint, shown)
         writer.finish()
-    return _write_side_files(plan, folder)
+    return _write_side_files(plan, folder, measured)
 
 
-def write_layer_tensors(plan: Plan, writer: ShardWriter, layer: int, weights: Any) -> int:
-    """Write the computed tensors of ``layer`` in their planned dtypes; returns their bytes."""
+def pool_layers(plan: Plan, write: Callable[[Mapping[str, "Tensor"]], None]) -> None:
+    """Fold every layer by a method that reads no text."""
+    for layer in range(plan.geometry.layers):
+        write(plan.layout.encode(layer, transform_layer(plan, layer)))
+
+
+def write_tensors(planned: Mapping[str, OutputTensor], writer: ShardWriter, tensors: Mapping[str, "Tensor"]) -> int:
+    """Write computed tensors in their planned dtypes; returns their bytes."""
     from kvfold.convert.io.tensors import cast_chunk, torch_dtype
 
-    planned = {tensor.name: tensor for tensor in plan.layout.tensors}
-    encoded = plan.layout.encode(layer, weights)
-    for name in plan.layout.computed[layer]:
-        writer.write(name, cast_chunk(encoded[name], torch_dtype(planned[name].dtype), name))
-    return sum(planned[name].nbytes for name in plan.layout.computed[layer])
+    for name, tensor in tensors.items():
+        writer.write(name, cast_chunk(tensor, torch_dtype(planned[name].dtype), name))
+    return sum(planned[name].nbytes for name in tensors)
 
 
 def transform_layer(plan: Plan, layer: int) -> "AttentionWeights":
@@ -104,6 +116,7 @@ def transform_layer(plan: Plan, layer: int) -> "AttentionWeights":
 def reader(plan: Plan, layer: int) -> Callable[[str], "Tensor"]:
     """Reads what the transform of ``layer`` needs, refusing non-finite weights; the rest has a shape but no bytes."""
     import torch
+
     from kvfold.convert.io.tensors import torch_dtype
 
     needed = set(plan.read_names(layer))
@@ -131,14 +144,14 @@ def finite(checkpoint: Checkpoint, name: str) -> "Tensor":
     return tensor
 
 
-def _write_side_files(plan: Plan, folder: Path) -> dict[str, Any]:
+def _write_side_files(plan: Plan, folder: Path, measured: "Calibrated | None") -> dict[str, Any]:
     """Config, tokenizer and licence files, the model card and ``kvfold.json``."""
-    record = report.record(plan, {})
+    record = report.record(plan, {} if measured is None else measured.record())
     for path in plan.checkpoint.extra_files():
         shutil.copyfile(path, folder / path.name)
     texts = {
         "config.json": dump(plan.layout.config),
-        "kvfold.json": dump(record),
+        "kvfold.json": dump_record(record),
         "README.md": report.model_card(plan, license_of(plan.checkpoint.folder)),
     }
     for name, text in texts.items():

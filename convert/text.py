@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.documents import BUILT_IN, Corpus, Document, open_corpus
+from kvfold.convert.documents import BUILT_IN, Corpus, Document, Split, open_corpus
 from kvfold.convert.errors import InputError
 
 __all__ = ["BUILT_IN", "CalibrationTokens", "held_out_count", "load_calibration"]
@@ -39,12 +39,18 @@ def held_out_count(samples: int) -> int:
 
 
 def load_calibration(
-    spec: str | None, tokenizer: Any, samples: int, seq_len: int, seed: int = 0, kept_aside: int | None = None
+    spec: str | None,
+    tokenizer: Any,
+    samples: int,
+    seq_len: int,
+    seed: int = 0,
+    kept_aside: int | None = None,
+    split: Split = "calibration",
 ) -> CalibrationTokens:
     """Draw ``samples`` sequences of ``seq_len`` tokens to calibrate on, and ``kept_aside`` others (``held_out_count``).
 
     ``spec`` is a .txt file (one document), a .jsonl file (``text`` or ``messages`` per line), the name of a dataset, or
-    None for the text that ships with kvfold. No sequence crosses a document's end, except that documents shorter than a
+    None for a ``split`` of the text that ships with kvfold. No sequence crosses a document's end, except that documents shorter than a
     sequence, and what is left of longer ones, are packed with the tokenizer's EOS token between them where it has one.
     Raises InputError for text that is unreadable or too short.
     """
@@ -54,7 +60,7 @@ def load_calibration(
         raise InputError(
             f"--seq-len: expected more than the {len(prefix)} tokens that begin every text, found {seq_len}"
         )
-    corpus = open_corpus(spec, _renderer(tokenizer), seed)
+    corpus = open_corpus(spec, _renderer(tokenizer), seed, split)
     windows = _enough_windows(corpus, tokenizer, prefix, seq_len, wanted)
     drawn = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:wanted]]
     tokens = torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(wanted, -1), drawn], dim=1)

@@ -1,0 +1,167 @@
+"""Conversions that read text: the walk, a transform per layer, and the drift on sequences kept aside."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.drift import DriftReport
+from kvfold.convert.drift_run import report_of
+from kvfold.convert.errors import InputError
+from kvfold.convert.families.layout import read_layer
+from kvfold.convert.io.checkpoint import Checkpoint
+from kvfold.convert.io.tensors import torch_dtype
+from kvfold.convert.plan import Plan
+from kvfold.convert.stream import CheckpointStream
+from kvfold.convert.text import BUILT_IN, CalibrationTokens, load_calibration
+from kvfold.convert.transforms import grouping, principal
+from kvfold.convert.transforms.weights import AttentionWeights, Rotary
+from kvfold.convert.walk import Step, Twin, Walk, estimate_seconds
+
+Write = Callable[[Mapping[str, Tensor]], Any]
+
+
+def load_tokens(plan: Plan) -> CalibrationTokens:
+    """The calibration sequences and those kept aside. Raises InputError without a tokenizer or enough text."""
+    request = plan.request
+    if request.seq_len > plan.geometry.positions:
+        raise InputError(
+            f"--seq-len {request.seq_len}: longer than the {plan.geometry.positions} positions that "
+            f"{plan.source_name} is made for; lower --seq-len"
+        )
+    tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code)
+    tokens = load_calibration(request.calibration, tokenizer, request.samples, request.seq_len, request.seed)
+    largest = int(max(tokens.calibration.max(), tokens.held_out.max()))
+    if largest >= plan.geometry.vocabulary:
+        raise InputError(
+            f"{plan.source_name}: its tokenizer gives token {largest}, but the model knows "
+            f"{plan.geometry.vocabulary} tokens; check that tokenizer and weights belong together"
+        )
+    return tokens
+
+
+def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
+    """The checkpoint's own tokenizer. Raises InputError when it has none that transformers can load."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises whatever its parsers raise
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"{checkpoint.origin}: calibration needs the model's tokenizer, found none that loads ({reason}); "
+            "put its tokenizer files into the folder, or use --method mean, which reads no text"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What a calibrated run found out beside the weights."""
+
+    tokens: CalibrationTokens
+    drift: DriftReport
+    choices: Mapping[str, Any]
+
+    def record(self) -> dict[str, Any]:
+        """For ``kvfold.json``: nothing that differs between equal runs."""
+        text = {"source": self.tokens.source, "sha256": self.tokens.digest}
+        counts = {"sequences": len(self.tokens.calibration), "kept_aside": len(self.tokens.held_out)}
+        length = {"tokens_each": self.tokens.calibration.shape[1]}
+        return {"calibration": text | counts | length, **self.choices, "drift": self.drift.to_dict()}
+
+
+def fold_calibrated(plan: Plan, write: Write, progress: Callable[[int], None]) -> Calibrated:
+    """Walk the model, fold every layer, give its tensors to ``write`` and measure the drift."""
+    tokens = load_tokens(plan)
+    source = source_stream(plan)
+    twin = Twin(source, plan.layout.config, plan.layout.tensors, recast=plan.request.dtype != "auto")
+    tell(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration))
+    walk = Walk(source, twin, tokens.held_out, tokens.calibration)
+    groups = []
+    for step in walk:
+        folded, chosen = fold_layer(plan, step)
+        tensors = plan.layout.encode(step.index, folded)
+        step.convert(tensors)
+        write(tensors)
+        groups.append([list(group) for group in chosen])
+        progress(1)
+    drift = report_of(walk.measurement(), source, twin.stream, tokens.held_out)
+    return Calibrated(tokens, drift, {"groups": groups})
+
+
+def fold_layer(plan: Plan, step: Step) -> tuple[AttentionWeights, grouping.Partition]:
+    """The layer with its key/value heads folded, and which of them share."""
+    weights = canonical_layer(plan, step.index)
+    rotary = pairing(plan, step.index)
+    statistics, kv_heads = step.statistics, plan.family.geometry(plan.layout.config).kv_heads
+    if statistics is None:
+        raise ValueError("step: expected statistics, found none")
+    plain = grouping.contiguous(weights.kv_heads, kv_heads)
+    if grouping_of(plan) == "contiguous":
+        return principal.fold(weights, statistics, rotary, plain), plain
+    choice = grouping.choose(
+        grouping.candidates(weights, statistics, rotary, kv_heads),
+        lambda folded: step.attention_error(plan.layout.encode(step.index, folded)),
+        lambda groups: principal.fold(weights, statistics, rotary, groups),
+    )
+    return choice.weights, choice.groups
+
+
+def source_stream(plan: Plan) -> CheckpointStream:
+    """The source as a stream of layers, on the device and in the precision that the request asks for."""
+    device = choose_device(plan.request.device)
+    return CheckpointStream(
+        plan.checkpoint.config, plan.checkpoint.read, list(plan.checkpoint.tensors), device, compute_dtype(plan, device)
+    )
+
+
+def choose_device(asked: str) -> torch.device:
+    """``auto`` is the GPU where there is one. Raises InputError when CUDA is asked for and absent."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: torch finds no CUDA device on this machine; use --device cpu or auto")
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(asked)
+
+
+def compute_dtype(plan: Plan, device: torch.device) -> torch.dtype:
+    """float32 on a CPU, the checkpoint's own dtype on CUDA."""
+    if device.type == "cpu":
+        return torch.float32
+    return torch_dtype(plan.checkpoint.tensors[plan.read_names(0)[0]].dtype)
+
+
+def canonical_layer(plan: Plan, layer: int) -> AttentionWeights:
+    """The source's attention in ``layer``. Raises InputError when a weight is not finite."""
+    from kvfold.convert.run import reader
+
+    return read_layer(plan.family, plan.checkpoint.config, layer, reader(plan, layer))
+
+
+def pairing(plan: Plan, layer: int) -> Rotary:
+    """Which dims of a head rotate together in ``layer``; folding never mixes pairs, so frequencies do not matter."""
+    rotates = plan.family.layer(plan.checkpoint.config, layer).rotates
+    return Rotary(torch.zeros(plan.geometry.rotary_dims // 2 if rotates else 0, dtype=torch.float64))
+
+
+def grouping_of(plan: Plan) -> str:
+    """``similar`` for MHA sources unless asked otherwise: heads that share already were trained to."""
+    return plan.request.group or ("similar" if plan.geometry.kv_heads == plan.geometry.heads else "contiguous")
+
+
+def tell(plan: Plan, tokens: CalibrationTokens, seconds: float) -> None:
+    """Say on stderr what is about to take how long, and what text it rests on."""
+    if plan.request.quiet:
+        return
+    minutes = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{max(seconds, 1):.0f} s"
+    count, length = tokens.calibration.shape
+    print(
+        f"calibrating on {count} x {length} tokens of {tokens.source}: about {minutes} "
+        f"(quick, without text, and worse: --method {'svd' if plan.request.to == 'mla' else 'mean'})",
+        file=sys.stderr,
+    )
+    if tokens.source == BUILT_IN:
+        print("text like the model's own use calibrates better: --calibration FILE.txt|FILE.jsonl", file=sys.stderr)

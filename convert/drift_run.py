@@ -1,0 +1,105 @@
+"""``kvfold drift``: two checkpoints side by side, one layer of each in memory."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.drift import DriftReport, Floor, measure_drift
+from kvfold.attention.lockstep import Measurement, compare
+from kvfold.convert.errors import InputError
+from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
+from kvfold.convert.stream import CheckpointStream
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_FLOOR_TOKENS = 1024
+
+
+def drift_checkpoints(
+    model: str,
+    out: str,
+    *,
+    text: str | None = None,
+    samples: int = 16,
+    seq_len: int = 512,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> DriftReport:
+    """Measure ``out`` against ``model`` on ``samples`` sequences of ``seq_len`` tokens of ``text``.
+
+    Without ``text``: held-out text that ships with kvfold and that no conversion calibrates on. Raises InputError when
+    a checkpoint cannot be opened, the two do not belong together, or there is too little text.
+    """
+    from kvfold.convert.calibrated import choose_device, load_tokenizer
+
+    source, student = open_checkpoint(model), open_checkpoint(out)
+    try:
+        _check_pair(source, student, model, out)
+        place = choose_device(device)
+        tokens = drift_tokens(text, load_tokenizer(source, trust_remote_code), samples, seq_len)
+        teacher, twin = _stream(source, place, dtype), _stream(student, place, dtype)
+        return measure_drift(teacher, twin, tokens, floor_sequences=floor_sequences(tokens))
+    finally:
+        source.close()
+        student.close()
+
+
+def _check_pair(source: Checkpoint, student: Checkpoint, model: str, out: str) -> None:
+    for key in ("num_hidden_layers", "vocab_size", "hidden_size"):
+        before, after = source.config.get(key), student.config.get(key)
+        if before != after:
+            raise InputError(
+                f"{out}: its {key} is {after}, that of {model} is {before}; expected a checkpoint converted from it"
+            )
+
+
+def _stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> CheckpointStream:
+    return CheckpointStream(
+        checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, _compute_dtype(checkpoint, device, dtype)
+    )
+
+
+def _compute_dtype(checkpoint: Checkpoint, device: torch.device, dtype: str) -> torch.dtype:
+    """float32 on a CPU and the checkpoint's own dtype on CUDA, unless one is asked for."""
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    if device.type == "cpu":
+        return torch.float32
+    from kvfold.convert.io.tensors import torch_dtype
+
+    return torch_dtype(next(info.dtype for info in checkpoint.tensors.values() if info.dtype in ("F32", "BF16", "F16")))
+
+
+def drift_tokens(text: str | None, tokenizer: Any, samples: int, seq_len: int) -> Tensor:
+    """``[samples, seq_len]`` tokens to measure on."""
+    from kvfold.convert.text import load_calibration
+
+    return load_calibration(text, tokenizer, samples, seq_len, kept_aside=0, split="heldout").calibration
+
+
+def floor_sequences(tokens: Tensor) -> int:
+    """A rounding floor needs few tokens: enough sequences for about a thousand."""
+    return max(1, min(len(tokens), _FLOOR_TOKENS // tokens.shape[1]))
+
+
+@torch.no_grad()
+def report_of(
+    measured: Measurement, source: CheckpointStream, student: CheckpointStream, held_out: Tensor
+) -> DriftReport:
+    """The report of a walk that has measured its own conversion over ``held_out [M, T]``, its floor added."""
+    some = held_out[: floor_sequences(held_out)]
+    exact = torch.float64 if source.dtype == torch.float32 else torch.float32
+    found = compare(source.to(dtype=exact), source, some, len(some))
+    rounded, wide = (str(dtype).removeprefix("torch.") for dtype in (source.dtype, exact))
+    return DriftReport(
+        sequences=held_out.shape[0],
+        length=held_out.shape[1],
+        device=source.device.type,
+        source_dtype=rounded,
+        student_dtype=rounded,
+        source_cache_bytes=source.cache_bytes_per_token(),
+        student_cache_bytes=student.cache_bytes_per_token(),
+        measured=measured,
+        floor=Floor(rounded, wide, len(some), found),
+    )
