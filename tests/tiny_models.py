@@ -27,7 +27,7 @@ EXPERTS: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 8},
-    "mixtral": {"num_local_experts": 4},
+    "mixtral": {"num_local_experts": 4, "sliding_window": 8},
     "qwen2": WINDOW,
     "qwen3": {**WINDOW, "head_dim": 16},
     "qwen2_moe": {**EXPERTS, **WINDOW, "shared_expert_intermediate_size": 32},

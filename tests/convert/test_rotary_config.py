@@ -83,6 +83,29 @@ def test_every_family_rotates_as_its_stock_class(name, tiny_family):
         assert rotary.amplitude == 1.0
 
 
+@pytest.mark.parametrize("name", supported())
+def test_without_a_word_in_the_config_the_class_decides(name):
+    config = {"model_type": name, **SIZES, "head_dim": 64, "pad_token_id": 0, "sliding_window_pattern": 2}
+    config["num_hidden_layers"] = 2
+    stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
+    family = family_of(config)
+    for layer in range(2):
+        kind = family.layer(config, layer).type
+        table = stock.rope_parameters[kind] if name == "gemma3_text" else stock.rope_parameters
+        dims = int(64 * table.get("partial_rotary_factor", 1.0))
+        expected = table["rope_theta"] ** -(torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+        torch.testing.assert_close(layer_rotary(family, config, layer).theta, expected)
+
+
+def test_phi3_was_made_for_4096_tokens_unless_it_says_otherwise():
+    factors = [2.0] * 32
+    scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    config = {"model_type": "phi3", **SIZES, "max_position_embeddings": 131072, "pad_token_id": 0}
+    config["rope_scaling"] = scaling
+    stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
+    check(config, *ROPE_INIT_FUNCTIONS["longrope"](stock, None))
+
+
 @pytest.mark.parametrize("kind", SCALED)
 def test_scaled_types_in_both_spellings(kind):
     table = {"rope_type": kind, "rope_theta": 50000.0, **SCALED[kind]}

@@ -86,9 +86,21 @@ def share_heads(model: torch.nn.Module, groups: int) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", supported())
-def test_expected_tensors_are_those_of_the_stock_file(name, tiny_family):
-    config, tensors = parts(tiny_family(name))
+VARIANTS = [
+    ("llama", {"tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False}),
+    ("qwen2_moe", {"qkv_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1}),
+    ("gemma", {"tie_word_embeddings": False, "attention_bias": True}),
+    ("phi", {"qk_layernorm": False, "tie_word_embeddings": True}),
+    ("stablelm", {"use_parallel_residual": True, "qk_layernorm": False, "use_qkv_bias": False}),
+    ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    ("cohere", {"use_qk_norm": False, "attention_bias": False}),
+    ("nemotron", {"attention_bias": False, "mlp_bias": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), [*((name, {}) for name in supported()), *VARIANTS], ids=str)
+def test_expected_tensors_are_those_of_the_stock_file(name, changes, tiny_family):
+    config, tensors = parts(tiny_family(name, **changes))
     family = family_of(config)
     assert family.expected_tensors(config) == {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     assert tensor_problems(family, config, tensors) == []

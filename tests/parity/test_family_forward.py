@@ -5,6 +5,7 @@ So the files are right about scales, windows, soft caps, norms, rotary embedding
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ class Decoder:
         scores = torch.einsum("bthd,bshd->bhts", q, k) * how.scale
         scores = scores if how.softcap is None else how.softcap * torch.tanh(scores / how.softcap)
         distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
-        hidden = (distance < 0) | (distance >= (how.window or math.inf))
+        hidden = (distance.abs() >= (how.window or math.inf)) | ((distance < 0) & how.causal)
         mixed = torch.einsum("bhts,bshd->bthd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
         out = torch.einsum("bthd,ehd->bte", mixed, weights.o)
         return out if weights.o_bias is None else out + weights.o_bias
@@ -116,14 +117,56 @@ class Decoder:
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 2}])
-@pytest.mark.parametrize("name", supported())
-def test_a_decoder_written_from_the_family_file_agrees_with_the_stock_class(name, changes, tiny_family):
-    folder = tiny_family(name, **changes)
+VARIANTS = [
+    ("llama", {"tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False}),
+    ("llama", {"hidden_size": 48, "head_dim": 10}),
+    ("mistral", {"sliding_window": None}),
+    ("qwen2", {"use_sliding_window": False}),
+    ("qwen2_moe", {"qkv_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1}),
+    ("qwen3", {"attention_bias": True, "layer_types": ["sliding_attention", "full_attention"]}),
+    ("gemma", {"tie_word_embeddings": False, "hidden_act": "gelu"}),
+    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}),
+    ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    ("gemma3_text", {"final_logit_softcapping": 3.0, "sliding_window_pattern": 1}),
+    ("gemma3_text", {"use_bidirectional_attention": True, "sliding_window": 6}),
+    ("phi", {"qk_layernorm": False, "partial_rotary_factor": 0.75}),
+    ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": None}),
+    ("olmo", {"clip_qkv": None, "attention_bias": True}),
+    ("stablelm", {"use_parallel_residual": True, "qk_layernorm": False, "use_qkv_bias": False}),
+    ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    ("smollm3", {"no_rope_layers": [0, 1], "attention_bias": True}),
+    ("cohere", {"use_qk_norm": False, "logit_scale": 2.0, "tie_word_embeddings": False}),
+    ("nemotron", {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}),
+]
+
+
+ALL = [
+    *((name, changes) for name in supported() for changes in ({}, {"num_key_value_heads": 2})),
+    *((name, {key: 0.2}) for name, key in (("phi", "layer_norm_eps"), ("stablelm", "layer_norm_eps"))),
+    ("cohere", {"layer_norm_eps": 0.2}),
+    *VARIANTS,
+]
+
+
+def check(folder: Path) -> None:
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     tokens = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(6))
     with torch.no_grad():
         torch.testing.assert_close(Decoder(folder, stock)(tokens), stock(tokens).logits, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(("name", "changes"), ALL, ids=str)
+def test_a_decoder_written_from_the_family_file_agrees_with_the_stock_class(name, changes, tiny_family):
+    check(tiny_family(name, **changes))
+
+
+@pytest.mark.parametrize("name", supported())
+def test_it_agrees_with_every_flag_the_other_way_and_an_eps_that_is_felt(name, tiny_family):
+    config = json.loads((tiny_family(name) / "config.json").read_text())
+    keys = family_of(config).spec.config
+    flags = {key: not config.get(key, entry.default) for key, entry in keys.items() if entry.type == "flag"}
+    flags.pop("use_bidirectional_attention", None)  # what gemma then does depends on the attention implementation
+    check(tiny_family(name, **flags, **{key: 0.2 for key in keys if key.endswith(("_eps", "_epsilon"))}))
 
 
 @pytest.mark.parametrize("name", supported())
@@ -135,3 +178,12 @@ def test_windows_are_those_of_the_stock_cache(name, tiny_family):
     cache = DynamicCache(config=stock)
     windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
     assert [family.layer(config, index).window for index in range(len(windows))] == windows
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_layers_that_look_both_ways_say_so(name, both_ways, tiny_family):
+    folder = tiny_family(name, use_bidirectional_attention=both_ways)
+    config = json.loads((folder / "config.json").read_text())
+    stock = AutoModelForCausalLM.from_pretrained(folder)
+    assert family_of(config).layer(config, 0).causal == stock.model.layers[0].self_attn.is_causal == (not both_ways)
