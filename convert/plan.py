@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import Family, Geometry, family_of, tensor_problems
@@ -10,6 +11,8 @@ from kvfold.convert.families.names import Role
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.shards import Shard, assign_shards
 from kvfold.convert.request import ConvertRequest
+from kvfold.convert.targets.deepseek_config import LatentTarget, query_rank
+from kvfold.convert.targets.latent_layout import check_latent, latent_layout, latent_reads
 from kvfold.convert.targets.same_family import (
     ABSORBED,
     POOLED,
@@ -46,8 +49,18 @@ class Plan:
     def numbers_cached(self) -> int:
         return numbers_cached(self.geometry)
 
+    def latent_target(self) -> LatentTarget:
+        """What an MLA request asks to be written."""
+        return _latent_target(self.request)
+
+    def query_rank(self) -> int | None:
+        """Channels of the query latent as written, None without one."""
+        return query_rank(self.family, self.checkpoint.config, self.latent_target())
+
     def read_names(self, layer: int) -> tuple[str, ...]:
         """The source tensors that the transform of ``layer`` reads."""
+        if self.request.to == "mla":
+            return latent_reads(self.family, self.checkpoint.config, layer)
         return role_tensors(self.family, self.checkpoint.config, layer, self.roles)
 
     @property
@@ -99,9 +112,21 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
 
 def _layout(request: ConvertRequest, checkpoint: Checkpoint, family: Family, geometry: Geometry) -> TargetLayout:
     dtype = None if request.dtype == "auto" else request.dtype
+    if request.to == "mla":
+        target = _latent_target(request)
+        check_latent(family, checkpoint, target, allow_growth=request.allow_growth)
+        # Frequencies are provisional: a calibrated run settles them when it has seen all layers.
+        return latent_layout(family, checkpoint, target, [1.0] * (target.rope_dim // 2), dtype)
     kv_heads = 1 if request.kv_heads is None else request.kv_heads
     check_kv_heads(kv_heads, geometry, request.allow_growth)
     return folded_layout(family, checkpoint, kv_heads, roles=_roles(request), dtype=dtype)
+
+
+def _latent_target(request: ConvertRequest) -> LatentTarget:
+    if request.kv_rank is None or request.rope_dim is None:
+        raise ValueError("request: expected a split into --kv-rank and --rope-dim, found none")
+    layout: Any = request.layout or "deepseek"
+    return LatentTarget(request.kv_rank, request.rope_dim, request.q_rank, layout)
 
 
 def _roles(request: ConvertRequest) -> tuple[Role, ...]:

@@ -4,8 +4,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tqdm import tqdm
-
 
 @contextmanager
 def bar(total: int, unit: str, quiet: bool) -> Iterator[Callable[[int], None]]:
@@ -13,6 +11,8 @@ def bar(total: int, unit: str, quiet: bool) -> Iterator[Callable[[int], None]]:
 
     Off with ``quiet`` or when stderr is no terminal.
     """
+    from tqdm import tqdm
+
     hidden = quiet or not sys.stderr.isatty()
     with tqdm(total=total, unit=unit, unit_scale=unit == "B", disable=hidden, file=sys.stderr, leave=False) as shown:
 

@@ -167,6 +167,10 @@ def _mla_problems(request: ConvertRequest) -> list[str]:
         problems.append("--to mla needs --kv-rank and --rope-dim (numbers cached per token and layer), or --budget")
     if request.group is not None:
         problems.append("--group goes with --to gqa or mqa, found --to mla: leave it out")
+    if request.layout == "kvfold":
+        problems.append("--layout kvfold does not exist yet: use --layout deepseek or --layout engine")
+    if request.layout == "engine" and request.method == "svd":
+        problems.append("--layout engine calibrates the latent's norm on text: use --method principal, found svd")
     if request.budget is not None and request.method == "svd":
         problems.append("--budget chooses by measured drift and needs --method principal, found --method svd")
     return problems

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvfold.convert import report
 from kvfold.convert.errors import InputError
@@ -14,6 +14,7 @@ from kvfold.convert.io.atomic import free_space_check, output_folder
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.shards import OutputTensor, ShardWriter
 from kvfold.convert.plan import Plan, make_plan
+from kvfold.convert.progress import bar
 from kvfold.convert.request import ConvertRequest
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from kvfold.convert.calibrated import Calibrated
     from kvfold.convert.transforms.weights import AttentionWeights
 
-Progress = Callable[[int], None]
+Write = Callable[[Mapping[str, "Tensor"]], None]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -54,33 +56,55 @@ def convert_checkpoint(request: ConvertRequest) -> Conversion:
             return Conversion(plan, None, None, {})
         with output_folder(request.out, overwrite=request.overwrite, model=checkpoint.folder) as folder:
             free_space_check(folder, plan.disk_bytes)
-            record = _write(plan, folder)
+            record = _write_side_files(*_write_weights(plan, folder), folder)
     finally:
         checkpoint.close()
     return Conversion(plan, Path(request.out), time.monotonic() - started, record)
 
 
-def _write(plan: Plan, folder: Path) -> dict[str, Any]:
-    """Everything that a converted checkpoint holds. Returns the content of ``kvfold.json``."""
-    from kvfold.convert.progress import bar
+def _write_weights(plan: Plan, folder: Path) -> tuple[Plan, "Calibrated | None"]:
+    """All shards and their index. Returns the plan as it was settled, and what calibration found."""
+    if plan.request.calibrated and plan.request.to == "mla":
+        from kvfold.convert import latent_run
 
-    quiet, measured = plan.request.quiet, None
-    with ShardWriter(folder, plan.shards) as writer:
-        planned = {tensor.name: tensor for tensor in plan.layout.tensors}
-        if plan.request.calibrated:
-            from kvfold.convert.calibrated import fold_calibrated
+        with (
+            bar(2 * plan.geometry.layers, "layer", plan.request.quiet) as shown,
+            latent_run.surveyed(plan, folder, shown) as found,
+        ):
+            slots = latent_run.slots_for(plan, found.surveys)
+            plan = latent_run.settle(plan, slots)
+            return plan, _write_shards(
+                plan, folder, lambda write: latent_run.convert_surveyed(plan, found, slots, write, shown)
+            )
+    if plan.request.calibrated:
+        from kvfold.convert.calibrated import fold_calibrated
 
-            with bar(plan.geometry.layers, "layer", quiet) as shown:
-                measured = fold_calibrated(plan, lambda tensors: write_tensors(planned, writer, tensors), shown)
-        with bar(sum(tensor.nbytes for tensor in planned.values()), "B", quiet) as shown:
-            if not plan.request.calibrated:
-                pool_layers(plan, lambda tensors: shown(write_tensors(planned, writer, tensors)))
-            writer.copy_rest(plan.checkpoint, shown)
+        with bar(plan.geometry.layers, "layer", plan.request.quiet) as shown:
+            return plan, _write_shards(plan, folder, lambda write: fold_calibrated(plan, write, shown))
+    if plan.request.to == "mla":
+        from kvfold.convert import latent_run
+
+        plan = latent_run.settle(plan, latent_run.svd_slots(plan))
+        _write_shards(plan, folder, lambda write: latent_run.svd_layers(plan, write))
+    else:
+        _write_shards(plan, folder, lambda write: pool_layers(plan, write))
+    return plan, None
+
+
+def _write_shards(plan: Plan, folder: Path, compute: Callable[[Write], Result]) -> Result:
+    """Write what ``compute`` makes, then copy the rest of the source's bytes."""
+    planned = {tensor.name: tensor for tensor in plan.layout.tensors}
+    with (
+        ShardWriter(folder, plan.shards) as writer,
+        bar(sum(tensor.nbytes for tensor in planned.values()), "B", plan.request.quiet) as shown,
+    ):
+        result = compute(lambda tensors: shown(write_tensors(planned, writer, tensors)))
+        writer.copy_rest(plan.checkpoint, shown)
         writer.finish()
-    return _write_side_files(plan, folder, measured)
+    return result
 
 
-def pool_layers(plan: Plan, write: Callable[[Mapping[str, "Tensor"]], None]) -> None:
+def pool_layers(plan: Plan, write: Write) -> None:
     """Fold every layer by a method that reads no text."""
     for layer in range(plan.geometry.layers):
         write(plan.layout.encode(layer, transform_layer(plan, layer)))
@@ -144,7 +168,7 @@ def finite(checkpoint: Checkpoint, name: str) -> "Tensor":
     return tensor
 
 
-def _write_side_files(plan: Plan, folder: Path, measured: "Calibrated | None") -> dict[str, Any]:
+def _write_side_files(plan: Plan, measured: "Calibrated | None", folder: Path) -> dict[str, Any]:
     """Config, tokenizer and licence files, the model card and ``kvfold.json``."""
     record = report.record(plan, {} if measured is None else measured.record())
     for path in plan.checkpoint.extra_files():

@@ -184,13 +184,18 @@ class Walk:
 
 def survey(
     source: CheckpointStream, calibration: Tensor, *, profile: bool = True
-) -> Iterator[tuple[int, LayerStatistics]]:
-    """The statistics of every layer in order, the source model alone: for choices that concern all layers at once."""
+) -> Iterator[tuple[int, LayerStatistics, Tensor]]:
+    """Every layer in order, the source model alone: for choices that concern all layers at once.
+
+    Yields its index, its statistics, and its attention's inputs for the first chunk of tokens, ``[n, E]``.
+    """
     states = embed(source, calibration)
     for index in range(source.layers):
         with source.open_layer(index) as layer:
+            with torch.no_grad():
+                inputs = layer.attend(states[0]).attention_input.flatten(0, -2)
             statistics = gather(layer, states, profile)
-        yield index, statistics
+        yield index, statistics, inputs
 
 
 @torch.no_grad()

@@ -1,0 +1,156 @@
+"""MLA conversions: survey all layers, settle what they share, then convert them one by one.
+
+Rotary frequencies are shared by all layers, so every layer is looked at before any is converted. What the survey finds
+of a layer waits in a scratch folder beside the shards; in memory are the surveys' small tables only.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.convert.calibrated import Calibrated, Write, canonical_layer, load_tokens, source_stream, tell
+from kvfold.convert.drift_run import report_of
+from kvfold.convert.families.rotary import layer_rotary
+from kvfold.convert.io.shards import assign_shards
+from kvfold.convert.plan import Plan
+from kvfold.convert.stream import CheckpointStream
+from kvfold.convert.targets.latent_layout import latent_layout
+from kvfold.convert.text import CalibrationTokens
+from kvfold.convert.transforms import rope_slots
+from kvfold.convert.transforms.latent import to_latent
+from kvfold.convert.transforms.latent_norm import live_norm
+from kvfold.convert.transforms.latent_svd import svd_latent
+from kvfold.convert.transforms.latent_weights import LatentWeights
+from kvfold.convert.transforms.query_latent import query_latent
+from kvfold.convert.transforms.rope_slots import LayerSurvey, Slots
+from kvfold.convert.transforms.weights import LayerStatistics, Rotary
+from kvfold.convert.walk import Twin, Walk, estimate_seconds, survey
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class LayerNotes:
+    """What the survey leaves of a layer: its statistics, and attention inputs of some tokens ``[n, E]``."""
+
+    statistics: LayerStatistics
+    inputs: Tensor
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """A model that has been looked at: ``notes(layer)`` reads what was kept of a layer."""
+
+    source: CheckpointStream
+    tokens: CalibrationTokens
+    surveys: tuple[LayerSurvey, ...]
+    notes: Callable[[int], LayerNotes]
+
+
+def rotary_of(plan: Plan, layer: int) -> Rotary:
+    """Frequencies of ``layer``; those of the short range where longrope has two sets (the context is cut to it)."""
+    return layer_rotary(plan.family, plan.checkpoint.config, layer, "short")
+
+
+@contextmanager
+def surveyed(plan: Plan, folder: Path, progress: Progress) -> Iterator[Surveyed]:
+    """Survey the source over calibration text; the notes live in ``folder`` until the block ends."""
+    tokens = load_tokens(plan)
+    source = source_stream(plan)
+    tell(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration))
+    scratch = folder / ".survey"
+    scratch.mkdir(exist_ok=True)
+    found = []
+    for index, statistics, inputs in survey(source, tokens.calibration):
+        found.append(rope_slots.survey(canonical_layer(plan, index), statistics, rotary_of(plan, index)))
+        torch.save({"statistics": vars(statistics), "inputs": inputs}, scratch / f"{index}.pt")
+        progress(1)
+
+    def notes(layer: int) -> LayerNotes:
+        kept = torch.load(scratch / f"{layer}.pt", weights_only=True, mmap=True)
+        return LayerNotes(LayerStatistics(**kept["statistics"]), kept["inputs"])
+
+    try:
+        yield Surveyed(source, tokens, tuple(found), notes)
+    finally:
+        shutil.rmtree(scratch)
+
+
+def settle(plan: Plan, slots: Slots) -> Plan:
+    """The plan with the frequencies that the survey chose."""
+    theta = [float(angle) for angle in slots.theta]
+    dtype = None if plan.request.dtype == "auto" else plan.request.dtype
+    layout = latent_layout(plan.family, plan.checkpoint, plan.latent_target(), theta, dtype)
+    return replace(plan, layout=layout, shards=tuple(assign_shards(layout.tensors, plan.request.shard_bytes)))
+
+
+def slots_for(plan: Plan, surveys: tuple[LayerSurvey, ...]) -> Slots:
+    """The rotary slots of a principal conversion: the best ones, or for engines the best that plain RoPE can say."""
+    target = plan.latent_target()
+    choose = rope_slots.plain_slots if target.layout == "engine" else rope_slots.choose_slots
+    return choose(surveys, target.rope_dim)
+
+
+def latent_layer(plan: Plan, layer: int, notes: LayerNotes, slots: Slots) -> LatentWeights:
+    """``layer`` as latent attention, fitted to the survey's statistics."""
+    target, rotary = plan.latent_target(), rotary_of(plan, layer)
+    weights, scale = canonical_layer(plan, layer), plan.family.layer(plan.checkpoint.config, layer).scale
+    latent = to_latent(weights, notes.statistics, rotary, slots, target.channels, scale=scale, centred=target.constant)
+    rank = plan.query_rank()
+    if rank is not None:
+        latent = query_latent(latent, notes.statistics, rank - target.constant)
+    return latent if target.constant else live_norm(latent, notes.inputs)
+
+
+def convert_surveyed(plan: Plan, found: Surveyed, slots: Slots, write: Write, progress: Progress) -> Calibrated:
+    """Convert every layer of ``plan`` (settled on ``slots``), give its tensors to ``write``, and measure the drift."""
+    twin = Twin(found.source, plan.layout.config, plan.layout.tensors, recast=plan.request.dtype != "auto")
+    walk = Walk(found.source, twin, found.tokens.held_out)
+    for step in walk:
+        latent = latent_layer(plan, step.index, found.notes(step.index), slots)
+        tensors = plan.layout.encode(step.index, latent)
+        step.convert(tensors)
+        write(tensors)
+        progress(1)
+    drift = report_of(walk.measurement(), found.source, twin.stream, found.tokens.held_out)
+    return Calibrated(found.tokens, drift, slots_record(slots))
+
+
+def slots_record(slots: Slots) -> dict[str, Any]:
+    """For ``kvfold.json``: how many rotary keys at each of the source's frequencies."""
+    return {"rotary_slots_per_pair": list(slots.counts)}
+
+
+def svd_slots(plan: Plan) -> Slots:
+    """The slots of the baseline without calibration: a uniform stride over the frequencies."""
+    layers = range(plan.geometry.layers)
+    theta = next(rotary.theta for rotary in (rotary_of(plan, layer) for layer in layers) if rotary.dims)
+    return rope_slots.stride_slots(theta, plan.geometry.kv_heads, plan.latent_target().rope_dim)
+
+
+def svd_layers(plan: Plan, write: Callable[[Mapping[str, Tensor]], None]) -> None:
+    """Convert every layer from its weights alone."""
+    slots, target = svd_slots(plan), plan.latent_target()
+    for layer in range(plan.geometry.layers):
+        scale = plan.family.layer(plan.checkpoint.config, layer).scale
+        gain = plan.checkpoint.read(plan.family.tensor_names(plan.checkpoint.config)["attention_norm", layer][0])
+        latent = svd_latent(
+            canonical_layer(plan, layer), rotary_of(plan, layer), slots, target.channels, scale=scale, gain=gain
+        )
+        rank = plan.query_rank()
+        if rank is not None:
+            latent = query_latent(latent, _blank_statistics(plan), rank - target.constant)
+        write(plan.layout.encode(layer, latent))
+
+
+def _blank_statistics(plan: Plan) -> LayerStatistics:
+    """Inputs of which nothing is known: every direction alike."""
+    width = plan.geometry.model_dim
+    eye = torch.eye(width, dtype=torch.float64)
+    return LayerStatistics(eye, eye.new_zeros(width), 0, eye.new_ones(plan.geometry.heads, 1))
