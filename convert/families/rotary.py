@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.expressions import evaluate
 from kvfold.convert.families.family import Family
 from kvfold.convert.families.rope import rope_table, rotary_fraction
 from kvfold.convert.transforms.weights import Rotary
-from torch import Tensor
 
 Context = Literal["short", "long"]
 

@@ -33,7 +33,7 @@ def model_problems(family: Family, config: Mapping[str, Any]) -> list[str]:
         *_attention_problems(family, config),
         *_rope_problems(family, config),
     ]
-    return [f"--to mla: {family.name} {problem}; {_INSTEAD}" for problem in problems]
+    return [f"--to mla: {family.model_type} {problem}; {_INSTEAD}" for problem in problems]
 
 
 def context(family: Family, config: Mapping[str, Any]) -> int:
@@ -104,9 +104,9 @@ def _engine_problems(family: Family, config: Mapping[str, Any]) -> Iterator[str]
     places = {"q": "queries, keys and values", "o": "the attention output"}
     found = []
     if has_bias(family, config, "q"):
-        found.append(f"{family.name} has biases on {places['q']}, which engines do not read")
+        found.append(f"{family.model_type} has biases on {places['q']}, which engines do not read")
     if has_bias(family, config, "o"):
-        found.append(f"{family.name} has a bias on {places['o']}, which engines do not read")
+        found.append(f"{family.model_type} has a bias on {places['o']}, which engines do not read")
     table = rope_table(family, config)
     if table["rope_type"] != "default":
         found.append(f"rope_type is {table['rope_type']!r}, engines take 'default' only")

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm
 from torch import Tensor
+
+from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm
 
 
 def mean(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
