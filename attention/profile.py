@@ -14,6 +14,7 @@ from torch import Tensor
 _CPU_BLOCK = 1 << 20  # scores held at once: few enough to stay in a core's cache
 _GPU_BLOCK = 1 << 26
 _ROWS = 128
+_FEW_ROWS = 16
 _NOTHING = -80.0  # a log probability whose p is nothing to float32, and whose 1/p would soon overflow it
 
 
@@ -51,7 +52,7 @@ def distance_profile(
     query = query.reshape(batch * groups, share, length, -1)
     key = key.reshape(batch * groups, length, -1)
     total = torch.zeros(batch * groups, share, 2 * length, dtype=torch.float64, device=query.device)
-    for block in _blocks(length, window, causal):
+    for block in _blocks(length, window, causal, share, query.device):
         rows, width = block.last - block.first, block.high - block.low
         pitch = width + rows - 1
         for part in _parts(batch * groups, share * rows * pitch, query.device):
@@ -99,7 +100,7 @@ def row_kl(
     other_key = other_key.repeat_interleave(heads // other_key.shape[1], 1).flatten(0, 1)
     query, other_query = query.reshape(batch * heads, 1, length, -1), other_query.reshape(batch * heads, 1, length, -1)
     total = torch.zeros(batch * heads, dtype=torch.float64, device=query.device)
-    for block in _blocks(length, window, causal):
+    for block in _blocks(length, window, causal, 4, query.device):
         rows, width = block.last - block.first, block.high - block.low
         for part in _parts(batch * heads, 4 * rows * width, query.device):
             log_p = _log_rows(query[part], key[part], block, scale, window, causal, softcap)
@@ -184,18 +185,28 @@ def _diagonals(weights: Tensor, rows: int, width: int, pitch: int) -> Tensor:
     return aslant.sum(1)
 
 
-def _blocks(length: int, window: int | None, causal: bool) -> Iterator[_Block]:
+def _blocks(length: int, window: int | None, causal: bool, share: int, device: torch.device) -> Iterator[_Block]:
+    """Blocks of queries, few enough that the scores of ``share`` heads fit in the memory of one step."""
     reach = length if window is None else window - 1
-    for first in range(0, length, _ROWS):
-        last = min(first + _ROWS, length)
-        yield _Block(first, last, max(0, first - reach), last if causal else min(length, last + reach))
+    first = 0
+    while first < length:
+        low = max(0, first - reach)
+        width = (first + _ROWS if causal else first + _ROWS + reach) - low
+        rows = max(_FEW_ROWS, min(_ROWS, _budget(device) // (share * min(width, length))))
+        last = min(first + rows, length)
+        yield _Block(first, last, low, last if causal else min(length, last + reach))
+        first = last
 
 
 def _parts(count: int, elements: int, device: torch.device) -> Iterator[slice]:
     """Slices of ``count`` maps of ``elements`` scores each that fit in the memory of one step."""
-    step = max(1, (_CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK) // elements)
+    step = max(1, _budget(device) // elements)
     for start in range(0, count, step):
         yield slice(start, start + step)
+
+
+def _budget(device: torch.device) -> int:
+    return _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
 
 
 def _check(query: Tensor, key: Tensor, window: int | None) -> None:
