@@ -1,10 +1,14 @@
-"""Move bytes between open files at given positions."""
+"""Move bytes between open files at given positions.
+
+Through a small buffer, on purpose: source and target positions rarely agree modulo the page size (headers differ), and
+copy_file_range then splits every page. Measured on ext4 (Linux 6.18), CPU seconds per GB, positions that disagree:
+copy_file_range 0.36 to 0.49, buffers of 128 KiB 0.35 to 0.43, of 512 KiB to 1 MiB 0.26 to 0.30, of 4 MiB 0.31 to 1.4.
+"""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-CHUNK = 64 << 20  # between two calls of progress
-_BUFFER = 4 << 20
+BUFFER = 1 << 20
 
 
 class SourceEnded(Exception):
@@ -14,34 +18,11 @@ class SourceEnded(Exception):
 def copy_range(
     source: int, start: int, target: int, position: int, length: int, progress: Callable[[int], None]
 ) -> None:
-    """Copy ``length`` bytes from ``start`` of one open file to ``position`` of another, inside the kernel where it can.
+    """Copy ``length`` bytes from ``start`` of one open file to ``position`` of another.
 
     Calls ``progress`` with the number of bytes of every step. SourceEnded when the source is too short.
     """
-    copied = _copy_in_kernel(source, start, target, position, length, progress)
-    for count in _copy_by_buffer(source, start + copied, target, position + copied, length - copied):
-        progress(count)
-
-
-def _copy_in_kernel(
-    source: int, start: int, target: int, position: int, length: int, progress: Callable[[int], None]
-) -> int:
-    """Bytes copied before the system refused (different file systems, old kernels, network mounts): maybe none."""
-    done = 0
-    while done < length:
-        try:
-            count = os.copy_file_range(source, target, min(CHUNK, length - done), start + done, position + done)
-        except (OSError, AttributeError):  # whatever it is, the plain copy below meets it again and can name it
-            return done
-        if count == 0:
-            return done
-        done += count
-        progress(count)
-    return done
-
-
-def _copy_by_buffer(source: int, start: int, target: int, position: int, length: int) -> Iterator[int]:
-    buffer = memoryview(bytearray(min(_BUFFER, length)))
+    buffer = memoryview(bytearray(min(BUFFER, length)))
     done = 0
     while done < length:
         count = os.preadv(source, [buffer[: length - done]], start + done)
@@ -49,7 +30,7 @@ def _copy_by_buffer(source: int, start: int, target: int, position: int, length:
             raise SourceEnded
         write_all(target, buffer[:count], position + done)
         done += count
-        yield count
+        progress(count)
 
 
 def write_all(target: int, data: memoryview, position: int) -> None:

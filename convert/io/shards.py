@@ -1,11 +1,9 @@
 """Write a checkpoint's shards in any order: every tensor's place is fixed by the plan before the first byte is written.
 
-What a transform did not touch goes from file to file inside the kernel, never decoded.
+What a transform did not touch goes from file to file as bytes, never decoded, in runs as long as the plan allows.
 """
 
-import json
 import os
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,87 +13,21 @@ from typing import TYPE_CHECKING
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.copying import SourceEnded, copy_range, write_all
-from kvfold.convert.io.folder import INDEX, SINGLE
-from kvfold.convert.io.headers import FLOAT_DTYPES, PREFIX, TensorInfo, tensor_bytes
+from kvfold.convert.io.folder import INDEX
+from kvfold.convert.io.headers import FLOAT_DTYPES, TensorInfo
+from kvfold.convert.io.shard_plan import OutputTensor, Shard, assign_shards, shard_header, shard_index
 
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["OutputTensor", "Shard", "ShardWriter", "assign_shards", "write_synced"]
+
 Progress = Callable[[int], None]
-ALIGNMENT = 8
 CAST_ELEMENTS = 8 << 20
-_METADATA = {"format": "pt"}
-_TIGHT = (",", ":")
 
 
 def _ignore(_: int) -> None:
     pass
-
-
-@dataclass(frozen=True)
-class OutputTensor:
-    """A tensor to be written. ``source`` names the source tensor whose bytes are copied, or cast when the dtype
-    differs; None when the tensor is computed."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    source: str | None
-
-    @property
-    def nbytes(self) -> int:
-        return tensor_bytes(self.dtype, self.shape)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One output file and its tensors, in the order of their bytes."""
-
-    file: str
-    tensors: tuple[OutputTensor, ...]
-
-
-def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard]:
-    """Fill shards in the given order so that no file exceeds ``max_bytes``; a larger tensor gets a file of its own."""
-    groups: list[list[OutputTensor]] = []
-    used = 0
-    for tensor in tensors:
-        cost = tensor.nbytes + len(_entry(tensor, 10**12)) + 2
-        if not groups or used + cost > max_bytes:
-            groups.append([])
-            used = PREFIX + len(json.dumps(_METADATA)) + 16
-        groups[-1].append(tensor)
-        used += cost
-    if len(groups) <= 1:
-        return [Shard(SINGLE, tuple(group)) for group in groups]
-    count = len(groups)
-    return [Shard(f"model-{i:05}-of-{count:05}.safetensors", tuple(group)) for i, group in enumerate(groups, 1)]
-
-
-def shard_header(shard: Shard) -> bytes:
-    """The bytes before the first tensor: length and JSON, padded with spaces so that the tensors begin at 8 n."""
-    entries, position = [f'"__metadata__":{json.dumps(_METADATA, separators=_TIGHT)}'], 0
-    for tensor in shard.tensors:
-        entries.append(_entry(tensor, position))
-        position += tensor.nbytes
-    header = ("{" + ",".join(entries) + "}").encode()
-    header += b" " * (-len(header) % ALIGNMENT)
-    return struct.pack("<Q", len(header)) + header
-
-
-def _entry(tensor: OutputTensor, start: int) -> str:
-    value = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, start + tensor.nbytes]}
-    return f"{json.dumps(tensor.name)}:{json.dumps(value, separators=_TIGHT)}"
-
-
-def shard_index(shards: Sequence[Shard]) -> bytes:
-    """The text of model.safetensors.index.json."""
-    tensors = [(tensor, shard.file) for shard in shards for tensor in shard.tensors]
-    index = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor, _ in tensors)},
-        "weight_map": {tensor.name: file for tensor, file in sorted(tensors, key=lambda pair: pair[0].name)},
-    }
-    return (json.dumps(index, indent=2) + "\n").encode()
 
 
 @dataclass(frozen=True)
