@@ -162,7 +162,7 @@ class Walk:
         for index in range(len(self.drifts), self._source.layers):
             with self._source.open_layer(index) as layer:
                 kept = list(self._calibration) if self._keep else []
-                statistics = gather(layer, self._calibration, self._profile) if self._calibration else None
+                statistics = gather(layer, self._calibration, self._profile)[0] if self._calibration else None
                 step = Step(index, layer, self._twin, self._states, self._student)
                 step.statistics, step.calibration = statistics, kept
                 step.student_calibration = self._student_calibration
@@ -192,21 +192,24 @@ def survey(
     states = embed(source, calibration)
     for index in range(source.layers):
         with source.open_layer(index) as layer:
-            with torch.no_grad():
-                inputs = layer.attend(states[0]).attention_input.flatten(0, -2)
-            statistics = gather(layer, states, profile)
+            statistics, inputs = gather(layer, states, profile)
         yield index, statistics, inputs
 
 
 @torch.no_grad()
-def gather(layer: StreamLayer, states: Hidden, profile: bool) -> LayerStatistics:
-    """The statistics of a layer over ``states``, which move on to its outputs."""
+def gather(layer: StreamLayer, states: Hidden, profile: bool) -> tuple[LayerStatistics, Tensor]:
+    """The statistics of a layer over ``states``, which move on to its outputs, and what the first chunk's attention
+    was given, ``[n, E]``."""
     accumulator = StatisticsAccumulator(profile)
+    inputs: Tensor | None = None
     for chunk, hidden in enumerate(states):
         output = layer(hidden)
         accumulator.add(output)
+        inputs = output.attention_input.flatten(0, -2) if inputs is None else inputs
         states[chunk] = residual(output)
-    return accumulator.result()
+    if inputs is None:
+        raise ValueError("states: expected at least one chunk, found none")
+    return accumulator.result(), inputs
 
 
 @torch.no_grad()

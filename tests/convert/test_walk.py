@@ -130,8 +130,13 @@ def test_profiles_are_taken_only_when_asked_for(case: Case) -> None:
 
 
 def test_a_survey_gives_the_walks_statistics_without_a_student(case: Case) -> None:
-    surveyed = dict(survey(case.stream(), case.calibration))
+    surveyed, inputs = {}, []
+    for index, statistics, first in survey(case.stream(), case.calibration):
+        surveyed[index] = statistics
+        inputs.append(first)
     assert list(surveyed) == [0, 1, 2]
+    for first, expected in zip(inputs, attention_inputs(case.source, case.calibration), strict=True):
+        torch.testing.assert_close(first.double(), expected.flatten(0, 1)[: len(first)], rtol=1e-5, atol=1e-6)
     for step in case.run(case.walk(profile=True)):
         assert step.statistics is not None
         assert torch.equal(surveyed[step.index].gram, step.statistics.gram)
