@@ -32,7 +32,7 @@ def check_output(
     config.json (which ``overwrite`` must not throw away); OUT and MODEL inside each other; a parent that is missing, no
     folder or not writable.
     """
-    target = Path(out).resolve()
+    target = _resolved(out)
     if model is not None:
         _check_apart(target, Path(model).resolve())
     if os.path.lexists(target):
@@ -42,6 +42,19 @@ def check_output(
         raise InputError(f"{target}: expected a folder {target.parent} to write it in, found {found}; make it first")
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise InputError(f"{target}: expected to be allowed to write in {target.parent}, found it not writable")
+    return target
+
+
+def _resolved(out: str | os.PathLike[str]) -> Path:
+    """The real path of OUT, which need not exist but must be possible."""
+    try:
+        target = Path(out).resolve()
+        os.lstat(target)
+    except (FileNotFoundError, NotADirectoryError):
+        return target
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, links in a circle, a NUL character
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError(f"{out}: expected a path to write to, found: {reason}; choose another OUT") from None
     return target
 
 

@@ -5,6 +5,7 @@ Nothing here imports torch, transformers or huggingface_hub until a tensor is re
 
 import hashlib
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,9 +158,13 @@ def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
 
 def _locate(model: str | os.PathLike[str]) -> Path | hub.HubModel:
     folder = Path(model)
-    if folder.is_dir():
+    try:
+        found = stat.S_ISDIR(folder.stat().st_mode)
+    except (OSError, ValueError):  # also what no path can be: too long a name, a NUL character
+        found = None
+    if found:
         return folder.resolve()
-    if folder.exists():
+    if found is not None:
         raise InputError(f"{folder}: expected a checkpoint's folder, found a file; give the folder it lies in")
     named = hub.parse_hub_id(str(model))
     if named is None:

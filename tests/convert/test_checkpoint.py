@@ -169,6 +169,15 @@ def test_missing_folder(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "nul\0character", "../..x/y", "owner/name/more", "owner/", "."])
+def test_names_of_no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    empty = folder / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    (problem,) = problems_of(name)
+    assert "expected a checkpoint" in problem
+
+
 def test_a_file_instead_of_a_folder(folder: Path) -> None:
     path = folder / "config.json"
     assert problems_of(path) == [f"{path}: expected a checkpoint's folder, found a file; give the folder it lies in"]
