@@ -1,8 +1,9 @@
 """A drift report as a table for the terminal."""
 
 import math
+from collections.abc import Sequence
 
-from kvfold.attention.drift import DriftReport, HeadDrift, LayerDrift, Measurement, perplexity
+from kvfold.attention.drift import DriftReport, HeadDrift, LayerDrift, perplexity
 
 _COLUMNS = (
     ("attention_local", "attention,", "local"),
@@ -65,21 +66,21 @@ def _totals(report: DriftReport) -> list[str]:
 
 def _layers(report: DriftReport) -> list[str]:
     """Relative errors per layer, and the head that differs most."""
-    floor = None if report.floor is None else report.floor.measured
+    found = report.measured.layers
+    floors: Sequence[LayerDrift | None] = [None] * len(found) if report.floor is None else report.floor.measured.layers
     lines = [
         "layer" + "".join(f"{first:>{_WIDTH}}" for _, first, _ in _COLUMNS) + "    worst head",
         "     " + "".join(f"{second:>{_WIDTH}}" for _, _, second in _COLUMNS) + "    and its error",
     ]
-    for layer in report.measured.layers:
+    for layer, floor in zip(found, floors, strict=True):
         cells = "".join(f"{_cell(layer, floor, name):>{_WIDTH}}" for name, _, _ in _COLUMNS)
         lines.append(f"{layer.layer:>5}{cells}  {_worst(layer.heads)}".rstrip())
     return lines
 
 
-def _cell(layer: LayerDrift, floor: Measurement | None, name: str) -> str:
+def _cell(layer: LayerDrift, floor: LayerDrift | None, name: str) -> str:
     """A value and, where there is one, its floor."""
-    low = None if floor is None else getattr(floor.layers[layer.layer], name)
-    return f"{_value(getattr(layer, name))} {_short(low):>6}"
+    return f"{_value(getattr(layer, name))} {_short(getattr(floor, name, None)):>6}"
 
 
 def _worst(heads: tuple[HeadDrift, ...]) -> str:
