@@ -7,20 +7,20 @@ of a layer waits in a scratch folder beside the shards; in memory are the survey
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvfold.attention.lockstep import Measurement
 from kvfold.convert.calibrated import Calibrated, Write, canonical_layer, load_tokens, source_stream, tell
 from kvfold.convert.drift_run import report_of
 from kvfold.convert.families.rotary import layer_rotary
-from kvfold.convert.io.shards import assign_shards
-from kvfold.convert.plan import Plan
+from kvfold.convert.plan import Plan, latent_targets, settle
 from kvfold.convert.stream import CheckpointStream
-from kvfold.convert.targets.latent_layout import latent_layout
+from kvfold.convert.targets.deepseek_config import LatentTarget
 from kvfold.convert.text import CalibrationTokens
 from kvfold.convert.transforms import rope_slots
 from kvfold.convert.transforms.latent import to_latent
@@ -82,17 +82,33 @@ def surveyed(plan: Plan, folder: Path, progress: Progress) -> Iterator[Surveyed]
         shutil.rmtree(scratch)
 
 
-def settle(plan: Plan, slots: Slots) -> Plan:
-    """The plan with the frequencies that the survey chose."""
-    theta = [float(angle) for angle in slots.theta]
-    dtype = None if plan.request.dtype == "auto" else plan.request.dtype
-    layout = latent_layout(plan.family, plan.checkpoint, plan.latent_target(), theta, dtype)
-    return replace(plan, layout=layout, shards=tuple(assign_shards(layout.tensors, plan.request.shard_bytes)))
+def settled(plan: Plan, found: Surveyed) -> tuple[Plan, Slots, dict[str, Any]]:
+    """``plan`` with its split and frequencies decided, the slots, and what ``kvfold.json`` tells of the decision."""
+    targets = latent_targets(plan.request, plan.family, plan.checkpoint)
+    offers = [_offer(plan, target, found.surveys) for target in targets]
+    if plan.request.budget is None:
+        return *offers[0], slots_record(offers[0][1])
+    scores = [_score(offer, slots, found) for offer, slots in offers]
+    best = min(range(len(scores)), key=scores.__getitem__)
+    table = [
+        {"kv_rank": target.kv_rank, "rope_dim": target.rope_dim, "kl": score}
+        for target, score in zip(targets, scores, strict=True)
+    ]
+    return *offers[best], {"splits": table, **slots_record(offers[best][1])}
 
 
-def slots_for(plan: Plan, surveys: tuple[LayerSurvey, ...]) -> Slots:
+def _offer(plan: Plan, target: LatentTarget, surveys: tuple[LayerSurvey, ...]) -> tuple[Plan, Slots]:
+    slots = slots_for(target, surveys)
+    return settle(plan, target, [float(angle) for angle in slots.theta]), slots
+
+
+def _score(plan: Plan, slots: Slots, found: Surveyed) -> float:
+    """KL of the next-token distributions on sequences kept aside, nats, if the model were converted so."""
+    return _walk(plan, found, slots, lambda tensors: None, lambda amount: None)[0].kl
+
+
+def slots_for(target: LatentTarget, surveys: tuple[LayerSurvey, ...]) -> Slots:
     """The rotary slots of a principal conversion: the best ones, or for engines the best that plain RoPE can say."""
-    target = plan.latent_target()
     choose = rope_slots.plain_slots if target.layout == "engine" else rope_slots.choose_slots
     return choose(surveys, target.rope_dim)
 
@@ -108,8 +124,16 @@ def latent_layer(plan: Plan, layer: int, notes: LayerNotes, slots: Slots) -> Lat
     return latent if target.constant else live_norm(latent, notes.inputs)
 
 
-def convert_surveyed(plan: Plan, found: Surveyed, slots: Slots, write: Write, progress: Progress) -> Calibrated:
-    """Convert every layer of ``plan`` (settled on ``slots``), give its tensors to ``write``, and measure the drift."""
+def convert_surveyed(
+    plan: Plan, found: Surveyed, slots: Slots, choices: Mapping[str, Any], write: Write, progress: Progress
+) -> Calibrated:
+    """Convert every layer of a settled plan, give its tensors to ``write``, and measure the drift."""
+    measured, twin = _walk(plan, found, slots, write, progress)
+    drift = report_of(measured, found.source, twin.stream, found.tokens.held_out)
+    return Calibrated(found.tokens, drift, choices)
+
+
+def _walk(plan: Plan, found: Surveyed, slots: Slots, write: Write, progress: Progress) -> tuple[Measurement, Twin]:
     twin = Twin(found.source, plan.layout.config, plan.layout.tensors, recast=plan.request.dtype != "auto")
     walk = Walk(found.source, twin, found.tokens.held_out)
     for step in walk:
@@ -118,8 +142,7 @@ def convert_surveyed(plan: Plan, found: Surveyed, slots: Slots, write: Write, pr
         step.convert(tensors)
         write(tensors)
         progress(1)
-    drift = report_of(walk.measurement(), found.source, twin.stream, found.tokens.held_out)
-    return Calibrated(found.tokens, drift, slots_record(slots))
+    return walk.measurement(), twin
 
 
 def slots_record(slots: Slots) -> dict[str, Any]:
@@ -132,6 +155,11 @@ def svd_slots(plan: Plan) -> Slots:
     layers = range(plan.geometry.layers)
     theta = next(rotary.theta for rotary in (rotary_of(plan, layer) for layer in layers) if rotary.dims)
     return rope_slots.stride_slots(theta, plan.geometry.kv_heads, plan.latent_target().rope_dim)
+
+
+def svd_plan(plan: Plan) -> Plan:
+    """``plan`` with the frequencies of the baseline."""
+    return settle(plan, plan.latent_target(), [float(angle) for angle in svd_slots(plan).theta])
 
 
 def svd_layers(plan: Plan, write: Callable[[Mapping[str, Tensor]], None]) -> None:

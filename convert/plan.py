@@ -1,7 +1,8 @@
 """The plan of a conversion, from headers alone: an impossible request fails here, before any weight is read."""
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.shards import Shard, assign_shards
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.targets.deepseek_config import LatentTarget, query_rank
-from kvfold.convert.targets.latent_layout import check_latent, latent_layout, latent_reads
+from kvfold.convert.targets.deepseek_problems import latent_problems
+from kvfold.convert.targets.latent_layout import latent_layout, latent_reads
 from kvfold.convert.targets.same_family import (
     ABSORBED,
     POOLED,
@@ -36,6 +38,7 @@ class Plan:
     geometry: Geometry
     layout: TargetLayout
     shards: tuple[Shard, ...]
+    latent: LatentTarget | None = None  # what an MLA request asks to be written
 
     @property
     def source_name(self) -> str:
@@ -50,8 +53,10 @@ class Plan:
         return numbers_cached(self.geometry)
 
     def latent_target(self) -> LatentTarget:
-        """What an MLA request asks to be written."""
-        return _latent_target(self.request)
+        """``latent`` of a plan that has one."""
+        if self.latent is None:
+            raise ValueError("plan: expected one of an MLA request, found another")
+        return self.latent
 
     def query_rank(self) -> int | None:
         """Channels of the query latent as written, None without one."""
@@ -105,28 +110,63 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
             "check that files and config belong together",
             problems,
         )
-    layout = _layout(request, checkpoint, family, geometry)
-    shards = assign_shards(layout.tensors, request.shard_bytes)
-    return Plan(request, checkpoint, family, geometry, layout, tuple(shards))
-
-
-def _layout(request: ConvertRequest, checkpoint: Checkpoint, family: Family, geometry: Geometry) -> TargetLayout:
-    dtype = None if request.dtype == "auto" else request.dtype
     if request.to == "mla":
-        target = _latent_target(request)
-        check_latent(family, checkpoint, target, allow_growth=request.allow_growth)
-        # Frequencies are provisional: a calibrated run settles them when it has seen all layers.
-        return latent_layout(family, checkpoint, target, [1.0] * (target.rope_dim // 2), dtype)
+        return _latent_plan(request, checkpoint, family, geometry)
+    layout = _folded(request, checkpoint, family, geometry)
+    return Plan(request, checkpoint, family, geometry, layout, shards_of(layout, request))
+
+
+def shards_of(layout: TargetLayout, request: ConvertRequest) -> tuple[Shard, ...]:
+    """The files that hold ``layout``."""
+    return tuple(assign_shards(layout.tensors, request.shard_bytes))
+
+
+def _latent_plan(request: ConvertRequest, checkpoint: Checkpoint, family: Family, geometry: Geometry) -> Plan:
+    """Split and frequencies may be provisional: a calibrated run settles them when it has seen all layers."""
+    targets = latent_targets(request, family, checkpoint)
+    target = targets[-1]
+    layout = _latent(request, checkpoint, family, target, [1.0] * (target.rope_dim // 2))
+    return Plan(request, checkpoint, family, geometry, layout, shards_of(layout, request), target)
+
+
+def settle(plan: Plan, target: LatentTarget, theta: Sequence[float]) -> Plan:
+    """``plan`` with this split and these frequencies ``[P/2]``."""
+    layout = _latent(plan.request, plan.checkpoint, plan.family, target, theta)
+    return replace(plan, layout=layout, shards=shards_of(layout, plan.request), latent=target)
+
+
+def _latent(
+    request: ConvertRequest, checkpoint: Checkpoint, family: Family, target: LatentTarget, theta: Sequence[float]
+) -> TargetLayout:
+    return latent_layout(family, checkpoint, target, theta, None if request.dtype == "auto" else request.dtype)
+
+
+def _folded(request: ConvertRequest, checkpoint: Checkpoint, family: Family, geometry: Geometry) -> TargetLayout:
+    dtype = None if request.dtype == "auto" else request.dtype
     kv_heads = 1 if request.kv_heads is None else request.kv_heads
     check_kv_heads(kv_heads, geometry, request.allow_growth)
     return folded_layout(family, checkpoint, kv_heads, roles=_roles(request), dtype=dtype)
 
 
-def _latent_target(request: ConvertRequest) -> LatentTarget:
-    if request.kv_rank is None or request.rope_dim is None:
-        raise ValueError("request: expected a split into --kv-rank and --rope-dim, found none")
+def latent_targets(request: ConvertRequest, family: Family, checkpoint: Checkpoint) -> list[LatentTarget]:
+    """The splits that an MLA request leaves open, the one with most rotary dims last; one where it names it.
+
+    Of a budget of N numbers every P is looked at in even steps of at most N/8. Raises InputError when none is possible.
+    """
     layout: Any = request.layout or "deepseek"
-    return LatentTarget(request.kv_rank, request.rope_dim, request.q_rank, layout)
+    if request.budget is None:
+        splits = [(request.kv_rank or 0, request.rope_dim or 0)]
+    else:
+        step = max(2, request.budget // 8 // 2 * 2)
+        splits = [(request.budget - rope, rope) for rope in range(step, request.budget, step)]
+    targets = [LatentTarget(rank, rope, request.q_rank, layout) for rank, rope in splits]
+    problems = [
+        latent_problems(family, checkpoint.config, target, allow_growth=request.allow_growth) for target in targets
+    ]
+    possible = [target for target, found in zip(targets, problems, strict=True) if not found]
+    if not possible:
+        raise InputError(problems[0][0], problems[0][1:])
+    return possible
 
 
 def _roles(request: ConvertRequest) -> tuple[Role, ...]:

@@ -56,7 +56,8 @@ def convert_checkpoint(request: ConvertRequest) -> Conversion:
             return Conversion(plan, None, None, {})
         with output_folder(request.out, overwrite=request.overwrite, model=checkpoint.folder) as folder:
             free_space_check(folder, plan.disk_bytes)
-            record = _write_side_files(*_write_weights(plan, folder), folder)
+            plan, measured = _write_weights(plan, folder)
+            record = _write_side_files(plan, measured, folder)
     finally:
         checkpoint.close()
     return Conversion(plan, Path(request.out), time.monotonic() - started, record)
@@ -71,10 +72,9 @@ def _write_weights(plan: Plan, folder: Path) -> tuple[Plan, "Calibrated | None"]
             bar(2 * plan.geometry.layers, "layer", plan.request.quiet) as shown,
             latent_run.surveyed(plan, folder, shown) as found,
         ):
-            slots = latent_run.slots_for(plan, found.surveys)
-            plan = latent_run.settle(plan, slots)
+            plan, slots, choices = latent_run.settled(plan, found)
             return plan, _write_shards(
-                plan, folder, lambda write: latent_run.convert_surveyed(plan, found, slots, write, shown)
+                plan, folder, lambda write: latent_run.convert_surveyed(plan, found, slots, choices, write, shown)
             )
     if plan.request.calibrated:
         from kvfold.convert.calibrated import fold_calibrated
@@ -84,7 +84,7 @@ def _write_weights(plan: Plan, folder: Path) -> tuple[Plan, "Calibrated | None"]
     if plan.request.to == "mla":
         from kvfold.convert import latent_run
 
-        plan = latent_run.settle(plan, latent_run.svd_slots(plan))
+        plan = latent_run.svd_plan(plan)
         _write_shards(plan, folder, lambda write: latent_run.svd_layers(plan, write))
     else:
         _write_shards(plan, folder, lambda write: pool_layers(plan, write))

@@ -3,13 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import Family
 from kvfold.convert.families.names import ROLES
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.targets.deepseek_config import LatentTarget, deepseek_config, deepseek_shapes, split_gate_up
-from kvfold.convert.targets.deepseek_problems import context, latent_problems
+from kvfold.convert.targets.deepseek_problems import context
 from kvfold.convert.targets.same_family import role_tensors, stored_dtype
 from kvfold.convert.targets.target import TargetLayout
 
@@ -17,13 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-
-
-def check_latent(family: Family, checkpoint: Checkpoint, target: LatentTarget, *, allow_growth: bool) -> None:
-    """Raises InputError, with everything that stands in the way, when the model cannot become ``target``."""
-    problems = latent_problems(family, checkpoint.config, target, allow_growth=allow_growth)
-    if problems:
-        raise InputError(problems[0], problems[1:])
 
 
 def latent_layout(
@@ -34,7 +26,7 @@ def latent_layout(
     ``dtype`` is the stored dtype in torch's spelling, or None to keep the source's.
     """
     config, shapes = checkpoint.config, deepseek_shapes(family, checkpoint.config, target)
-    attention = checkpoint.tensors[role_tensors(family, config, 0, ("o",))[0]].dtype
+    attention = checkpoint.tensors[role_tensors(family, config, 0, ROLES)[0]].dtype
     tensors = tuple(
         OutputTensor(
             name, stored_dtype(attention if source is None else checkpoint.tensors[source].dtype, dtype), shape, source
