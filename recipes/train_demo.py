@@ -1,9 +1,10 @@
 """Make the model and the texts that kvfold ships: ``python recipes/train_demo.py --output DIR``.
 
 Three stages: texts (see ``demo_texts.py``), a byte-level BPE tokenizer, and a small ``LlamaForCausalLM`` with plain
-multi-head attention. ``--texts shipped`` starts from the texts inside kvfold instead of those of the running Python:
-the library versions and ``--steps`` of the shipped ``training.json`` then repeat its training. ``--texts-only`` stops
-after the first stage.
+multi-head attention. ``--texts shipped`` starts from the texts inside kvfold instead of those of the running Python.
+Runs that differ in nothing but ``--output`` write equal bytes, unless ``--minutes`` cuts the schedule short. It did
+for the shipped model: ``--steps`` as the ``steps_done`` of its ``training.json`` make one like it, not the same.
+``--texts-only`` stops after the first stage.
 
 DIR then holds ``{train,calibration,heldout}.txt.xz`` and ``demo/``, a complete checkpoint with ``training.json``: how
 it was trained and what it reaches on the held-out text. About 40 minutes on one core that multiplies in bfloat16.
@@ -25,10 +26,11 @@ import tokenizers
 import torch
 import transformers
 from demo_texts import SPLITS, build_texts
-from kvfold.convert.data import SEPARATOR, demo_folder, read_documents
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvfold.convert.data import SEPARATOR, demo_folder, read_documents
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 
@@ -73,6 +75,7 @@ def main() -> None:
     save(model, demo)
     report = {
         "recipe": asdict(recipe),
+        "minutes": None if math.isinf(options.minutes) else options.minutes,
         "steps_done": done,
         "tokens_seen": done * recipe.batch * recipe.sequence,
         "parameters": sum(p.numel() for p in model.parameters()),
