@@ -32,13 +32,13 @@ class Recipe:
     patterns: tuple[str, ...] = ()
     converter: WeightConverter | None = None
 
-    def make(self, read: Read, model: Any, cast: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
-        """Read the sources, cast each at once (so that stored copies do not pile up) and convert."""
+    def make(self, read: Read, model: Any) -> dict[str, Tensor]:
+        """Read the sources and convert them, in the dtype that they are stored in."""
         if self.converter is None:
-            return {self.target: cast(self.target, read(self.sources[0]))}
+            return {self.target: read(self.sources[0])}
         converter = deepcopy(self.converter)
         for source, pattern in zip(self.sources, self.patterns, strict=True):
-            converter.add_tensor(self.target, source, pattern, cast(self.target, read(source)))
+            converter.add_tensor(self.target, source, pattern, read(source))
         made = converter.convert(self.target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
@@ -72,19 +72,17 @@ class WeightMap:
     def load(self, recipe: Recipe, read: Read, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
         """The parameters that ``recipe`` makes: full names, checked shapes, ``dtype`` (integers keep theirs)."""
 
-        def cast(target: str, tensor: Tensor) -> Tensor:
-            keeps_float32 = not self._kept_in_float32.isdisjoint(target.split("."))
-            wanted = torch.float32 if keeps_float32 else dtype
-            return tensor.to(device, wanted if tensor.is_floating_point() else None)
-
-        made = recipe.make(read, self.model, cast)
-        for name, tensor in made.items():
-            expected = self.expected.get(name)
+        made = recipe.make(read, self.model)
+        for name in list(made):
+            tensor, expected = made.pop(name), self.expected.get(name)
             if expected is not None and expected.shape != tensor.shape:
                 raise InputError(
                     f"the model's {name} has shape {list(expected.shape)} by config.json, "
                     f"but {', '.join(recipe.sources[:3])} gives {list(tensor.shape)}"
                 )
+            keeps_float32 = not self._kept_in_float32.isdisjoint(name.split("."))
+            wanted = torch.float32 if keeps_float32 else dtype
+            made[name] = tensor.to(device, wanted if tensor.is_floating_point() else None)
         return made
 
     def _refuse_missing(self, targets: Iterable[str]) -> None:

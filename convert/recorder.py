@@ -84,12 +84,13 @@ def capped_attention(
     key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     queries, keys = query.shape[2], key.shape[2]
     output = torch.empty(*query.shape[:3], value.shape[-1], dtype=query.dtype, device=query.device)
+    wide = torch.promote_types(query.dtype, torch.float32)
     for start in range(0, queries, _QUERY_BLOCK):
         rows = slice(start, min(start + _QUERY_BLOCK, queries))
         seen = _causal_rows(rows, queries, keys, query.device) if mask is None else mask[:, :, rows]
         scores = softcap * torch.tanh(query[:, :, rows] @ key.transpose(2, 3) * (scale / softcap))
         scores = scores.masked_fill(~seen, float("-inf"))
-        output[:, :, rows] = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype) @ value
+        output[:, :, rows] = torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype) @ value
     return output.transpose(1, 2).contiguous()
 
 

@@ -293,3 +293,17 @@ def test_a_misshapen_tensor_is_named() -> None:
 def test_unknown_model_types_are_refused() -> None:
     with pytest.raises(InputError, match="model_type 'nonesuch' is not one that this transformers knows"):
         CheckpointStream({"model_type": "nonesuch"}, dict[str, Tensor]().__getitem__, [])
+
+
+def test_gradients_reach_the_tensors_that_are_put_in_place_of_a_layers(tokens: Tensor) -> None:
+    _, config, stored = tiny("gemma2")
+    stream = CheckpointStream(config, stored.__getitem__, stored)
+    hidden = stream.embed(tokens)
+    with stream.open_layer(0) as layer:
+        name = "self_attn.k_proj.weight"
+        layer.tensors[name] = layer.tensors[name].clone().requires_grad_()
+        target = layer.attend(hidden).attention.detach() + 1
+        (layer.attend(hidden).attention - target).square().sum().backward()
+        gradient = layer.tensors[name].grad
+    assert gradient is not None
+    assert gradient.abs().max() > 0
