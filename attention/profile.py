@@ -115,8 +115,9 @@ def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     Written as ``p (expm1(d) - d)``, ``d = log q - log p``: no negative terms, and nothing cancels where p is near q.
     """
     ratio = log_q - log_p
-    terms = torch.expm1(ratio).sub_(ratio).mul_(log_p.exp())
-    return torch.where(log_p < _NOTHING, log_q.exp(), terms)
+    p = log_p.exp()
+    terms = torch.expm1(ratio).sub_(ratio).mul_(p)
+    return torch.where(log_p < _NOTHING, log_q.exp().sub_(p).clamp_min_(0), terms)
 
 
 def _log_rows(
