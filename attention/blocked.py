@@ -4,7 +4,8 @@ Shapes: ``query [B, G, M, T, D]`` (``M`` query heads share a key head), ``key [B
 ``bias [1|B, 1|H, T, S]`` with ``H = G M``, result ``[B, G, M, T, Dv]``. A block is some queries of some heads against
 all the keys that any of them sees, so a row's softmax is complete in one block and nothing has to be merged; the
 backward pass makes each block's weights again instead of keeping them. Two registered operators, so that a traced
-graph holds one node whatever the number of blocks. Queries that see no key give zeros.
+graph holds one node whatever the number of blocks. Queries that see no key give zeros. CPUs multiply float16 matrices
+ten times slower than float32 ones, so there a block is widened first.
 """
 
 from collections.abc import Iterator
@@ -35,11 +36,11 @@ class _Block:
 
     def rows(self, tensor: Tensor) -> Tensor:
         """``[B, G, M, T, D]`` -> ``[n, M * rows, D]``."""
-        return tensor[self.batch, self.groups, :, self.first : self.last].flatten(2, 3).flatten(0, 1)
+        return _fast(tensor[self.batch, self.groups, :, self.first : self.last].flatten(2, 3).flatten(0, 1))
 
     def keys(self, tensor: Tensor) -> Tensor:
         """``[B, G, S, D]`` -> ``[n, width, D]``, a view when the heads can be walked in one stride."""
-        return tensor[self.batch, self.groups, self.low : self.high].flatten(0, 1)
+        return _fast(tensor[self.batch, self.groups, self.low : self.high].flatten(0, 1))
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,14 @@ class _Problem:
         keys = self.key.shape[2]
         budget = _CPU_SCORES if self.query.device.type == "cpu" else _GPU_SCORES
         width = keys if self.rule.window is None else min(keys, 2 * self.rule.window + _FEWEST_ROWS)
+        widened = self.key.shape[-1] if _is_slow(self.key) else 0
         step = max(_FEWEST_ROWS, min(_MOST_ROWS, budget // max(1, members * width)))
         for first in range(0, queries, step):
             last = min(first + step, queries)
             low, high = self.rule.key_range(first, last, keys)
             if low == high:
                 continue
-            fits = max(1, budget // (members * (last - first) * (high - low)))
+            fits = max(1, budget // (max(members * (last - first), widened) * (high - low)))
             for part in _parts(batch, groups, fits, self.one_stride()):
                 yield _Block(*part, first, last, low, high)
 
@@ -126,7 +128,16 @@ class _Problem:
             * (members * (b.last - b.first) * (b.high - b.low))
             for b in self.blocks()
         )
-        return self.query.new_empty(max(sizes, default=0))
+        return _fast(self.query.new_empty(0)).new_empty(max(sizes, default=0))
+
+
+def _is_slow(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float16 and tensor.device.type == "cpu"
+
+
+def _fast(tensor: Tensor) -> Tensor:
+    """In a dtype whose matrix products are fast."""
+    return tensor.float() if _is_slow(tensor) else tensor
 
 
 def _parts(batch: int, groups: int, fits: int, one_stride: bool) -> Iterator[tuple[slice, slice]]:

@@ -7,7 +7,7 @@ Shazeer 2019; Ainslie et al. 2023). No way makes a ``T x S`` matrix of scores or
 * every query sees every key (decoding, encoders, cross attention): the query heads of a group are query *rows* of its
   one key head, so that each key is read once and never expanded;
 * the plain causal triangle: torch's fused kernel, its keys expanded by a stride of zero;
-* anything else (cached prefixes, windows, padding, biases): blocks of queries, ``blocked.py``.
+* anything else (cached prefixes, windows, padding, biases; half precision on a CPU): blocks of queries, ``blocked.py``.
 """
 
 import torch
@@ -18,7 +18,9 @@ from kvfold.attention.blocked import blocked_attention
 from kvfold.attention.checks import expect_alike, expect_device, expect_divides, expect_shape
 from kvfold.attention.mask import Visibility, visibility
 
-_FEW_ROWS = 64
+# Gradients over very few keys are differences of nearly equal numbers, which torch's kernel rounds apart: over a single
+# key its gradient is not zero. Blocks keep them exact.
+_FEW_KEYS = 16
 
 
 def grouped_attention(
@@ -57,8 +59,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rule: Visibility, scale: f
     key, value, rule, bias = _seen_by_any(queries, key, value, rule, bias)
     groups, keys = key.shape[1:3]
     shared = torch.unflatten(query, 1, (groups, heads // groups))
-    fused = bias is None and key.shape[-1] == value.shape[-1] and min(batch, queries, keys) > 0
-    if fused and rule.sees_all(queries, keys) and not _slow_in_sdpa(shared):
+    fused = bias is None and key.shape[-1] == value.shape[-1] and min(batch, queries) > 0 and keys > _FEW_KEYS
+    fused = fused and not _slow_in_sdpa(query)
+    if fused and rule.sees_all(queries, keys):
         rows = shared.flatten(2, 3)
         mixed: Tensor = scaled_dot_product_attention(rows, key, value, scale=scale)
         return torch.unflatten(mixed, 2, (-1, queries)).flatten(1, 2)
@@ -81,10 +84,9 @@ def _seen_by_any(
     return key[:, :, low:high], value[:, :, low:high], rule.shifted(low), bias
 
 
-def _slow_in_sdpa(shared: Tensor) -> bool:
-    """Whether torch's fused kernel loses to two matrix products: few rows in half precision on a CPU."""
-    rows = shared.shape[2] * shared.shape[3]
-    return shared.device.type == "cpu" and shared.dtype in (torch.bfloat16, torch.float16) and rows <= _FEW_ROWS
+def _slow_in_sdpa(query: Tensor) -> bool:
+    """Whether torch's fused kernel loses to blocks of matrix products: half precision on a CPU, at any length."""
+    return query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def _triangle(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
