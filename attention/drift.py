@@ -117,15 +117,11 @@ def measure_drift(
     )
     size = batch or max(1, _TOKENS_AT_ONCE // tokens.shape[1])
     rounded, exact = _floor_dtypes(teacher.dtype, twin.dtype)
-    passes = 1 + (floor and exact is not None)
-    step = _counter(progress, passes * teacher.layers)
+    some = tokens[:floor_sequences] if floor and exact is not None else None
+    step = _counter(progress, (1 if some is None else 2) * teacher.layers)
     with torch.no_grad():
         measured = compare(teacher, twin, tokens, size, step)
-        lowest = None
-        if floor and exact is not None:
-            some = tokens[:floor_sequences]
-            found = compare(teacher.to(dtype=exact), as_stream(teacher, dtype=rounded), some, size, step)
-            lowest = Floor(_name(rounded), _name(exact), len(some), found)
+        lowest = None if some is None or exact is None else _floor(teacher, some, rounded, exact, size, step)
     return DriftReport(
         sequences=tokens.shape[0],
         length=tokens.shape[1],
@@ -142,6 +138,13 @@ def measure_drift(
 def perplexity(loss: float) -> float:
     """``e^loss``, infinite where a float has no room for it."""
     return math.exp(loss) if loss < 700 else math.inf if loss == loss else loss
+
+
+def _floor(
+    source: LayerStream, tokens: Tensor, rounded: torch.dtype, exact: torch.dtype, batch: int, step: Callable[[], None]
+) -> Floor:
+    measured = compare(source.to(dtype=exact), as_stream(source, dtype=rounded), tokens, batch, step)
+    return Floor(_name(rounded), _name(exact), len(tokens), measured)
 
 
 def _floor_dtypes(source: torch.dtype, student: torch.dtype) -> tuple[torch.dtype, torch.dtype | None]:
