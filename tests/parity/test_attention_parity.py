@@ -1,0 +1,249 @@
+"""The attention modules of tiny transformers models against this package fed with their weights, to 1e-5 in float32."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    DeepseekV3Config,
+    DeepseekV3Model,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaModel,
+    T5Config,
+    T5Model,
+)
+
+from kvfold.attention import GroupedAttention, LatentAttention, rotary_frequencies
+
+B, T, E, H = 2, 11, 32, 4
+D = E // H
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert expected.abs().max() > 1e-2, "outputs this small would agree by chance"
+
+
+def louder(model: nn.Module) -> nn.Module:
+    """Weights far enough from zero for scores, and with them the masks, to matter."""
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, 1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0, 0.2)
+    return model.eval()
+
+
+def record(module: nn.Module, model: nn.Module, **inputs) -> tuple[Tensor, dict, Tensor]:
+    """What ``module`` is given (hidden states, other arguments) and what it returns inside ``model(**inputs)``."""
+    seen: list = []
+    names = ("hidden_states", "key_value_states")
+
+    def hook(_, arguments, keywords, output):
+        given = dict(zip(names, arguments, strict=False)) | keywords
+        seen.append((given.pop("hidden_states"), given, output[0] if isinstance(output, tuple) else output))
+
+    handle = module.register_forward_hook(hook, with_kwargs=True)
+    with torch.no_grad():
+        model(**inputs)
+    handle.remove()
+    return seen[-1]
+
+
+def sliced(layer: nn.Module, part: slice) -> nn.Linear:
+    """Some outputs of GPT-2's ``Conv1D``, whose weight is ``[in, out]``, as a linear layer."""
+    weight = layer.weight[:, part]
+    linear = nn.Linear(*weight.shape)
+    linear.weight, linear.bias = (
+        nn.Parameter(weight.T.detach().clone()),
+        nn.Parameter(layer.bias[part].detach().clone()),
+    )
+    return linear
+
+
+def tokens(vocabulary: int = 64) -> Tensor:
+    return torch.randint(3, vocabulary, (B, T))
+
+
+def llama(kv_heads: int, **options) -> LlamaModel:
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=E,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=H,
+        num_key_value_heads=kv_heads,
+        **options,
+    )
+    return louder(LlamaModel(config))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@torch.no_grad()
+def test_llama(kv_heads):
+    model = llama(kv_heads, attention_bias=True)
+    stock = model.layers[1].self_attn
+    x, _, expected = record(stock, model, input_ids=tokens())
+    ours = GroupedAttention(
+        query=stock.q_proj,
+        key=stock.k_proj,
+        value=stock.v_proj,
+        output=stock.o_proj,
+        heads=H,
+        kv_heads=kv_heads,
+        head_dim=D,
+        frequencies=rotary_frequencies(D),
+    )
+    close(ours(x), expected)
+    cache = ours.new_cache(B)
+    close(
+        torch.cat([ours(x[:, :5], cache=cache), *(ours(x[:, t : t + 1], cache=cache) for t in range(5, T))], 1),
+        expected,
+    )
+
+
+@torch.no_grad()
+def test_llama_with_left_padding():
+    model = llama(2)
+    stock = model.layers[1].self_attn
+    mask = torch.ones(B, T, dtype=torch.long)
+    mask[1, :4] = 0
+    x, _, expected = record(
+        stock, model, input_ids=tokens(), attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(0)
+    )
+    ours = GroupedAttention(
+        query=stock.q_proj,
+        key=stock.k_proj,
+        value=stock.v_proj,
+        output=stock.o_proj,
+        heads=H,
+        kv_heads=2,
+        head_dim=D,
+        frequencies=rotary_frequencies(D),
+    )
+    found = ours(x, starts=torch.tensor([0, 4]), positions=(mask.cumsum(1) - 1).clamp(0))
+    close(found[mask.bool()], expected[mask.bool()])
+
+
+@torch.no_grad()
+def test_gpt2():
+    model = louder(GPT2Model(GPT2Config(vocab_size=64, n_positions=32, n_embd=E, n_layer=2, n_head=H)))
+    stock = model.h[1].attn
+    x, _, expected = record(stock, model, input_ids=tokens())
+    query, key, value = (sliced(stock.c_attn, slice(i * E, (i + 1) * E)) for i in range(3))
+    output = sliced(stock.c_proj, slice(0, E))
+    ours = GroupedAttention(query=query, key=key, value=value, output=output, heads=H, kv_heads=H, head_dim=D)
+    close(ours(x), expected)
+
+
+@torch.no_grad()
+def test_bert_with_right_padding():
+    config = BertConfig(vocab_size=64, hidden_size=E, num_hidden_layers=2, num_attention_heads=H, intermediate_size=64)
+    model = louder(BertModel(config, add_pooling_layer=False))
+    stock = model.encoder.layer[1].attention.self
+    mask = torch.ones(B, T, dtype=torch.long)
+    mask[1, 7:] = 0
+    x, _, expected = record(stock, model, input_ids=tokens(), attention_mask=mask)
+    ours = GroupedAttention(
+        query=stock.query,
+        key=stock.key,
+        value=stock.value,
+        output=nn.Identity(),
+        heads=H,
+        kv_heads=H,
+        head_dim=D,
+        causal=False,
+    )
+    close(ours(x, lengths=mask.sum(1)), expected)
+
+
+def t5() -> T5Model:
+    config = T5Config(vocab_size=64, d_model=E, d_kv=D, d_ff=64, num_layers=2, num_heads=H, dropout_rate=0.0)
+    return louder(T5Model(config))
+
+
+def t5_attention(stock: nn.Module, **options) -> GroupedAttention:
+    return GroupedAttention(
+        query=stock.q,
+        key=stock.k,
+        value=stock.v,
+        output=stock.o,
+        heads=H,
+        kv_heads=H,
+        head_dim=D,
+        scale=1.0,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+@torch.no_grad()
+def test_t5_self_attention_with_its_relative_bias(stack):
+    model = t5()
+    stock = getattr(model, stack).block[0].layer[0].SelfAttention
+    ids = tokens()
+    x, _, expected = record(stock, model, input_ids=ids, decoder_input_ids=ids)
+    bias = stock.compute_bias(T, T)
+    close(t5_attention(stock, causal=stack == "decoder")(x, bias=bias), expected)
+
+
+@torch.no_grad()
+def test_t5_cross_attention():
+    model = t5()
+    stock = model.decoder.block[1].layer[1].EncDecAttention
+    mask = torch.ones(B, T, dtype=torch.long)
+    mask[1, 6:] = 0
+    x, given, expected = record(
+        stock, model, input_ids=tokens(), attention_mask=mask, decoder_input_ids=tokens()[:, :7]
+    )
+    ours = t5_attention(stock, causal=False, cross=True)
+    close(ours(x, memory=given["key_value_states"], lengths=mask.sum(1)), expected)
+
+
+@pytest.mark.parametrize("query_rank", [None, 12])
+@torch.no_grad()
+def test_deepseek_v3(query_rank):
+    config = DeepseekV3Config(
+        vocab_size=64,
+        hidden_size=E,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        num_attention_heads=H,
+        num_key_value_heads=H,
+        q_lora_rank=query_rank,
+        kv_lora_rank=16,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=6,
+        v_head_dim=12,
+    )
+    model = louder(DeepseekV3Model(config))
+    stock = model.layers[1].self_attn
+    x, _, expected = record(stock, model, input_ids=tokens())
+    query = stock.q_proj if query_rank is None else nn.Sequential(stock.q_a_proj, stock.q_a_layernorm, stock.q_b_proj)
+    ours = LatentAttention(
+        query=query,
+        down=stock.kv_a_proj_with_mqa,
+        latent_norm=stock.kv_a_layernorm,
+        up=stock.kv_b_proj,
+        output=stock.o_proj,
+        heads=H,
+        kv_rank=16,
+        rope_dim=6,
+        nope_dim=10,
+        value_dim=12,
+        frequencies=rotary_frequencies(6),
+    )
+    for absorbed in (False, True):
+        close(ours(x, absorbed=absorbed), expected)
+    cache = ours.new_cache(B)
+    close(
+        torch.cat([ours(x[:, :5], cache=cache), *(ours(x[:, t : t + 1], cache=cache) for t in range(5, T))], 1),
+        expected,
+    )
+    assert cache.nbytes == B * T * (16 + 6) * 4
