@@ -15,20 +15,28 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms import normed
-from kvfold.convert.transforms.linalg import input_moment, with_bias
+from kvfold.convert.transforms.linalg import head_moments, input_moment, with_bias
 from kvfold.convert.transforms.principal_keys import share_keys
 from kvfold.convert.transforms.principal_values import fold_constants, output_metric, share_values
-from kvfold.convert.transforms.shared_head import SharedHead, balance, keep
+from kvfold.convert.transforms.score_fit import distance_weights, fit_scores, pair_basis, turning
+from kvfold.convert.transforms.shared_head import SharedHead, balance
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 Groups = Sequence[Sequence[int]]
 
 
-def fold(weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, groups: Groups) -> AttentionWeights:
+CONTEXT = 4096
+
+
+def fold(
+    weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, groups: Groups, context: int = CONTEXT
+) -> AttentionWeights:
     """Folds the ``G`` KV heads to ``len(groups)``; ``groups[i]`` lists the source heads of new head ``i``.
 
     Query heads (and with them the columns of ``o``) are reordered so that query head ``h`` again reads KV head
-    ``h // (H // len(groups))``. Computed in float64, returned in float32 on the device of ``weights``.
+    ``h // (H // len(groups))``. Computed in float64, returned in float32 on the device of ``weights``. ``context`` is how
+    many positions the result has to serve (the model's limit, or the layer's window): keys are fitted for all distances
+    below it, also those that the calibration text was too short for.
     Raises ValueError when ``groups`` is not a partition of the KV heads into equal parts.
     """
     check_partition(groups, weights.kv_heads)
@@ -38,18 +46,23 @@ def fold(weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary,
     if size == 1:
         return in_float32(source)
     parts = [range(start, start + size) for start in range(0, weights.kv_heads, size)]
-    folded = fold_keys(source, moment, rotary, parts)
+    profile = statistics.profile.to(weights.q.device)[query_order(groups, weights.heads // weights.kv_heads)]
+    folded = fold_keys(source, moment, rotary, parts, distance_weights(profile, context))
     return in_float32(fold_values(source, folded, moment, parts))
 
 
-def fold_keys(weights: AttentionWeights, moment: Tensor, rotary: Rotary, parts: Sequence[range]) -> AttentionWeights:
-    """Shared keys for consecutive ``parts`` of the KV heads, the queries that fit them, and their norms."""
-    repeat = weights.heads // weights.kv_heads
+def fold_keys(
+    weights: AttentionWeights, moment: Tensor, rotary: Rotary, parts: Sequence[range], distances: Tensor
+) -> AttentionWeights:
+    """Shared keys for consecutive ``parts`` of the KV heads, the queries that fit them, and their norms.
+
+    ``distances [H, S]``: how much each distance counts for each query head.
+    """
     keys = normed.linearise(with_bias(weights.k, weights.k_bias), weights.k_norm, moment)
     queries = normed.linearise(with_bias(weights.q, weights.q_bias), weights.q_norm, moment)
-    heads = key_heads(keys.affine, queries.affine, moment, rotary, parts)
+    heads = key_heads(keys.affine, queries.affine, moment, rotary, parts, distances)
     new_keys = keys.map(lambda rows: torch.stack([h.merge(rows[list(p)]) for h, p in zip(heads, parts, strict=True)]))
-    decode = torch.cat([h.decode for h in heads]).repeat_interleave(repeat, 0)  # [H, D, D]
+    decode = torch.cat([h.decode for h in heads])  # [H, D, D]
     new_queries = queries.map(lambda rows: decode.mT @ rows)
     blocks = pair_blocks(rotary, weights.head_dim)
     k, k_norm, q, q_norm = normed.restore(keys, queries, new_keys, new_queries, blocks, moment)
@@ -65,19 +78,30 @@ def fold_keys(weights: AttentionWeights, moment: Tensor, rotary: Rotary, parts: 
 
 
 def key_heads(
-    keys: Tensor, queries: Tensor, moment: Tensor, rotary: Rotary, parts: Sequence[Sequence[int]]
+    keys: Tensor, queries: Tensor, moment: Tensor, rotary: Rotary, parts: Sequence[range], distances: Tensor
 ) -> list[SharedHead]:
-    """The shared key head of every part, from rows ``keys [G, D, F]`` and ``queries [H, D, F]``."""
-    pairs, dims = rotary.dims // 2, keys.shape[1]
+    """The shared key head of every part, from rows ``keys [G, D, F]`` and ``queries [H, D, F]``.
+
+    ``decode`` has one map per query head: heads that read the same key attend over different distances.
+    """
+    dims, repeat = keys.shape[1], len(queries) // len(keys)
+    basis = pair_basis(rotary, dims).to(keys.device)
     blocks = pair_blocks(rotary, dims)
-    weight = torch.unflatten((queries @ moment) @ queries.mT, 0, (keys.shape[0], -1)).sum(1)  # [G, D, D]
+    scale = keys.new_ones(dims)
+    scale[: rotary.dims] = rotary.amplitude
+    asked = scale[:, None] * head_moments(queries, moment) * scale  # [H, D, D]
     projected = keys @ moment
     heads = []
     for part in parts:
-        index = list(part)
-        joint = torch.einsum("iaf,jbf->iajb", projected[index], keys[index])
-        shared = keep(dims, keys) if len(index) == 1 else share_keys(joint, weight[index], pairs)
-        heads.append(balance(shared, keys[index], blocks))
+        members, readers = slice(part.start, part.stop), slice(part.start * repeat, part.stop * repeat)
+        joint = torch.einsum("iaf,jbf->iajb", projected[members], keys[members])
+        joint = joint * scale[:, None, None] * scale
+        weight = torch.unflatten(asked[readers], 0, (len(part), repeat)).sum(1)
+        shared = share_keys(joint, weight, rotary.dims // 2).repeat_decode(repeat)
+        if rotary.dims:
+            turn = turning(distances[readers], rotary, dims)
+            shared = fit_scores(shared, joint, asked[readers], turn, basis)
+        heads.append(balance(shared.in_units(scale), keys[members], blocks))
     return heads
 
 
@@ -88,8 +112,8 @@ def fold_values(
     values = with_bias(source.v, source.v_bias)
     heads = value_heads(values, source.o, moment, parts, constants=source.o_bias is None)
     merged = torch.stack([h.merge(values[list(p)]) for h, p in zip(heads, parts, strict=True)])
-    decode = torch.cat([h.decode for h in heads])  # [G, D, D]
-    decode = decode.repeat_interleave(source.heads // source.kv_heads, 0)
+    repeat = source.heads // source.kv_heads
+    decode = torch.cat([h.repeat_decode(repeat).decode for h in heads])  # [H, D, D]
     folded = replace(
         folded,
         v=merged[..., :-1],
@@ -115,8 +139,7 @@ def value_heads(
     for part in parts:
         index = list(part)
         joint = torch.einsum("iaf,jbf->iajb", projected[index], values[index])
-        shared = keep(values.shape[1], values) if len(index) == 1 else share_values(joint, metric[index])
-        heads.append(balance(shared, values[index], [dims]))
+        heads.append(balance(share_values(joint, metric[index]), values[index], [dims]))
     return heads
 
 
@@ -132,8 +155,7 @@ def pair_blocks(rotary: Rotary, dims: int) -> list[Tensor]:
 def ordered(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
     """The same layer with its heads relabelled so that each group's heads stand together."""
     kv = [head for group in groups for head in group]
-    repeat = weights.heads // weights.kv_heads
-    q = [head * repeat + i for head in kv for i in range(repeat)]
+    q = query_order(groups, weights.heads // weights.kv_heads)
 
     def rows(tensor: Tensor | None, index: list[int]) -> Tensor | None:
         return None if tensor is None else tensor[index]
@@ -150,6 +172,11 @@ def ordered(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
         q_norm=normed.select(weights.q_norm, q),
         k_norm=normed.select(weights.k_norm, kv),
     )
+
+
+def query_order(groups: Groups, repeat: int) -> list[int]:
+    """The query heads in the order of the KV heads that they read, ``repeat`` for each."""
+    return [head * repeat + i for group in groups for head in group for i in range(repeat)]
 
 
 def in_float32(weights: AttentionWeights) -> AttentionWeights:

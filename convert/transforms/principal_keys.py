@@ -28,8 +28,9 @@ def share_keys(keys: Tensor, queries: Tensor, pairs: int) -> SharedHead:
     decode = torch.zeros_like(encode)
     lost = total = 0.0
     if pairs:
-        low, high = queries.diagonal(dim1=1, dim2=2)[:, :rotated].split(pairs, 1)
-        found = _share_pairs(pair_moment(keys, pairs), (low + high).mT)
+        square = queries.diagonal(dim1=1, dim2=2)
+        energy = square[:, :pairs] + square[:, pairs:rotated]  # E|q_l|^2
+        found = _share_pairs(pair_moment(keys, pairs), energy.mT)
         encode += pair_matrices(found[0].mT, dims)
         decode += pair_matrices(found[1].mT, dims)
         # Re(conj(q) k) of circular pairs has half the energy of |q|^2 |k|^2

@@ -1,0 +1,91 @@
+"""Fits a shared key head and its queries to the members' scores, over the distances at which tokens meet.
+
+The score of a query at position ``t`` and a key at ``s`` is ``q^T R(s - t) k``. Averaged over all distances, different
+rotary pairs do not see each other, and one complex principal component per pair is the best shared key. Real attention
+prefers short distances, at which slow pairs hardly turn: there they act like unrotated dims, and what one pair of the
+shared key lacks, another may stand in for. So let queries and keys be arbitrary linear maps, ``q'_h = A_h q_h`` and
+``k' = sum_j B_j k_j``, and minimise, with queries and keys independent and distance ``delta`` drawn from ``p_h``,
+
+    sum_h  E | (A_h q_h)^T R(delta) (sum_j B_j k_j)  -  q_h^T R(delta) k_h |^2.
+
+Given one side, the other is a linear least-squares problem of size ``D``; a few alternations suffice.
+In the basis of complex pairs and their conjugates (unitary), rotation is diagonal, and averaging a moment over distances
+multiplies its entries by the characteristic function ``phi_h(w_a - w_b) = E e^{-i (w_a - w_b) delta}``.
+"""
+
+import torch
+from torch import Tensor
+
+from kvfold.convert.transforms.shared_head import SharedHead
+from kvfold.convert.transforms.weights import Rotary
+
+ATTENTION_SHARE = 0.5
+"""How much of ``p_h`` is the distance profile of the head's attention. The rest falls off as ``1 / (1 + delta)`` over the
+whole context: keys that the head does not attend to must keep their low scores."""
+
+ROUNDS = 10
+RIDGE = 1e-6
+
+
+def distance_weights(profile: Tensor, context: int) -> Tensor:
+    """``profile [H, S]`` of attention by distance -> ``p_h [H, max(S, context)]``, rows summing to 1."""
+    heads, measured = profile.shape
+    distance = torch.arange(max(measured, context), dtype=torch.float64, device=profile.device)
+    spread = 1 / (1 + distance)
+    weights = (1 - ATTENTION_SHARE) * (spread / spread.sum()).repeat(heads, 1)
+    weights[:, :measured] += ATTENTION_SHARE * profile.double()
+    return weights
+
+
+def turning(weights: Tensor, rotary: Rotary, dims: int) -> Tensor:
+    """Characteristic functions ``[H, D, D]``, complex, of the distances ``weights [H, S]`` in the basis of `pair_basis`."""
+    theta = rotary.theta.double().to(weights.device)
+    speed = torch.cat((theta, -theta, theta.new_zeros(dims - rotary.dims)))
+    distance = torch.arange(weights.shape[1], dtype=torch.float64, device=weights.device)
+    turn = torch.polar(torch.ones_like(distance)[None], -speed[:, None] * distance)  # [D, S]
+    return torch.stack([(turn * row) @ turn.mH for row in weights])
+
+
+def pair_basis(rotary: Rotary, dims: int) -> Tensor:
+    """The unitary ``[D, D]`` that takes half-split dims to pairs, their conjugates, and the unrotated dims."""
+    pairs = rotary.dims // 2
+    basis = torch.eye(dims, dtype=torch.complex128, device=rotary.theta.device)
+    low, high = torch.arange(pairs), torch.arange(pairs) + pairs
+    basis[low, low], basis[low, high] = 0.5**0.5, 0.5**0.5 * 1j
+    basis[high, low], basis[high, high] = 0.5**0.5, -(0.5**0.5) * 1j
+    return basis
+
+
+def fit_scores(start: SharedHead, keys: Tensor, queries: Tensor, turn: Tensor, basis: Tensor) -> SharedHead:
+    """Improves ``start`` by alternating least squares.
+
+    ``keys [m, D, m, D] = E[k k^T]`` of the members, ``queries [n, D, D] = E[q q^T]`` of the ``n`` query heads that read
+    them (``n / m`` each, in order), ``turn [n, D, D]`` from `turning`. The result's ``decode [n, D, D]`` has one map per
+    query head. Where ``start`` is exact, it is returned as it is, up to rounding.
+    """
+    reads = torch.arange(len(queries), device=queries.device) // (len(queries) // len(keys))  # member of each query
+    encode, absorb = start.encode, start.decode.mT
+    for _ in range(ROUNDS):
+        shared = torch.einsum("jab,jbkc->akc", encode, keys)  # E[k' k_j^T]
+        wanted = _averaged(shared.transpose(0, 1)[reads], turn, basis)
+        found = _averaged(torch.einsum("akc,kdc->ad", shared, encode), turn, basis)
+        absorb = _closer(absorb, found, wanted)
+        asked = absorb @ queries
+        wanted = _averaged(asked, turn.conj(), basis)
+        wanted = torch.zeros_like(encode).index_add_(0, reads, wanted)
+        found = _averaged(asked @ absorb.mT, turn.conj(), basis).sum(0)
+        encode = _closer(encode, found, wanted)
+    return SharedHead(encode, absorb.mT, start.lost, start.total)
+
+
+def _averaged(moment: Tensor, turn: Tensor, basis: Tensor) -> Tensor:
+    """``E_delta[R moment R^T]``, real: ``moment [..., D, D]`` with ``turn [..., D, D]``."""
+    return (basis.mH @ ((basis @ moment.to(basis.dtype) @ basis.mH) * turn) @ basis).real
+
+
+def _closer(old: Tensor, found: Tensor, wanted: Tensor) -> Tensor:
+    """Solves ``found @ new = wanted``, held at ``old`` where ``found`` says nothing."""
+    level = found.diagonal(dim1=-2, dim2=-1).mean(-1)
+    level = torch.where(level > 0, level, 1.0)[..., None, None]
+    held = RIDGE * level * torch.eye(found.shape[-1], dtype=found.dtype, device=found.device)
+    return old + torch.linalg.solve(found + held, wanted - found @ old)
