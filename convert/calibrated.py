@@ -1,26 +1,30 @@
 """Conversions that read text: the walk, a transform per layer, and the drift on sequences kept aside."""
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvfold.attention.drift import DriftReport
+from kvfold.attention.lockstep import compare_predictions
 from kvfold.convert.drift_run import report_of
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.families.layout import read_layer
-from kvfold.convert.io.checkpoint import Checkpoint
+from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.tensors import torch_dtype
 from kvfold.convert.plan import Plan
 from kvfold.convert.stream import CheckpointStream
 from kvfold.convert.text import BUILT_IN, CalibrationTokens, load_calibration
 from kvfold.convert.transforms import grouping, principal
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary
-from kvfold.convert.walk import Step, Twin, Walk, estimate_seconds
+from kvfold.convert.walk import Step, Twin, Walk, chunk_size, embed, estimate_seconds, residual
 
+_AGREE = 1e-3  # relative; what is written was rounded in memory too, so only the order of sums differs
 Write = Callable[[Mapping[str, Tensor]], Any]
 
 
@@ -64,13 +68,28 @@ class Calibrated:
     tokens: CalibrationTokens
     drift: DriftReport
     choices: Mapping[str, Any]
+    stream: CheckpointStream  # the source's
 
-    def record(self) -> dict[str, Any]:
-        """For ``kvfold.json``: nothing that differs between equal runs."""
+    def record(self, written: float) -> dict[str, Any]:
+        """For ``kvfold.json``: nothing that differs between equal runs. ``written`` is the loss of the files on disk.
+
+        Raises KvfoldError when it is not the loss that was measured in memory.
+        """
+        expected = self.drift.measured.student_loss
+        if not math.isclose(written, expected, rel_tol=_AGREE, abs_tol=_AGREE):
+            raise KvfoldError(
+                f"the written checkpoint has a loss of {written:.6f} nats, the converted model in memory had "
+                f"{expected:.6f} on the same text: nothing was kept; please report it"
+            )
         text = {"source": self.tokens.source, "sha256": self.tokens.digest}
         counts = {"sequences": len(self.tokens.calibration), "kept_aside": len(self.tokens.held_out)}
+        both = {"loss_in_memory": expected, "loss_of_written_checkpoint": written}
         length = {"tokens_each": self.tokens.calibration.shape[1]}
-        return {"calibration": text | counts | length, **self.choices, "drift": self.drift.to_dict()}
+        return {
+            "calibration": text | counts | length,
+            **self.choices,
+            "drift": self.drift.to_dict() | {"written": both},
+        }
 
 
 def fold_calibrated(plan: Plan, write: Write, progress: Callable[[int], None]) -> Calibrated:
@@ -89,7 +108,23 @@ def fold_calibrated(plan: Plan, write: Write, progress: Callable[[int], None]) -
         groups.append([list(group) for group in chosen])
         progress(1)
     drift = report_of(walk.measurement(), source, twin.stream, tokens.held_out)
-    return Calibrated(tokens, drift, {"groups": groups})
+    return Calibrated(tokens, drift, {"groups": groups}, source)
+
+
+@torch.no_grad()
+def written_loss(folder: Path, measured: Calibrated) -> float:
+    """Mean negative log-likelihood of the checkpoint in ``folder`` on the sequences kept aside, nats per token."""
+    checkpoint, like, tokens = open_checkpoint(folder), measured.stream, measured.tokens.held_out
+    try:
+        stream = CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), like.device, like.dtype)
+        states = embed(stream, tokens)
+        for index in range(stream.layers):
+            with stream.open_layer(index) as layer:
+                states = [residual(layer(hidden)) for hidden in states]
+        parts = torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))
+        return compare_predictions(stream, stream, states, states, parts).teacher_loss
+    finally:
+        checkpoint.close()
 
 
 def fold_layer(plan: Plan, step: Step) -> tuple[AttentionWeights, grouping.Partition]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+
 from kvfold.convert import request as rq
 from kvfold.convert.errors import InputError, KvfoldError
 

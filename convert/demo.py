@@ -22,10 +22,17 @@ class Row:
 
 
 # Options of `kvfold convert`, as a person would type them.
+_TEXT = {"samples": 32, "seq_len": 256}
 CONVERSIONS: tuple[dict[str, Any], ...] = (
     {"to": "gqa", "kv_heads": 4, "method": "mean"},
+    {"to": "gqa", "kv_heads": 4, "method": "principal", **_TEXT},
     {"to": "gqa", "kv_heads": 2, "method": "mean"},
+    {"to": "gqa", "kv_heads": 2, "method": "principal", **_TEXT},
     {"to": "mqa", "method": "mean"},
+    {"to": "mqa", "method": "principal", **_TEXT},
+    {"to": "mla", "kv_rank": 32, "rope_dim": 32, "method": "svd"},
+    {"to": "mla", "kv_rank": 32, "rope_dim": 32, "method": "principal", **_TEXT},
+    {"to": "mla", "kv_rank": 32, "rope_dim": 32, "method": "principal", "layout": "engine", **_TEXT},
 )
 
 
@@ -63,18 +70,19 @@ def _workplace(folder: str | None) -> Iterator[Path]:
 
 
 def _measure_all(model: Path, numbers: int, place: Path, echo: Callable[[str], None]) -> list[Row]:
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
     from kvfold.convert.data import read_text
     from kvfold.convert.perplexity import checkpoint_perplexity, token_windows
     from kvfold.convert.request import ConvertRequest
     from kvfold.convert.run import convert_checkpoint
-    from transformers import AutoTokenizer
-    from transformers.utils import logging
 
     logging.disable_progress_bar()
     tokens = token_windows(AutoTokenizer.from_pretrained(model), read_text("heldout"), _WINDOWS, _LENGTH)
     rows = [Row("the original (MHA)", numbers, checkpoint_perplexity(model, tokens))]
     for options in CONVERSIONS:
-        name = "-".join(str(value) for value in options.values())
+        name = "-".join(str(value) for option, value in options.items() if option not in _TEXT)
         echo(f"kvfold convert MODEL {name} {_command_line(options)}")
         request = ConvertRequest(model=str(model), out=str(place / name), quiet=True, **options)
         layout = convert_checkpoint(request).plan.layout
@@ -85,7 +93,7 @@ def _measure_all(model: Path, numbers: int, place: Path, echo: Callable[[str], N
 
 
 def _label(kind: str, request: Any) -> str:
-    return f"{kind}, {request.resolved_method}"
+    return f"{kind}, {request.resolved_method}" + (f", layout {request.layout}" if request.layout else "")
 
 
 def _command_line(options: dict[str, Any]) -> str:

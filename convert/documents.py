@@ -48,7 +48,7 @@ Split = Literal["calibration", "heldout"]
 
 
 def open_corpus(spec: str | None, render: Render, seed: int, split: Split = "calibration") -> Corpus:
-    """The corpus that ``--calibration`` names; None is that split of the built-in text. InputError when there is none."""
+    """The corpus that ``--calibration`` names; None is that split of the built-in text."""
     if spec is None:
         from kvfold.convert.data import read_documents
 

@@ -12,9 +12,12 @@ from kvfold.convert.io.checkpoint import Checkpoint, open_headers
 from kvfold.convert.io.headers import DTYPE_BITS, FLOAT_DTYPES
 from kvfold.convert.plan import possible_kv_heads
 from kvfold.convert.report import bytes_text
+from kvfold.convert.targets.deepseek_problems import model_problems
 from kvfold.convert.targets.same_family import attention_kind, numbers_cached
 
 CONTEXTS = {"8k": 8192, "128k": 131072}
+LATENT_TYPES = ("deepseek_v2", "deepseek_v3")
+_PARTS = (4, 8)  # shares of the present cache that are offered as MLA budgets
 
 
 def inspect_checkpoint(model: str) -> dict[str, Any]:
@@ -31,6 +34,8 @@ def inspect_checkpoint(model: str) -> dict[str, Any]:
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     config = checkpoint.config
+    if config.get("model_type") in LATENT_TYPES:
+        return _latent_facts(checkpoint)
     family = family_of(config)
     problems = tensor_problems(family, config, checkpoint.tensors)
     if problems:
@@ -39,7 +44,6 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     dtype = _dtype(checkpoint)
     layers = [family.layer(config, index) for index in range(geometry.layers)]
     windows = [layer.window for layer in layers]
-    cached = numbers_cached(geometry)
     return {
         "model": checkpoint.origin,
         "family": family.model_type,
@@ -57,13 +61,64 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "rope": rope_table(family, config, layers[0].type)["rope_type"],
         "windows": sorted({window for window in windows if window is not None}),
         "max_context": geometry.positions,
+        **_weights(checkpoint, dtype),
+        "cache": _cache(numbers_cached(geometry), windows, dtype),
+        "targets": _targets(family, config, geometry, windows, dtype),
+        "latent": _latent_target(family, config, geometry),
+    }
+
+
+def _latent_facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Of a model whose attention is latent already: nothing can become of it, but its cache is told."""
+    config, dtype = checkpoint.config, _dtype(checkpoint)
+    needed = ("num_hidden_layers", "num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
+    if missing := [key for key in (*needed, "hidden_size", "v_head_dim") if not isinstance(config.get(key), int)]:
+        raise InputError(f"{checkpoint.origin}: config.json: {', '.join(missing)} must be whole numbers")
+    layers, heads, rank, rope, nope = (config[key] for key in needed)
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return {
+        "model": checkpoint.origin,
+        "family": config["model_type"],
+        "architecture": (config.get("architectures") or ["unknown"])[0],
+        "attention": "MLA",
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": nope + rope,
+        "value_dim": config["v_head_dim"],
+        "model_dim": config["hidden_size"],
+        "kv_rank": rank,
+        "q_rank": config.get("q_lora_rank"),
+        "biases": ["kv_a", "o"] if config.get("attention_bias") else [],
+        "qk_norm": None,
+        "rotary_dims": rope,
+        "rotary_layers": layers,
+        "rope": rotary.get("rope_type") or rotary.get("type") or "default",
+        "windows": [],
+        "max_context": config.get("max_position_embeddings"),
+        **_weights(checkpoint, dtype),
+        "cache": _cache(rank + rope, [None] * layers, dtype),
+        "targets": [],
+        "latent": None,
+    }
+
+
+def _weights(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
+    return {
         "dtype": dtype,
         "parameters": sum(math.prod(info.shape) for info in checkpoint.tensors.values()),
         "weight_bytes": sum(info.nbytes for info in checkpoint.tensors.values()),
         "files": len({info.file for info in checkpoint.tensors.values()}),
-        "cache": _cache(cached, windows, dtype),
-        "targets": _targets(family, geometry, windows, dtype),
     }
+
+
+def _latent_target(family: Family, config: Mapping[str, Any], geometry: Geometry) -> dict[str, Any]:
+    """Whether MLA is possible, in what limits, or what stands in the way."""
+    problems = model_problems(family, config)
+    limit = numbers_cached(geometry)
+    if problems:
+        return {"possible": False, "because": problems}
+    return {"possible": True, "numbers_below": limit, "rope_dim_up_to": geometry.rotary_dims * geometry.kv_heads}
 
 
 def _dtype(checkpoint: Checkpoint) -> str:
@@ -88,22 +143,29 @@ def _cache(numbers: int, windows: list[int | None], dtype: str) -> dict[str, Any
     }
 
 
-def _targets(family: Family, geometry: Geometry, windows: list[int | None], dtype: str) -> list[dict[str, Any]]:
-    if not family.accepts_fewer_kv_heads:
-        return []
+def _targets(
+    family: Family, config: Mapping[str, Any], geometry: Geometry, windows: list[int | None], dtype: str
+) -> list[dict[str, Any]]:
     present = numbers_cached(geometry)
-    targets = []
-    for kv_heads in possible_kv_heads(geometry):
-        numbers = present * kv_heads // geometry.kv_heads
-        options = "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}"
-        targets.append({"options": options, **_cache(numbers, windows, dtype), "saves": 1 - numbers / present})
-    return targets
+    fewer = possible_kv_heads(geometry) if family.accepts_fewer_kv_heads else []
+    sizes = {
+        "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}": present * kv_heads // geometry.kv_heads
+        for kv_heads in fewer
+    }
+    if not model_problems(family, config):
+        sizes |= {f"--to mla --budget {present // part}": present // part for part in _PARTS if present // part >= 4}
+    return [
+        {"options": options, **_cache(numbers, windows, dtype), "saves": 1 - numbers / present}
+        for options, numbers in sizes.items()
+    ]
 
 
 def summary(facts: Mapping[str, Any]) -> str:
     """The facts as lines for a person."""
     cache = facts["cache"]
     heads = f"{facts['heads']} query heads, {facts['kv_heads']} key/value heads, head dim {facts['head_dim']}"
+    if facts["attention"] == "MLA":
+        heads = f"{facts['heads']} heads over a latent of {facts['kv_rank']} and a rotary key of {facts['rotary_dims']}"
     extras = [f"biases on {', '.join(facts['biases'])}"] if facts["biases"] else ["no biases"]
     extras += [f"{facts['qk_norm']} norm on queries and keys"] if facts["qk_norm"] else []
     rotary = f"{facts['rotary_dims']} of {facts['head_dim']} dims, {facts['rope']}"
@@ -126,14 +188,15 @@ def summary(facts: Mapping[str, Any]) -> str:
 
 def _target_lines(facts: Mapping[str, Any]) -> list[str]:
     if not facts["targets"]:
-        return ["can become: nothing smaller yet"]
+        return ["can become: nothing smaller"]
     heading = f"  {'can become':24}  {'saves':>7}  {'per token':>10}" + "".join(f"  {'at ' + c:>10}" for c in CONTEXTS)
     rows = [
         f"  {target['options']:24}  {100 * target['saves']:5.1f} %  {bytes_text(target['bytes_per_token']):>10}"
         + "".join(f"  {bytes_text(size):>10}" for size in target["bytes"].values())
         for target in facts["targets"]
     ]
-    return [heading, *rows]
+    latent = facts["latent"] or {}
+    return [heading, *rows, *(f"  not MLA: {reason}" for reason in latent.get("because", []))]
 
 
 def _cache_text(cache: Mapping[str, Any]) -> str:

@@ -130,7 +130,7 @@ def convert_surveyed(
     """Convert every layer of a settled plan, give its tensors to ``write``, and measure the drift."""
     measured, twin = _walk(plan, found, slots, write, progress)
     drift = report_of(measured, found.source, twin.stream, found.tokens.held_out)
-    return Calibrated(found.tokens, drift, choices)
+    return Calibrated(found.tokens, drift, choices, found.source)
 
 
 def _walk(plan: Plan, found: Surveyed, slots: Slots, write: Write, progress: Progress) -> tuple[Measurement, Twin]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def token_windows(tokenizer: Any, text: str, windows: int, length: int) -> Tensor:
-    """The first ``windows`` stretches of ``length`` tokens of ``text``, ids ``[windows, length]``; fewer of a short one.
+    """The first ``windows`` stretches of ``length`` tokens of ``text``, ``[windows, length]``; fewer if it is short.
 
     Each begins with what the tokenizer itself puts at the start of a text (BOS, for many).
     """
@@ -25,7 +25,7 @@ def token_windows(tokenizer: Any, text: str, windows: int, length: int) -> Tenso
 def perplexity(model: Any, tokens: Tensor, batch: int = 8) -> float:
     """exp of the mean negative log-likelihood over all tokens of ``tokens [N, T]`` but each row's first."""
     total = 0.0
-    for rows in tokens.split(batch):
+    for rows in torch.split(tokens, batch):
         logits = model(input_ids=rows).logits[:, :-1].float()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
         total += loss.item()

@@ -95,7 +95,6 @@ Converted from `{name}` by kvfold {version}: {before} attention became {kind}.
 |---|---|---|
 | attention | {before} | {kind} |
 | numbers cached per token and layer | {cached} | {cached_now} |
-
 {measured}
 ## Use
 
@@ -112,6 +111,16 @@ tokenizer = AutoTokenizer.from_pretrained("PATH")
 source and where each tensor came from.
 """
 
+_ABSORB = """
+Stock transformers expands every cached token at every step. To decode over the latent cache itself:
+
+```python
+from kvfold.attention import absorb
+
+absorb(model)
+```
+"""
+
 _METHODS = {
     "mean": "Keys and values are the mean of the heads they replace (Ainslie et al., 2023); it needs uptraining",
     "first": "Each group keeps its first head (a baseline of Ainslie et al., 2023); it needs uptraining",
@@ -121,8 +130,21 @@ _METHODS = {
 }
 
 
-def model_card(plan: Plan, license_id: str | None, measured: str = "", usage: str = "") -> str:
-    """README.md of the converted checkpoint. ``measured`` and ``usage`` are further Markdown paragraphs."""
+def _measured(found: Mapping[str, Any]) -> str:
+    """Rows of the card's table, and what they were measured on."""
+    drift, text = found["drift"], found["calibration"]
+    perplexity, size = drift["perplexity"], drift["cache_bytes_per_token"]
+    return f"""| cache, bytes per token | {size["source"]} | {size["student"]} |
+| perplexity | {perplexity["source"]:.3f} | {perplexity["student"]:.3f} |
+| KL of next-token distributions, nats | | {drift["kl"]["value"]:.4f} |
+| same most likely token | | {100 * drift["agreement"]["value"]:.1f} % |
+
+Measured on {drift["sequences"]} x {drift["length"]} tokens of {text["source"]} that were kept out of the calibration.
+"""
+
+
+def model_card(plan: Plan, license_id: str | None, found: Mapping[str, Any]) -> str:
+    """README.md of the converted checkpoint; ``found`` is the content of its ``kvfold.json``."""
     front = "library_name: transformers\n" + (f"license: {license_id}\n" if license_id else "") + "tags:\n- kvfold\n"
     return _CARD.format(
         front=front,
@@ -132,7 +154,7 @@ def model_card(plan: Plan, license_id: str | None, measured: str = "", usage: st
         kind=plan.layout.kind,
         cached=plan.numbers_cached,
         cached_now=plan.layout.numbers_cached,
-        measured=measured + "\n" if measured else "",
-        usage=usage,
+        measured=_measured(found) if "drift" in found else "",
+        usage=_ABSORB if plan.request.to == "mla" else "",
         method=_METHODS[plan.request.resolved_method],
     )

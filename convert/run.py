@@ -156,10 +156,10 @@ def reader(plan: Plan, layer: int) -> Callable[[str], "Tensor"]:
 
 def finite(checkpoint: Checkpoint, name: str) -> "Tensor":
     """The tensor ``name``. Raises InputError when it holds NaN or infinity."""
-    import torch
+    from kvfold.convert.io.tensors import count_non_finite
 
     tensor = checkpoint.read(name)
-    bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+    bad = count_non_finite(tensor)
     if bad:
         raise InputError(
             f"{checkpoint.origin}: tensor {name!r} in {checkpoint.tensors[name].file}: expected finite numbers, "
@@ -169,15 +169,20 @@ def finite(checkpoint: Checkpoint, name: str) -> "Tensor":
 
 
 def _write_side_files(plan: Plan, measured: "Calibrated | None", folder: Path) -> dict[str, Any]:
-    """Config, tokenizer and licence files, the model card and ``kvfold.json``."""
-    record = report.record(plan, {} if measured is None else measured.record())
+    """Config, tokenizer and licence files, the model card and ``kvfold.json``, whose content is returned.
+
+    A calibrated conversion is read back first: its record tells what the files on disk do, not what was in memory.
+    """
     for path in plan.checkpoint.extra_files():
         shutil.copyfile(path, folder / path.name)
-    texts = {
-        "config.json": dump(plan.layout.config),
-        "kvfold.json": dump_record(record),
-        "README.md": report.model_card(plan, license_of(plan.checkpoint.folder)),
-    }
-    for name, text in texts.items():
+    (folder / "config.json").write_text(dump(plan.layout.config), encoding="utf-8")
+    found: dict[str, Any] = {}
+    if measured is not None:
+        from kvfold.convert.calibrated import written_loss
+
+        found = measured.record(written_loss(folder, measured))
+    record = report.record(plan, found)
+    card = report.model_card(plan, license_of(plan.checkpoint.folder), record)
+    for name, text in {"kvfold.json": dump_record(record), "README.md": card}.items():
         (folder / name).write_text(text, encoding="utf-8")
     return record

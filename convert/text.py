@@ -50,8 +50,9 @@ def load_calibration(
     """Draw ``samples`` sequences of ``seq_len`` tokens to calibrate on, and ``kept_aside`` others (``held_out_count``).
 
     ``spec`` is a .txt file (one document), a .jsonl file (``text`` or ``messages`` per line), the name of a dataset, or
-    None for a ``split`` of the text that ships with kvfold. No sequence crosses a document's end, except that documents shorter than a
-    sequence, and what is left of longer ones, are packed with the tokenizer's EOS token between them where it has one.
+    None for a ``split`` of the text that ships with kvfold. No sequence crosses a document's end, except that
+    documents shorter than a sequence, and what is left of longer ones, are packed with the tokenizer's EOS token
+    between them where it has one.
     Raises InputError for text that is unreadable or too short.
     """
     wanted = samples + (held_out_count(samples) if kept_aside is None else kept_aside)

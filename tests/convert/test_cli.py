@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+
 from kvfold.convert.data import demo_folder
 
 HEAVY = ("torch", "transformers", "numpy", "huggingface_hub", "safetensors")

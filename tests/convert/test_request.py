@@ -1,4 +1,5 @@
 import pytest
+
 from kvfold.convert import ConvertRequest
 from kvfold.convert.errors import InputError
 from kvfold.convert.request import parse_size
