@@ -49,7 +49,9 @@ def empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
         raise InputError(f"config.json: model_type {model_type!r} is not one that this transformers knows")
     hf_config = CONFIG_MAPPING[model_type].from_dict({key: value for key, value in config.items() if key != "auto_map"})
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION)
+        # torch's grouped matrix product, which experts use by default, knows no float64
+        experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION, **experts)
     embedding = model.get_input_embeddings()
     embedding.padding_idx = None  # it only concerns gradients, and must lie inside a table of which few rows are loaded
     return model.eval().requires_grad_(False)

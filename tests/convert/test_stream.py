@@ -268,6 +268,15 @@ def test_lower_precision_is_the_stock_model_loaded_in_that_precision(tmp_path: P
     torch.testing.assert_close(run(stream, tokens), expected)
 
 
+@pytest.mark.parametrize("family", MODELS)
+def test_float64_is_nearer_to_the_truth_for_every_kind_of_layer(family: str, tokens: Tensor) -> None:
+    _, config, stored = tiny(family)
+    stream = CheckpointStream(config, stored.__getitem__, stored)
+    exact = run(stream.to(dtype=torch.float64), tokens)
+    assert exact.dtype == torch.float64
+    torch.testing.assert_close(run(stream, tokens).double(), exact, rtol=1e-4, atol=1e-5)
+
+
 def test_missing_tensors_are_listed() -> None:
     _, config, stored = tiny("mixtral")
     gone = [name for name in stored if "layers.2" in name and ("w2" in name or "q_proj" in name)]
