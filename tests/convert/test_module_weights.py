@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
-from transformers.core_model_loading import Concatenate, Split, WeightConverter, WeightRenaming
+from transformers.core_model_loading import Chunk, Concatenate, WeightConverter, WeightRenaming
 
 from kvfold.convert import module_weights
 from kvfold.convert.empty_model import empty_model
@@ -19,12 +19,12 @@ CONFIG = LlamaConfig(
     intermediate_size=12,
     num_hidden_layers=2,
     num_attention_heads=4,
-    num_key_value_heads=2,
+    num_key_value_heads=4,
 ).to_dict()
 FUSED = WeightConverter(
     source_patterns="self_attn.qkv.weight",
     target_patterns=["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
-    operations=[Split(dim=0)],
+    operations=[Chunk(dim=0)],
 )
 JOINED = WeightConverter(
     source_patterns=["mlp.low.weight", "mlp.high.weight"],
