@@ -15,6 +15,8 @@ from kvfold.attention.lockstep import compare_predictions
 from kvfold.convert.drift_run import report_of
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.families.layout import read_layer
+from kvfold.convert.families.rope import rope_table
+from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.tensors import torch_dtype
 from kvfold.convert.plan import Plan
@@ -98,7 +100,7 @@ def fold_calibrated(plan: Plan, write: Write, progress: Callable[[int], None]) -
     source = source_stream(plan)
     twin = Twin(source, plan.layout.config, plan.layout.tensors, recast=plan.request.dtype != "auto")
     tell(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration))
-    walk = Walk(source, twin, tokens.held_out, tokens.calibration)
+    walk = Walk(source, twin, tokens.held_out, tokens.calibration, profile=True)
     groups = []
     for step in walk:
         folded, chosen = fold_layer(plan, step)
@@ -130,17 +132,17 @@ def written_loss(folder: Path, measured: Calibrated) -> float:
 def fold_layer(plan: Plan, step: Step) -> tuple[AttentionWeights, grouping.Partition]:
     """The layer with its key/value heads folded, and which of them share."""
     weights = canonical_layer(plan, step.index)
-    rotary = pairing(plan, step.index)
+    rotary, context = fold_rotary(plan, step.index), fold_context(plan, step.index)
     statistics, kv_heads = step.statistics, plan.family.geometry(plan.layout.config).kv_heads
     if statistics is None:
         raise ValueError("step: expected statistics, found none")
     plain = grouping.contiguous(weights.kv_heads, kv_heads)
     if grouping_of(plan) == "contiguous":
-        return principal.fold(weights, statistics, rotary, plain), plain
+        return principal.fold(weights, statistics, rotary, plain, context), plain
     choice = grouping.choose(
         grouping.candidates(weights, statistics, rotary, kv_heads),
         lambda folded: step.attention_error(plan.layout.encode(step.index, folded)),
-        lambda groups: principal.fold(weights, statistics, rotary, groups),
+        lambda groups: principal.fold(weights, statistics, rotary, groups, context),
     )
     return choice.weights, choice.groups
 
@@ -176,10 +178,23 @@ def canonical_layer(plan: Plan, layer: int) -> AttentionWeights:
     return read_layer(plan.family, plan.checkpoint.config, layer, reader(plan, layer))
 
 
-def pairing(plan: Plan, layer: int) -> Rotary:
-    """Which dims of a head rotate together in ``layer``; folding never mixes pairs, so frequencies do not matter."""
-    rotates = plan.family.layer(plan.checkpoint.config, layer).rotates
-    return Rotary(torch.zeros(plan.geometry.rotary_dims // 2 if rotates else 0, dtype=torch.float64))
+def fold_rotary(plan: Plan, layer: int) -> Rotary:
+    """The frequencies that a fold is fitted for; they guide it, whatever they are, rotation itself stays the model's.
+
+    Rope types whose frequencies move with the length of the text (dynamic) count as what they are for short ones.
+    """
+    config = dict(plan.checkpoint.config)
+    try:
+        return layer_rotary(plan.family, config, layer, "short")
+    except InputError:
+        plain = {"rope_type": "default", "rope_theta": rope_table(plan.family, config)["rope_theta"]}
+        return layer_rotary(plan.family, config | {"rope_scaling": None, "rope_parameters": plain}, layer)
+
+
+def fold_context(plan: Plan, layer: int) -> int:
+    """How many positions back ``layer`` has to see."""
+    window = plan.family.layer(plan.checkpoint.config, layer).window
+    return min(plan.geometry.positions, window or plan.geometry.positions)
 
 
 def grouping_of(plan: Plan) -> str:
