@@ -46,8 +46,10 @@ class StatisticsAccumulator:
         if self._gram is None or self._sum is None:
             raise ValueError("statistics: expected at least one batch, found none")
         profile = self._gram.new_zeros(0, 0) if self._profile is None else self._profile / self._sequences
-        gram = self._gram.triu() + self._gram.triu(1).T
-        return LayerStatistics(gram / self._tokens, self._sum / self._tokens, self._tokens, profile)
+        gram = self._gram.triu()
+        gram += self._gram.triu(1).T
+        gram /= self._tokens
+        return LayerStatistics(gram, self._sum / self._tokens, self._tokens, profile)
 
     def _add_profile(self, output: LayerOutput) -> None:
         if output.query is None or output.key is None:
