@@ -18,7 +18,7 @@ from kvfold.convert.transforms import normed
 from kvfold.convert.transforms.linalg import head_moments, input_moment, with_bias
 from kvfold.convert.transforms.principal_keys import share_keys
 from kvfold.convert.transforms.principal_values import fold_constants, output_metric, share_values
-from kvfold.convert.transforms.score_fit import distance_weights, fit_scores, pair_basis, turning
+from kvfold.convert.transforms.score_fit import fit_scores, pair_basis, turning
 from kvfold.convert.transforms.shared_head import SharedHead, balance
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
@@ -34,9 +34,9 @@ def fold(
     """Folds the ``G`` KV heads to ``len(groups)``; ``groups[i]`` lists the source heads of new head ``i``.
 
     Query heads (and with them the columns of ``o``) are reordered so that query head ``h`` again reads KV head
-    ``h // (H // len(groups))``. Computed in float64, returned in float32 on the device of ``weights``. ``context`` is how
-    many positions the result has to serve (the model's limit, or the layer's window): keys are fitted for all distances
-    below it, also those that the calibration text was too short for.
+    ``h // (H // len(groups))``. Computed in float64, returned in float32 on the device of ``weights``. ``context`` is
+    how many positions the result has to serve (the model's limit, or the layer's window): keys are fitted for all
+    distances below it, also those that the calibration text was too short for.
     Raises ValueError when ``groups`` is not a partition of the KV heads into equal parts.
     """
     check_partition(groups, weights.kv_heads)
@@ -47,20 +47,20 @@ def fold(
         return in_float32(source)
     parts = [range(start, start + size) for start in range(0, weights.kv_heads, size)]
     profile = statistics.profile.to(weights.q.device)[query_order(groups, weights.heads // weights.kv_heads)]
-    folded = fold_keys(source, moment, rotary, parts, distance_weights(profile, context))
+    folded = fold_keys(source, moment, rotary, parts, turning(profile, context, rotary, weights.head_dim))
     return in_float32(fold_values(source, folded, moment, parts))
 
 
 def fold_keys(
-    weights: AttentionWeights, moment: Tensor, rotary: Rotary, parts: Sequence[range], distances: Tensor
+    weights: AttentionWeights, moment: Tensor, rotary: Rotary, parts: Sequence[range], turn: Tensor
 ) -> AttentionWeights:
     """Shared keys for consecutive ``parts`` of the KV heads, the queries that fit them, and their norms.
 
-    ``distances [H, S]``: how much each distance counts for each query head.
+    ``turn [H, D, D]``: the distances that count for each query head, from `turning`.
     """
     keys = normed.linearise(with_bias(weights.k, weights.k_bias), weights.k_norm, moment)
     queries = normed.linearise(with_bias(weights.q, weights.q_bias), weights.q_norm, moment)
-    heads = key_heads(keys.affine, queries.affine, moment, rotary, parts, distances)
+    heads = key_heads(keys.affine, queries.affine, moment, rotary, parts, turn)
     new_keys = keys.map(lambda rows: torch.stack([h.merge(rows[list(p)]) for h, p in zip(heads, parts, strict=True)]))
     decode = torch.cat([h.decode for h in heads])  # [H, D, D]
     new_queries = queries.map(lambda rows: decode.mT @ rows)
@@ -78,7 +78,7 @@ def fold_keys(
 
 
 def key_heads(
-    keys: Tensor, queries: Tensor, moment: Tensor, rotary: Rotary, parts: Sequence[range], distances: Tensor
+    keys: Tensor, queries: Tensor, moment: Tensor, rotary: Rotary, parts: Sequence[range], turn: Tensor
 ) -> list[SharedHead]:
     """The shared key head of every part, from rows ``keys [G, D, F]`` and ``queries [H, D, F]``.
 
@@ -99,8 +99,7 @@ def key_heads(
         weight = torch.unflatten(asked[readers], 0, (len(part), repeat)).sum(1)
         shared = share_keys(joint, weight, rotary.dims // 2).repeat_decode(repeat)
         if rotary.dims:
-            turn = turning(distances[readers], rotary, dims)
-            shared = fit_scores(shared, joint, asked[readers], turn, basis)
+            shared = fit_scores(shared, joint, asked[readers], turn[readers], basis)
         heads.append(balance(shared.in_units(scale), keys[members], blocks))
     return heads
 

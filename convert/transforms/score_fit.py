@@ -9,8 +9,8 @@ shared key lacks, another may stand in for. So let queries and keys be arbitrary
     sum_h  E | (A_h q_h)^T R(delta) (sum_j B_j k_j)  -  q_h^T R(delta) k_h |^2.
 
 Given one side, the other is a linear least-squares problem of size ``D``; a few alternations suffice.
-In the basis of complex pairs and their conjugates (unitary), rotation is diagonal, and averaging a moment over distances
-multiplies its entries by the characteristic function ``phi_h(w_a - w_b) = E e^{-i (w_a - w_b) delta}``.
+In the basis of complex pairs and their conjugates (unitary), rotation is diagonal, and averaging a moment over
+distances multiplies its entries by the characteristic function ``phi_h(w_a - w_b) = E e^{-i (w_a - w_b) delta}``.
 """
 
 import torch
@@ -20,30 +20,41 @@ from kvfold.convert.transforms.shared_head import SharedHead
 from kvfold.convert.transforms.weights import Rotary
 
 ATTENTION_SHARE = 0.5
-"""How much of ``p_h`` is the distance profile of the head's attention. The rest falls off as ``1 / (1 + delta)`` over the
-whole context: keys that the head does not attend to must keep their low scores."""
+"""How much of ``p_h`` is the head's attention by distance, as measured. The rest falls off as ``1 / (1 + delta)`` over
+the whole context: keys that a head does not attend to must keep their low scores, beyond the calibration's length too
+(a fit for distances up to 256 alone was worth nothing at 512)."""
+
+FARTHEST = 131072
+"""Distances above count no more: each doubling of the context adds ever less."""
 
 ROUNDS = 10
 RIDGE = 1e-6
+CHUNK = 4096
 
 
-def distance_weights(profile: Tensor, context: int) -> Tensor:
-    """``profile [H, S]`` of attention by distance -> ``p_h [H, max(S, context)]``, rows summing to 1."""
-    heads, measured = profile.shape
-    distance = torch.arange(max(measured, context), dtype=torch.float64, device=profile.device)
-    spread = 1 / (1 + distance)
-    weights = (1 - ATTENTION_SHARE) * (spread / spread.sum()).repeat(heads, 1)
-    weights[:, :measured] += ATTENTION_SHARE * profile.double()
-    return weights
+def turning(profile: Tensor, context: int, rotary: Rotary, dims: int) -> Tensor:
+    """Characteristic functions ``[H, D, D]``, complex, of the distances that count, in the basis of `pair_basis`.
 
-
-def turning(weights: Tensor, rotary: Rotary, dims: int) -> Tensor:
-    """Characteristic functions ``[H, D, D]``, complex, of the distances ``weights [H, S]`` in the basis of `pair_basis`."""
-    theta = rotary.theta.double().to(weights.device)
+    ``profile [H, S]`` is attention by distance; ``context`` how far tokens may be apart at all.
+    """
+    theta = rotary.theta.double().to(profile.device)
     speed = torch.cat((theta, -theta, theta.new_zeros(dims - rotary.dims)))
-    distance = torch.arange(weights.shape[1], dtype=torch.float64, device=weights.device)
-    turn = torch.polar(torch.ones_like(distance)[None], -speed[:, None] * distance)  # [D, S]
-    return torch.stack([(turn * row) @ turn.mH for row in weights])
+    reach = max(profile.shape[1], min(context, FARTHEST))
+    spread = 1 / (1 + torch.arange(reach, dtype=torch.float64, device=profile.device))
+    spread = _characteristic(spread / spread.sum(), speed)
+    seen = torch.stack([_characteristic(row, speed) for row in profile.double()])
+    return ATTENTION_SHARE * seen + (1 - ATTENTION_SHARE) * spread
+
+
+def _characteristic(weights: Tensor, speed: Tensor) -> Tensor:
+    """``sum_delta weights[delta] e^{-i (speed_a - speed_b) delta}``, ``[D, D]``, in chunks of distances."""
+    result = torch.zeros(len(speed), len(speed), dtype=torch.complex128, device=speed.device)
+    for start in range(0, len(weights), CHUNK):
+        part = weights[start : start + CHUNK]
+        angle = -speed[:, None] * torch.arange(start, start + len(part), device=speed.device)
+        turn = torch.polar(torch.ones_like(angle), angle)
+        result += (turn * part) @ turn.mH
+    return result
 
 
 def pair_basis(rotary: Rotary, dims: int) -> Tensor:
@@ -60,8 +71,8 @@ def fit_scores(start: SharedHead, keys: Tensor, queries: Tensor, turn: Tensor, b
     """Improves ``start`` by alternating least squares.
 
     ``keys [m, D, m, D] = E[k k^T]`` of the members, ``queries [n, D, D] = E[q q^T]`` of the ``n`` query heads that read
-    them (``n / m`` each, in order), ``turn [n, D, D]`` from `turning`. The result's ``decode [n, D, D]`` has one map per
-    query head. Where ``start`` is exact, it is returned as it is, up to rounding.
+    them (``n / m`` each, in order), ``turn [n, D, D]`` from `turning`; ``decode [n, D, D]`` has one map per query head.
+    Where ``start`` is exact, it is returned as it is, up to rounding.
     """
     reads = torch.arange(len(queries), device=queries.device) // (len(queries) // len(keys))  # member of each query
     encode, absorb = start.encode, start.decode.mT
@@ -75,12 +86,27 @@ def fit_scores(start: SharedHead, keys: Tensor, queries: Tensor, turn: Tensor, b
         wanted = torch.zeros_like(encode).index_add_(0, reads, wanted)
         found = _averaged(asked @ absorb.mT, turn.conj(), basis).sum(0)
         encode = _closer(encode, found, wanted)
-    return SharedHead(encode, absorb.mT, start.lost, start.total)
+    lost, total = _energies(encode, absorb, keys, queries, turn, basis, reads)
+    return SharedHead(encode, absorb.mT, lost, total)
+
+
+def _energies(
+    encode: Tensor, absorb: Tensor, keys: Tensor, queries: Tensor, turn: Tensor, basis: Tensor, reads: Tensor
+) -> tuple[float, float]:
+    """The objective at ``encode``, ``absorb``, and its value for scores of 0."""
+    shared = torch.einsum("jab,jbkc->akc", encode, keys)
+    cross = _averaged(shared.transpose(0, 1)[reads], turn, basis)
+    found = _averaged(torch.einsum("akc,kdc->ad", shared, encode), turn, basis)
+    own = _averaged(keys.diagonal(dim1=0, dim2=2).permute(2, 0, 1)[reads], turn, basis)
+    total = (queries * own).sum()
+    lost = total - 2 * (absorb @ queries * cross).sum() + ((absorb @ queries @ absorb.mT) * found).sum()
+    return lost.item(), total.item()
 
 
 def _averaged(moment: Tensor, turn: Tensor, basis: Tensor) -> Tensor:
     """``E_delta[R moment R^T]``, real: ``moment [..., D, D]`` with ``turn [..., D, D]``."""
-    return (basis.mH @ ((basis @ moment.to(basis.dtype) @ basis.mH) * turn) @ basis).real
+    turned = (basis @ moment.to(basis.dtype) @ basis.mH) * turn
+    return torch.real(basis.mH @ turned @ basis)
 
 
 def _closer(old: Tensor, found: Tensor, wanted: Tensor) -> Tensor:
