@@ -186,7 +186,9 @@ def bench_walk(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     started = time.perf_counter()
     stream = CheckpointStream(config, source.read, source.shapes)
-    walk = Walk(stream, Twin(stream, changed, planned), tokens[arguments.samples :], tokens[: arguments.samples])
+    walk = Walk(
+        stream, Twin(stream, changed, planned), tokens[arguments.samples :], tokens[: arguments.samples], profile=True
+    )
     marks = [time.perf_counter()]
     for step in walk:
         layer = read_layer(family, config, step.index, source.read)
