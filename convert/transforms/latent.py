@@ -1,10 +1,11 @@
 """MHA or GQA into multi-head latent attention, from calibration statistics.
 
 1. Rotary keys: the principal complex components over the heads at the frequencies that ``Slots`` names.
-2. What remains of the keys loses its rotation; its best constant stand-in, the gain of ``pair_gains``, goes into
-   ``uk``.
+2. What remains of the keys loses its rotation; the gain of ``pair_gains`` is the constant that stands in for it.
 3. The rest of the keys, in units of scores, and the values, in units of the layer's output, share one latent: the
-   principal components of both together. ``uk`` and ``uv`` are the least-squares readings of keys and values from it.
+   principal components of both together.
+4. From there ``latent_fit`` alternates between readings and cached rows: a head may then read any rotary key, not only
+   its own pair's, and make up for a lost rotation with one of another frequency.
 """
 
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfold.convert.transforms.latent_fit import ROUNDS, Fit, Layer, alternate, make_problem
 from kvfold.convert.transforms.latent_weights import LatentWeights
 from kvfold.convert.transforms.rope_slots import (
-    PairKeys,
     Slots,
     components,
     pair_gains,
@@ -40,13 +41,10 @@ class Basis:
 
 @dataclass(frozen=True)
 class RotarySplit:
-    """Slots' keys ``key [P/2, E+1]`` and queries ``query [H, P/2, E+1]``; ``rest [G, L, E+1]`` what they leave.
+    """Slots' keys ``rows [P, E+1]``, each head's ``reading [H, D, P]`` of them, ``rest [G, L, E+1]`` complex."""
 
-    Complex.
-    """
-
-    key: Tensor
-    query: Tensor
+    rows: Tensor
+    reading: Tensor
     rest: Tensor
 
 
@@ -59,57 +57,81 @@ def to_latent(
     *,
     scale: float | None = None,
     centred: bool = True,
+    rounds: int = ROUNDS,
 ) -> LatentWeights:
-    """A layer with ``rank`` latent channels; ``centred`` takes the mean out of the latent and gives it to the biases.
+    """A layer with ``rank`` latent channels.
 
-    ``scale`` multiplies the source's scores; ``head_dim ** -0.5`` unless given. A layer that does not rotate gets zero
+    ``centred`` takes the mean out of the latent and gives it to the biases; without it the result has no bias that the
+    source has not. ``scale`` multiplies the source's scores; ``head_dim ** -0.5`` unless given. ``rounds`` of
+    alternating least squares; 0 leaves the principal components as they are. A layer that does not rotate gets zero
     rotary keys. The result is in at least float32.
     """
+    layer = linear_layer(weights, rotary, scale)
     split = split_rotary(weights, statistics, rotary, slots)
     gains = pair_gains(statistics, rotary).to(weights.q.device)
     keys = unrotated_keys(weights, rotary, split.rest)
-    stood_in = apply_gains(keys, gains, rotary)
-    values = with_bias(weights.v, weights.v_bias)
-    basis = joint_basis(
-        key_units(weights, statistics, rotary, gains, keys), value_units(weights, values), statistics, rank, centred
+    blocks = key_units(weights, statistics, rotary, gains, keys), value_units(layer)
+    basis = joint_basis(*blocks, statistics, rank, centred)
+    fit = first_fit(split, apply_gains(keys, gains, rotary), layer.values, basis)
+    if rounds:
+        problem = make_problem(layer, statistics, rotary, slots.theta, rank, centred=centred)
+        fit = alternate(problem, fit, rounds)
+    return assemble(weights, layer, statistics, fit, slots, centred=centred)
+
+
+def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float | None) -> Layer:
+    """The layer as maps on ``[x; 1]``, the rotary amplitude multiplied into queries and keys."""
+    metric = torch.einsum("ehd,ehc->hdc", weights.o.double(), weights.o.double())
+    return Layer(
+        queries=amplified(with_bias(weights.q, weights.q_bias), rotary),
+        keys=amplified(with_bias(weights.k, weights.k_bias), rotary),
+        values=with_bias(weights.v, weights.v_bias),
+        metric=metric.reshape(weights.kv_heads, -1, *metric.shape[1:]).sum(1),
+        scale=weights.head_dim**-0.5 if scale is None else scale,
     )
-    return assemble(weights, statistics, rotary, split, stood_in, values, basis, slots, scale, centred)
+
+
+def amplified(rows: Tensor, rotary: Rotary) -> Tensor:
+    """``[heads, D, n]`` with the rotating dims times the rotary amplitude."""
+    return torch.cat([rows[:, : rotary.dims] * rotary.amplitude, rows[:, rotary.dims :]], 1)
 
 
 def split_rotary(weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, slots: Slots) -> RotarySplit:
-    """Rotary keys of the slots, the queries that read them, and what is left of every key."""
-    wide = weights.model_dim + 1
-    if not rotary.dims:
-        empty = torch.zeros(0, dtype=torch.complex128, device=weights.q.device)
-        count = slots.rope_dim // 2
-        return RotarySplit(
-            empty.new_zeros(count, wide),
-            empty.new_zeros(weights.heads, count, wide),
-            empty.new_zeros(weights.kv_heads, 0, wide),
-        )
+    """Rotary keys of the slots, how heads read them, and what is left of every key."""
+    wide, head_dim, half = weights.model_dim + 1, weights.head_dim, rotary.dims // 2
+    reading = torch.zeros(weights.heads, head_dim, slots.rope_dim, dtype=torch.float64, device=weights.q.device)
+    if not half:
+        rest = torch.zeros(weights.kv_heads, 0, wide, dtype=torch.complex128, device=weights.q.device)
+        return RotarySplit(reading.new_zeros(slots.rope_dim, wide), reading, rest)
     pairs = pair_keys(weights, statistics, rotary)
     scales = query_scales(pairs)
     _, vectors = components(pairs)
-    split = [_split_pair(pairs, scales, vectors, pair, count) for pair, count in enumerate(slots.counts)]
-    key, query, rest = (list(parts) for parts in zip(*split, strict=True))
-    return RotarySplit(torch.cat(key), torch.cat(query, 1), torch.stack(rest, 1))
+    keys, rest, slot = [], [], 0
+    for pair, count in enumerate(slots.counts):
+        key, factor, left = _split_pair(pairs.k[:, pair], scales[:, pair], vectors[pair, :, :count])
+        factor = factor.repeat_interleave(weights.heads // weights.kv_heads, 0)  # [H, count]: own key = factor . key
+        _read_pair(reading, factor, pair, half, slot)
+        keys.append(key)
+        rest.append(left)
+        slot += count
+    return RotarySplit(_real(torch.cat(keys)), reading, torch.stack(rest, 1))
 
 
-def _split_pair(
-    pairs: PairKeys, scales: Tensor, vectors: Tensor, pair: int, count: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One frequency.
-
-    ``count`` shared keys ``[count, E+1]``, their queries ``[H, count, E+1]`` and the rest ``[G, E+1]``.
-    """
-    scale, basis, key = scales[:, pair], vectors[pair, :, :count], pairs.k[:, pair]
+def _split_pair(key: Tensor, scale: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One frequency, ``key [G, E+1]``: shared keys ``[count, E+1]``, each head's factors ``[G, count]``, the rest."""
     shared = basis.mH @ (scale[:, None] * key)
-    rest = key - (basis / scale[:, None]) @ shared
-    group = pairs.q.shape[0] // pairs.k.shape[0]
-    reading = (basis.conj() / scale[:, None]).repeat_interleave(group, 0)
-    query = reading[:, :, None] * pairs.q[:, pair, None, :]
+    factor = basis / scale[:, None]
     unit = scale.square().mean().sqrt()
-    return shared / unit, query * unit, rest
+    return shared / unit, factor * unit, key - factor @ shared
+
+
+def _read_pair(reading: Tensor, factor: Tensor, pair: int, half: int, slot: int) -> None:
+    """Enter complex factors ``[H, count]`` of ``pair`` on the slots from ``slot`` on into ``reading [H, D, P]``."""
+    slots = reading.shape[2] // 2
+    real, imaginary = slice(slot, slot + factor.shape[1]), slice(slots + slot, slots + slot + factor.shape[1])
+    reading[:, pair, real] = reading[:, half + pair, imaginary] = factor.real
+    reading[:, half + pair, real] = factor.imag
+    reading[:, pair, imaginary] = -factor.imag
 
 
 def unrotated_keys(weights: AttentionWeights, rotary: Rotary, rest: Tensor) -> Tensor:
@@ -117,7 +139,7 @@ def unrotated_keys(weights: AttentionWeights, rotary: Rotary, rest: Tensor) -> T
 
     The rotary amplitude is multiplied in.
     """
-    keys = with_bias(weights.k, weights.k_bias)
+    keys = amplified(with_bias(weights.k, weights.k_bias), rotary)
     return torch.cat([rest.real, rest.imag, keys[:, rotary.dims :]], 1)
 
 
@@ -130,17 +152,11 @@ def apply_gains(keys: Tensor, gains: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat([a * real - b * imaginary, a * imaginary + b * real, still], 1)
 
 
-def amplified_queries(weights: AttentionWeights, rotary: Rotary) -> Tensor:
-    """Queries ``[H, D, E+1]``, the rotary amplitude multiplied into the rotating dims."""
-    rows = with_bias(weights.q, weights.q_bias)
-    return torch.cat([rows[:, : rotary.dims] * rotary.amplitude, rows[:, rotary.dims :]], 1)
-
-
 def key_units(
     weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, gains: Tensor, keys: Tensor
 ) -> Tensor:
     """Keys ``[G, D, E+1]`` in units of scores: their squared length is the energy of the scores that they cause."""
-    queries = amplified_queries(weights, rotary)
+    queries = amplified(with_bias(weights.q, weights.q_bias), rotary)
     moment = second_moment(statistics).to(queries.device)
     energy = torch.einsum("hde,ef,hdf->hd", queries, moment, queries)
     half = rotary.dims // 2
@@ -149,15 +165,11 @@ def key_units(
     return keys * energy.unflatten(0, (weights.kv_heads, -1)).sum(1).clamp_min(0).sqrt()[..., None]
 
 
-def value_units(weights: AttentionWeights, values: Tensor) -> Tensor:
-    """Values ``[G, D, E+1]`` in units of the layer's output.
-
-    ``M^{1/2} v``, ``M`` summed over the queries of the head.
-    """
-    metric = torch.einsum("ehd,ehc->hdc", weights.o.double(), weights.o.double())
-    energy, vectors = torch.linalg.eigh(metric.unflatten(0, (weights.kv_heads, -1)).sum(1))
+def value_units(layer: Layer) -> Tensor:
+    """Values ``[G, D, E+1]`` in units of the layer's output: ``M^{1/2} v``."""
+    energy, vectors = torch.linalg.eigh(layer.metric)
     root = vectors * energy.clamp_min(0).sqrt()[:, None] @ vectors.mT
-    return root @ values
+    return root @ layer.values
 
 
 def joint_basis(keys: Tensor, values: Tensor, statistics: LayerStatistics, rank: int, centred: bool) -> Basis:
@@ -196,50 +208,45 @@ def principal_basis(rows: Tensor, root: Tensor, rank: int) -> Basis:
     return Basis(torch.nn.functional.pad(down, (0, 0, 0, spare)), torch.nn.functional.pad(readout, (0, spare)))
 
 
+def first_fit(split: RotarySplit, keys: Tensor, values: Tensor, basis: Basis) -> Fit:
+    """Slots and basis as a fit. ``keys [H, D, E+1]`` without rotation, ``values [G, D, E+1]``."""
+    latent = torch.nn.functional.pad(basis.down, (0, 1))
+    reading = torch.cat([split.reading, basis.read(keys[..., :-1])], -1)
+    return Fit(torch.cat([split.rows, latent]), reading, basis.read(values[..., :-1]))
+
+
 def assemble(
-    weights: AttentionWeights,
-    statistics: LayerStatistics,
-    rotary: Rotary,
-    split: RotarySplit,
-    keys: Tensor,
-    values: Tensor,
-    basis: Basis,
-    slots: Slots,
-    scale: float | None,
-    centred: bool,
+    weights: AttentionWeights, layer: Layer, statistics: LayerStatistics, fit: Fit, slots: Slots, *, centred: bool
 ) -> LatentWeights:
-    """Everything in the terms of ``LatentWeights``; the value mean goes into the output bias."""
+    """Everything in the terms of ``LatentWeights``; constant values go into the output bias."""
     keep = torch.promote_types(weights.q.dtype, torch.float32)
-    group = weights.heads // weights.kv_heads
+    rope, group = slots.rope_dim, weights.heads // weights.kv_heads
     mean = statistics.mean.double().to(weights.q.device)
-    queries = amplified_queries(weights, rotary)
-    rope_key = _real(split.key)
-    rope_query = _real(split.query)
-    down_bias = -(basis.down @ mean) if centred else None
-    constant = values[..., -1] + (values[..., :-1] @ mean if centred else 0)
+    rope_key, down = fit.rows[:rope], fit.rows[rope:, :-1]
+    rope_query = torch.einsum("hdp,hde->hpe", fit.reading[..., :rope], layer.queries)
+    constant = layer.values[..., -1] + (layer.values[..., :-1] @ mean if centred else 0)
+    moved = centred or weights.v_bias is not None
     return LatentWeights(
-        down=basis.down,
-        rope_key=rope_key[..., :-1],
-        q_nope=queries[..., :-1],
+        down=down,
+        rope_key=rope_key[:, :-1],
+        q_nope=layer.queries[..., :-1],
         q_rope=rope_query[..., :-1],
-        uk=basis.read(keys[..., :-1]),
-        uv=basis.read(values[..., :-1]).repeat_interleave(group, 0),
+        uk=fit.reading[..., rope:],
+        uv=fit.values.repeat_interleave(group, 0),
         o=weights.o,
         theta=slots.theta,
-        scale=weights.head_dim**-0.5 if scale is None else scale,
-        down_bias=down_bias,
-        rope_key_bias=None if weights.k_bias is None else rope_key[..., -1],
-        q_nope_bias=None if weights.q_bias is None else queries[..., -1],
+        scale=layer.scale,
+        down_bias=-(down @ mean) if centred else None,
+        rope_key_bias=rope_key[:, -1] if centred or weights.k_bias is not None else None,
+        q_nope_bias=None if weights.q_bias is None else layer.queries[..., -1],
         q_rope_bias=None if weights.q_bias is None else rope_query[..., -1],
-        o_bias=_output_bias(weights, constant.repeat_interleave(group, 0))
-        if centred or weights.v_bias is not None
-        else weights.o_bias,
+        o_bias=_output_bias(weights, constant.repeat_interleave(group, 0)) if moved else weights.o_bias,
     ).map(lambda tensor: tensor.to(keep).contiguous())
 
 
 def _real(rows: Tensor) -> Tensor:
-    """Complex ``[..., n, E+1]`` as half-split real ``[..., 2n, E+1]``."""
-    return torch.cat([rows.real, rows.imag], -2)
+    """Complex ``[n, E+1]`` as half-split real ``[2n, E+1]``."""
+    return torch.cat([rows.real, rows.imag])
 
 
 def _output_bias(weights: AttentionWeights, constant: Tensor) -> Tensor:

@@ -6,9 +6,17 @@ the principal component over the heads' weights. What is left of the keys loses 
 
 import torch
 
-from kvfold.convert.transforms.latent import Basis, assemble, principal_basis, split_rotary, unrotated_keys
+from kvfold.convert.transforms.latent import (
+    Basis,
+    assemble,
+    first_fit,
+    linear_layer,
+    principal_basis,
+    split_rotary,
+    unrotated_keys,
+)
 from kvfold.convert.transforms.latent_weights import LatentWeights
-from kvfold.convert.transforms.rope_slots import Slots, with_bias
+from kvfold.convert.transforms.rope_slots import Slots
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 
@@ -28,10 +36,10 @@ def svd_latent(
     model_dim, device = weights.model_dim, weights.q.device
     zeros, eye = torch.zeros(model_dim, dtype=torch.float64), torch.eye(model_dim, dtype=torch.float64)
     blank = LayerStatistics(eye, zeros, 0, torch.ones(weights.heads, 1, dtype=torch.float64)).to(device)
-    split = split_rotary(weights, blank, rotary, slots)
-    keys, values = unrotated_keys(weights, rotary, split.rest), with_bias(weights.v, weights.v_bias)
-    basis = principal_basis(torch.cat([keys, values])[..., :-1].flatten(0, 1), eye.to(device), rank)
+    layer, split = linear_layer(weights, rotary, scale), split_rotary(weights, blank, rotary, slots)
+    keys = unrotated_keys(weights, rotary, split.rest)
+    basis = principal_basis(torch.cat([keys, layer.values])[..., :-1].flatten(0, 1), eye.to(device), rank)
     expected = (basis.down if gain is None else basis.down * gain.to(device).double()).norm().clamp_min(1e-30)
     basis = Basis(basis.down / expected, basis.readout * expected)
     per_head = keys.repeat_interleave(weights.heads // weights.kv_heads, 0)
-    return assemble(weights, blank, rotary, split, per_head, values, basis, slots, scale, centred=False)
+    return assemble(weights, layer, blank, first_fit(split, per_head, layer.values, basis), slots, centred=False)

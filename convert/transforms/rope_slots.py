@@ -100,18 +100,23 @@ def components(pairs: PairKeys) -> tuple[Tensor, Tensor]:
     return values.flip(-1).clamp_min(0), vectors.flip(-1)
 
 
-def pair_gains(statistics: LayerStatistics, rotary: Rotary, uniform: float = 0.5) -> Tensor:
-    """``m [H, L]`` complex: what is left of each pair's rotation when one constant must stand in for it.
-
-    ``m_{h,l} = sum_delta p_h(delta) e^{-i theta_l delta}`` with ``p`` a mixture of the head's attention profile and of
-    the distances of a uniform attention over the same context.
-    """
+def mixed_profile(statistics: LayerStatistics, uniform: float) -> Tensor:
+    """``[H, S]``: the heads' distance profiles, mixed with ``uniform`` parts of an attention that sees all alike."""
     profile = statistics.profile.double()
     length = profile.shape[1]
     flat = torch.arange(length, 0, -1, dtype=torch.float64, device=profile.device)
-    mixed = (1 - uniform) * profile + uniform * flat / flat.sum()
-    angle = torch.arange(length, dtype=torch.float64, device=profile.device)[:, None] * rotary.theta.to(profile.device)
-    return mixed.to(torch.complex128) @ torch.polar(torch.ones_like(angle), -angle)
+    return (1 - uniform) * profile + uniform * flat / flat.sum()
+
+
+def pair_gains(statistics: LayerStatistics, rotary: Rotary, uniform: float = 0.5) -> Tensor:
+    """``m [H, L]`` complex: what is left of each pair's rotation when one constant must stand in for it.
+
+    ``m_{h,l} = sum_delta p_h(delta) e^{-i theta_l delta}`` with ``p`` of ``mixed_profile``.
+    """
+    profile = mixed_profile(statistics, uniform)
+    distance = torch.arange(profile.shape[1], dtype=torch.float64, device=profile.device)
+    angle = distance[:, None] * rotary.theta.to(profile.device)
+    return profile.to(torch.complex128) @ torch.polar(torch.ones_like(angle), -angle)
 
 
 def survey(weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary) -> LayerSurvey:
