@@ -105,8 +105,8 @@ def _energies(
 
 def _averaged(moment: Tensor, turn: Tensor, basis: Tensor) -> Tensor:
     """``E_delta[R moment R^T]``, real: ``moment [..., D, D]`` with ``turn [..., D, D]``."""
-    turned = (basis @ moment.to(basis.dtype) @ basis.mH) * turn
-    return torch.real(basis.mH @ turned @ basis)
+    back: Tensor = basis.mH @ ((basis @ moment.to(basis.dtype) @ basis.mH) * turn) @ basis
+    return torch.real(back)
 
 
 def _closer(old: Tensor, found: Tensor, wanted: Tensor) -> Tensor:
@@ -114,4 +114,5 @@ def _closer(old: Tensor, found: Tensor, wanted: Tensor) -> Tensor:
     level = found.diagonal(dim1=-2, dim2=-1).mean(-1)
     level = torch.where(level > 0, level, 1.0)[..., None, None]
     held = RIDGE * level * torch.eye(found.shape[-1], dtype=found.dtype, device=found.device)
-    return old + torch.linalg.solve(found + held, wanted - found @ old)
+    step: Tensor = torch.linalg.solve(found + held, wanted - found @ old)
+    return old + step
