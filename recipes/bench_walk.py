@@ -99,8 +99,8 @@ def byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
-def forward(folder: Path, samples: int, length: int) -> float:
-    """Seconds of one stock forward pass over the calibration tokens, in batches, after a first small one."""
+def forward(folder: Path, samples: int, length: int) -> dict[str, float]:
+    """Wall and processor seconds of one stock forward pass over the calibration tokens, after a first small one."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from kvfold.convert.text import load_calibration
@@ -109,10 +109,10 @@ def forward(folder: Path, samples: int, length: int) -> float:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         model(tokens[:1, :32], use_cache=False)
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         for batch in torch.split(tokens, BATCH):
             model(batch, use_cache=False)
-        return time.perf_counter() - started
+        return {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - worked}
 
 
 def timed(command: list[str]) -> dict[str, Any]:
@@ -146,13 +146,14 @@ def bench_convert(arguments: argparse.Namespace) -> dict[str, Any]:
             command = [sys.executable, "-m", "kvfold.convert", "convert", str(work / "source"), str(work / "out")]
             converted = timed([*command, *options])
             shutil.rmtree(work / "out")
-            seconds = float(plain.pop("printed"))
+            passed = json.loads(plain.pop("printed"))
             rows.append(
                 {
-                    "forward_seconds": seconds,
+                    "forward": passed,
                     "forward_process": plain,
                     "convert": {key: value for key, value in converted.items() if key != "printed"},
-                    "ratio": converted["seconds"] / seconds,
+                    "ratio": converted["seconds"] / passed["seconds"],
+                    "cpu_ratio": converted["cpu_seconds"] / passed["cpu_seconds"],
                 }
             )
             print(json.dumps(rows[-1]), file=sys.stderr)
@@ -221,7 +222,7 @@ def machine() -> dict[str, Any]:
 
 def main() -> None:
     if sys.argv[1:2] == ["forward"]:
-        print(forward(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))
+        print(json.dumps(forward(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["convert", "walk"])
