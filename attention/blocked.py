@@ -4,8 +4,7 @@ Shapes: ``query [B, G, M, T, D]`` (``M`` query heads share a key head), ``key [B
 ``bias [1|B, 1|H, T, S]`` with ``H = G M``, result ``[B, G, M, T, Dv]``. A block is some queries of some heads against
 all the keys that any of them sees, so a row's softmax is complete in one block and nothing has to be merged; the
 backward pass makes each block's weights again instead of keeping them. Two registered operators, so that a traced
-graph holds one node whatever the number of blocks. Queries that see no key give zeros. CPUs multiply float16 matrices
-ten times slower than float32 ones, so there a block is widened first.
+graph holds one node whatever the number of blocks. Queries that see no key give zeros.
 """
 
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.mask import Visibility
+from kvfold.attention.products import add_spread, compiles_shapes, fast, is_slow, mix, row_products, shape_step
 
 _CPU_SCORES = 1 << 20  # scores held at once: few enough to stay in a core's cache
 _GPU_SCORES = 1 << 26
@@ -36,11 +36,11 @@ class _Block:
 
     def rows(self, tensor: Tensor) -> Tensor:
         """``[B, G, M, T, D]`` -> ``[n, M * rows, D]``."""
-        return _fast(tensor[self.batch, self.groups, :, self.first : self.last].flatten(2, 3).flatten(0, 1))
+        return fast(tensor[self.batch, self.groups, :, self.first : self.last].flatten(2, 3).flatten(0, 1))
 
     def keys(self, tensor: Tensor) -> Tensor:
         """``[B, G, S, D]`` -> ``[n, width, D]``, a view when the heads can be walked in one stride."""
-        return _fast(tensor[self.batch, self.groups, self.low : self.high].flatten(0, 1))
+        return fast(tensor[self.batch, self.groups, self.low : self.high].flatten(0, 1))
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,23 @@ class _Problem:
         keys = self.key.shape[2]
         budget = _CPU_SCORES if self.query.device.type == "cpu" else _GPU_SCORES
         width = keys if self.rule.window is None else min(keys, 2 * self.rule.window + _FEWEST_ROWS)
-        widened = self.key.shape[-1] if _is_slow(self.key) else 0
+        widened = self.key.shape[-1] if is_slow(self.key) else 0
         step = max(_FEWEST_ROWS, min(_MOST_ROWS, budget // max(1, members * width)))
         for first in range(0, queries, step):
             last = min(first + step, queries)
-            low, high = self.rule.key_range(first, last, keys)
+            low, high = self._even(*self.rule.key_range(first, last, keys))
             if low == high:
                 continue
             fits = max(1, budget // (max(members * (last - first), widened) * (high - low)))
             for part in _parts(batch, groups, fits, self.one_stride()):
                 yield _Block(*part, first, last, low, high)
+
+    def _even(self, low: int, high: int) -> tuple[int, int]:
+        """Widened to few different widths where each costs a compilation; the mask hides what is too many."""
+        if low == high or not compiles_shapes(self.key):
+            return low, high
+        step = shape_step(self.key.shape[2])
+        return low // step * step, min(self.key.shape[2], -(-high // step) * step)
 
     def one_stride(self) -> bool:
         """Whether sequences and heads of keys and values can be flattened without a copy."""
@@ -79,7 +86,7 @@ class _Problem:
         rows, keys = block.rows(self.query), block.keys(self.key)
         shape = (*rows.shape[:2], keys.shape[1])
         scores = scratch[: shape[0] * shape[1] * shape[2]].view(shape)
-        torch.baddbmm(scores, rows, keys.mT, beta=0, alpha=self.scale, out=scores)
+        row_products(rows, keys, self.scale, scores)
         parts = self.unflatten(scores, block)
         if self.bias is not None:
             parts += self.bias_of(block)
@@ -128,16 +135,7 @@ class _Problem:
             * (members * (b.last - b.first) * (b.high - b.low))
             for b in self.blocks()
         )
-        return _fast(self.query.new_empty(0)).new_empty(max(sizes, default=0))
-
-
-def _is_slow(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float16 and tensor.device.type == "cpu"
-
-
-def _fast(tensor: Tensor) -> Tensor:
-    """In a dtype whose matrix products are fast."""
-    return tensor.float() if _is_slow(tensor) else tensor
+        return fast(self.query.new_empty(0)).new_empty(max(sizes, default=0))
 
 
 def _parts(batch: int, groups: int, fits: int, one_stride: bool) -> Iterator[tuple[slice, slice]]:
@@ -158,7 +156,7 @@ def _forward(problem: _Problem) -> Tensor:
     scratch = problem.scratch()
     for block in problem.blocks():
         weights = problem.weights(block, scratch)
-        mixed = torch.bmm(weights, block.keys(problem.value))
+        mixed = mix(weights, block.keys(problem.value))
         part = result[block.batch, block.groups, :, block.first : block.last]
         part.copy_(mixed.view(part.shape))
     return result
@@ -175,17 +173,17 @@ def _backward(problem: _Problem, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     for block in problem.blocks():
         weights = problem.weights(block, scratch)
         rows, out = block.rows(problem.query), block.rows(grad)
-        block.keys(value_grad).add_(torch.bmm(weights.mT, out))
+        add_spread(block.keys(value_grad), weights, out)
         change = other[: weights.numel()].view(weights.shape)
-        torch.bmm(out, block.keys(problem.value).mT, out=change)
+        row_products(out, block.keys(problem.value), 1.0, change)
         change -= (change * weights).sum(-1, keepdim=True)
         change *= weights
         if problem.bias is not None:
             part = problem.bias_of(block, bias_grad)
             part += problem.unflatten(change, block).sum_to_size(part.shape)
         part = query_grad[block.batch, block.groups, :, block.first : block.last]
-        part.copy_((torch.bmm(change, block.keys(problem.key)) * problem.scale).view(part.shape))
-        block.keys(key_grad).add_(torch.bmm(change.mT, rows), alpha=problem.scale)
+        part.copy_((mix(change, block.keys(problem.key)) * problem.scale).view(part.shape))
+        add_spread(block.keys(key_grad), change, rows, problem.scale)
     like = problem.query.dtype
     return query_grad, key_grad.to(like), value_grad.to(like), bias_grad.to(like)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.attention import blocked, grouped_attention, latent_attention, reference
+from kvfold.attention import blocked, grouped_attention, latent_attention, products, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BATCHES = {1: [40, 60], 2: [20, 30], 7: [6, 9], 33: [1, 2, 3]}  # enough rows for an error to be an average
@@ -158,6 +158,7 @@ def block_size(request, monkeypatch):
     monkeypatch.setattr(blocked, "_CPU_SCORES", request.param)
     if request.param == 64:
         monkeypatch.setattr(blocked, "_FEWEST_ROWS", 3)
+        monkeypatch.setattr(products, "_FEWEST", 8)
 
 
 def fresh(tensors: list[Tensor], draw: int) -> list[Tensor]:

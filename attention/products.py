@@ -1,0 +1,67 @@
+"""The three matrix products of a block, in the form in which a CPU does them fast.
+
+Shapes: ``n`` pairs of sequence and key head, ``r`` rows (queries), ``w`` keys, ``d`` dims of a head. Two habits of CPUs
+are worked around, and neither touches float32, float64 or a GPU:
+
+* float16 matrices are multiplied ten times slower than float32 ones: they are widened;
+* for bfloat16, oneDNN compiles a program for every new shape, a millisecond and a megabyte each, and while decoding
+  every step has a new number of keys. So a multiple of ``shape_step`` of the keys is multiplied in bfloat16, and the
+  few that remain in float32.
+"""
+
+import torch
+from torch import Tensor
+
+_FEWEST = 256
+
+
+def shape_step(keys: int) -> int:
+    """Numbers of keys are made multiples of this, a power of two: at most 32 shapes, at least 256 keys apart."""
+    return max(_FEWEST, 1 << max(0, (keys // 16).bit_length() - 1))
+
+
+def compiles_shapes(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
+
+
+def is_slow(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float16 and tensor.device.type == "cpu"
+
+
+def fast(tensor: Tensor) -> Tensor:
+    """In a dtype whose matrix products are fast."""
+    return tensor.float() if is_slow(tensor) else tensor
+
+
+def _even(tensor: Tensor, keys: int) -> int:
+    """How many of ``keys`` go into the product in ``tensor``'s own dtype."""
+    return keys // shape_step(keys) * shape_step(keys) if compiles_shapes(tensor) else keys
+
+
+def row_products(rows: Tensor, keys: Tensor, scale: float, out: Tensor) -> None:
+    """``out = scale * rows keys^T``: ``rows [n, r, d]``, ``keys [n, w, d]``, ``out [n, r, w]``."""
+    even = _even(keys, keys.shape[1])
+    if even == keys.shape[1]:
+        torch.baddbmm(out, rows, keys.mT, beta=0, alpha=scale, out=out)
+        return
+    if even:
+        out[..., :even] = torch.baddbmm(out[..., :even], rows, keys[:, :even].mT, beta=0, alpha=scale)
+    out[..., even:] = torch.bmm(rows.float(), keys[:, even:].float().mT).mul_(scale)
+
+
+def mix(weights: Tensor, values: Tensor) -> Tensor:
+    """``weights values``: ``[n, r, w]``, ``[n, w, d]`` -> ``[n, r, d]``, in at least the dtype of ``values``."""
+    even = _even(values, values.shape[1])
+    if even == values.shape[1]:
+        return torch.bmm(weights, values)
+    rest = torch.bmm(weights[..., even:].float(), values[:, even:].float())
+    return rest if even == 0 else rest.add_(torch.bmm(weights[..., :even].contiguous(), values[:, :even]))
+
+
+def add_spread(total: Tensor, weights: Tensor, rows: Tensor, scale: float = 1.0) -> None:
+    """``total += scale * weights^T rows``: ``[n, w, d]``, ``[n, r, w]``, ``[n, r, d]``."""
+    even = _even(rows, weights.shape[-1])
+    if even:
+        total[:, :even].add_(torch.bmm(weights[..., :even].mT, rows), alpha=scale)
+    if even < weights.shape[-1]:
+        total[:, even:].add_(torch.bmm(weights[..., even:].float().mT, rows.float()), alpha=scale)

@@ -1,0 +1,121 @@
+"""Caches: exact bytes, growth, lengths of their own, crop and reorder; and the projections that absorption chains."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvfold.attention import KVCache, LatentCache, absorbed_projections, cache_bytes, cache_numbers
+
+SIZES = {"heads": 8, "kv_heads": 2, "head_dim": 16, "kv_rank": 24, "rope_dim": 4}
+
+
+@pytest.mark.parametrize(("variant", "numbers"), [("mha", 256), ("gqa", 64), ("mqa", 32), ("mla", 28)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_of_the_formula_are_bytes_of_the_cache(variant, numbers, dtype):
+    layers, context, batch = 3, 10, 2
+    heads = {"mha": 8, "gqa": 2, "mqa": 1}.get(variant)
+    caches = [
+        LatentCache(batch, 24, 4, context, dtype=dtype)
+        if heads is None
+        else KVCache(batch, heads, 16, context, dtype=dtype)
+        for _ in range(layers)
+    ]
+    for cache in caches:
+        new = [torch.zeros(*buffer.shape[:-2], context, buffer.shape[-1], dtype=dtype) for buffer in cache.buffers]
+        cache.append(*new)
+    expected = cache_bytes(variant, layers, context, dtype, batch=batch, **SIZES)
+    assert cache_numbers(variant, **SIZES) == numbers
+    assert expected == layers * context * batch * numbers * dtype.itemsize
+    assert sum(cache.nbytes for cache in caches) == expected
+    assert sum(cache.allocated_bytes for cache in caches) == expected
+    assert sum(buffer.untyped_storage().nbytes() for cache in caches for buffer in cache.buffers) == expected
+
+
+def test_values_may_be_narrower_than_keys():
+    cache = KVCache(1, 2, 16, value_dim=8)
+    cache.append(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 8))
+    assert (
+        cache.nbytes == cache_bytes("gqa", 1, 3, torch.float32, kv_heads=2, head_dim=16, value_dim=8) == 3 * 2 * 24 * 4
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.integers(0, 6))
+def test_growing_keeps_every_token(pieces, capacity):
+    cache, total = LatentCache(2, 3, 1, capacity), 0
+    tokens = torch.arange(2 * sum(pieces) * 4.0).view(2, -1, 4)
+    for piece in pieces:
+        held = cache.append(tokens[:, total : total + piece])
+        total += piece
+        assert torch.equal(held, tokens[:, :total])
+        assert cache.length == total
+        assert cache.nbytes == 2 * total * 4 * 4 <= cache.allocated_bytes
+    assert cache.capacity <= max(capacity, 1.5 * total + 1)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_sequences_of_different_lengths_match_lists(data):
+    """A ragged cache against one Python list per sequence, through appends, crops and reorders."""
+    cache: KVCache = KVCache(3, 1, 1)
+    lists: list[list[float]] = [[], [], []]
+    number = 0.0
+    for _ in range(data.draw(st.integers(1, 6))):
+        action = data.draw(st.sampled_from(["append", "ragged", "crop", "crop each", "reorder"]))
+        if action in ("append", "ragged"):
+            width = data.draw(st.integers(1, 4))
+            counts = [width] * 3 if action == "append" else [data.draw(st.integers(0, width)) for _ in range(3)]
+            new = number + torch.arange(3.0 * width).view(3, 1, width, 1)
+            number += 3 * width
+            cache.append(new, -new, None if action == "append" else torch.tensor(counts))
+            for row, count in enumerate(counts):
+                lists[row] += new[row, 0, :count, 0].tolist()
+        elif action == "crop":
+            length = data.draw(st.integers(0, 6))
+            cache.crop(length)
+            lists = [row[:length] for row in lists]
+        elif action == "crop each":
+            lengths = [data.draw(st.integers(0, 6)) for _ in lists]
+            cache.crop(torch.tensor(lengths))
+            lists = [row[:length] for row, length in zip(lists, lengths, strict=True)]
+        else:
+            index = [data.draw(st.integers(0, 2)) for _ in lists]
+            cache.reorder(torch.tensor(index))
+            lists = [list(lists[i]) for i in index]
+        lengths = [cache.length] * 3 if cache.lengths is None else cache.lengths.tolist()
+        assert lengths == [len(row) for row in lists]
+        for row, length in enumerate(lengths):
+            assert cache.buffers[0][row, 0, :length, 0].tolist() == lists[row]
+            assert (-cache.buffers[1][row, 0, :length, 0]).tolist() == lists[row]
+        assert cache.positions(2).expand(3, 2).tolist() == [[n, n + 1] for n in lengths]
+
+
+def test_reorder_may_widen_the_batch():
+    cache = LatentCache(1, 2, 0)
+    cache.append(torch.ones(1, 2, 2))
+    cache.reorder(torch.zeros(4, dtype=torch.long))
+    assert cache.batch == 4
+    assert cache.nbytes == 4 * 2 * 2 * 4
+
+
+def test_absorbed_factors_and_products_are_the_same_map():
+    torch.manual_seed(0)
+    shapes = {"W_q": (4, 6, 9), "W_uk": (4, 6, 7), "W_uv": (4, 5, 7), "W_o": (9, 4, 5)}
+    weights = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    chain = absorbed_projections(**weights)
+    x, c = torch.randn(2, 3, 9, dtype=torch.float64), torch.randn(2, 5, 7, dtype=torch.float64)
+    query, output = chain.products()
+    assert query.shape == (4, 7, 9)
+    assert output.shape == (9, 4, 7)
+    explicit = torch.einsum(
+        "bthd,bshd->bhts",
+        torch.einsum("hde,bte->bthd", weights["W_q"], x),
+        torch.einsum("hdr,bsr->bshd", weights["W_uk"], c),
+    )
+    torch.testing.assert_close(torch.einsum("bhtr,bsr->bhts", chain.queries(x), c), explicit)
+    torch.testing.assert_close(torch.einsum("hre,bte->bhtr", query, x), chain.queries(x))
+    mixed = torch.randn(2, 4, 3, 7, dtype=torch.float64)
+    expected = torch.einsum("bhtr,hdr,ehd->bte", mixed, weights["W_uv"], weights["W_o"])
+    torch.testing.assert_close(chain.outputs(mixed), expected)
+    torch.testing.assert_close(torch.einsum("bhtr,ehr->bte", mixed, output), expected)

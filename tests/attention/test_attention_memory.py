@@ -1,0 +1,44 @@
+"""No T x S matrix at 16k tokens: the peak of a process that runs every kind of mask, forward and backward."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROBE = """
+import resource, sys, torch
+from kvfold.attention import grouped_attention, latent_attention
+T = 16384
+def make(length, dtype=torch.float32, heads=1):
+    return [torch.randn(1, heads, length, 16, dtype=dtype) for _ in range(3)]
+def calls(length):
+    q, k, v = make(length)
+    starts = torch.tensor([length // 100])
+    yield "causal", lambda: grouped_attention(q, k, v)
+    yield "cached prefix", lambda: grouped_attention(q[:, :, length // 2 :], k, v)
+    yield "window", lambda: grouped_attention(q, k, v, window=length // 16)
+    yield "window, both ways", lambda: grouped_attention(q, k, v, window=length // 16, causal=False)
+    yield "left padding", lambda: grouped_attention(q, k, v, starts=starts)
+    yield "right padding", lambda: grouped_attention(q, k, v, lengths=starts + length // 2, causal=False)
+    yield "bfloat16", lambda: grouped_attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
+    ups = torch.randn(1, 4, 12), torch.randn(1, 4, 12)
+    for absorbed in (False, True):
+        yield f"latent, {absorbed=}", lambda: latent_attention(q[..., :4], q[..., :4], k[:, 0], *ups, absorbed=absorbed)
+    g = [x.clone().requires_grad_() for x in (q, k, v)]
+    yield "gradients", lambda: grouped_attention(*g, starts=starts).sum().backward()
+for _, call in calls(64):
+    call()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for name, call in calls(T):
+    call()
+    print(name, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, sep=": ")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
+def test_peak_memory_at_16k_is_far_below_a_score_matrix():
+    """A mask of booleans would take 268 MB, float32 scores 1074 MB; inputs and outputs are 1 MB each."""
+    run = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
+    megabytes = {line.split(": ")[0]: float(line.split(": ")[1]) for line in run.stdout.splitlines()}
+    assert len(megabytes) == 10
+    assert max(megabytes.values()) < 64, megabytes

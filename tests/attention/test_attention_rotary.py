@@ -1,0 +1,55 @@
+"""Rotary embedding against the reference's loops, and the property it exists for."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvfold.attention import apply_rotary, reference, rotary_frequencies, rotary_tables
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(1, 4), st.integers(0, 3), st.booleans(), st.booleans(), st.integers(0, 1000))
+def test_equals_the_reference(pairs, extra, interleaved, batched, seed):
+    """Partial or whole, both layouts, any frequencies, any positions: shared or per sequence."""
+    torch.manual_seed(seed)
+    x = torch.randn(2, 3, 5, 2 * pairs + extra, dtype=torch.float64)
+    frequencies = torch.rand(pairs, dtype=torch.float64)
+    positions = torch.randint(0, 5000, (2, 5) if batched else (5,))
+    tables = rotary_tables(positions, frequencies, torch.float64)
+    found = apply_rotary(x, tables, "interleaved" if interleaved else "half")
+    for row in range(2):
+        places = positions[row] if batched else positions
+        for head in range(3):
+            expected = reference.rotate(x[row, head], places, frequencies, interleaved)
+            torch.testing.assert_close(found[row, head], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_scores_depend_on_distance_only(layout):
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
+    theta = rotary_frequencies(8)
+
+    def score(t: int, s: int) -> float:
+        turned = [
+            apply_rotary(x, rotary_tables(torch.tensor([place]), theta, torch.float64), layout)
+            for x, place in ((query, t), (key, s))
+        ]
+        return (turned[0] * turned[1]).sum().item()
+
+    assert score(7, 3) == pytest.approx(score(1007, 1003), abs=1e-10)
+    assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_precision_holds_at_a_long_context(dtype):
+    """At position 130,000 the error is the rounding of the result, not of the angle."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 6, 64).to(dtype)
+    positions, theta = torch.arange(130_000, 130_006), rotary_frequencies(64)
+    exact = apply_rotary(x.double(), rotary_tables(positions, theta, torch.float64))
+    found = apply_rotary(x, rotary_tables(positions, theta))
+    assert found.dtype == dtype
+    rounding = (exact.to(dtype).double() - exact).abs().max()
+    assert (found.double() - exact).abs().max() <= 2 * rounding
