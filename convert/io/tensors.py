@@ -73,10 +73,18 @@ def read_elements(file: int, info: TensorInfo, start: int, end: int) -> torch.Te
     return buffer.view(torch_dtype(info.dtype))
 
 
+def count_non_finite(tensor: torch.Tensor) -> int:
+    """How many elements are NaN or infinite. For a sound tensor this costs one pass without a copy."""
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return 0
+    extremes = torch.stack(torch.aminmax(tensor))  # both are NaN when any element is
+    return 0 if torch.isfinite(extremes).all() else int((~torch.isfinite(tensor)).sum())
+
+
 def cast_chunk(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Cast between floating dtypes; InputError when a finite value becomes infinite."""
     cast = chunk.to(dtype)
-    if not torch.isfinite(cast).all() and (torch.isinf(cast) & torch.isfinite(chunk)).any():
+    if count_non_finite(cast) and (torch.isinf(cast) & torch.isfinite(chunk)).any():
         largest = chunk[torch.isfinite(chunk)].abs().max().item()
         limit = f"{torch.finfo(dtype).max:g}"
         raise InputError(
