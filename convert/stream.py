@@ -6,7 +6,7 @@ embeddings, the mask of its layer type, ...) and the logits. A layer runs with t
 dropped when it is closed; the module itself never leaves the meta device.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -105,6 +105,20 @@ class CheckpointStream:
             layer.tensors.clear()
             self.release()
 
+    def attention_recipes(self, index: int) -> list[Recipe]:
+        """What makes the parameters of a layer's attention module."""
+        block = self._blocks[index]
+        attention = attention_of(block)
+        path = next(path for path, module in block.named_modules() if module is attention)
+        return self.weights.under(f"{self._path}.{index}.{path}.")
+
+    def remake(self, layer: "CheckpointLayer", recipes: Iterable[Recipe]) -> None:
+        """Make parameters of an open layer anew from what ``read`` gives now; gradients flow back to that."""
+        prefix = f"{self._path}.{layer.index}."
+        for recipe in recipes:
+            made = self.weights.load(recipe, self.read, self.dtype, self.device)
+            layer.tensors.update({name.removeprefix(prefix): tensor for name, tensor in made.items()})
+
     def release(self) -> None:
         """Drop whatever was kept between calls. Opening a layer does it too."""
         self._loaded.clear()
@@ -124,9 +138,15 @@ class CheckpointStream:
         return logits
 
     def cache_bytes_per_token(self) -> int:
-        """Bytes that transformers' own cache grows by per token, all layers, in this stream's dtype."""
+        """Bytes that transformers' own cache grows by per token, all layers, with the model in its stored dtype.
+
+        That is the dtype which transformers loads it in, whatever this stream computes in.
+        """
         hidden = torch.empty(1, 2, self._width(), dtype=self.dtype, device="meta")
-        return cached_bytes(self.model.config, self._blocks, self.arguments(2), hidden) // 2
+        held = cached_bytes(self.model.config, self._blocks, self.arguments(2), hidden) // 2
+        name = self._config.get("dtype") or self._config.get("torch_dtype")
+        stored = getattr(torch, str(name).removeprefix("torch."), self.dtype)
+        return held * stored.itemsize // self.dtype.itemsize
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "CheckpointStream":
         """The same checkpoint, computed elsewhere or in another precision (and sharing no tensors with a twin)."""

@@ -66,7 +66,7 @@ def test_a_calibrated_run_records_its_drift(folded, held_out):
     assert record["calibration"]["kept_aside"] == 8
     drift = record["drift"]
     assert len(drift["layers"]) == 4
-    assert drift["cache_bytes_per_token"] == {"source": 8192, "student": 2048}
+    assert drift["cache_bytes_per_token"] == {"source": 4096, "student": 1024}
     assert 0.05 < drift["kl"]["value"] < 1
     assert drift["kl"]["floor"] < 1e-6
     card = (folded / "README.md").read_text()

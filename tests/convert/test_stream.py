@@ -151,7 +151,11 @@ def test_cache_bytes_are_those_of_the_cache_that_the_stock_model_fills(family: s
     with torch.no_grad():
         cache = model(short, use_cache=True).past_key_values
     held = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
-    assert CheckpointStream(config, stored.__getitem__, stored).cache_bytes_per_token() == held // short.numel()
+    stream = CheckpointStream({**config, "dtype": "float32"}, stored.__getitem__, stored)
+    assert stream.cache_bytes_per_token() == held // short.numel()
+    assert stream.to(dtype=torch.bfloat16).cache_bytes_per_token() == held // short.numel()
+    halved = CheckpointStream({**config, "dtype": "bfloat16"}, stored.__getitem__, stored)
+    assert halved.cache_bytes_per_token() == held // short.numel() // 2
 
 
 def test_a_layer_shows_what_its_attention_was_given_and_made(tokens: Tensor) -> None:
