@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvfold.attention.absorbed import AbsorbedProjections, absorbed_projections
+    from kvfold.attention.absorption import absorb, unabsorb
     from kvfold.attention.cache import KVCache, LatentCache, cache_bytes, cache_numbers
     from kvfold.attention.drift import measure_drift
     from kvfold.attention.grouped import grouped_attention
@@ -22,7 +23,7 @@ _HOME = {
     "KVCache": "cache",
     "LatentAttention": "modeling",
     "LatentCache": "cache",
-    "absorb": "absorb",
+    "absorb": "absorption",
     "absorbed_projections": "absorbed",
     "apply_rotary": "rotary",
     "cache_bytes": "cache",
@@ -34,7 +35,7 @@ _HOME = {
     "rotary_frequencies": "rotary",
     "rotary_tables": "rotary",
     "row_kl": "profile",
-    "unabsorb": "absorb",
+    "unabsorb": "absorption",
 }
 
 __all__ = [
