@@ -26,21 +26,17 @@ def share_keys(keys: Tensor, queries: Tensor, pairs: int) -> SharedHead:
     rotated = 2 * pairs
     encode = keys.new_zeros(members, dims, dims)
     decode = torch.zeros_like(encode)
-    lost = total = 0.0
     if pairs:
         square = queries.diagonal(dim1=1, dim2=2)
         energy = square[:, :pairs] + square[:, pairs:rotated]  # E|q_l|^2
-        found = _share_pairs(pair_moment(keys, pairs), energy.mT)
-        encode += pair_matrices(found[0].mT, dims)
-        decode += pair_matrices(found[1].mT, dims)
-        # Re(conj(q) k) of circular pairs has half the energy of |q|^2 |k|^2
-        lost, total = lost + found[2] / 2, total + found[3] / 2
+        into, back = _share_pairs(pair_moment(keys, pairs), energy.mT)
+        encode += pair_matrices(into.mT, dims)
+        decode += pair_matrices(back.mT, dims)
     if rotated < dims:
         rest = slice(rotated, dims)
         shared = share_dims(keys[:, rest, :, rest], queries[:, rest, rest])
         encode[:, rest, rest], decode[:, rest, rest] = shared.encode, shared.decode
-        lost, total = lost + shared.lost, total + shared.total
-    return SharedHead(encode, decode, lost, total)
+    return SharedHead(encode, decode)
 
 
 def share_dims(keys: Tensor, queries: Tensor) -> SharedHead:
@@ -51,18 +47,18 @@ def share_dims(keys: Tensor, queries: Tensor) -> SharedHead:
     members, dims = queries.shape[:2]
     root, inverse = metric_root(queries)
     stacked = torch.einsum("jab,jbkc,kdc->jakd", root, keys, root).reshape(members * dims, members * dims)
-    values, vectors = symmetric_eig(stacked)
+    _, vectors = symmetric_eig(stacked)
     basis = vectors[:, :dims].reshape(members, dims, dims)  # member, its dim, shared dim
-    return SharedHead(basis.mT @ root, inverse @ basis, values[dims:].sum().item(), values.sum().item())
+    return SharedHead(basis.mT @ root, inverse @ basis)
 
 
-def _share_pairs(moment: Tensor, energy: Tensor) -> tuple[Tensor, Tensor, float, float]:
+def _share_pairs(moment: Tensor, energy: Tensor) -> tuple[Tensor, Tensor]:
     """Hermitian ``moment [pairs, m, m]``, query ``energy [pairs, m]`` -> complex encode, decode ``[pairs, m]``."""
     floor = WEAKEST_QUERY * energy.amax(1, keepdim=True)
     weight = energy.clamp(min=floor).clamp(min=torch.finfo(energy.dtype).tiny).sqrt()
-    values, vectors = symmetric_eig(weight[:, :, None] * moment * weight[:, None, :])
+    _, vectors = symmetric_eig(weight[:, :, None] * moment * weight[:, None, :])
     top = _anchor(vectors[..., 0])
-    return top.conj() * weight, top / weight, values[:, 1:].sum().item(), values.sum().item()
+    return top.conj() * weight, top / weight
 
 
 def _anchor(vectors: Tensor) -> Tensor:

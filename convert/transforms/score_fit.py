@@ -67,16 +67,18 @@ def pair_basis(rotary: Rotary, dims: int) -> Tensor:
     return basis
 
 
-def fit_scores(start: SharedHead, keys: Tensor, queries: Tensor, turn: Tensor, basis: Tensor) -> SharedHead:
+def fit_scores(
+    start: SharedHead, keys: Tensor, queries: Tensor, turn: Tensor, basis: Tensor, rounds: int = ROUNDS
+) -> SharedHead:
     """Improves ``start`` by alternating least squares.
 
     ``keys [m, D, m, D] = E[k k^T]`` of the members, ``queries [n, D, D] = E[q q^T]`` of the ``n`` query heads that read
     them (``n / m`` each, in order), ``turn [n, D, D]`` from `turning`; ``decode [n, D, D]`` has one map per query head.
     Where ``start`` is exact, it is returned as it is, up to rounding.
     """
-    reads = torch.arange(len(queries), device=queries.device) // (len(queries) // len(keys))  # member of each query
+    reads = _member_read(keys, queries)
     encode, absorb = start.encode, start.decode.mT
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         shared = torch.einsum("jab,jbkc->akc", encode, keys)  # E[k' k_j^T]
         wanted = _averaged(shared.transpose(0, 1)[reads], turn, basis)
         found = _averaged(torch.einsum("akc,kdc->ad", shared, encode), turn, basis)
@@ -86,21 +88,24 @@ def fit_scores(start: SharedHead, keys: Tensor, queries: Tensor, turn: Tensor, b
         wanted = torch.zeros_like(encode).index_add_(0, reads, wanted)
         found = _averaged(asked @ absorb.mT, turn.conj(), basis).sum(0)
         encode = _closer(encode, found, wanted)
-    lost, total = _energies(encode, absorb, keys, queries, turn, basis, reads)
-    return SharedHead(encode, absorb.mT, lost, total)
+    return SharedHead(encode, absorb.mT)
 
 
-def _energies(
-    encode: Tensor, absorb: Tensor, keys: Tensor, queries: Tensor, turn: Tensor, basis: Tensor, reads: Tensor
-) -> tuple[float, float]:
-    """The objective at ``encode``, ``absorb``, and its value for scores of 0."""
-    shared = torch.einsum("jab,jbkc->akc", encode, keys)
+def score_losses(head: SharedHead, keys: Tensor, queries: Tensor, turn: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """The objective at ``head`` for each query head ``[n]``, and for scores of 0. Arguments as `fit_scores`."""
+    reads = _member_read(keys, queries)
+    shared = torch.einsum("jab,jbkc->akc", head.encode, keys)
     cross = _averaged(shared.transpose(0, 1)[reads], turn, basis)
-    found = _averaged(torch.einsum("akc,kdc->ad", shared, encode), turn, basis)
+    found = _averaged(torch.einsum("akc,kdc->ad", shared, head.encode), turn, basis)
     own = _averaged(keys.diagonal(dim1=0, dim2=2).permute(2, 0, 1)[reads], turn, basis)
-    total = (queries * own).sum()
-    lost = total - 2 * (absorb @ queries * cross).sum() + ((absorb @ queries @ absorb.mT) * found).sum()
-    return lost.item(), total.item()
+    asked = head.decode.mT @ queries
+    total = (queries * own).sum((1, 2))
+    return total - 2 * (asked * cross).sum((1, 2)) + ((asked @ head.decode) * found).sum((1, 2)), total
+
+
+def _member_read(keys: Tensor, queries: Tensor) -> Tensor:
+    """Which member each query head reads."""
+    return torch.arange(len(queries), device=queries.device) // (len(queries) // len(keys))
 
 
 def _averaged(moment: Tensor, turn: Tensor, basis: Tensor) -> Tensor:

@@ -11,15 +11,11 @@ class SharedHead:
     """``shared = sum_j encode[j] @ member_j`` and ``member_j ~ decode[j] @ shared``; both ``[m, D, D]``.
 
     ``decode`` may hold several maps for each member, in order: one for each query head that reads it. Queries that read
-    member ``j`` become ``decode[j]^T q``, output columns ``W_o decode[j]``. ``lost`` is the energy
-    that the shared head drops and ``total`` what its members held, in units of scores (keys) or of the layer's output
-    (values).
+    member ``j`` become ``decode[j]^T q``, output columns ``W_o decode[j]``.
     """
 
     encode: Tensor
     decode: Tensor
-    lost: float
-    total: float
 
     def merge(self, members: Tensor) -> Tensor:
         """Rows of the members ``[m, D, F]`` -> rows of the shared head ``[D, F]``."""
@@ -27,16 +23,16 @@ class SharedHead:
 
     def rescale(self, factor: Tensor) -> "SharedHead":
         """The same fold with the shared head's dims multiplied by ``factor [D]``, undone in ``decode``."""
-        return SharedHead(factor[:, None] * self.encode, self.decode / factor, self.lost, self.total)
+        return SharedHead(factor[:, None] * self.encode, self.decode / factor)
 
     def in_units(self, scale: Tensor) -> "SharedHead":
         """The same fold for members given without the factors ``scale [D]`` that they had when it was found."""
         change = scale / scale[:, None]
-        return SharedHead(self.encode * change, self.decode * change, self.lost, self.total)
+        return SharedHead(self.encode * change, self.decode * change)
 
     def repeat_decode(self, times: int) -> "SharedHead":
         """The same fold with ``decode`` written out for each of the ``times`` query heads that read a member."""
-        return SharedHead(self.encode, self.decode.repeat_interleave(times, 0), self.lost, self.total)
+        return SharedHead(self.encode, self.decode.repeat_interleave(times, 0))
 
 
 def balance(head: SharedHead, members: Tensor, blocks: list[Tensor]) -> SharedHead:
