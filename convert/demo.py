@@ -22,7 +22,7 @@ class Row:
 
 
 # Options of `kvfold convert`, as a person would type them.
-_TEXT = {"samples": 32, "seq_len": 256}
+_TEXT = {"samples": 16, "seq_len": 256}
 CONVERSIONS: tuple[dict[str, Any], ...] = (
     {"to": "gqa", "kv_heads": 4, "method": "mean"},
     {"to": "gqa", "kv_heads": 4, "method": "principal", **_TEXT},

@@ -1,0 +1,97 @@
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
+from kvfold.convert.data import demo_folder
+from kvfold.convert.errors import InputError
+from kvfold.convert.families.family import supported
+from kvfold.convert.inspect import summary
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def test_facts_of_the_shipped_model():
+    facts = inspect_checkpoint(str(demo_folder()))
+    wanted = {
+        "family": "llama",
+        "attention": "MHA",
+        "layers": 4,
+        "heads": 8,
+        "kv_heads": 8,
+        "head_dim": 32,
+        "model_dim": 256,
+        "biases": [],
+        "qk_norm": None,
+        "rotary_dims": 32,
+        "rope": "default",
+        "dtype": "BF16",
+        "max_context": 512,
+    }
+    assert {key: facts[key] for key in wanted} == wanted
+    assert facts["cache"]["numbers_per_token_and_layer"] == 512
+    assert facts["cache"]["bytes_per_token"] == 4 * 512 * 2
+    assert facts["cache"]["bytes"] == {"8k": 8192 * 4096, "128k": 131072 * 4096}
+    saves = {target["options"]: target["saves"] for target in facts["targets"]}
+    assert saves["--to gqa --kv-heads 4"] == 0.5
+    assert saves["--to mqa"] == 0.875
+    assert saves["--to mla --budget 64"] == 0.875
+    json.dumps(facts)
+
+
+@pytest.mark.parametrize("name", supported())
+def test_every_family_is_inspected(tiny_family, name):
+    facts = inspect_checkpoint(str(tiny_family(name)))
+    assert facts["family"] == name
+    assert facts["targets"]
+    text = summary(facts)
+    assert f"{facts['kv_heads']} key/value heads" in text
+    assert ("biases on" in text) == bool(facts["biases"])
+
+
+def test_what_a_family_has_of_its_own_is_told(tiny_family):
+    assert inspect_checkpoint(str(tiny_family("qwen2")))["biases"] == ["q", "k", "v"]
+    assert inspect_checkpoint(str(tiny_family("qwen3")))["qk_norm"] == "rms"
+    assert "normalises queries and keys" in summary(inspect_checkpoint(str(tiny_family("qwen3"))))
+
+
+def test_windowed_layers_hold_their_window_only(tiny_family):
+    facts = inspect_checkpoint(str(tiny_family("gemma2", max_position_embeddings=16384)))
+    assert facts["windows"] == [8]
+    width = facts["cache"]["bytes_per_token"] // facts["layers"]
+    windowed = 1  # of two layers
+    assert facts["cache"]["bytes"]["8k"] == width * (windowed * 8 + (facts["layers"] - windowed) * 8192)
+
+
+def test_latent_models_are_told_apart(tmp_path):
+    out = tmp_path / "latent"
+    request = {"to": "mla", "kv_rank": 48, "rope_dim": 16, "method": "svd", "quiet": True}
+    convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(out), **request))
+    facts = inspect_checkpoint(str(out))
+    assert (facts["attention"], facts["kv_rank"], facts["rotary_dims"]) == ("MLA", 48, 16)
+    assert facts["cache"]["numbers_per_token_and_layer"] == 64
+    assert facts["targets"] == []
+    assert "8 heads over a latent of 48 and a rotary key of 16" in summary(facts)
+
+
+def test_a_latent_model_with_half_a_config_is_refused(tmp_path):
+    folder = Path(shutil.copytree(demo_folder(), tmp_path / "model"))
+    (folder / "config.json").write_text('{"model_type": "deepseek_v3", "num_hidden_layers": 2}')
+    with pytest.raises(InputError, match="num_attention_heads, kv_lora_rank"):
+        inspect_checkpoint(str(folder))
+
+
+def test_tensors_must_be_those_of_the_config(tmp_path):
+    folder = Path(shutil.copytree(demo_folder(), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
+    with pytest.raises(InputError, match=r"missing: model\.layers\.4"):
+        inspect_checkpoint(str(folder))
+
+
+def test_the_readme_lists_every_family():
+    table = README.read_text().split("## Families")[1].split("##")[0]
+    assert set(supported()) <= set(re.findall(r"[a-z0-9_]+", table))
