@@ -31,6 +31,7 @@ from kvfold.convert.transforms.weights import LayerStatistics
 
 _CPU_TOKENS = 4096
 _GPU_TOKENS = 32768
+_JUDGED_TOKENS = 2048
 
 Hidden = list[Tensor]  # the residual stream of all sequences, in chunks [b, T, E] of one layer call each
 
@@ -89,28 +90,36 @@ class Step:
         self.calibration: Hidden = []
         self.student_calibration: Hidden = []
         self.drift: LayerDrift | None = None
-        self._twin = twin
+        self.twin = twin
         with torch.no_grad():
             self.outputs = [source(chunk) for chunk in held_out]
 
     @torch.no_grad()
     def attention_error(self, tensors: Mapping[str, Tensor]) -> float:
-        """``||y - y'||^2 / ||y||^2`` of the attention's output on held-out sequences if ``tensors`` were used."""
-        self._twin.put(tensors)
+        """``||y - y'||^2 / ||y||^2`` of the attention's output on held-out sequences if ``tensors`` were used.
+
+        The first sequences of about 2048 tokens are looked at: candidates differ alike on all of them.
+        """
+        self.twin.put(tensors)
         error = norm = 0.0
-        with self._twin.stream.open_layer(self.index) as layer:
+        left = max(1, _JUDGED_TOKENS // self.held_out[0].shape[1])
+        with self.twin.stream.open_layer(self.index) as layer:
             for hidden, output in zip(self.held_out, self.outputs, strict=True):
-                error += _energy(layer.attend(hidden).attention - output.attention)
-                norm += _energy(output.attention)
+                expected = output.attention[:left]
+                error += _energy(layer.attend(hidden[:left]).attention - expected)
+                norm += _energy(expected)
+                left -= len(expected)
+                if left == 0:
+                    break
         return error / norm if norm else error
 
     @torch.no_grad()
     def convert(self, tensors: Mapping[str, Tensor]) -> LayerDrift:
         """Settle on ``tensors``: compare the student's layer with the source's and take both streams past it."""
-        self._twin.put(tensors)
-        with self._twin.stream.open_layer(self.index) as layer:
+        self.twin.put(tensors)
+        with self.twin.stream.open_layer(self.index) as layer:
             replayed = _Replayed(self.outputs)
-            self.drift = compare_layer(self.index, replayed, layer, self.held_out, self.student, self._twin.stream)
+            self.drift = compare_layer(self.index, replayed, layer, self.held_out, self.student, self.twin.stream)
             for chunk, hidden in enumerate(self.student_calibration):
                 self.student_calibration[chunk] = residual(layer(hidden))
         self.outputs.clear()

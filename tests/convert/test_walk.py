@@ -193,6 +193,15 @@ def test_attention_error_is_the_square_of_the_local_drift(case: Case) -> None:
         assert error == pytest.approx(drift.attention_local**2, rel=1e-5)
 
 
+def test_candidates_are_judged_on_the_first_sequences(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvfold.convert.walk._JUDGED_TOKENS", 13 * 3 + 5)
+    step = next(iter(case.walk()))
+    found = step.attention_error(case.layer(0))
+    case.held_out = case.held_out[:3]
+    drift = next(iter(case.walk())).convert(case.layer(0))
+    assert found == pytest.approx(drift.attention_local**2, rel=1e-5)
+
+
 def test_a_student_equal_to_its_source_drifts_nowhere(case: Case) -> None:
     case.student, case.new = case.source, {n: t for n, t in case.stored.items() if "self_attn" in n}
     found = measured(case)
