@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+# The models of the tests are tiny: more threads only wait for each other. Set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
