@@ -153,7 +153,7 @@ def measure(source: Path, work: Path, pairs: int, options: list[str]) -> list[di
     """Alternate cp and convert; one row per pair."""
     rows = []
     for pair in range(pairs):
-        row: dict[str, Any] = {"caches_dropped": settle()}
+        row: dict[str, Any] = {"caches_dropped": settle(), "load_average": os.getloadavg()[0]}
         row["cp_seconds"], _ = timed(["cp", "-r", "--reflink=never", str(source), str(work / "copy")], {})
         shutil.rmtree(work / "copy")
         settle()

@@ -5,6 +5,7 @@ What a transform did not touch goes from file to file as bytes, never decoded, i
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -89,7 +90,8 @@ class ShardWriter:
             raise KvfoldError(
                 f"tensor {name!r}: expected {expected.dtype} {expected.shape}, found {found[0]} {found[1]}"
             )
-        write_all(self._files[place.shard], tensor_memory(tensor.cpu().contiguous()), place.start)
+        with self._naming(place.shard):
+            write_all(self._files[place.shard], tensor_memory(tensor.cpu().contiguous()), place.start)
         self.written.add(name)
 
     def copy(self, name: str, checkpoint: Checkpoint, progress: Progress = _ignore) -> None:
@@ -107,8 +109,9 @@ class ShardWriter:
 
     def sync(self) -> None:
         """Make what is written so far survive a crash of the machine; call before noting progress for a resume."""
-        for file in self._files.values():
-            os.fsync(file)
+        for name, file in self._files.items():
+            with self._naming(name):
+                os.fsync(file)
 
     def finish(self) -> None:
         """Write the index and sync all files. KvfoldError lists the tensors that were not written, if any."""
@@ -131,6 +134,15 @@ class ShardWriter:
             raise KvfoldError(f"tensor {name!r}: expected a tensor of the plan, found none of that name")
         return self._places[name]
 
+    @contextmanager
+    def _naming(self, shard: str) -> Iterator[None]:
+        """Say which file was being written when the system fails."""
+        try:
+            yield
+        except OSError as error:
+            reason = f"expected to be able to write it, found: {error.strerror or error}"
+            raise KvfoldError(f"{self._folder / shard}: {reason}") from error
+
     def _sourced(self, place: _Place, checkpoint: Checkpoint) -> _Move:
         tensor = place.tensor
         if tensor.source is None:
@@ -146,11 +158,12 @@ class ShardWriter:
         first, last = run[0], run[-1]
         target = self._files[first.place.shard]
         raw = None if first.cast else checkpoint.raw_path(first.info.file)
-        if raw is None:
-            for move in run:
-                _copy_chunks(move, checkpoint, target, progress)
-        else:
-            _copy_bytes(raw, first, last.info.end, target, progress)
+        with self._naming(first.place.shard):
+            if raw is None:
+                for move in run:
+                    _copy_chunks(move, checkpoint, target, progress)
+            else:
+                _copy_bytes(raw, first, last.info.end, target, progress)
         self.written.update(move.place.tensor.name for move in run)
 
 

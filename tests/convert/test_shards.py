@@ -318,6 +318,22 @@ def test_only_the_same_plan_can_be_carried_on(out: Path) -> None:
         ShardWriter(out, other, resume_written={"a"})
 
 
+def test_a_disk_that_fills_up(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    expected = f"{out / 'model.safetensors'}: expected to be able to write it, found: No space left on device"
+    with ShardWriter(out, assign_shards(copies(checkpoint, F32="F16"), GB)) as writer:
+        monkeypatch.setattr("kvfold.convert.io.copying.os.pwrite", full)
+        for name in ("a", "e"):  # bytes, cast
+            with pytest.raises(KvfoldError) as caught:
+                writer.copy(name, checkpoint)
+            assert str(caught.value) == expected
+        with pytest.raises(KvfoldError) as caught:
+            writer.write("a", checkpoint.read("a"))
+        assert str(caught.value) == expected
+
+
 def test_existing_files_are_not_overwritten(out: Path) -> None:
     plan_of_two(out).close()
     with pytest.raises(FileExistsError):
