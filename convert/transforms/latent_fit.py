@@ -69,12 +69,17 @@ class Problem:
     cached: Turning
     seen: tuple[tuple[Kernel, Kernel], ...]
     centred: bool
+    toward_mean: Tensor  # [E]: cov^-1 mean
     query_weight: Tensor  # [H, D, D]: what a key's length counts, in output
     value_weight: Tensor  # [G, D, D]
 
-    def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """``left cov right^T`` of rows on ``[x; 1]``."""
-        return left[..., :-1] @ self.covariance @ right[..., :-1].mT
+    def spread(self, rows: Tensor) -> Tensor:
+        """``rows cov``, ``[n, E]``, of ``rows [n, E+1]``."""
+        return rows[..., :-1] @ self.covariance
+
+    def counted(self, product: Tensor, left_mean: Tensor, right_mean: Tensor) -> Tensor:
+        """The second moment by which values count, from ``left cov right^T`` and the means."""
+        return product if self.centred else product + torch.outer(left_mean, right_mean)
 
 
 def make_problem(
@@ -93,7 +98,8 @@ def make_problem(
     spread = layer.values[..., :-1] @ covariance @ layer.values[..., :-1].mT
     output = (layer.metric * spread).sum() / len(layer.queries)  # an average head's output energy
     queries = torch.einsum("hde,ef,hcf->hdc", layer.queries, moment, layer.queries) * layer.scale**2 * output
-    return Problem(layer, covariance, mean, cached, seen, centred, queries, layer.metric * VALUE_WEIGHT)
+    toward = mean[:-1] if centred else torch.linalg.solve(covariance, mean[:-1])  # only used where nothing is centred
+    return Problem(layer, covariance, mean, cached, seen, centred, toward, queries, layer.metric * VALUE_WEIGHT)
 
 
 def alternate(problem: Problem, fit: Fit, rounds: int = ROUNDS) -> Fit:
@@ -106,17 +112,18 @@ def alternate(problem: Problem, fit: Fit, rounds: int = ROUNDS) -> Fit:
 def _fit_readings(problem: Problem, fit: Fit) -> Fit:
     """Every head's best reading of its keys from what is cached, and the best reading of the values."""
     layer, rank = problem.layer, fit.values.shape[-1]
+    spread, mean = problem.spread(fit.rows), fit.rows @ problem.mean
+    product = spread @ fit.rows[:, :-1].mT
     heads = []
-    same_product, row_mean = problem.product(fit.rows, fit.rows), fit.rows @ problem.mean
     for head, (same, cross) in enumerate(problem.seen):
         keys = layer.keys[head // layer.group]
-        gram = same.apply(same_product, row_mean, row_mean)
-        met = cross.apply(problem.product(fit.rows, keys), row_mean, keys @ problem.mean)
-        heads.append(_regress(fit.reading[head], gram, met.mT))
-    latent = fit.rows[-rank:]
-    gram = _value_moment(problem, latent, latent)
+        met = cross.apply(spread @ keys[:, :-1].mT, mean, keys @ problem.mean)
+        heads.append(_regress(fit.reading[head], same.apply(product, mean, mean), met.mT))
+    gram = problem.counted(product[-rank:, -rank:], mean[-rank:], mean[-rank:])
     values = [
-        _regress(reading, gram, _value_moment(problem, value, latent))
+        _regress(
+            reading, gram, problem.counted(spread[-rank:] @ value[:, :-1].mT, mean[-rank:], value @ problem.mean).mT
+        )
         for reading, value in zip(fit.values, layer.values, strict=True)
     ]
     return replace(fit, reading=torch.stack(heads), values=torch.stack(values))
@@ -129,11 +136,6 @@ def _regress(present: Tensor, gram: Tensor, met: Tensor) -> Tensor:
     damped = gram / torch.outer(scale, scale) + DAMPING * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     change = torch.linalg.solve(damped, ((met - present @ gram) / scale).mT).mT / scale
     return present + change
-
-
-def _value_moment(problem: Problem, left: Tensor, right: Tensor) -> Tensor:
-    moment = problem.product(left, right)
-    return moment if problem.centred else moment + torch.outer(left @ problem.mean, right @ problem.mean)
 
 
 @dataclass(frozen=True)
@@ -153,19 +155,20 @@ class _Normal:
 def _normal_equations(problem: Problem, fit: Fit) -> _Normal:
     layer, rank = problem.layer, fit.values.shape[-1]
     linear, mean = fit.rows[:, :-1], fit.rows @ problem.mean
-    eye = torch.eye(len(linear), dtype=linear.dtype, device=linear.device)
-    varying, moving = torch.zeros_like(eye), torch.zeros_like(eye)
-    pull, mean_pull = torch.zeros_like(linear), torch.zeros_like(mean)
+    eye, own = (torch.eye(size, dtype=mean.dtype, device=mean.device) for size in (len(mean), layer.keys.shape[1]))
+    varying, moving, mean_pull = torch.zeros_like(eye), torch.zeros_like(eye), torch.zeros_like(mean)
+    met = torch.zeros(len(layer.keys), len(mean), len(own), dtype=mean.dtype, device=mean.device)
     for head, (same, cross) in enumerate(problem.seen):
         keys, reading = layer.keys[head // layer.group], fit.reading[head]
         asked = reading.mT @ problem.query_weight[head]  # [n, D]
         varying += same.pull(asked @ reading, eye, moving=False)
         moving += same.pull(asked @ reading, eye, moving=True)
-        pull += cross.pull(asked, keys[:, :-1], moving=False)
+        met[head // layer.group] += cross.pull(asked, own, moving=False)
         mean_pull += cross.pull(asked, keys @ problem.mean, moving=True)
     asked = fit.values.mT @ problem.value_weight  # [G, R, D]
     needed = (asked @ fit.values).sum(0)
     varying[-rank:, -rank:] += needed
+    pull = (met @ layer.keys[..., :-1]).sum(0)
     pull[-rank:] += (asked @ layer.values[..., :-1]).sum(0)
     if not problem.centred:
         moving[-rank:, -rank:] += needed
@@ -182,7 +185,7 @@ def _fit_rows(problem: Problem, fit: Fit) -> Fit:
         moving = _damped(normal.moving, normal.varying.diagonal())
         wanted = fit.rows @ problem.mean + torch.linalg.solve(moving, normal.mean_pull)
         return replace(fit, rows=torch.cat([linear, (wanted - linear @ mean)[:, None]], 1))
-    toward = torch.linalg.solve(problem.covariance, mean)
+    toward = problem.toward_mean
     # Both equations couple through the mean of the change, which is found first.
     both = varying + (mean @ toward) * normal.moving
     change = torch.linalg.solve(both, normal.pull @ mean + (mean @ toward) * normal.mean_pull)
@@ -202,14 +205,15 @@ def _principal(problem: Problem, fit: Fit) -> Fit:
     The latent's energies sum to one, and it has mean zero where constants are free.
     """
     rank, pairs = fit.values.shape[-1], problem.cached.half
-    rotary = fit.rows[: 2 * pairs]
-    energy = problem.product(rotary, rotary).diagonal() + (rotary @ problem.mean).square()
+    rotary, latent = fit.rows[: 2 * pairs], fit.rows[-rank:]
+    energy = (problem.spread(rotary) * rotary[:, :-1]).sum(1) + (rotary @ problem.mean).square()
     unit = ((energy[:pairs] + energy[pairs:]) / 2).sqrt()
     unit = torch.where(unit > 0, unit, 1.0).repeat(2)
-    latent = fit.rows[-rank:]
     if problem.centred:
         latent = torch.cat([latent[:, :-1], -(latent[:, :-1] @ problem.mean[:-1])[:, None]], 1)
-    forth, back = _principal_units(_value_moment(problem, latent, latent), _importance(problem, fit))
+    mean = latent @ problem.mean
+    moment = problem.counted(problem.spread(latent) @ latent[:, :-1].mT, mean, mean)
+    forth, back = _principal_units(moment, _importance(problem, fit))
     reading = torch.cat([fit.reading[..., : 2 * pairs] * unit, fit.reading[..., 2 * pairs :] @ back], -1)
     return Fit(torch.cat([rotary / unit[:, None], forth @ latent]), reading, fit.values @ back)
 
