@@ -185,10 +185,11 @@ ENGINE_KEYS = {
     "SGLang": """
         hidden_size num_hidden_layers num_attention_heads qk_nope_head_dim qk_rope_head_dim v_head_dim kv_lora_rank
         q_lora_rank rope_theta rope_scaling max_position_embeddings rms_norm_eps n_routed_experts n_shared_experts
-        n_group first_k_dense_replace moe_layer_freq intermediate_size hidden_act vocab_size num_nextn_predict_layers""",
+        n_group first_k_dense_replace moe_layer_freq intermediate_size hidden_act vocab_size
+        num_nextn_predict_layers""",
     "llama.cpp": """
-        hidden_size num_hidden_layers num_attention_heads num_key_value_heads first_k_dense_replace
-        kv_lora_rank q_lora_rank vocab_size qk_nope_head_dim qk_rope_head_dim v_head_dim moe_intermediate_size n_routed_experts
+        hidden_size num_hidden_layers num_attention_heads num_key_value_heads first_k_dense_replace kv_lora_rank
+        q_lora_rank vocab_size qk_nope_head_dim qk_rope_head_dim v_head_dim moe_intermediate_size n_routed_experts
         n_shared_experts routed_scaling_factor norm_topk_prob rms_norm_eps rope_theta intermediate_size
         num_experts_per_tok""",
 }
