@@ -100,8 +100,8 @@ def _rotate(this: Any, query: Tensor, key: Tensor, embeddings: Any) -> tuple[Ten
 def _absorbs(this: Any, nope: Tensor, mask: Any) -> bool:
     """Whether to attend over the latents: fewer multiplications, no gradient, a mask and a weight that can be read.
 
-    Per slot and head absorption takes ``T (2 R + P)`` multiplications against ``(Dn + Dv) R + T (Dn + P + Dv)``. Without
-    a mask several queries are left to the attention function, whose own rule says which keys they see. A weight on
+    Per slot and head absorption takes ``T (2 R + P)`` multiplications, expansion ``(Dn + Dv) R + T (Dn + P + Dv)``.
+    Without a mask several queries are left to the attention function, whose own rule says which keys they see. A weight on
     another device is offloaded, and an up-projection that is not a plain linear layer (an adapter, a quantised one) has
     no weight to absorb.
     """

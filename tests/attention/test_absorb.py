@@ -81,10 +81,10 @@ def prompt(batch=3, length=9):
 def decode(model, tokens, splits, cache=None, **options):
     """Logits of every token, fed in pieces."""
     cache = cache if cache is not None else DynamicCache(config=model.config)
-    pieces = []
     with torch.no_grad():
-        for piece in tokens.split(splits, 1):
-            pieces.append(model(piece, past_key_values=cache, use_cache=True, **options).logits)
+        pieces = [
+            model(piece, past_key_values=cache, use_cache=True, **options).logits for piece in tokens.split(splits, 1)
+        ]
     return torch.cat(pieces, 1), cache
 
 

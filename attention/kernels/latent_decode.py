@@ -1,0 +1,201 @@
+"""A Triton kernel for one decoding step over a latent cache.
+
+Shapes: ``query [B, H, 1, R]``, ``query_rope [B, H, 1, P]``, ``latent [B, S, R]``, ``key_rope [B, S, P]``, ``lengths
+[B]``, ``mask [1|B, S]`` (bool), result ``[B, H, 1, R]``.
+
+The sequence is split (Dao et al. 2023, "Flash-Decoding"): a program takes up to 64 heads of one sequence and one part of
+its slots. Each latent is loaded once, serves as the key of all those heads and again as their value, and online softmax
+keeps ``max``, ``sum`` and the weighted latents in float32. A second kernel merges the parts by their log-sum-exp. More
+than 64 heads take turns over the same slots.
+"""
+
+# ruff: noqa: ANN001, ANN202 -- a kernel's annotations are Triton's: they mark what is constant when it is compiled
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOG2_E = 1.4426950408889634
+_HEADS_AT_ONCE = 64
+_FEWEST_SLOTS = 256  # in a part: fewer are not worth a merge
+_MERGED = 128  # channels that one merging program handles
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    heads: int
+    slots: int
+    warps: int
+    stages: int
+
+
+def _tiles(heads: int, rank: int) -> _Tiles:
+    """Hopper has 228 KiB of shared memory a block and 64 K registers: 64 slots of 512 channels, twice, and the queries.
+
+    Float32 sums of 64 heads by 512 channels are half of the registers, so they take eight warps.
+    """
+    block = max(16, min(_HEADS_AT_ONCE, triton.next_power_of_2(heads)))
+    wide = block * triton.next_power_of_2(rank) > 16 * 512
+    return _Tiles(block, 64 if block < 64 or rank <= 256 else 32, 8 if wide else 4, 2)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton's
+    query, query_rope, latent, key_rope, lengths, mask, mixed, log_sums,
+    scale, heads, slots, part, parts,
+    q_b, q_h, qr_b, qr_h, c_b, c_s, k_b, k_s, m_b, m_s,
+    R: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
+    HEADS: tl.constexpr, SLOTS: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_MASK: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Heads ``[HEADS]`` of one sequence over ``part`` slots: weighted latents and log2-sum-exp2 of this part."""
+    b = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    split = tl.program_id(2)
+    r = tl.arange(0, RANK)
+    p = tl.arange(0, ROPE)
+    here = h < heads
+    end = slots
+    if HAS_LENGTHS:
+        end = tl.minimum(end, tl.load(lengths + b).to(tl.int32))
+    first = split * part
+    end = tl.minimum(end, first + part)
+
+    q = tl.load(query + b * q_b + h[:, None] * q_h + r[None, :], mask=here[:, None] & (r < R)[None, :], other=0.0)
+    qr = tl.load(
+        query_rope + b * qr_b + h[:, None] * qr_h + p[None, :], mask=here[:, None] & (p < P)[None, :], other=0.0
+    )
+    if WIDEN:
+        q = q.to(tl.float32)
+        qr = qr.to(tl.float32)
+    top = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, RANK], tl.float32)
+    for start in range(first, end, SLOTS):
+        s = start + tl.arange(0, SLOTS)
+        inside = s < end
+        s = s.to(tl.int64)
+        c = tl.load(
+            latent + b * c_b + s[:, None] * c_s + r[None, :], mask=inside[:, None] & (r < R)[None, :], other=0.0
+        )
+        k = tl.load(
+            key_rope + b * k_b + s[:, None] * k_s + p[None, :], mask=inside[:, None] & (p < P)[None, :], other=0.0
+        )
+        kind = c.dtype
+        if WIDEN:
+            c = c.to(tl.float32)
+            k = k.to(tl.float32)
+        score = tl.dot(q, tl.trans(c))
+        score = tl.dot(qr, tl.trans(k), score) * scale
+        seen = inside
+        if HAS_MASK:
+            seen = seen & (tl.load(mask + b * m_b + s * m_s, mask=inside, other=0) != 0)
+        score = tl.where(seen[None, :], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        fade = tl.exp2(top - level)
+        weight = tl.exp2(score - level[:, None])
+        total = total * fade + tl.sum(weight, 1)
+        acc = tl.dot(weight.to(kind).to(c.dtype), c, acc * fade[:, None])
+        top = higher
+
+    some = tl.where(total > 0, total, 1.0)
+    place = (b * heads + h) * parts + split
+    tl.store(mixed + place[:, None] * R + r[None, :], acc / some[:, None], mask=here[:, None] & (r < R)[None, :])
+    tl.store(log_sums + place, tl.where(total > 0, top + tl.log2(some), float("-inf")), mask=here)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _merge_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton's
+    mixed, log_sums, result, parts, R: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr
+):
+    """One head of one sequence, some channels: its parts weighed by their sums."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, PARTS)
+    r = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    sums = tl.load(log_sums + row * parts + n, mask=n < parts, other=float("-inf"))
+    top = tl.max(sums, 0)
+    level = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp2(sums - level)
+    total = tl.sum(weight, 0)
+    weight = weight / tl.where(total > 0, total, 1.0)
+    some = tl.load(
+        mixed + (row * parts + n[:, None]) * R + r[None, :], mask=(n < parts)[:, None] & (r < R)[None, :], other=0.0
+    )
+    found = tl.sum(some * weight[:, None], 0)
+    tl.store(result + row * R + r, found.to(result.dtype.element_ty), mask=r < R)
+
+
+def decode_latent(
+    query: Tensor,
+    query_rope: Tensor,
+    latent: Tensor,
+    key_rope: Tensor,
+    scale: float,
+    *,
+    lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """``softmax(scale * (query . latent + query_rope . key_rope)) latent`` over the slots seen: ``[B, H, 1, R]``.
+
+    Sequence ``b`` sees its first ``lengths[b]`` slots, of these the ones where ``mask`` is true; one that sees none
+    gives zeros. ``splits``: parts of the sequence, by default as many as keep the device busy.
+    """
+    batch, heads, _, rank = query.shape
+    slots, rope = latent.shape[1], query_rope.shape[-1]
+    query, query_rope, latent, key_rope = (_rows(tensor) for tensor in (query, query_rope, latent, key_rope))
+    tiles = _tiles(heads, rank)
+    blocks = triton.cdiv(heads, tiles.heads)
+    parts = splits or _parts(batch * blocks, slots, query.device)
+    part = triton.cdiv(triton.cdiv(slots, parts), tiles.slots) * tiles.slots
+    parts = max(1, triton.cdiv(slots, part))
+    mixed = torch.empty(batch, heads, parts, rank, dtype=torch.float32, device=query.device)
+    log_sums = torch.empty(batch, heads, parts, dtype=torch.float32, device=query.device)
+    seen, strides = _mask(mask, batch)
+    options: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    _part_kernel[(batch, blocks, parts)](
+        query, query_rope, latent, key_rope, lengths, seen, mixed, log_sums,
+        scale * _LOG2_E, heads, slots, part, parts,
+        *query.stride()[:2], *query_rope.stride()[:2], *latent.stride()[:2], *key_rope.stride()[:2], *strides,
+        R=rank, P=rope, RANK=_dot_width(rank), ROPE=_dot_width(rope),
+        HEADS=tiles.heads, SLOTS=tiles.slots, HAS_LENGTHS=lengths is not None, HAS_MASK=mask is not None,
+        WIDEN=_interpreted() and query.dtype == torch.bfloat16, **options,
+    )  # fmt: skip
+    result = torch.empty(batch, heads, 1, rank, dtype=query.dtype, device=query.device)
+    channels = min(_MERGED, _dot_width(rank))
+    _merge_kernel[(batch * heads, triton.cdiv(rank, channels))](
+        mixed, log_sums, result, parts, R=rank, PARTS=triton.next_power_of_2(parts), CHANNELS=channels
+    )
+    return result
+
+
+def _interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, which multiplies bfloat16 as the integers that hold it."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _dot_width(width: int) -> int:
+    return max(16, int(triton.next_power_of_2(width)))
+
+
+def _mask(mask: Tensor | None, batch: int) -> tuple[Tensor | None, tuple[int, int]]:
+    if mask is None:
+        return None, (0, 0)
+    mask = mask.expand(batch, -1)
+    return mask.view(torch.uint8), (mask.stride(0), mask.stride(1))
+
+
+def _parts(programs: int, slots: int, device: torch.device) -> int:
+    """Enough parts for two waves of programs, one to a multiprocessor at a time, and none smaller than is worth it."""
+    busy = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else programs
+    return max(1, min(-(-busy // programs), -(-slots // _FEWEST_SLOTS)))

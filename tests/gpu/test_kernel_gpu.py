@@ -1,0 +1,63 @@
+"""The latent decode kernel on a CUDA device: right at the sizes that are served, and bound by memory."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("triton")
+
+from kvfold.attention.kernels import triton_decode  # noqa: E402  # after the skips
+from kvfold.attention.latent_decode import latent_decode, latent_rows  # noqa: E402
+
+
+def problem(batch, heads, slots, rank=512, rope=64, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    sizes = ((batch, heads, 1, rank), (batch, heads, 1, rope), (batch, slots, rank), (batch, slots, rope))
+    return [torch.randn(size, device="cuda", dtype=dtype) for size in sizes]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("batch", "heads", "slots"), [(1, 32, 33000), (16, 32, 2049), (3, 128, 700), (2, 16, 1)])
+def test_error_is_at_most_twice_that_of_torch(batch, heads, slots, dtype):
+    inputs = problem(batch, heads, slots, dtype=dtype)
+    assert triton_decode(inputs[0], inputs[1], None) is not None
+    scale = 576**-0.5
+    exact, _ = latent_rows(*(x.double() for x in inputs), None, scale)
+    naive, _ = latent_rows(*inputs, None, scale)
+    found = latent_decode(*inputs, scale)
+    assert (found - exact).abs().max() <= 2 * (naive - exact).abs().max()
+
+
+def test_padding():
+    inputs = problem(4, 32, 1000)
+    mask = torch.arange(1000, device="cuda") >= torch.tensor([0, 1, 500, 999], device="cuda")[:, None]
+    exact, _ = latent_rows(*(x.double() for x in inputs), mask[:, None, None], 0.05)
+    found = latent_decode(*inputs, 0.05, mask[:, None, None])
+    torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-2)
+
+
+def seconds(call, repeats=20):
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return sorted(times)[repeats // 2]
+
+
+def test_bandwidth():
+    """At batch 32, 8k slots, 32 heads: at least 70 % of the rate at which the card copies memory."""
+    inputs = problem(32, 32, 8192)
+    read = sum(x.nbytes for x in inputs[2:])
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copied = 2 * source.nbytes / seconds(lambda: target.copy_(source))
+    reached = read / seconds(lambda: latent_decode(*inputs, 576**-0.5))
+    assert reached >= 0.7 * copied, f"{reached / 1e9:.0f} of {copied / 1e9:.0f} GB/s"
