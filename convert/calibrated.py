@@ -20,6 +20,8 @@ from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.tensors import torch_dtype
 from kvfold.convert.plan import Plan
+from kvfold.convert.refine_run import Refiner
+from kvfold.convert.request import WEIGHTS_ONLY
 from kvfold.convert.stream import CheckpointStream
 from kvfold.convert.text import BUILT_IN, CalibrationTokens, load_calibration
 from kvfold.convert.transforms import grouping, principal
@@ -100,17 +102,18 @@ def fold_calibrated(plan: Plan, write: Write, progress: Callable[[int], None]) -
     source = source_stream(plan)
     twin = Twin(source, plan.layout.config, plan.layout.tensors, recast=plan.request.dtype != "auto")
     tell(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration))
-    walk = Walk(source, twin, tokens.held_out, tokens.calibration, profile=True)
+    refine = Refiner(plan)
+    walk = Walk(source, twin, tokens.held_out, tokens.calibration, profile=True, keep_calibration=refine.wanted)
     groups = []
     for step in walk:
         folded, chosen = fold_layer(plan, step)
-        tensors = plan.layout.encode(step.index, folded)
+        tensors = refine(step, plan.layout.encode(step.index, folded))
         step.convert(tensors)
         write(tensors)
         groups.append([list(group) for group in chosen])
         progress(1)
     drift = report_of(walk.measurement(), source, twin.stream, tokens.held_out)
-    return Calibrated(tokens, drift, {"groups": groups}, source)
+    return Calibrated(tokens, drift, {"groups": groups, **refine.record()}, source)
 
 
 @torch.no_grad()
@@ -131,6 +134,8 @@ def written_loss(folder: Path, measured: Calibrated) -> float:
 
 def fold_layer(plan: Plan, step: Step) -> tuple[AttentionWeights, grouping.Partition]:
     """The layer with its key/value heads folded, and which of them share."""
+    if plan.request.resolved_method in WEIGHTS_ONLY:
+        return pooled(plan, step.index)
     weights = canonical_layer(plan, step.index)
     rotary, context = fold_rotary(plan, step.index), fold_context(plan, step.index)
     statistics, kv_heads = step.statistics, plan.family.geometry(plan.layout.config).kv_heads
@@ -145,6 +150,14 @@ def fold_layer(plan: Plan, step: Step) -> tuple[AttentionWeights, grouping.Parti
         lambda groups: principal.fold(weights, statistics, rotary, groups, context),
     )
     return choice.weights, choice.groups
+
+
+def pooled(plan: Plan, layer: int) -> tuple[AttentionWeights, grouping.Partition]:
+    """``layer`` folded by a method that reads no text, as a start for refinement."""
+    from kvfold.convert.run import transform_layer
+
+    folded = transform_layer(plan, layer)
+    return folded, grouping.contiguous(plan.geometry.kv_heads, folded.kv_heads)
 
 
 def source_stream(plan: Plan) -> CheckpointStream:

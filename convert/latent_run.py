@@ -19,6 +19,7 @@ from kvfold.convert.calibrated import Calibrated, Write, canonical_layer, load_t
 from kvfold.convert.drift_run import report_of
 from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.plan import Plan, latent_targets, settle
+from kvfold.convert.refine_run import Refiner
 from kvfold.convert.stream import CheckpointStream
 from kvfold.convert.targets.deepseek_config import LatentTarget
 from kvfold.convert.text import CalibrationTokens
@@ -33,6 +34,7 @@ from kvfold.convert.transforms.weights import LayerStatistics, Rotary
 from kvfold.convert.walk import Twin, Walk, estimate_seconds, survey
 
 Progress = Callable[[int], None]
+_LOOK = 20  # steps of refinement per layer by which the splits of a budget are judged
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,9 @@ def surveyed(plan: Plan, folder: Path, progress: Progress) -> Iterator[Surveyed]
 def settled(plan: Plan, found: Surveyed) -> tuple[Plan, Slots, dict[str, Any]]:
     """``plan`` with its split and frequencies decided, the slots, and what ``kvfold.json`` tells of the decision."""
     targets = latent_targets(plan.request, plan.family, plan.checkpoint)
+    if plan.request.resolved_method == "svd":
+        plan, slots = svd_plan(plan), svd_slots(plan)
+        return plan, slots, slots_record(slots)
     offers = [_offer(plan, target, found.surveys) for target in targets]
     if plan.request.budget is None:
         return *offers[0], slots_record(offers[0][1])
@@ -104,7 +109,7 @@ def _offer(plan: Plan, target: LatentTarget, surveys: tuple[LayerSurvey, ...]) -
 
 def _score(plan: Plan, slots: Slots, found: Surveyed) -> float:
     """KL of the next-token distributions on sequences kept aside, nats, if the model were converted so."""
-    return _walk(plan, found, slots, lambda tensors: None, lambda amount: None)[0].kl
+    return _walk(plan, found, slots, lambda tensors: None, lambda amount: None, Refiner(plan, _LOOK))[0].kl
 
 
 def slots_for(target: LatentTarget, surveys: tuple[LayerSurvey, ...]) -> Slots:
@@ -115,6 +120,8 @@ def slots_for(target: LatentTarget, surveys: tuple[LayerSurvey, ...]) -> Slots:
 
 def latent_layer(plan: Plan, layer: int, notes: LayerNotes, slots: Slots) -> LatentWeights:
     """``layer`` as latent attention, fitted to the survey's statistics."""
+    if plan.request.resolved_method == "svd":
+        return svd_layer(plan, layer, slots)
     target, rotary = plan.latent_target(), rotary_of(plan, layer)
     weights, scale = canonical_layer(plan, layer), plan.family.layer(plan.checkpoint.config, layer).scale
     latent = to_latent(weights, notes.statistics, rotary, slots, target.channels, scale=scale, centred=target.constant)
@@ -128,17 +135,21 @@ def convert_surveyed(
     plan: Plan, found: Surveyed, slots: Slots, choices: Mapping[str, Any], write: Write, progress: Progress
 ) -> Calibrated:
     """Convert every layer of a settled plan, give its tensors to ``write``, and measure the drift."""
-    measured, twin = _walk(plan, found, slots, write, progress)
+    refine = Refiner(plan)
+    measured, twin = _walk(plan, found, slots, write, progress, refine)
     drift = report_of(measured, found.source, twin.stream, found.tokens.held_out)
-    return Calibrated(found.tokens, drift, choices, found.source)
+    return Calibrated(found.tokens, drift, {**choices, **refine.record()}, found.source)
 
 
-def _walk(plan: Plan, found: Surveyed, slots: Slots, write: Write, progress: Progress) -> tuple[Measurement, Twin]:
+def _walk(
+    plan: Plan, found: Surveyed, slots: Slots, write: Write, progress: Progress, refine: Refiner
+) -> tuple[Measurement, Twin]:
     twin = Twin(found.source, plan.layout.config, plan.layout.tensors, recast=plan.request.dtype != "auto")
-    walk = Walk(found.source, twin, found.tokens.held_out)
+    calibration = found.tokens.calibration if refine.wanted else None
+    walk = Walk(found.source, twin, found.tokens.held_out, calibration, keep_calibration=refine.wanted)
     for step in walk:
         latent = latent_layer(plan, step.index, found.notes(step.index), slots)
-        tensors = plan.layout.encode(step.index, latent)
+        tensors = refine(step, plan.layout.encode(step.index, latent))
         step.convert(tensors)
         write(tensors)
         progress(1)
@@ -164,17 +175,20 @@ def svd_plan(plan: Plan) -> Plan:
 
 def svd_layers(plan: Plan, write: Callable[[Mapping[str, Tensor]], None]) -> None:
     """Convert every layer from its weights alone."""
-    slots, target = svd_slots(plan), plan.latent_target()
+    slots = svd_slots(plan)
     for layer in range(plan.geometry.layers):
-        scale = plan.family.layer(plan.checkpoint.config, layer).scale
-        gain = plan.checkpoint.read(plan.family.tensor_names(plan.checkpoint.config)["attention_norm", layer][0])
-        latent = svd_latent(
-            canonical_layer(plan, layer), rotary_of(plan, layer), slots, target.channels, scale=scale, gain=gain
-        )
-        rank = plan.query_rank()
-        if rank is not None:
-            latent = query_latent(latent, _blank_statistics(plan), rank - target.constant)
-        write(plan.layout.encode(layer, latent))
+        write(plan.layout.encode(layer, svd_layer(plan, layer, slots)))
+
+
+def svd_layer(plan: Plan, layer: int, slots: Slots) -> LatentWeights:
+    """``layer`` as latent attention, from its weights alone."""
+    target, scale = plan.latent_target(), plan.family.layer(plan.checkpoint.config, layer).scale
+    gain = plan.checkpoint.read(plan.family.tensor_names(plan.checkpoint.config)["attention_norm", layer][0])
+    latent = svd_latent(
+        canonical_layer(plan, layer), rotary_of(plan, layer), slots, target.channels, scale=scale, gain=gain
+    )
+    rank = plan.query_rank()
+    return latent if rank is None else query_latent(latent, _blank_statistics(plan), rank - target.constant)
 
 
 def _blank_statistics(plan: Plan) -> LayerStatistics:

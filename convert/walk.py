@@ -78,7 +78,7 @@ class Step:
     ``statistics`` are those of the calibration sequences, or None in a walk without them. ``held_out`` is what the
     source's layer is given on the held-out sequences and ``outputs`` what it makes of that; ``student`` is what the
     student's is given. ``calibration`` and ``student_calibration`` likewise, empty unless refinement asked for them.
-    ``drift`` is how far the converted layer is from the source's, None before ``convert``.
+    ``drift`` is how far the converted layer is from the source's, None before ``convert``. ``twin`` is the student.
     """
 
     def __init__(self, index: int, source: StreamLayer, twin: Twin, held_out: Hidden, student: Hidden) -> None:
