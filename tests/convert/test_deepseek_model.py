@@ -13,11 +13,12 @@ from kvfold.convert.families.family import family_of
 from kvfold.convert.families.layout import read_layer
 from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.targets.deepseek import block_tensors, deepseek_tensors
-from kvfold.convert.targets.deepseek_config import LatentTarget, deepseek_config, deepseek_shapes, query_rank
+from kvfold.convert.targets.deepseek_config import NORM_EPS, LatentTarget, deepseek_config, deepseek_shapes, query_rank
 from kvfold.convert.targets.deepseek_problems import context, latent_problems
 from kvfold.convert.transforms.latent import to_latent
+from kvfold.convert.transforms.latent_norm import live_norm
 from kvfold.convert.transforms.query_latent import query_latent
-from kvfold.convert.transforms.rope_slots import choose_slots, survey
+from kvfold.convert.transforms.rope_slots import choose_slots, plain_slots, survey
 from kvfold.convert.transforms.weights import LayerStatistics
 
 TINY = {
@@ -89,7 +90,7 @@ def source_config(model):
 
 
 def attention_statistics(model, tokens):
-    """Second moments of every layer's attention input; a profile that favours the near past."""
+    """Every layer's attention inputs, and their second moments with a profile that favours the near past."""
     seen = {}
     hooks = [
         layer.self_attn.register_forward_pre_hook(
@@ -105,23 +106,27 @@ def attention_statistics(model, tokens):
     profile = torch.arange(tokens.shape[1], 0, -1).double()
     profile = (profile / profile.sum()).expand(model.config.num_attention_heads, -1)
     flat = [seen[index].flatten(0, 1).double() for index in range(len(seen))]
-    return [LayerStatistics(x.T @ x / len(x), x.mean(0), len(x), profile) for x in flat]
+    return flat, [LayerStatistics(x.T @ x / len(x), x.mean(0), len(x), profile) for x in flat]
 
 
 class LatentAttention(nn.Module):
     """The formula of ``LatentWeights``, written out in float64."""
 
-    def __init__(self, latent):
+    def __init__(self, latent, normed=False):
         super().__init__()
         self.latent = latent.map(torch.Tensor.double)
+        self.normed = normed
+
+    def norm(self, rows):
+        return rows / rows.square().mean(-1, keepdim=True).add(NORM_EPS).sqrt() if self.normed else rows
 
     def forward(self, hidden_states, **_):
         w, x = self.latent, hidden_states
-        c = x @ w.down.T + (0 if w.down_bias is None else w.down_bias)
+        c = self.norm(x @ w.down.T + (0 if w.down_bias is None else w.down_bias))
         key = turn(x @ w.rope_key.T + (0 if w.rope_key_bias is None else w.rope_key_bias), w.theta)
         source, q_nope, q_rope = (x, w.q_nope, w.q_rope)
         if w.query is not None:
-            source, q_nope, q_rope = x @ w.query.down.T, w.query.q_nope, w.query.q_rope
+            source, q_nope, q_rope = self.norm(x @ w.query.down.T), w.query.q_nope, w.query.q_rope
         out = 0 if w.o_bias is None else w.o_bias
         for head in range(w.heads):
             nope = source @ q_nope[head].T + (0 if w.q_nope_bias is None else w.q_nope_bias[head])
@@ -146,18 +151,23 @@ def convert(model, target, folder, dtype=torch.float32):
     config = source_config(model)
     family = family_of(config)
     assert latent_problems(family, config, target, allow_growth=True) == []
-    statistics = attention_statistics(model, torch.randint(0, 101, (8, 24), generator=torch.Generator().manual_seed(1)))
+    inputs, statistics = attention_statistics(
+        model, torch.randint(0, 101, (64, 24), generator=torch.Generator().manual_seed(1))
+    )
     read = model.state_dict().__getitem__
     layers = range(family.geometry(config).layers)
     weights = [read_layer(family, config, layer, read) for layer in layers]
     rotaries = [layer_rotary(family, config, layer) for layer in layers]
     surveys = [survey(*parts) for parts in zip(weights, statistics, rotaries, strict=True)]
-    slots = choose_slots(surveys, target.rope_dim)
+    choose = choose_slots if target.constant else plain_slots
+    slots = choose(surveys, target.rope_dim)
     latents, rank = [], query_rank(family, config, target)
     for layer in layers:
         scale = family.layer(config, layer).scale
-        latent = to_latent(weights[layer], statistics[layer], rotaries[layer], slots, target.channels, scale=scale)
-        latents.append(latent if rank is None else query_latent(latent, statistics[layer], rank - target.constant))
+        parts = weights[layer], statistics[layer], rotaries[layer]
+        latent = to_latent(*parts, slots, target.channels, scale=scale, centred=target.constant)
+        latent = latent if rank is None else query_latent(latent, statistics[layer], rank - target.constant)
+        latents.append(latent if target.constant else live_norm(latent, inputs[layer]))
     tensors = {}
     for layer, latent in enumerate(latents):
         tensors |= deepseek_tensors(latent, layer, target) | block_tensors(family, config, layer, read)
@@ -234,6 +244,29 @@ def test_query_latent_of_full_rank_changes_nothing(tmp_path):
     loaded = load(latent)
     assert loaded.config.q_lora_rank == 33
     assert (logits(load(plain), TOKENS) - logits(loaded, TOKENS)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("q_rank", [None, 20])
+def test_engine_layout_computes_what_normed_latents_say(q_rank, tmp_path):
+    model = source_model("gqa")
+    latents = convert(model, LatentTarget(9, 6, q_rank, "engine"), tmp_path)
+    loaded = load(tmp_path)
+    assert loaded.config.rope_parameters["rope_type"] == "default"
+    assert [name for name, _ in loaded.named_parameters() if name.endswith("bias")] == []
+    for layer, latent in zip(model.model.layers, latents, strict=True):
+        layer.self_attn = LatentAttention(latent, normed=True)
+    assert (logits(loaded, TOKENS) - logits(model, TOKENS)).abs().max() < 1e-4
+
+
+def test_live_norm_leaves_a_full_query_latent_alone(tmp_path):
+    """Attention inputs come out of a norm: at full rank the latent's length can be exactly constant."""
+    model = source_model("gqa")
+    plain, latent = tmp_path / "plain", tmp_path / "latent"
+    for folder, q_rank in ((plain, None), (latent, 32)):
+        folder.mkdir()
+        convert(model, LatentTarget(9, 6, q_rank, "engine"), folder)
+    exact = logits(load(plain), TOKENS)
+    assert (logits(load(latent), TOKENS) - exact).norm() < 0.05 * exact.norm()
 
 
 def test_cache_holds_rank_plus_rope_numbers_per_token_and_layer(tmp_path):
