@@ -4,13 +4,13 @@ A norm divides by a number that depends on the token, so nothing but a scale and
 Folding therefore works on the linear map that the norm is on average, ``gain * W x / rms`` with ``rms`` the root mean
 square over the calibration text, and writes the result back in front of a norm of the same kind.
 
-Exact: groups of one; identical heads. Approximate otherwise, in three ways.
+Exact: groups of one; identical heads. Approximate otherwise:
 
-* The norm of a merged key divides by the merged head's length, token by token, where the members had their own.
-* Queries take their complex factors before their norm. A norm with a row of its own per head holds the factors' moduli
-  afterwards, so that lengths stay nearly those of the source. Where one row serves all heads, a head's average scale
-  cannot be set there: the moduli of pairs, free to move between queries and keys, are chosen so that every head's
-  scale comes out right on average (`level`), as far as there are enough pairs.
+* A shared key is divided by its own length, token by token, where its members had one each. This costs most (on a
+  trained model given such norms, four fifths of the error), and no choice of gains removes it.
+* Queries take their maps before their norm. A norm with a row of its own per head holds the moduli afterwards, so that
+  lengths stay nearly those of the source; one row for all heads holds their mean, and heads whose scores should be
+  scaled differently share one scale. Moving moduli between queries and keys to level those scales made it worse.
 * A layer norm removes the mean over the head's dims, which merging does not respect. A norm's bias that all heads share
   is the average of what each would need.
 """
@@ -22,9 +22,6 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.weights import HeadNorm
-
-LEVEL_STEPS = 12
-LEVEL_DAMPING = 1e-3
 
 
 @dataclass(frozen=True)
@@ -98,10 +95,6 @@ def restore(
     ``blocks`` are the dims that may be rescaled together (rotary pairs). Returns rows ``[g, D, F]`` and norm of the
     keys, rows ``[H, D, F]`` and norm of the queries.
     """
-    if queries.norm is not None and _one_row(queries.norm):
-        factor = _level(keys, queries, new_keys, new_queries, blocks, moment)  # [g, D]
-        new_keys = new_keys.times(1 / factor)
-        new_queries = new_queries.times(factor.repeat_interleave(_per_group(new_queries, new_keys), 0))
     k, k_norm, missing = _write_keys(keys, new_keys, moment)
     new_queries = new_queries.times(missing.repeat_interleave(_per_group(new_queries, new_keys))[:, None])
     q, q_norm = _write_queries(queries, new_queries, blocks, moment)
@@ -141,39 +134,6 @@ def _query_gain(source: Linear, folded: Folded, blocks: Sequence[Tensor], moment
     if source.norm is not None and _one_row(source.norm):
         modulus = modulus.log().mean(0, keepdim=True).exp().expand_as(modulus)
     return source.gain * _spread(modulus, blocks)
-
-
-def _level(
-    keys: Linear, queries: Linear, new_keys: Folded, new_queries: Folded, blocks: Sequence[Tensor], moment: Tensor
-) -> Tensor:
-    """Factors ``[g, D]`` (keys divided, queries multiplied) that make one gain fit all heads' scales on average.
-
-    Scaling block ``b`` of group ``g`` by ``e^{a}`` leaves scores unchanged as linear maps, but not the lengths that
-    norms divide by: ``sum_b e^{2a} A_hb`` of head ``h`` and ``sum_b e^{-2a} B_gb`` of the shared key. Damped
-    Gauss-Newton steps on the logarithm of their product bring every head to the common value with the smallest ``a``.
-    """
-    groups, per_group = len(new_keys.rows), _per_group(new_queries, new_keys)
-    gain = _query_gain(queries, new_queries, blocks, moment)
-    ask = _energy(_undo(new_queries.rows, gain), blocks, moment)
-    ask = torch.unflatten(ask, 0, (groups, per_group))  # [g, H/g, blocks]
-    key_gain = torch.unflatten(keys.gain, 0, (groups, -1)).mean(1)
-    offer = _energy(_undo(new_keys.rows, key_gain), blocks, moment)[:, None]  # [g, 1, blocks]
-    fixed_keys = keys.norm is None  # their scale is free
-    step = torch.zeros_like(offer)
-    for _ in range(LEVEL_STEPS):
-        a, b = ask * (2 * step).exp(), offer * (-2 * step).exp()
-        lengths = a.sum(-1).log() / 2 + (0 if fixed_keys else b.sum(-1).log() / 2)  # [g, H/g]
-        slope = _shares(a) - (0 if fixed_keys else _shares(b))
-        wanted = (lengths.mean(1, keepdim=True) if fixed_keys else lengths.mean()) - lengths
-        # ridge solution of slope @ move = wanted - pull of what was already moved
-        normal = slope @ slope.mT + LEVEL_DAMPING * torch.eye(per_group, dtype=slope.dtype, device=slope.device)
-        target = wanted[..., None] + slope @ step.mT
-        step = (slope.mT @ torch.linalg.solve(normal, target)).mT
-    return _spread(step[:, 0].exp(), blocks)
-
-
-def _shares(energy: Tensor) -> Tensor:
-    return energy / energy.sum(-1, keepdim=True).clamp(min=torch.finfo(energy.dtype).tiny)
 
 
 def _before_norm(rows: Tensor, gain: Tensor, scale: Tensor, norm: HeadNorm, moment: Tensor) -> tuple[Tensor, Tensor]:
