@@ -32,6 +32,7 @@ from kvfold.convert.transforms.weights import LayerStatistics
 _CPU_TOKENS = 4096
 _GPU_TOKENS = 32768
 _JUDGED_TOKENS = 2048
+_ESTIMATED_TOKENS = 1024
 
 Hidden = list[Tensor]  # the residual stream of all sequences, in chunks [b, T, E] of one layer call each
 
@@ -244,13 +245,13 @@ def residual(output: LayerOutput) -> Tensor:
 def estimate_seconds(
     source: CheckpointStream, held_out: Tensor, calibration: Tensor | None = None, *, passes: int = 1
 ) -> float:
-    """How long a walk over these tokens will take, from one chunk through the first layer.
+    """How long a walk over these tokens will take, from a few sequences through the first layer.
 
     ``passes`` counts how often the calibration sequences go through the model (a survey is one more). The transforms'
     own time is not in it.
     """
     tokens = held_out if calibration is None else calibration
-    chunk = tokens[: chunk_size(source.device, tokens.shape[1])]
+    chunk = tokens[: max(1, min(chunk_size(source.device, tokens.shape[1]), _ESTIMATED_TOKENS // tokens.shape[1]))]
     states = embed(source, chunk)
     started = time.monotonic()
     with source.open_layer(0) as layer:
@@ -259,7 +260,8 @@ def estimate_seconds(
         _synchronise(source.device)
     each = (time.monotonic() - started - opened) / chunk.numel()
     learned = passes * (0 if calibration is None else calibration.numel())
-    return source.layers * (each * (learned + 3 * held_out.numel()) + opened * (passes + 1))
+    # held out: once through the source, twice through the student, judging candidates, reading back, rounding floor
+    return source.layers * (each * (learned + 5 * held_out.numel()) + opened * (passes + 3))
 
 
 def _energy(tensor: Tensor) -> float:
