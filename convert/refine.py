@@ -39,7 +39,7 @@ class Refinement:
     """What the layers of a run have in common. ``steps`` is a number per layer or ``"auto"``.
 
     ``share`` and ``student_share`` say how the teacher's and the student's layers add their attention to the residual.
-    ``masks`` says of a layer's tensors which elements may move: 1 or 0, broadcast; absent ones move as a whole.
+    ``paces`` says of a layer's tensors how far their elements move relative to each other; absent ones move evenly.
     ``tell(layer, step, error)`` hears of the error on sequences kept aside.
     """
 
@@ -47,7 +47,7 @@ class Refinement:
     seed: int = 0
     share: Share = PLAIN
     student_share: Share = PLAIN
-    masks: Callable[[Tensors], Tensors] = lambda tensors: {}
+    paces: Callable[[Tensors], Tensors] = lambda tensors: {}
     tell: Callable[[int, int, float], None] = lambda layer, step, error: None
 
 
@@ -132,11 +132,12 @@ class _Best:
 def _train(student: _Student, training: Examples, aside: Examples, task: Refinement) -> _Best:
     best = _Best(student.error(aside))
     task.tell(student.index, 0, best.errors[0])
-    masks = {name: mask.to(student.masters[name]) for name, mask in task.masks(student.masters).items()}
-    optimiser = _optimiser(student.masters, masks)
+    with torch.no_grad():
+        paces = task.paces(student.masters)
+    optimiser = _optimiser(student.masters, paces)
     batches = picks(training.count, task.seed, student.index)
     for done, rate in enumerate(rates(task.steps, best.errors), 1):
-        _step(student, optimiser, masks, training, next(batches), rate)
+        _step(student, optimiser, paces, training, next(batches), rate)
         best.steps = done
         if done % ROUND == 0 or done == task.steps:
             best.see(student.error(aside), student, done)
@@ -145,7 +146,7 @@ def _train(student: _Student, training: Examples, aside: Examples, task: Refinem
 
 
 def _step(
-    student: _Student, optimiser: torch.optim.Adam, masks: Tensors, training: Examples, batch: list[int], rate: float
+    student: _Student, optimiser: torch.optim.Adam, paces: Tensors, training: Examples, batch: list[int], rate: float
 ) -> None:
     for group in optimiser.param_groups:
         group["lr"] = rate * group["scale"]
@@ -155,16 +156,16 @@ def _step(
     loss = missing.square().sum() / (math.sqrt(missing.numel()) * (training.energy or 1.0))
     optimiser.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]
-    for name, mask in masks.items():
-        gradient = student.masters[name].grad
-        if gradient is not None:
-            gradient.mul_(mask)
+    before = {name: student.masters[name].detach().clone() for name in paces}
     optimiser.step()
+    with torch.no_grad():
+        for name, pace in paces.items():
+            student.masters[name].copy_(torch.lerp(before[name], student.masters[name], pace))
 
 
-def _optimiser(masters: Tensors, masks: Tensors) -> torch.optim.Adam:
+def _optimiser(masters: Tensors, paces: Tensors) -> torch.optim.Adam:
     """Adam with a rate for each tensor, so that weights of any size move alike; biases go with their weights."""
-    sizes = {name: _size(master.detach(), masks.get(name)) for name, master in masters.items()}
+    sizes = {name: _size(master.detach(), paces.get(name)) for name, master in masters.items()}
     groups = []
     for name, master in masters.items():
         weight = name.removesuffix(".bias") + ".weight" if name.endswith(".bias") else name
@@ -172,9 +173,9 @@ def _optimiser(masters: Tensors, masks: Tensors) -> torch.optim.Adam:
     return torch.optim.Adam(groups, lr=_RATE, betas=_BETAS, eps=_EPS)
 
 
-def _size(tensor: Tensor, mask: Tensor | None) -> float:
-    """Root mean square of the elements that may move; 0 without any."""
-    free = tensor if mask is None else tensor[mask.expand_as(tensor) > 0]
+def _size(tensor: Tensor, pace: Tensor | None) -> float:
+    """Root mean square of the elements that move; 0 without any."""
+    free = tensor if pace is None else tensor[pace > 0]
     return float(free.square().mean().sqrt()) if free.numel() else 0.0
 
 

@@ -9,8 +9,8 @@ from tqdm import tqdm
 
 from kvfold.convert.plan import Plan
 from kvfold.convert.refine import AUTO_STEPS, Refined, Refinement, refine_layer
-from kvfold.convert.refine_masks import constant_masks
 from kvfold.convert.refine_objective import Share
+from kvfold.convert.refine_paces import constant_paces
 from kvfold.convert.walk import Step
 
 
@@ -53,7 +53,7 @@ def refinement(plan: Plan, steps: int | str, shown: "_Shown") -> Refinement:
     if plan.request.to != "mla":
         return Refinement(steps, plan.request.seed, share, share, tell=shown)
     if plan.latent_target().constant:
-        return Refinement(steps, plan.request.seed, share, masks=constant_masks, tell=shown)
+        return Refinement(steps, plan.request.seed, share, paces=constant_paces, tell=shown)
     return Refinement(steps, plan.request.seed, share, tell=shown)
 
 

@@ -11,9 +11,10 @@ from kvfold.convert.calibrated import pooled, source_stream
 from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.plan import make_plan
 from kvfold.convert.refine import AUTO_STEPS, ROUND, Refinement, picks, rates, refine_layer
-from kvfold.convert.refine_masks import constant_masks
 from kvfold.convert.refine_objective import examples
+from kvfold.convert.refine_paces import constant_paces
 from kvfold.convert.refine_run import refinement
+from kvfold.convert.targets.deepseek import CONSTANT
 from kvfold.convert.walk import Twin, Walk
 
 # family -> the module that is given the residual stream after the attention
@@ -112,7 +113,7 @@ def test_a_layer_that_does_not_get_better_keeps_its_weights(tiny_family, monkeyp
 
 
 def test_weights_that_stop_being_finite_are_not_kept(tiny_family, monkeypatch):
-    monkeypatch.setattr(refining, "_RATE", float("nan"))
+    monkeypatch.setattr(refining, "_RATE", 1e38)
     plan = plan_of(tiny_family("llama"))
     _steps, step, tensors = first_step(plan)
     refined = refine_layer(step, tensors, task_of(plan, steps=2))
@@ -166,7 +167,7 @@ def test_batches_use_every_sequence_before_any_again():
     assert sorted(next(picks(3, seed=0, layer=0))) == [0, 1, 2]
 
 
-def test_masks_hold_the_constant_channels_and_nothing_else():
+def test_paces_hold_the_constant_channels():
     module = "model.layers.0.self_attn"
     shapes = {
         "q_a_proj.weight": (5, 4),
@@ -178,9 +179,10 @@ def test_masks_hold_the_constant_channels_and_nothing_else():
         "kv_a_layernorm.weight": (3,),
         "kv_b_proj.weight": (6, 3),
     }
-    masks = constant_masks({f"{module}.{name}": torch.randn(shape) for name, shape in shapes.items()})
-    found = {name.removeprefix(f"{module}."): mask for name, mask in masks.items()}
-    assert set(found) == set(shapes) - {"q_b_proj.weight", "kv_b_proj.weight"}
+    paces = constant_paces({f"{module}.{name}": torch.randn(shape) for name, shape in shapes.items()})
+    found = {name.removeprefix(f"{module}."): pace for name, pace in paces.items()}
+    assert found["kv_b_proj.weight"][0].tolist() == [1, 1, 1 / CONSTANT]
+    assert found["q_b_proj.weight"][0].tolist() == [1, 1, 1, 1, 1 / CONSTANT]
     assert found["kv_a_proj_with_mqa.bias"].tolist() == [1, 1, 0, 1, 1]
     assert found["kv_a_proj_with_mqa.weight"].sum(1).tolist() == [4, 4, 0, 4, 4]
     assert found["q_a_proj.bias"].tolist() == [1, 1, 1, 1, 0]

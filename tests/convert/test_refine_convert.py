@@ -55,15 +55,9 @@ def test_the_constant_channel_stays_what_it_is(tmp_path, dtype):
     plain, refined = tensors(tmp_path / "plain"), tensors(tmp_path / "refined")
     for layer in range(4):
         module = f"model.layers.{layer}.self_attn"
-        for projection, norm, channel in (
-            ("kv_a_proj_with_mqa", "kv_a_layernorm", 23),
-            ("q_a_proj", "q_a_layernorm", 47),
-        ):
-            weight, bias, gain = (
-                f"{module}.{projection}.weight",
-                f"{module}.{projection}.bias",
-                f"{module}.{norm}.weight",
-            )
+        for projection, norm, channel in (("kv_a_proj_with_mqa", "kv_a", 23), ("q_a_proj", "q_a", 47)):
+            weight, bias = f"{module}.{projection}.weight", f"{module}.{projection}.bias"
+            gain = f"{module}.{norm}_layernorm.weight"
             assert torch.equal(refined[gain], plain[gain])
             assert refined[bias][channel] == plain[bias][channel] >= 64
             assert not refined[weight][channel].any()
