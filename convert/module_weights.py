@@ -7,7 +7,7 @@ time, reading only the tensors that those need, from whatever shards hold them.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,12 +25,13 @@ class Recipe:
     """What makes one parameter (or, where a converter splits, the first of several): the file's tensors, in order.
 
     ``converter`` is None when the file holds the parameter itself; ``patterns[i]`` is its name for ``sources[i]``.
+    Recipes that read the same tensors for the same parameter are equal, whichever model's they are.
     """
 
     target: str
     sources: tuple[str, ...]
     patterns: tuple[str, ...] = ()
-    converter: WeightConverter | None = None
+    converter: WeightConverter | None = field(default=None, compare=False)
 
     def make(self, read: Read, model: Any) -> dict[str, Tensor]:
         """Read the sources and convert them, in the dtype that they are stored in."""
