@@ -17,11 +17,12 @@ from kvfold.convert.transforms.latent_fit import ROUNDS, Fit, Layer, alternate, 
 from kvfold.convert.transforms.latent_weights import LatentWeights
 from kvfold.convert.transforms.rope_slots import (
     Slots,
+    amplified,
     components,
     pair_gains,
     pair_keys,
+    query_moment,
     query_scales,
-    second_moment,
     with_bias,
 )
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
@@ -66,15 +67,15 @@ def to_latent(
     alternating least squares; 0 leaves the principal components as they are. A layer that does not rotate gets zero
     rotary keys. The result is in at least float32.
     """
-    layer = linear_layer(weights, rotary, scale)
-    split = split_rotary(weights, statistics, rotary, slots)
+    layer, queries = linear_layer(weights, rotary, scale), query_moment(weights, statistics, rotary)
+    split = split_rotary(weights, statistics, rotary, slots, queries)
     gains = pair_gains(statistics, rotary).to(weights.q.device)
     keys = unrotated_keys(weights, rotary, split.rest)
-    blocks = key_units(weights, statistics, rotary, gains, keys), value_units(layer)
+    blocks = key_units(queries, rotary, gains, keys), value_units(layer)
     basis = joint_basis(*blocks, statistics, rank, centred)
     fit = first_fit(split, apply_gains(keys, gains, rotary), layer.values, basis)
     if rounds:
-        problem = make_problem(layer, statistics, rotary, slots.theta, rank, centred=centred)
+        problem = make_problem(layer, queries, statistics, rotary, slots.theta, rank, centred=centred)
         fit = alternate(problem, fit, rounds)
     return assemble(weights, layer, statistics, fit, slots, centred=centred)
 
@@ -91,24 +92,21 @@ def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float | None)
     )
 
 
-def amplified(rows: Tensor, rotary: Rotary) -> Tensor:
-    """``[heads, D, n]`` with the rotating dims times the rotary amplitude."""
-    return torch.cat([rows[:, : rotary.dims] * rotary.amplitude, rows[:, rotary.dims :]], 1)
-
-
-def split_rotary(weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, slots: Slots) -> RotarySplit:
-    """Rotary keys of the slots, how heads read them, and what is left of every key."""
+def split_rotary(
+    weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, slots: Slots, queries: Tensor
+) -> RotarySplit:
+    """Rotary keys of the slots, how heads read them, what is left of every key. ``queries`` from ``query_moment``."""
     wide, head_dim, half = weights.model_dim + 1, weights.head_dim, rotary.dims // 2
     reading = torch.zeros(weights.heads, head_dim, slots.rope_dim, dtype=torch.float64, device=weights.q.device)
     if not half:
         rest = torch.zeros(weights.kv_heads, 0, wide, dtype=torch.complex128, device=weights.q.device)
         return RotarySplit(reading.new_zeros(slots.rope_dim, wide), reading, rest)
-    pairs = pair_keys(weights, statistics, rotary)
+    pairs = pair_keys(weights, statistics, rotary, queries)
     scales = query_scales(pairs)
     _, vectors = components(pairs)
     keys, rest, slot = [], [], 0
     for pair, count in enumerate(slots.counts):
-        key, factor, left = _split_pair(pairs.k[:, pair], scales[:, pair], vectors[pair, :, :count])
+        key, factor, left = _split_pair(pairs.keys[:, pair], scales[:, pair], vectors[pair, :, :count])
         factor = factor.repeat_interleave(weights.heads // weights.kv_heads, 0)  # [H, count]: own key = factor . key
         _read_pair(reading, factor, pair, half, slot)
         keys.append(key)
@@ -152,17 +150,13 @@ def apply_gains(keys: Tensor, gains: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat([a * real - b * imaginary, a * imaginary + b * real, still], 1)
 
 
-def key_units(
-    weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, gains: Tensor, keys: Tensor
-) -> Tensor:
+def key_units(queries: Tensor, rotary: Rotary, gains: Tensor, keys: Tensor) -> Tensor:
     """Keys ``[G, D, E+1]`` in units of scores: their squared length is the energy of the scores that they cause."""
-    queries = amplified(with_bias(weights.q, weights.q_bias), rotary)
-    moment = second_moment(statistics).to(queries.device)
-    energy = torch.einsum("hde,ef,hdf->hd", queries, moment, queries)
+    energy = queries.diagonal(dim1=1, dim2=2).clamp_min(0)
     half = rotary.dims // 2
-    pair = (energy[:, :half] + energy[:, half : 2 * half]) * gains.abs().square()
-    energy = torch.cat([pair / 2, pair / 2, energy[:, 2 * half :]], 1)
-    return keys * energy.unflatten(0, (weights.kv_heads, -1)).sum(1).clamp_min(0).sqrt()[..., None]
+    pair = (energy[:, :half] + energy[:, half : 2 * half]) * gains.abs().square() / 2
+    energy = torch.cat([pair, pair, energy[:, 2 * half :]], 1)
+    return keys * energy.reshape(len(keys), -1, energy.shape[1]).sum(1).sqrt()[..., None]
 
 
 def value_units(layer: Layer) -> Tensor:

@@ -83,9 +83,16 @@ class Problem:
 
 
 def make_problem(
-    layer: Layer, statistics: LayerStatistics, rotary: Rotary, theta: Tensor, rank: int, *, centred: bool
+    layer: Layer,
+    queries: Tensor,
+    statistics: LayerStatistics,
+    rotary: Rotary,
+    theta: Tensor,
+    rank: int,
+    *,
+    centred: bool,
 ) -> Problem:
-    """``theta [P/2]`` of the cached rotary rows; ``rank`` R."""
+    """``queries [H, D, D]``: their second moment; ``theta [P/2]`` of the cached rotary rows; ``rank`` R."""
     device, dims = layer.keys.device, layer.keys.shape[1]
     moment = second_moment(statistics).to(device)
     mean = moment[-1]
@@ -97,7 +104,7 @@ def make_problem(
     seen = tuple(zip(kernels(cached, cached, profile), kernels(cached, own, profile), strict=True))
     spread = layer.values[..., :-1] @ covariance @ layer.values[..., :-1].mT
     output = (layer.metric * spread).sum() / len(layer.queries)  # an average head's output energy
-    queries = torch.einsum("hde,ef,hcf->hdc", layer.queries, moment, layer.queries) * layer.scale**2 * output
+    queries = queries * layer.scale**2 * output
     toward = mean[:-1] if centred else torch.linalg.solve(covariance, mean[:-1])  # only used where nothing is centred
     return Problem(layer, covariance, mean, cached, seen, centred, toward, queries, layer.metric * VALUE_WEIGHT)
 

@@ -16,7 +16,7 @@ from kvfold.convert.transforms.latent import (
     unrotated_keys,
 )
 from kvfold.convert.transforms.latent_weights import LatentWeights
-from kvfold.convert.transforms.rope_slots import Slots
+from kvfold.convert.transforms.rope_slots import Slots, query_moment
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 
@@ -36,7 +36,8 @@ def svd_latent(
     model_dim, device = weights.model_dim, weights.q.device
     zeros, eye = torch.zeros(model_dim, dtype=torch.float64), torch.eye(model_dim, dtype=torch.float64)
     blank = LayerStatistics(eye, zeros, 0, torch.ones(weights.heads, 1, dtype=torch.float64)).to(device)
-    layer, split = linear_layer(weights, rotary, scale), split_rotary(weights, blank, rotary, slots)
+    layer, queries = linear_layer(weights, rotary, scale), query_moment(weights, blank, rotary)
+    split = split_rotary(weights, blank, rotary, slots, queries)
     keys = unrotated_keys(weights, rotary, split.rest)
     basis = principal_basis(torch.cat([keys, layer.values])[..., :-1].flatten(0, 1), eye.to(device), rank)
     expected = (basis.down if gain is None else basis.down * gain.to(device).double()).norm().clamp_min(1e-30)

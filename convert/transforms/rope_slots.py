@@ -32,13 +32,13 @@ class Slots:
 
 @dataclass(frozen=True)
 class PairKeys:
-    """Rotating parts with biases as a last column.
+    """The rotating dims: ``keys [G, L, E+1]`` complex rows on ``[x; 1]``, ``asked [H, L]`` the energy of the queries.
 
-    ``q [H, L, E+1]``, ``k [G, L, E+1]`` complex; ``moment [E+1, E+1]``.
+    ``moment [E+1, E+1]`` of ``[x; 1]``.
     """
 
-    q: Tensor
-    k: Tensor
+    keys: Tensor
+    asked: Tensor
     moment: Tensor
 
 
@@ -61,14 +61,24 @@ class LayerSurvey:
         return lost / self.energy.sum().clamp_min(torch.finfo(lost.dtype).tiny)
 
 
-def pair_keys(weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary) -> PairKeys:
-    """The rotating dims as complex rows that act on ``[x; 1]``; the rotary amplitude is multiplied in."""
-    moment = second_moment(statistics)
-    return PairKeys(
-        _pairs(weights.q, weights.q_bias, rotary),
-        _pairs(weights.k, weights.k_bias, rotary),
-        moment.to(weights.q.device),
-    )
+def query_moment(weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary) -> Tensor:
+    """``E[q q^T]`` of every head, ``[H, D, D]`` float64; the rotary amplitude is multiplied in."""
+    rows = amplified(with_bias(weights.q, weights.q_bias), rotary)
+    return rows @ second_moment(statistics).to(rows.device) @ rows.mT
+
+
+def pair_keys(weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, queries: Tensor) -> PairKeys:
+    """``queries`` from ``query_moment``; the rotary amplitude is multiplied in."""
+    half = rotary.dims // 2
+    rows = amplified(with_bias(weights.k, weights.k_bias), rotary)
+    energy = queries.diagonal(dim1=1, dim2=2).clamp_min(0)
+    keys = torch.complex(rows[:, :half], rows[:, half : 2 * half])
+    return PairKeys(keys, energy[:, :half] + energy[:, half : 2 * half], second_moment(statistics).to(rows.device))
+
+
+def amplified(rows: Tensor, rotary: Rotary) -> Tensor:
+    """``[heads, D, n]`` with the rotating dims times the rotary amplitude."""
+    return torch.cat([rows[:, : rotary.dims] * rotary.amplitude, rows[:, rotary.dims :]], 1)
 
 
 def second_moment(statistics: LayerStatistics) -> Tensor:
@@ -87,15 +97,16 @@ def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def query_scales(pairs: PairKeys) -> Tensor:
     """``s [G, L]``: the root of the energy of all queries that read key head ``g``, per pair; never quite zero."""
-    energy = _energy(pairs.q, pairs.moment).unflatten(0, (pairs.k.shape[0], -1)).sum(1)
+    energy = pairs.asked.reshape(len(pairs.keys), -1, pairs.asked.shape[1]).sum(1)
     floor = energy.max().clamp_min(torch.finfo(energy.dtype).tiny) * 1e-12 if energy.numel() else 0.0
     return energy.clamp_min(floor).sqrt()
 
 
 def components(pairs: PairKeys) -> tuple[Tensor, Tensor]:
     """Eigenvalues ``[L, G]``, descending, and eigenvectors ``[L, G, G]`` (columns) of a pair's weighted keys."""
-    scaled = query_scales(pairs)[..., None] * pairs.k
-    covariance = torch.einsum("gle,ef,hlf->lgh", scaled, pairs.moment.to(scaled.dtype), scaled.conj())
+    scaled = (query_scales(pairs)[..., None] * pairs.keys).transpose(0, 1)  # [L, G, E+1]
+    spread = torch.complex(scaled.real @ pairs.moment, scaled.imag @ pairs.moment)
+    covariance = spread @ scaled.mH
     values, vectors = torch.linalg.eigh((covariance + covariance.mH) / 2)
     return values.flip(-1).clamp_min(0), vectors.flip(-1)
 
@@ -124,13 +135,12 @@ def survey(weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotar
     theta = rotary.theta.double().cpu()
     if not theta.numel():
         return LayerSurvey(torch.zeros(0, weights.kv_heads, dtype=torch.float64), torch.zeros_like(theta), theta)
-    pairs = pair_keys(weights, statistics, rotary)
+    pairs = pair_keys(weights, statistics, rotary, query_moment(weights, statistics, rotary))
     energy, _ = components(pairs)
-    share = _energy(pairs.q, pairs.moment)
-    kept = (share * pair_gains(statistics, rotary).abs().square().to(share.device)).sum(0) / share.sum(0).clamp_min(
-        1e-300
-    )
-    return LayerSurvey(energy.cpu(), kept.cpu(), theta)
+    share = pairs.asked.cpu()
+    kept = pair_gains(statistics, rotary).abs().square().cpu()
+    survives = (share * kept).sum(0) / share.sum(0).clamp_min(torch.finfo(share.dtype).tiny)
+    return LayerSurvey(energy.cpu(), survives, theta)
 
 
 def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
@@ -185,15 +195,3 @@ def _every(step: int, slots: int, pairs: int) -> list[int]:
 def _slots(counts: Sequence[int], theta: Tensor) -> Slots:
     repeats = torch.tensor(counts, dtype=torch.long)
     return Slots(tuple(int(count) for count in counts), theta.double().cpu().repeat_interleave(repeats))
-
-
-def _pairs(weight: Tensor, bias: Tensor | None, rotary: Rotary) -> Tensor:
-    rows = with_bias(weight, bias)[:, : rotary.dims] * rotary.amplitude
-    half = rotary.dims // 2
-    return torch.complex(rows[:, :half], rows[:, half:])
-
-
-def _energy(rows: Tensor, moment: Tensor) -> Tensor:
-    """``E|rows x|^2`` for complex rows ``[..., E+1]``."""
-    mixed = rows @ moment.to(rows.dtype)
-    return (mixed * rows.conj()).sum(-1).real.clamp_min(0)
