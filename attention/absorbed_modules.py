@@ -101,9 +101,9 @@ def _absorbs(this: Any, nope: Tensor, mask: Any) -> bool:
     """Whether to attend over the latents: fewer multiplications, no gradient, a mask and a weight that can be read.
 
     Per slot and head absorption takes ``T (2 R + P)`` multiplications, expansion ``(Dn + Dv) R + T (Dn + P + Dv)``.
-    Without a mask several queries are left to the attention function, whose own rule says which keys they see. A weight on
-    another device is offloaded, and an up-projection that is not a plain linear layer (an adapter, a quantised one) has
-    no weight to absorb.
+    Without a mask several queries are left to the attention function, whose own rule says which keys they see. A weight
+    on another device is offloaded, and an up-projection that is not a plain linear layer (an adapter, a quantised one)
+    has no weight to absorb.
     """
     queries, explicit = nope.shape[2], this.qk_nope_head_dim + this.v_head_dim
     fewer = queries * (2 * this.kv_lora_rank - explicit) < explicit * this.kv_lora_rank

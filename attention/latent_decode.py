@@ -25,12 +25,22 @@ def latent_decode(
     """The formula above. ``mask``: bool (true: seen) or floating point (added to the scores)."""
     if mask is not None and mask.dtype == torch.bool and mask.shape[1] > 1:
         mask = as_bias(mask, query.dtype)
-    result: Tensor = _operator(query, query_rope, latent, key_rope, scale, mask)
-    return result
+    if torch.compiler.is_compiling():
+        result: Tensor = _operator(query, query_rope, latent, key_rope, scale, mask)
+        return result
+    return _decode(
+        query, query_rope, latent, key_rope, scale, mask
+    )  # an operator's call takes longer than a small step
 
 
 @torch.library.custom_op("kvfold::latent_decode", mutates_args=())
 def _operator(
+    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None
+) -> Tensor:
+    return _decode(query, query_rope, latent, key_rope, scale, mask)
+
+
+def _decode(
     query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None
 ) -> Tensor:
     kernel = triton_decode(query, query_rope, mask)

@@ -152,6 +152,49 @@ def drift(model: str, out: str, json_file: str | None, **options: Any) -> None:
 
 
 @kvfold.command()
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@click.option("--context", default="2048", show_default=True, metavar="N,N", help="Tokens in the cache.")
+@click.option("--batch", default="1", show_default=True, metavar="N,N", help="Sequences decoded at once.")
+@click.option("--shape", metavar="NAME", help="Each attention kind of a known shape, random weights: llama-2-7b, ...")
+@click.option("--layers", type=click.IntRange(1), metavar="N", help="Layers of --shape.")
+@click.option("--device", type=click.Choice(rq.DEVICES), default="auto", show_default=True)
+@click.option("--dtype", type=click.Choice(rq.DTYPES), default="auto", show_default=True, help="Dtype to compute in.")
+@click.option("--cache", type=click.Choice(["dynamic", "static"]), default="dynamic", show_default=True)
+@click.option("--prefill-tokens", type=click.IntRange(0), metavar="N", help="At most so many; 0: no prefill.")
+@click.option("--threads", type=click.IntRange(1), metavar="N", help="CPU threads; default: torch's own choice.")
+@click.option("--json", "json_file", metavar="FILE", help="Also write the numbers to FILE.")
+@click.option("--plot", metavar="FILE", help="Also draw them (PNG, SVG, PDF); needs the report extra.")
+def bench(
+    models: tuple[str, ...],
+    context: str,
+    batch: str,
+    shape: str | None,
+    layers: int | None,
+    json_file: str | None,
+    plot: str | None,
+    **options: Any,
+) -> None:
+    """Time MODELs side by side: prefill and decoding, cache and memory, ratios to the first.
+
+    A latent (MLA) model is timed in stock form and absorbed. Decoding starts from a cache of random values.
+    """
+    from kvfold.convert import bench as run
+
+    contexts, batches = run.numbers(context, "--context"), run.numbers(batch, "--batch")
+    chosen = run.subjects(models, shape, layers, max(contexts))
+    if plot is not None:
+        from kvfold.convert.bench_plot import check_plot, draw
+
+        check_plot(plot)
+    report = run.bench(chosen, run.Options(contexts, batches, **options), lambda text: click.echo(text, err=True))
+    if json_file is not None:
+        _write_text(json_file, json.dumps(report, indent=2) + "\n")
+    if plot is not None:
+        draw(report, plot)
+    click.echo(run.bench_table(report))
+
+
+@kvfold.command()
 @click.argument("folder", metavar="[DIR]", required=False)
 def demo(folder: str | None) -> None:
     """Convert the small trained model that ships with kvfold to every target, and measure each.
