@@ -12,7 +12,6 @@ import datetime
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,13 +49,15 @@ def naive_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def fastest(calls: dict[str, Callable[[], Any]], threads: int, rounds: int) -> dict[str, float]:
-    """Seconds of each call's fastest round, the calls taking turns."""
+    """Seconds of each call's fastest run, the calls taking turns; short calls run several times a turn."""
     timers = {name: Timer("call()", globals={"call": call}, num_threads=threads) for name, call in calls.items()}
+    first = {name: timer.timeit(1).mean for name, timer in timers.items()}
+    repeats = {name: 1 + min(9, int(0.2 / seconds)) for name, seconds in first.items()}
     times: dict[str, list[float]] = {name: [] for name in timers}
-    for _ in range(rounds + 1):
+    for _ in range(rounds):
         for name, timer in timers.items():
-            times[name].append(timer.timeit(1).mean)
-    return {name: min(found[1:]) for name, found in times.items()}
+            times[name] += [timer.timeit(1).mean for _ in range(repeats[name])]
+    return {name: min(found) for name, found in times.items()}
 
 
 def random(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -140,6 +141,12 @@ PEAK_CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def peak_memory() -> int:
+    """Bytes of this process alone (getrusage's maximum would include the parent's)."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
+
 def peak_of(case: str, length: int) -> int:
     """Bytes that one call needs beyond its inputs, 4 heads x 64; meant for a process of its own."""
     options = dict(PEAK_CASES[case])
@@ -151,11 +158,11 @@ def peak_of(case: str, length: int) -> int:
     grouped_attention(
         query[..., :64, :], key[..., :64, :], value[..., :64, :], window=8
     )  # what torch loads on first use
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_memory()
     mixed = grouped_attention(query.requires_grad_(bool(backward)), key, value, **options)
     if backward:
         mixed.sum().backward()
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return peak_memory() - before
 
 
 def peaks(lengths: list[int]) -> list[dict[str, Any]]:

@@ -149,8 +149,9 @@ def naive_latent(
         query = torch.cat([nope @ up_key, rope], -1)
         return naive(query, latent[:, None], latent[:, None, :, :rank], case, scale) @ up_value.mT
     c, shared = latent[:, None, :, :rank], latent[:, None, :, rank:]
-    key = torch.cat([c @ up_key.mT, shared.expand(-1, nope.shape[1], -1, -1)], -1)
-    return naive(torch.cat([nope, rope], -1), key, c @ up_value.mT, case, scale)
+    key, value = (torch.einsum("bsr,hdr->bhsd", c[:, 0], up) for up in (up_key, up_value))
+    key = torch.cat([key, shared.expand(-1, nope.shape[1], -1, -1)], -1)
+    return naive(torch.cat([nope, rope], -1), key, value, case, scale)
 
 
 @pytest.fixture(params=[1 << 20, 64], ids=["large blocks", "small blocks"])
