@@ -13,17 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms import normed
-from kvfold.convert.transforms.linalg import head_moments, input_moment, with_bias
+from kvfold.convert.transforms import principal
+from kvfold.convert.transforms.layer_moments import CONTEXT, LayerMoments, layer_moments
+from kvfold.convert.transforms.linalg import among, metric_root
 from kvfold.convert.transforms.principal_keys import share_keys
-from kvfold.convert.transforms.principal_values import output_metric, share_values, value_loss
-from kvfold.convert.transforms.score_fit import fit_scores, pair_basis, score_losses, turning
+from kvfold.convert.transforms.score_fit import fit_scores, score_losses
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 Partition = tuple[tuple[int, ...], ...]
 
 PAIR_ROUNDS = 2
-PAIR_CONTEXT = 4096
 TINY = 1e-100
 
 
@@ -44,24 +43,39 @@ def contiguous(kv_heads: int, groups: int) -> Partition:
     return tuple(tuple(range(start, start + size)) for start in range(0, kv_heads, size))
 
 
+def similar(
+    weights: AttentionWeights,
+    statistics: LayerStatistics,
+    rotary: Rotary,
+    groups: int,
+    judge: Callable[[AttentionWeights], float],
+    context: int = CONTEXT,
+) -> Choice:
+    """The best of `candidates`, folded by `principal.fold`, as ``judge`` sees them; moments are computed once."""
+    layer = layer_moments(weights, statistics, rotary, context)
+    return choose(_candidates(layer, groups), judge, lambda partition: principal.fold_moments(layer, partition))
+
+
 def candidates(
-    weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, groups: int, context: int = PAIR_CONTEXT
+    weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, groups: int, context: int = CONTEXT
 ) -> list[Partition]:
     """A few distinct partitions worth judging; `contiguous` is always the first.
 
-    Found by greedy joining and by swaps, by the pairs' losses with heads counted by the output that they carry, alike,
+    Found by greedy joining, then swaps, by the pairs' losses with heads counted by the output that they carry, alike,
     and in between.
     """
-    plain = contiguous(weights.kv_heads, groups)
-    if groups in (1, weights.kv_heads):
-        return [plain]
-    losses = pair_losses(weights, statistics, rotary, context)
+    return _candidates(layer_moments(weights, statistics, rotary, context), groups)
+
+
+def _candidates(layer: LayerMoments, groups: int) -> list[Partition]:
+    plain = contiguous(layer.weights.kv_heads, groups)
     found = [plain]
-    for loss in losses:
-        for start in (_greedy(loss, groups), plain):
-            partition = _sorted(_swapped(loss, start))
-            if partition not in found:
-                found.append(partition)
+    if groups in (1, layer.weights.kv_heads):
+        return found
+    for loss in pair_losses(layer):
+        partition = _sorted(_swapped(loss, _greedy(loss, groups)))
+        if partition not in found:
+            found.append(partition)
     return found
 
 
@@ -82,20 +96,14 @@ def choose(
     return Choice(best, folds[best], errors)
 
 
-def pair_losses(
-    weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, context: int = PAIR_CONTEXT
-) -> tuple[Tensor, Tensor, Tensor]:
+def pair_losses(layer: LayerMoments) -> tuple[Tensor, Tensor, Tensor]:
     """What any two KV heads lose by sharing, ``[G, G]`` each: shares of the layer's total, symmetric, diagonal 0.
 
     Score errors count by the energy of the values behind them; or relative to each head's own scores; or by the root of
     that energy. Errors of the values count in the output, the same each time.
     """
-    moment = input_moment(statistics).to(weights.q.device)
-    keys = normed.linearise(with_bias(weights.k, weights.k_bias), weights.k_norm, moment).affine
-    queries = normed.linearise(with_bias(weights.q, weights.q_bias), weights.q_norm, moment).affine
-    values = with_bias(weights.v, weights.v_bias)
-    lost, total = _score_losses(keys, queries, moment, rotary, statistics.profile.to(weights.q.device), context)
-    value_lost, carried = _value_losses(values, output_metric(weights.o, weights.kv_heads), moment)
+    lost, total = _score_losses(layer)
+    value_lost, carried = _value_losses(layer)
 
     def together(emphasis: Tensor) -> Tensor:
         score = lost * emphasis / (total * emphasis).sum().clamp(min=TINY)
@@ -104,40 +112,39 @@ def pair_losses(
     return together(carried), together(1 / total.clamp(min=TINY)), together(carried.sqrt())
 
 
-def _score_losses(
-    keys: Tensor, queries: Tensor, moment: Tensor, rotary: Rotary, profile: Tensor, context: int
-) -> tuple[Tensor, Tensor]:
+def _score_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
     """``[G, G]``: the score error of head ``j``, all its queries, when it shares with ``i``; ``[G]``: its energy."""
-    heads, dims = keys.shape[:2]
-    repeat = len(queries) // heads
-    turn = torch.unflatten(turning(profile, context, rotary, dims), 0, (heads, repeat))
-    asked = torch.unflatten(head_moments(queries, moment), 0, (heads, repeat))
-    basis = pair_basis(rotary, dims).to(keys.device)
-    projected = keys @ moment
-    lost, total = keys.new_zeros(heads, heads), keys.new_zeros(heads)
+    heads, pairs = layer.weights.kv_heads, layer.rotary.dims // 2
+    lost, total = layer.moment.new_zeros(heads, heads), layer.moment.new_zeros(heads)
     for pair in map(list, itertools.combinations(range(heads), 2)):
-        joint = torch.einsum("iaf,jbf->iajb", projected[pair], keys[pair])
-        start = share_keys(joint, asked[pair].sum(1), rotary.dims // 2).repeat_decode(repeat)
-        case = (joint, asked[pair].flatten(0, 1), turn[pair].flatten(0, 1), basis)
-        each, whole = score_losses(fit_scores(start, *case, rounds=PAIR_ROUNDS), *case)
-        lost[pair[::-1], pair] = torch.unflatten(each, 0, (2, repeat)).sum(1)
-        total[pair] = torch.unflatten(whole, 0, (2, repeat)).sum(1)
+        readers = layer.readers(pair)
+        joint, asked, turn = among(layer.joint_keys, pair), layer.asked[readers], layer.turn[readers]
+        start = share_keys(joint, torch.unflatten(asked, 0, (2, -1)).sum(1), pairs).repeat_decode(layer.repeat)
+        fitted = fit_scores(start, joint, asked, turn, pairs, rounds=PAIR_ROUNDS)
+        each, whole = score_losses(fitted, joint, asked, turn, pairs)
+        lost[pair[::-1], pair] = torch.unflatten(each, 0, (2, -1)).sum(1)
+        total[pair] = torch.unflatten(whole, 0, (2, -1)).sum(1)
     return lost, total
 
 
-def _value_losses(values: Tensor, metric: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
-    """``[G, G]``: the share of the layer's value energy that two heads lose; and ``[G]``: how much each one's vary."""
-    heads = len(values)
-    projected = values @ moment
-    mean = projected[..., -1]
-    energy = ((projected @ values.mT) * metric).sum((1, 2))
+def _value_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
+    """``[G, G]``: the share of the layer's value energy that two heads lose; and ``[G]``: how much each one's vary.
+
+    The energy lost is what principal components beyond the first ``D`` hold.
+    """
+    heads, dims, metric = layer.weights.kv_heads, layer.weights.head_dim, layer.metric
+    root, _ = metric_root(metric)
+    own = layer.joint_values.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    mean = layer.values @ layer.moment[-1]
+    energy = (own * metric).sum((1, 2))
     varying = energy - torch.einsum("ga,gab,gb->g", mean, metric, mean)
-    lost = values.new_zeros(heads, heads)
-    for i, j in itertools.combinations(range(heads), 2):
-        pair = [i, j]
-        joint = torch.einsum("iaf,jbf->iajb", projected[pair], values[pair])
-        lost[i, j] = lost[j, i] = value_loss(share_values(joint, metric[pair]), joint, metric[pair])
-    return lost / energy.sum().clamp(min=TINY), varying.clamp(min=0)
+    lost = layer.moment.new_zeros(heads, heads)
+    for i in range(heads - 1):
+        joints = torch.stack([among(layer.joint_values, [i, j]) for j in range(i + 1, heads)])
+        roots = torch.stack([root[[i, j]] for j in range(i + 1, heads)])
+        stacked = torch.einsum("pjab,pjbkc,pkcd->pjakd", roots, joints, roots).flatten(3).flatten(1, 2)
+        lost[i, i + 1 :] = torch.linalg.eigvalsh(stacked)[:, :dims].clamp(min=0).sum(1)
+    return (lost + lost.mT) / energy.sum().clamp(min=TINY), varying.clamp(min=0)
 
 
 def _greedy(loss: Tensor, groups: int) -> Partition:

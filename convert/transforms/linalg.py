@@ -39,6 +39,11 @@ def joint_moment(rows: Tensor, moment: Tensor) -> Tensor:
     return (flat @ moment @ flat.T).reshape(heads, dims, heads, dims)
 
 
+def among(joint: Tensor, heads: list[int]) -> Tensor:
+    """The part of ``[n, D, n, D]`` between some heads, ``[m, D, m, D]``."""
+    return joint[heads][:, :, heads]
+
+
 def head_moments(rows: Tensor, moment: Tensor) -> Tensor:
     """``[n, D, F]``, ``[F, F]`` -> ``[n, D, D]``: the second moment of each head alone."""
     return (rows @ moment) @ rows.mT

@@ -43,6 +43,11 @@ class Linear:
         """Rows with the norm's bias added: what queries and keys are on average, as linear maps of ``x~``."""
         return torch.cat((self.rows[..., :-1], self.rows[..., -1:] + self.constant[..., None]), -1)
 
+    def select(self, heads: list[int]) -> "Linear":
+        """Some heads, in that order."""
+        norm = select(self.norm, heads)
+        return Linear(self.rows[heads], self.scale[heads], self.gain[heads], self.constant[heads], norm)
+
     def map(self, change: Callable[[Tensor], Tensor]) -> "Folded":
         """``change`` (a linear map over heads and dims) applied to the rows and to the constant."""
         return Folded(change(self.rows), change(self.constant[..., None])[..., 0])

@@ -8,24 +8,22 @@ and the queries undo changes nothing. Norms between projection and rotary embedd
 Sources may be multi-head or grouped already: the queries of all heads that read a KV head weigh together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvfold.convert.transforms import normed
-from kvfold.convert.transforms.linalg import head_moments, input_moment, with_bias
+from kvfold.convert.transforms.layer_moments import CONTEXT, LayerMoments, layer_moments
+from kvfold.convert.transforms.linalg import among, with_bias
 from kvfold.convert.transforms.principal_keys import share_keys
-from kvfold.convert.transforms.principal_values import fold_constants, output_metric, share_values
-from kvfold.convert.transforms.score_fit import fit_scores, pair_basis, turning
+from kvfold.convert.transforms.principal_values import fold_constants, share_values
+from kvfold.convert.transforms.score_fit import fit_scores
 from kvfold.convert.transforms.shared_head import SharedHead, balance
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 Groups = Sequence[Sequence[int]]
-
-
-CONTEXT = 4096
 
 
 def fold(
@@ -40,106 +38,89 @@ def fold(
     Raises ValueError when ``groups`` is not a partition of the KV heads into equal parts.
     """
     check_partition(groups, weights.kv_heads)
-    source = ordered(weights, groups)
-    moment = input_moment(statistics).to(weights.q.device)
-    size = len(groups[0])
-    if size == 1:
+    if len(groups[0]) == 1:
+        return in_float32(ordered(weights, groups))
+    return fold_moments(layer_moments(weights, statistics, rotary, context), groups)
+
+
+def fold_moments(layer: LayerMoments, groups: Groups) -> AttentionWeights:
+    """As `fold`, from moments computed before: for trying several partitions of one layer."""
+    check_partition(groups, layer.weights.kv_heads)
+    source = ordered(layer.weights, groups)
+    if len(groups[0]) == 1:
         return in_float32(source)
-    parts = [range(start, start + size) for start in range(0, weights.kv_heads, size)]
-    profile = statistics.profile.to(weights.q.device)[query_order(groups, weights.heads // weights.kv_heads)]
-    folded = fold_keys(source, moment, rotary, parts, turning(profile, context, rotary, weights.head_dim))
-    return in_float32(fold_values(source, folded, moment, parts))
+    return in_float32(_fold_values(layer, groups, source, _fold_keys(layer, groups, source)))
 
 
-def fold_keys(
-    weights: AttentionWeights, moment: Tensor, rotary: Rotary, parts: Sequence[range], turn: Tensor
-) -> AttentionWeights:
-    """Shared keys for consecutive ``parts`` of the KV heads, the queries that fit them, and their norms.
-
-    ``turn [H, D, D]``: the distances that count for each query head, from `turning`.
-    """
-    keys = normed.linearise(with_bias(weights.k, weights.k_bias), weights.k_norm, moment)
-    queries = normed.linearise(with_bias(weights.q, weights.q_bias), weights.q_norm, moment)
-    heads = key_heads(keys.affine, queries.affine, moment, rotary, parts, turn)
-    new_keys = keys.map(lambda rows: torch.stack([h.merge(rows[list(p)]) for h, p in zip(heads, parts, strict=True)]))
-    decode = torch.cat([h.decode for h in heads])  # [H, D, D]
+def _fold_keys(layer: LayerMoments, groups: Groups, source: AttentionWeights) -> AttentionWeights:
+    """``source``, heads ordered by groups, with shared keys, the queries that fit them, and their norms."""
+    heads = [key_head(layer, group) for group in groups]
+    decode = torch.cat([head.decode for head in heads])  # [H, D, D]
+    keys = layer.keys.select([head for group in groups for head in group])
+    queries = layer.queries.select([head for group in groups for head in layer.readers(group)])
+    merge = _merging(heads, len(groups[0]))
     new_queries = queries.map(lambda rows: decode.mT @ rows)
-    blocks = pair_blocks(rotary, weights.head_dim)
-    k, k_norm, q, q_norm = normed.restore(keys, queries, new_keys, new_queries, blocks, moment)
+    blocks = pair_blocks(layer.rotary, source.head_dim)
+    k, k_norm, q, q_norm = normed.restore(keys, queries, keys.map(merge), new_queries, blocks, layer.moment)
     return replace(
-        weights,
+        source,
         q=q[..., :-1],
         k=k[..., :-1],
-        q_bias=None if weights.q_bias is None else q[..., -1],
-        k_bias=None if weights.k_bias is None else k[..., -1],
+        q_bias=None if source.q_bias is None else q[..., -1],
+        k_bias=None if source.k_bias is None else k[..., -1],
         q_norm=q_norm,
         k_norm=k_norm,
     )
 
 
-def key_heads(
-    keys: Tensor, queries: Tensor, moment: Tensor, rotary: Rotary, parts: Sequence[range], turn: Tensor
-) -> list[SharedHead]:
-    """The shared key head of every part, from rows ``keys [G, D, F]`` and ``queries [H, D, F]``.
+def key_head(layer: LayerMoments, group: Sequence[int]) -> SharedHead:
+    """The shared key head of a group; ``decode`` has one map per query head.
 
-    ``decode`` has one map per query head: heads that read the same key attend over different distances.
+    Heads that read the same key attend over different distances.
     """
-    dims, repeat = keys.shape[1], len(queries) // len(keys)
-    basis = pair_basis(rotary, dims).to(keys.device)
-    blocks = pair_blocks(rotary, dims)
-    scale = keys.new_ones(dims)
-    scale[: rotary.dims] = rotary.amplitude
-    asked = scale[:, None] * head_moments(queries, moment) * scale  # [H, D, D]
-    projected = keys @ moment
-    heads = []
-    for part in parts:
-        members, readers = slice(part.start, part.stop), slice(part.start * repeat, part.stop * repeat)
-        joint = torch.einsum("iaf,jbf->iajb", projected[members], keys[members])
-        joint = joint * scale[:, None, None] * scale
-        weight = torch.unflatten(asked[readers], 0, (len(part), repeat)).sum(1)
-        shared = share_keys(joint, weight, rotary.dims // 2).repeat_decode(repeat)
-        if rotary.dims:
-            shared = fit_scores(shared, joint, asked[readers], turn[readers], basis)
-        heads.append(balance(shared.in_units(scale), keys[members], blocks))
-    return heads
+    members = list(group)
+    readers = layer.readers(members)
+    joint, asked, turn = among(layer.joint_keys, members), layer.asked[readers], layer.turn[readers]
+    weight = torch.unflatten(asked, 0, (len(members), layer.repeat)).sum(1)
+    shared = share_keys(joint, weight, layer.rotary.dims // 2).repeat_decode(layer.repeat)
+    if layer.rotary.dims:
+        shared = fit_scores(shared, joint, asked, turn, layer.rotary.dims // 2)
+    blocks = pair_blocks(layer.rotary, joint.shape[1])
+    return balance(shared.without(layer.amplitude), layer.keys.affine[members], blocks)
 
 
-def fold_values(
-    source: AttentionWeights, folded: AttentionWeights, moment: Tensor, parts: Sequence[Sequence[int]]
+def _fold_values(
+    layer: LayerMoments, groups: Groups, source: AttentionWeights, folded: AttentionWeights
 ) -> AttentionWeights:
-    """``folded`` (the source with its keys folded) with shared values and the output projection and biases that fit."""
-    values = with_bias(source.v, source.v_bias)
-    heads = value_heads(values, source.o, moment, parts, constants=source.o_bias is None)
-    merged = torch.stack([h.merge(values[list(p)]) for h, p in zip(heads, parts, strict=True)])
-    repeat = source.heads // source.kv_heads
-    decode = torch.cat([h.repeat_decode(repeat).decode for h in heads])  # [H, D, D]
+    """``folded`` (its keys are) with shared values and the output projection and biases that fit them."""
+    heads = [value_head(layer, group) for group in groups]
+    members = with_bias(source.v, source.v_bias)
+    merged = _merging(heads, len(groups[0]))(members)
+    decode = torch.cat([head.repeat_decode(layer.repeat).decode for head in heads])  # [H, D, D]
     folded = replace(
         folded,
         v=merged[..., :-1],
         o=torch.einsum("ehd,hdc->ehc", source.o.double(), decode),
         v_bias=None if source.v_bias is None else merged[..., -1],
     )
-    return fold_constants(source, folded, moment[-1, :-1])
+    return fold_constants(source, folded, layer.moment[-1, :-1])
 
 
-def value_heads(
-    values: Tensor, output: Tensor, moment: Tensor, parts: Sequence[Sequence[int]], constants: bool
-) -> list[SharedHead]:
-    """The shared value head of every part, from rows ``values [G, D, F]`` and ``W_o [E, H, D]``.
+def value_head(layer: LayerMoments, group: Sequence[int]) -> SharedHead:
+    """The shared value head of a group."""
+    members = list(group)
+    shared = share_values(among(layer.joint_values, members), layer.metric[members])
+    dims = torch.arange(layer.values.shape[1], device=layer.values.device)
+    return balance(shared, layer.values[members], [dims])
 
-    ``constants``: the values' bias has to fit through the shared head (there is no output bias to take it).
-    """
-    metric = output_metric(output, values.shape[0])
-    if not constants:
-        values = torch.cat((values[..., :-1], torch.zeros_like(values[..., -1:])), -1)
-    projected = values @ moment
-    dims = torch.arange(values.shape[1], device=values.device)
-    heads = []
-    for part in parts:
-        index = list(part)
-        joint = torch.einsum("iaf,jbf->iajb", projected[index], values[index])
-        heads.append(balance(share_values(joint, metric[index]), values[index], [dims]))
-    return heads
+
+def _merging(heads: list[SharedHead], size: int) -> Callable[[Tensor], Tensor]:
+    """Rows ``[G, D, F]``, ordered by groups, to rows of the shared heads ``[g, D, F]``."""
+
+    def merge(rows: Tensor) -> Tensor:
+        return torch.stack([head.merge(part) for head, part in zip(heads, torch.split(rows, size), strict=True)])
+
+    return merge
 
 
 def pair_blocks(rotary: Rotary, dims: int) -> list[Tensor]:

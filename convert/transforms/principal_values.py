@@ -24,15 +24,6 @@ def share_values(values: Tensor, metric: Tensor) -> SharedHead:
     return share_dims(values, metric)
 
 
-def value_loss(head: SharedHead, values: Tensor, metric: Tensor) -> Tensor:
-    """Energy of the output that sharing drops, a scalar. Arguments as `share_values`."""
-    members, dims = metric.shape[:2]
-    kept = torch.einsum("iab,jbc->iajc", head.decode, head.encode).reshape(members * dims, members * dims)
-    gap = torch.eye(members * dims, dtype=kept.dtype, device=kept.device) - kept
-    left = (gap @ values.reshape(members * dims, members * dims) @ gap.mT).reshape(members, dims, members, dims)
-    return (left.diagonal(dim1=0, dim2=2).permute(2, 0, 1) * metric).sum()
-
-
 def fold_constants(source: AttentionWeights, folded: AttentionWeights, mean: Tensor) -> AttentionWeights:
     """Makes up for what folding does to the constant part of the values, where the layer has biases to take it.
 

@@ -30,10 +30,11 @@ FARTHEST = 131072
 ROUNDS = 10
 RIDGE = 1e-6
 CHUNK = 4096
+HALF = 0.5**0.5
 
 
 def turning(profile: Tensor, context: int, rotary: Rotary, dims: int) -> Tensor:
-    """Characteristic functions ``[H, D, D]``, complex, of the distances that count, in the basis of `pair_basis`.
+    """Characteristic functions ``[H, D, D]``, complex, of the distances that count, in the basis of `_in_pairs`.
 
     ``profile [H, S]`` is attention by distance; ``context`` how far tokens may be apart at all.
     """
@@ -57,18 +58,8 @@ def _characteristic(weights: Tensor, speed: Tensor) -> Tensor:
     return result
 
 
-def pair_basis(rotary: Rotary, dims: int) -> Tensor:
-    """The unitary ``[D, D]`` that takes half-split dims to pairs, their conjugates, and the unrotated dims."""
-    pairs = rotary.dims // 2
-    basis = torch.eye(dims, dtype=torch.complex128, device=rotary.theta.device)
-    low, high = torch.arange(pairs), torch.arange(pairs) + pairs
-    basis[low, low], basis[low, high] = 0.5**0.5, 0.5**0.5 * 1j
-    basis[high, low], basis[high, high] = 0.5**0.5, -(0.5**0.5) * 1j
-    return basis
-
-
 def fit_scores(
-    start: SharedHead, keys: Tensor, queries: Tensor, turn: Tensor, basis: Tensor, rounds: int = ROUNDS
+    start: SharedHead, keys: Tensor, queries: Tensor, turn: Tensor, pairs: int, rounds: int = ROUNDS
 ) -> SharedHead:
     """Improves ``start`` by alternating least squares.
 
@@ -80,24 +71,24 @@ def fit_scores(
     encode, absorb = start.encode, start.decode.mT
     for _ in range(rounds):
         shared = torch.einsum("jab,jbkc->akc", encode, keys)  # E[k' k_j^T]
-        wanted = _averaged(shared.transpose(0, 1)[reads], turn, basis)
-        found = _averaged(torch.einsum("akc,kdc->ad", shared, encode), turn, basis)
+        wanted = _averaged(shared.transpose(0, 1)[reads], turn, pairs)
+        found = _averaged(torch.einsum("akc,kdc->ad", shared, encode), turn, pairs)
         absorb = _closer(absorb, found, wanted)
         asked = absorb @ queries
-        wanted = _averaged(asked, turn.conj(), basis)
+        wanted = _averaged(asked, turn.conj(), pairs)
         wanted = torch.zeros_like(encode).index_add_(0, reads, wanted)
-        found = _averaged(asked @ absorb.mT, turn.conj(), basis).sum(0)
+        found = _averaged(asked @ absorb.mT, turn.conj(), pairs).sum(0)
         encode = _closer(encode, found, wanted)
     return SharedHead(encode, absorb.mT)
 
 
-def score_losses(head: SharedHead, keys: Tensor, queries: Tensor, turn: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+def score_losses(head: SharedHead, keys: Tensor, queries: Tensor, turn: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
     """The objective at ``head`` for each query head ``[n]``, and for scores of 0. Arguments as `fit_scores`."""
     reads = _member_read(keys, queries)
     shared = torch.einsum("jab,jbkc->akc", head.encode, keys)
-    cross = _averaged(shared.transpose(0, 1)[reads], turn, basis)
-    found = _averaged(torch.einsum("akc,kdc->ad", shared, head.encode), turn, basis)
-    own = _averaged(keys.diagonal(dim1=0, dim2=2).permute(2, 0, 1)[reads], turn, basis)
+    cross = _averaged(shared.transpose(0, 1)[reads], turn, pairs)
+    found = _averaged(torch.einsum("akc,kdc->ad", shared, head.encode), turn, pairs)
+    own = _averaged(keys.diagonal(dim1=0, dim2=2).permute(2, 0, 1)[reads], turn, pairs)
     asked = head.decode.mT @ queries
     total = (queries * own).sum((1, 2))
     return total - 2 * (asked * cross).sum((1, 2)) + ((asked @ head.decode) * found).sum((1, 2)), total
@@ -108,10 +99,25 @@ def _member_read(keys: Tensor, queries: Tensor) -> Tensor:
     return torch.arange(len(queries), device=queries.device) // (len(queries) // len(keys))
 
 
-def _averaged(moment: Tensor, turn: Tensor, basis: Tensor) -> Tensor:
+def _averaged(moment: Tensor, turn: Tensor, pairs: int) -> Tensor:
     """``E_delta[R moment R^T]``, real: ``moment [..., D, D]`` with ``turn [..., D, D]``."""
-    back: Tensor = basis.mH @ ((basis @ moment.to(basis.dtype) @ basis.mH) * turn) @ basis
-    return torch.real(back)
+    inner = _in_pairs(_in_pairs(moment, pairs).mT, pairs, conj=True).mT * turn
+    return torch.real(_from_pairs(_from_pairs(inner, pairs).mT, pairs, conj=True).mT)
+
+
+def _in_pairs(x: Tensor, pairs: int, conj: bool = False) -> Tensor:
+    """Rows ``[..., D, n]``, half-split, to rows of complex pairs, their conjugates and unrotated dims: unitary.
+
+    With ``conj`` the other way round, as the right side of a moment needs it.
+    """
+    low, high, rest = x[..., :pairs, :], x[..., pairs : 2 * pairs, :] * (-1j if conj else 1j), x[..., 2 * pairs :, :]
+    return torch.cat((HALF * (low + high), HALF * (low - high), rest.to(high.dtype)), -2)
+
+
+def _from_pairs(x: Tensor, pairs: int, conj: bool = False) -> Tensor:
+    """Undoes `_in_pairs`."""
+    one, other, rest = x[..., :pairs, :], x[..., pairs : 2 * pairs, :], x[..., 2 * pairs :, :]
+    return torch.cat((HALF * (one + other), (1j if conj else -1j) * HALF * (one - other), rest), -2)
 
 
 def _closer(old: Tensor, found: Tensor, wanted: Tensor) -> Tensor:

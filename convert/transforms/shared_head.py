@@ -25,10 +25,10 @@ class SharedHead:
         """The same fold with the shared head's dims multiplied by ``factor [D]``, undone in ``decode``."""
         return SharedHead(factor[:, None] * self.encode, self.decode / factor)
 
-    def in_units(self, scale: Tensor) -> "SharedHead":
-        """The same fold for members given without the factors ``scale [D]`` that they had when it was found."""
-        change = scale / scale[:, None]
-        return SharedHead(self.encode * change, self.decode * change)
+    def without(self, amplitude: Tensor) -> "SharedHead":
+        """The same fold of keys for members that lack the factors ``amplitude [D]`` they (and queries) had here."""
+        change = amplitude / amplitude[:, None]
+        return SharedHead(self.encode * change, self.decode / change)
 
     def repeat_decode(self, times: int) -> "SharedHead":
         """The same fold with ``decode`` written out for each of the ``times`` query heads that read a member."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms import grouping, principal
+from kvfold.convert.transforms.layer_moments import layer_moments
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 E, D, TOKENS = 48, 8, 20
@@ -75,14 +76,14 @@ def test_finds_groups_of_four():
 def test_candidates_are_few_distinct_partitions(groups: int):
     found = grouping.candidates(make(8), statistics(8), ROTARY, groups)
     assert found[0] == grouping.contiguous(8, groups)
-    assert len(set(found)) == len(found) <= 7
+    assert len(set(found)) == len(found) <= 4
     for partition in found:
         principal.check_partition(partition, 8)
         assert partition == tuple(sorted(tuple(sorted(group)) for group in partition))
 
 
 def test_pair_losses_are_symmetric_and_small_for_twins():
-    losses = grouping.pair_losses(alike([(0, 2), (1, 3)]), statistics(4), ROTARY)
+    losses = grouping.pair_losses(layer_moments(alike([(0, 2), (1, 3)]), statistics(4), ROTARY))
     for loss in losses:
         assert torch.equal(loss, loss.mT)
         assert torch.equal(loss.diagonal(), torch.zeros(4, dtype=loss.dtype))
@@ -114,6 +115,18 @@ def test_the_judge_has_the_last_word():
     assert choice.groups == partitions[1]  # the first of equals
     assert choice.weights is weights[partitions[1]]
     assert choice.errors == dict(zip(partitions, (0.3, 0.1, 0.1), strict=True))
+
+
+def test_similar_is_the_judged_best_of_the_candidates():
+    pairs = [(0, 5), (1, 3), (2, 7), (4, 6)]
+    weights, measured = alike(pairs), statistics(8)
+    wanted = principal.fold(weights, measured, ROTARY, pairs, context=100)
+    choice = grouping.similar(
+        weights, measured, ROTARY, 4, lambda folded: (folded.k - wanted.k).norm().item(), context=100
+    )
+    assert choice.groups == tuple(pairs)
+    assert torch.equal(choice.weights.k, wanted.k)
+    assert choice.errors[grouping.contiguous(8, 4)] > 0
 
 
 def test_no_candidates_are_refused():

@@ -268,6 +268,20 @@ def test_keys_keep_the_mean_norm_of_their_members():
         assert folded.k[0, dims].norm().item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
+def test_rotary_amplitude_counts_like_longer_queries_and_keys():
+    """yarn multiplies what it rotates: with unrotated dims beside, that shifts what the fit minds."""
+    plain, loud = rotary(8), Rotary(rotary(8).theta, amplitude=1.7)
+    weights, x = make(4, 4), inputs()
+    scale = torch.ones(D, 1, dtype=torch.float64)
+    scale[:8] = loud.amplitude
+    written = replace(weights, q=scale * weights.q, k=scale * weights.k)
+    wanted = fold_and_attend(written, [[0, 1], [2, 3]], plain)
+    folded = principal.fold(weights, statistics(x, 4), loud, [[0, 1], [2, 3]])
+    found = attend(replace(folded, q=scale * folded.q, k=scale * folded.k), x, plain)
+    assert error(found, wanted) < 1e-5
+    assert error(fold_and_attend(weights, [[0, 1], [2, 3]], plain), wanted) > 0.1
+
+
 def test_shapes_and_absent_biases():
     weights = make(8, 4, biases="qk")
     folded = principal.fold(weights, statistics(inputs(), 8), rotary(), [[0, 1, 2, 3]])

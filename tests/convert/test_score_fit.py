@@ -64,9 +64,9 @@ def case(dims: int, members: int = 3, repeat: int = 2) -> tuple[SharedHead, Tens
 @pytest.mark.parametrize("dims", [D, D // 2])
 def test_lost_energy_is_the_objective(dims: int):
     start, keys, queries, profile, turn, rot = case(dims)
-    fitted = score_fit.fit_scores(start, keys, queries, turn, score_fit.pair_basis(rot, D))
+    fitted = score_fit.fit_scores(start, keys, queries, turn, rot.dims // 2)
     weights = distances(profile)
-    lost, total = score_fit.score_losses(fitted, keys, queries, turn, score_fit.pair_basis(rot, D))
+    lost, total = score_fit.score_losses(fitted, keys, queries, turn, rot.dims // 2)
     assert lost.sum().item() == pytest.approx(objective(fitted, keys, queries, weights, rot), rel=1e-9)
     nothing = SharedHead(0 * start.encode, 0 * start.decode)
     assert total.sum().item() == pytest.approx(objective(nothing, keys, queries, weights, rot), rel=1e-9)
@@ -77,7 +77,7 @@ def test_every_round_lowers_the_objective(dims: int):
     start, keys, queries, profile, turn, rot = case(dims)
     errors = [objective(start, keys, queries, distances(profile), rot)]
     for rounds in (1, 2, 5, 10):
-        fitted = score_fit.fit_scores(start, keys, queries, turn, score_fit.pair_basis(rot, D), rounds)
+        fitted = score_fit.fit_scores(start, keys, queries, turn, rot.dims // 2, rounds)
         errors.append(objective(fitted, keys, queries, distances(profile), rot))
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.95 * errors[0]
@@ -85,7 +85,7 @@ def test_every_round_lowers_the_objective(dims: int):
 
 def test_no_other_queries_do_better_once_it_settles():
     start, keys, queries, profile, turn, rot = case(D)
-    fitted = score_fit.fit_scores(start, keys, queries, turn, score_fit.pair_basis(rot, D), rounds=300)
+    fitted = score_fit.fit_scores(start, keys, queries, turn, rot.dims // 2, rounds=300)
     weights = distances(profile)
     settled = objective(fitted, keys, queries, weights, rot)
     for seed in range(5):
@@ -108,6 +108,6 @@ def test_context_shorter_than_the_calibration_counts_what_was_seen():
 
 def test_dead_heads_stay_finite():
     start, keys, queries, _, turn, rot = case(D)
-    fitted = score_fit.fit_scores(start, 0 * keys, 0 * queries, turn, score_fit.pair_basis(rot, D))
+    fitted = score_fit.fit_scores(start, 0 * keys, 0 * queries, turn, rot.dims // 2)
     assert torch.isfinite(fitted.encode).all()
     assert torch.isfinite(fitted.decode).all()
