@@ -7,7 +7,7 @@ of a layer waits in a scratch folder beside the shards; in memory are the survey
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +91,20 @@ def settled(plan: Plan, found: Surveyed) -> tuple[Plan, Slots, dict[str, Any]]:
         plan, slots = svd_plan(plan), svd_slots(plan)
         return plan, slots, slots_record(slots)
     offers = [_offer(plan, target, found.surveys) for target in targets]
-    if plan.request.budget is None:
-        return *offers[0], slots_record(offers[0][1])
-    scores = [_score(offer, slots, found) for offer, slots in offers]
-    best = min(range(len(scores)), key=scores.__getitem__)
-    table = [
-        {"kv_rank": target.kv_rank, "rope_dim": target.rope_dim, "kl": score}
-        for target, score in zip(targets, scores, strict=True)
-    ]
-    return *offers[best], {"splits": table, **slots_record(offers[best][1])}
+    best = 0
+    record: dict[str, Any] = {}
+    if plan.request.budget is not None:
+        scores = [_score(offer, slots, found) for offer, slots in offers]
+        best = min(range(len(scores)), key=scores.__getitem__)
+        record["splits"] = [
+            {"kv_rank": target.kv_rank, "rope_dim": target.rope_dim, "kl": score}
+            for target, score in zip(targets, scores, strict=True)
+        ]
+    if targets[best].layout == "engine":
+        record["deepseek_layout"] = {
+            "kl": _score(*_offer(plan, replace(targets[best], layout="deepseek"), found.surveys), found)
+        }
+    return *offers[best], {**record, **slots_record(offers[best][1])}
 
 
 def _offer(plan: Plan, target: LatentTarget, surveys: tuple[LayerSurvey, ...]) -> tuple[Plan, Slots]:

@@ -121,6 +121,12 @@ absorb(model)
 ```
 """
 
+_ENGINES = """
+Inference engines read this layout as a DeepSeek model whose layers are all dense (read off their sources, not run
+here): vLLM accepts one from 0.11.1 on (0.11.0 raises an error); SGLang makes layers dense by `first_k_dense_replace`
+(0.4.6 and 0.5.5 do); llama.cpp's loader (at 01a723dc630d) asks for a query latent too: convert with `--q-rank` for it.
+"""
+
 _METHODS = {
     "mean": "Keys and values are the mean of the heads they replace (Ainslie et al., 2023); it needs uptraining",
     "first": "Each group keeps its first head (a baseline of Ainslie et al., 2023); it needs uptraining",
@@ -128,6 +134,23 @@ _METHODS = {
     "principal": "Shared keys and values are principal components over text; queries and the output absorb the change",
     "svd": "Keys and values were factored by a singular value decomposition of their weights; it needs uptraining",
 }
+
+
+def _usage(plan: Plan) -> str:
+    if plan.request.to != "mla":
+        return ""
+    return _ABSORB + (_ENGINES if plan.request.layout == "engine" else "")
+
+
+def engine_cost(found: Mapping[str, Any]) -> str:
+    """What the engine layout costs against the deepseek layout, as a sentence; empty for other conversions."""
+    if "deepseek_layout" not in found or "drift" not in found:
+        return ""
+    engine, deepseek = found["drift"]["kl"]["value"], found["deepseek_layout"]["kl"]
+    return (
+        f"layout engine drifts by a KL of {engine:.4f} nats, layout deepseek would by {deepseek:.4f} "
+        "(same split, same text)"
+    )
 
 
 def _measured(found: Mapping[str, Any]) -> str:
@@ -140,6 +163,7 @@ def _measured(found: Mapping[str, Any]) -> str:
 | same most likely token | | {100 * drift["agreement"]["value"]:.1f} % |
 
 Measured on {drift["sequences"]} x {drift["length"]} tokens of {text["source"]} that were kept out of the calibration.
+{engine_cost(found)}
 """
 
 
@@ -155,6 +179,6 @@ def model_card(plan: Plan, license_id: str | None, found: Mapping[str, Any]) -> 
         cached=plan.numbers_cached,
         cached_now=plan.layout.numbers_cached,
         measured=_measured(found) if "drift" in found else "",
-        usage=_ABSORB if plan.request.to == "mla" else "",
+        usage=_usage(plan),
         method=_METHODS[plan.request.resolved_method],
     )

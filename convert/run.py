@@ -40,7 +40,12 @@ class Conversion:
         if self.written is None or self.seconds is None:
             return report.plan_text(self.plan)
         size = sum(tensor.nbytes for tensor in self.plan.layout.tensors)
-        return f"{report.headline(self.plan)}\nwrote {self.written}: {report.bytes_text(size)} in {self.seconds:.1f} s"
+        lines = [
+            report.headline(self.plan),
+            report.engine_cost(self.record),
+            f"wrote {self.written}: {report.bytes_text(size)} in {self.seconds:.1f} s",
+        ]
+        return "\n".join(filter(None, lines))
 
 
 def convert_checkpoint(request: ConvertRequest) -> Conversion:

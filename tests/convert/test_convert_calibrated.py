@@ -171,4 +171,7 @@ def test_engine_layout_has_no_attention_bias_and_plain_rope(tmp_path, held_out, 
     assert not any(name.endswith("bias") for name in stored)
     assert torch.equal(stored["lm_head.weight"], stored["model.embed_tokens.weight"])
     assert sum(record["rotary_slots_per_pair"]) == 16
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"layout deepseek would by {record['deepseek_layout']['kl']:.4f}" in card
+    assert "vLLM accepts one from 0.11.1 on" in card
     assert checkpoint_perplexity(tmp_path / "out", held_out) < 2 * checkpoint_perplexity(latent, held_out)
