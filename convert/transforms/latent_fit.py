@@ -162,16 +162,16 @@ class _Normal:
 def _normal_equations(problem: Problem, fit: Fit) -> _Normal:
     layer, rank = problem.layer, fit.values.shape[-1]
     linear, mean = fit.rows[:, :-1], fit.rows @ problem.mean
-    eye, own = (torch.eye(size, dtype=mean.dtype, device=mean.device) for size in (len(mean), layer.keys.shape[1]))
-    varying, moving, mean_pull = torch.zeros_like(eye), torch.zeros_like(eye), torch.zeros_like(mean)
-    met = torch.zeros(len(layer.keys), len(mean), len(own), dtype=mean.dtype, device=mean.device)
+    varying, moving = (mean.new_zeros(len(mean), len(mean)) for _ in range(2))
+    mean_pull = torch.zeros_like(mean)
+    met = mean.new_zeros(len(layer.keys), len(mean), layer.keys.shape[1])
     for head, (same, cross) in enumerate(problem.seen):
         keys, reading = layer.keys[head // layer.group], fit.reading[head]
         asked = reading.mT @ problem.query_weight[head]  # [n, D]
-        varying += same.pull(asked @ reading, eye, moving=False)
-        moving += same.pull(asked @ reading, eye, moving=True)
-        met[head // layer.group] += cross.pull(asked, own, moving=False)
-        mean_pull += cross.pull(asked, keys @ problem.mean, moving=True)
+        varying += same.pull(asked @ reading, moving=False)
+        moving += same.pull(asked @ reading, moving=True)
+        met[head // layer.group] += cross.pull(asked, moving=False)
+        mean_pull += cross.pull(asked, moving=True) @ (keys @ problem.mean)
     asked = fit.values.mT @ problem.value_weight  # [G, R, D]
     needed = (asked @ fit.values).sum(0)
     varying[-rank:, -rank:] += needed

@@ -46,8 +46,8 @@ def constant_length(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
     Least squares for a quadratic form ``c^T A c = R`` over the tokens, by conjugate gradients from the whitened latent
     on (tokens set apart say when to stop), projected on the positive definite ones; ``forth`` is a root of ``A``.
     """
-    rows = inputs.reshape(-1, inputs.shape[-1])[:TOKENS]
-    latent = (rows @ down.to(rows).mT).double()
+    rows = inputs.reshape(-1, inputs.shape[-1])[:TOKENS].to(down.device)
+    latent = (rows @ down.to(rows.dtype).mT).double()
     white, undo = _whitening(latent)
     form = _constant_form(latent @ white.mT)
     stretch, axes = torch.linalg.eigh(form)

@@ -64,11 +64,12 @@ class Kernel:
             ]
         ).sum(0)
 
-    def pull(self, weight: Tensor, rows: Tensor, *, moving: bool) -> Tensor:
-        """The adjoint on the left: ``sum P^T (weight * kernel) Q rows``; ``weight [n_a, n_b]``, ``rows [n_b, ...]``."""
+    def pull(self, weight: Tensor, *, moving: bool) -> Tensor:
+        """The adjoint on the left, ``sum P^T (weight * kernel) Q``, ``[n_a, n_b]``, to be applied to the right's rows."""
         found = []
         for p, q, whole, shifted in self.terms:
-            mixed = (weight * (shifted if moving else whole)) @ (self.right.turn(rows) if q else rows)
+            mixed = weight * (shifted if moving else whole)
+            mixed = self.right.unturn(mixed.mT).mT if q else mixed
             found.append(self.left.unturn(mixed) if p else mixed)
         return torch.stack(found).sum(0)
 

@@ -124,7 +124,7 @@ def test_pull_is_the_adjoint_of_the_moments():
     weight, product, rows = (torch.randn(6, 6, generator=generator, dtype=torch.float64) for _ in range(3))
     zero = torch.zeros(6, dtype=torch.float64)
     left = (weight * kernel.apply(product @ rows.T, zero, zero)).sum()
-    assert left.item() == pytest.approx((kernel.pull(weight, rows, moving=False) * product).sum().item())
+    assert left.item() == pytest.approx((kernel.pull(weight, moving=False) @ rows * product).sum().item())
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
