@@ -65,7 +65,7 @@ class Kernel:
         ).sum(0)
 
     def pull(self, weight: Tensor, *, moving: bool) -> Tensor:
-        """The adjoint on the left, ``sum P^T (weight * kernel) Q``, ``[n_a, n_b]``, to be applied to the right's rows."""
+        """The adjoint on the left, ``sum P^T (weight * kernel) Q``, ``[n_a, n_b]``: a map on the right's rows."""
         found = []
         for p, q, whole, shifted in self.terms:
             mixed = weight * (shifted if moving else whole)
