@@ -28,9 +28,7 @@ def latent_decode(
     if torch.compiler.is_compiling():
         result: Tensor = _operator(query, query_rope, latent, key_rope, scale, mask)
         return result
-    return _decode(
-        query, query_rope, latent, key_rope, scale, mask
-    )  # an operator's call takes longer than a small step
+    return _decode(query, query_rope, latent, key_rope, scale, mask)  # an operator's call is slow
 
 
 @torch.library.custom_op("kvfold::latent_decode", mutates_args=())

@@ -8,7 +8,7 @@ from kvfold.convert.errors import InputError
 
 _KINDS = (".png", ".svg", ".pdf")
 _COLOURS = ("#4C566A", "#5E81AC", "#D08770", "#A3BE8C", "#B48EAD", "#EBCB8B", "#88C0D0", "#BF616A")
-_GIB = 1 << 30
+_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def check_plot(path: str) -> None:
@@ -33,9 +33,11 @@ def draw(report: dict[str, Any], path: str) -> None:
     FigureCanvasAgg(figure)
     speed, cache = figure.subplots(2, 1)
     found = {(row["model"], row["context"], row["batch"]): row for row in rows}
+    largest = max((row.get("cache_bytes", 0) for row in rows), default=0)
+    name, size = [(name, size) for name, size in _UNITS.items() if size <= max(1, largest)][-1]
     for axes, key, unit, title in (
         (speed, "decode_tokens_per_s", 1, "decoding, tokens per second"),
-        (cache, "cache_bytes", _GIB, "cache, GiB"),
+        (cache, "cache_bytes", size, f"cache, {name}"),
     ):
         for place, model in enumerate(models):
             _bars(axes, place, model, len(models), [found.get((model, *pair), {}) for pair in pairs], key, unit)
@@ -56,6 +58,9 @@ def _bars(axes: Any, place: int, model: str, models: int, rows: list[dict[str, A
     at = [index + (place - (models - 1) / 2) * width for index in range(len(rows))]
     heights = [row.get(key, 0) / unit for row in rows]
     bars = axes.bar(at, heights, width * 0.92, label=model, color=_COLOURS[place % len(_COLOURS)])
-    axes.bar_label(
-        bars, [f"{h:.3g}" if key in row else "no fit" for row, h in zip(rows, heights, strict=True)], fontsize=6.5
-    )
+    texts = [_number(height) if key in row else "no fit" for row, height in zip(rows, heights, strict=True)]
+    axes.bar_label(bars, texts, fontsize=6.5)
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -4,8 +4,8 @@
 
 Two layers, float32, batch 16, 8k context: about 17 GB of memory. For every kind the time of a step, of its attention
 alone (no weights, no growing cache) and the roofline: what it must read at the bandwidth measured here, and what it
-must compute at the rate of matrix products measured here. With ``--cache static`` the cache is preallocated; the default is
-the one that ``generate`` uses, which is copied at every step.
+must compute at the rate of matrix products measured here. With ``--cache static`` the cache is preallocated; the
+default is the one that ``generate`` uses, which is copied at every step.
 """
 
 import argparse

@@ -4,9 +4,9 @@ Shapes: ``query [B, H, 1, R]``, ``query_rope [B, H, 1, P]``, ``latent [B, S, R]`
 [B]``, ``mask [1|B, S]`` (bool), result ``[B, H, 1, R]``.
 
 The sequence is split (Dao et al. 2023, "Flash-Decoding"): a program takes up to 64 heads of one sequence and one part
-of its slots. Each latent is loaded once, serves as the key of all those heads and again as their value, and online softmax
-keeps ``max``, ``sum`` and the weighted latents in float32. A second kernel merges the parts by their log-sum-exp. More
-than 64 heads take turns over the same slots.
+of its slots. Each latent is loaded once, serves as the key of all those heads and again as their value, and online
+softmax keeps ``max``, ``sum`` and the weighted latents in float32. A second kernel merges the parts by their
+log-sum-exp. More than 64 heads take turns over the same slots.
 """
 
 # ruff: noqa: ANN001, ANN202 -- a kernel's annotations are Triton's: they mark what is constant when it is compiled
