@@ -22,7 +22,7 @@ from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics,
 
 Partition = tuple[tuple[int, ...], ...]
 
-PAIR_ROUNDS = 2
+PAIR_ROUNDS = 1
 TINY = 1e-100
 
 
