@@ -145,6 +145,7 @@ def drift(model: str, out: str, json_file: str | None, **options: Any) -> None:
     from kvfold.convert.drift_report import drift_table
     from kvfold.convert.drift_run import drift_checkpoints
 
+    _check_writable(json_file)
     report = drift_checkpoints(model, out, **options)
     if json_file is not None:
         _write_text(json_file, report.to_json())
@@ -186,6 +187,7 @@ def bench(
         from kvfold.convert.bench_plot import check_plot, draw
 
         check_plot(plot)
+    _check_writable(json_file)
     report = run.bench(chosen, run.Options(contexts, batches, **options), lambda text: click.echo(text, err=True))
     if json_file is not None:
         _write_text(json_file, json.dumps(report, indent=2) + "\n")
@@ -206,13 +208,28 @@ def demo(folder: str | None) -> None:
     run_demo(folder, click.echo)
 
 
+def _check_writable(path: str | None) -> None:
+    """Raise InputError before a long measurement rather than after it when its numbers could not be written."""
+    if path is None:
+        return
+    file = Path(path)
+    if file.is_dir():
+        raise _unwritable(path, "it is a folder")
+    if not file.parent.is_dir():
+        raise _unwritable(path, f"there is no folder {file.parent}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise _unwritable(path, "permission denied")
+
+
 def _write_text(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(
-            f"--json {path}: cannot be written ({error.strerror}): name a file in a folder that exists"
-        ) from error
+        raise _unwritable(path, error.strerror) from error
+
+
+def _unwritable(path: str, reason: str | None) -> InputError:
+    return InputError(f"--json {path}: cannot be written ({reason}): name a file in a folder that exists")
 
 
 def _fail(message: str, status: int) -> NoReturn:

@@ -97,6 +97,13 @@ def test_convert_says_what_it_did(tmp_path):
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
 
 
+@pytest.mark.parametrize(("name", "reason"), [("no/x.json", "there is no folder"), (".", "it is a folder")])
+def test_numbers_that_could_not_be_written_are_refused_before_measuring(tmp_path, name, reason):
+    done = kvfold("drift", demo_folder(), "no/such/model", "--json", tmp_path / name)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: --json {tmp_path / name}: cannot be written ({reason}")
+
+
 def test_an_unforeseen_failure_is_one_line_too(tmp_path, monkeypatch, capsys):
     from kvfold.convert import cli, run
 
