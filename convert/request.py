@@ -22,7 +22,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K
 
 def parse_size(text: str | int) -> int:
     """Bytes in ``"5GB"``, ``"500MiB"`` or ``1000`` (decimal units as in transformers; KiB, MiB, GiB are binary)."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", str(text))
     size = int(float(match[1]) * _UNITS[match[2].upper()]) if match and match[2].upper() in _UNITS else 0
     if size <= 0:
         raise InputError(f"--max-shard-size: expected a size such as 5GB, 500MB or 2GiB, found {text!r}")
@@ -64,7 +64,12 @@ class ConvertRequest:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        problems = [*_choice_problems(self), *_number_problems(self), *_combination_problems(self)]
+        problems = [
+            *_path_problems(self),
+            *_choice_problems(self),
+            *_number_problems(self),
+            *_combination_problems(self),
+        ]
         if problems:
             raise InputError(problems[0], problems[1:])
         object.__setattr__(self, "max_shard_size", parse_size(self.max_shard_size))
@@ -89,6 +94,15 @@ class ConvertRequest:
             left_out |= {"samples", "seq_len", "refine"}
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         return {name: value for name, value in options.items() if value is not None} | {"method": self.resolved_method}
+
+
+def _path_problems(request: ConvertRequest) -> list[str]:
+    """An empty name, as an unset shell variable gives, would mean the current folder, which --overwrite replaces."""
+    return [
+        f"{name.upper()}: expected {expected}, found an empty name; is a shell variable unset?"
+        for name, expected in (("model", "a folder or a hub id"), ("out", "a folder to write"))
+        if not str(getattr(request, name)).strip()
+    ]
 
 
 def _choice_problems(request: ConvertRequest) -> list[str]:

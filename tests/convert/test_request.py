@@ -18,7 +18,7 @@ def test_sizes(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1GB", "5 apples", "GB", "1e3"])
+@pytest.mark.parametrize("text", ["", "0", "-1GB", "5 apples", "GB", "1e3", "9" * 400])
 def test_bad_sizes(text):
     with pytest.raises(InputError, match="--max-shard-size: expected a size such as 5GB"):
         parse_size(text)
@@ -60,6 +60,8 @@ def test_every_problem_is_told_at_once():
         ),
         ({"to": "mla", "kv_heads": None, "budget": 64, "method": "svd"}, "--budget chooses by measured drift"),
         ({"to": "mla", "kv_heads": None, "budget": 64, "group": "similar"}, "--group goes with --to gqa or mqa"),
+        ({"out": ""}, "OUT: expected a folder to write, found an empty name"),
+        ({"model": " "}, "MODEL: expected a folder or a hub id, found an empty name"),
         ({"seq_len": 1}, "--seq-len: expected a whole number of at least 2, found 1"),
     ],
 )
