@@ -19,8 +19,9 @@ from kvfold.convert.families.rope import rope_table
 from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.tensors import torch_dtype
+from kvfold.convert.journal import Journal
 from kvfold.convert.plan import Plan
-from kvfold.convert.refine_run import Refiner
+from kvfold.convert.refine_run import Refiner, refinement_record
 from kvfold.convert.request import WEIGHTS_ONLY
 from kvfold.convert.stream import CheckpointStream
 from kvfold.convert.text import BUILT_IN, CalibrationTokens, load_calibration
@@ -30,6 +31,7 @@ from kvfold.convert.walk import Step, Twin, Walk, chunk_size, embed, estimate_se
 
 _AGREE = 1e-3  # relative; what is written was rounded in memory too, so only the order of sums differs
 Write = Callable[[Mapping[str, Tensor]], Any]
+Made = tuple[Mapping[str, Tensor], Mapping[str, Any]]  # a layer's tensors, and what to note about it
 
 
 def load_tokens(plan: Plan) -> CalibrationTokens:
@@ -96,7 +98,7 @@ class Calibrated:
         }
 
 
-def fold_calibrated(plan: Plan, write: Write, progress: Callable[[int], None]) -> Calibrated:
+def fold_calibrated(plan: Plan, write: Write, progress: Callable[[int], None], journal: Journal) -> Calibrated:
     """Walk the model, fold every layer, give its tensors to ``write`` and measure the drift."""
     tokens = load_tokens(plan)
     source = source_stream(plan)
@@ -104,16 +106,36 @@ def fold_calibrated(plan: Plan, write: Write, progress: Callable[[int], None]) -
     tell(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration))
     refine = Refiner(plan)
     walk = Walk(source, twin, tokens.held_out, tokens.calibration, profile=True, keep_calibration=refine.wanted)
-    groups = []
+    notes = []
     for step in walk:
-        folded, chosen = fold_layer(plan, step)
-        tensors = refine(step, plan.layout.encode(step.index, folded))
-        step.convert(tensors)
-        write(tensors)
-        groups.append([list(group) for group in chosen])
+        notes.append(settle_layer(step, write, journal, lambda step: _folded(plan, step, refine)))
         progress(1)
     drift = report_of(walk.measurement(), source, twin.stream, tokens.held_out)
-    return Calibrated(tokens, drift, {"groups": groups, **refine.record()}, source)
+    choices = {"groups": [note["groups"] for note in notes], **refinement_record(notes)}
+    return Calibrated(tokens, drift, choices, source)
+
+
+def settle_layer(step: Step, write: Write, journal: Journal | None, make: Callable[[Step], Made]) -> Mapping[str, Any]:
+    """Take the walk past a layer with the tensors that ``make`` finds, or those that a killed run had written.
+
+    Returns what there is to note about the layer. Without ``journal`` nothing is resumed and nothing noted.
+    """
+    finished = None if journal is None else journal.finished(step.index)
+    if finished is not None:
+        step.convert(finished.tensors)
+        return finished.notes
+    tensors, notes = make(step)
+    step.convert(tensors)
+    write(tensors)
+    if journal is not None:
+        journal.note(step.index, notes)
+    return notes
+
+
+def _folded(plan: Plan, step: Step, refine: Refiner) -> Made:
+    folded, groups = fold_layer(plan, step)
+    tensors, notes = refine(step, plan.layout.encode(step.index, folded))
+    return tensors, {"groups": [list(group) for group in groups], **notes}
 
 
 @torch.no_grad()
@@ -144,10 +166,13 @@ def fold_layer(plan: Plan, step: Step) -> tuple[AttentionWeights, grouping.Parti
     plain = grouping.contiguous(weights.kv_heads, kv_heads)
     if grouping_of(plan) == "contiguous":
         return principal.fold(weights, statistics, rotary, plain, context), plain
-    choice = grouping.choose(
-        grouping.candidates(weights, statistics, rotary, kv_heads),
+    choice = grouping.similar(
+        weights,
+        statistics,
+        rotary,
+        kv_heads,
         lambda folded: step.attention_error(plan.layout.encode(step.index, folded)),
-        lambda groups: principal.fold(weights, statistics, rotary, groups, context),
+        context,
     )
     return choice.weights, choice.groups
 

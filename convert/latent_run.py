@@ -15,11 +15,21 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.lockstep import Measurement
-from kvfold.convert.calibrated import Calibrated, Write, canonical_layer, load_tokens, source_stream, tell
+from kvfold.convert.calibrated import (
+    Calibrated,
+    Made,
+    Write,
+    canonical_layer,
+    load_tokens,
+    settle_layer,
+    source_stream,
+    tell,
+)
 from kvfold.convert.drift_run import report_of
 from kvfold.convert.families.rotary import layer_rotary
+from kvfold.convert.journal import Journal
 from kvfold.convert.plan import Plan, latent_targets, settle
-from kvfold.convert.refine_run import Refiner
+from kvfold.convert.refine_run import Refiner, refinement_record
 from kvfold.convert.stream import CheckpointStream
 from kvfold.convert.targets.deepseek_config import LatentTarget
 from kvfold.convert.text import CalibrationTokens
@@ -31,7 +41,7 @@ from kvfold.convert.transforms.latent_weights import LatentWeights
 from kvfold.convert.transforms.query_latent import query_latent
 from kvfold.convert.transforms.rope_slots import LayerSurvey, Slots
 from kvfold.convert.transforms.weights import LayerStatistics, Rotary
-from kvfold.convert.walk import Twin, Walk, estimate_seconds, survey
+from kvfold.convert.walk import Step, Twin, Walk, estimate_seconds, survey
 
 Progress = Callable[[int], None]
 _LOOK = 20  # steps of refinement per layer by which the splits of a budget are judged
@@ -114,7 +124,7 @@ def _offer(plan: Plan, target: LatentTarget, surveys: tuple[LayerSurvey, ...]) -
 
 def _score(plan: Plan, slots: Slots, found: Surveyed) -> float:
     """KL of the next-token distributions on sequences kept aside, nats, if the model were converted so."""
-    return _walk(plan, found, slots, lambda tensors: None, lambda amount: None, Refiner(plan, _LOOK))[0].kl
+    return _walk(plan, found, slots, lambda tensors: None, lambda amount: None, Refiner(plan, _LOOK))[1].kl
 
 
 def slots_for(target: LatentTarget, surveys: tuple[LayerSurvey, ...]) -> Slots:
@@ -137,28 +147,43 @@ def latent_layer(plan: Plan, layer: int, notes: LayerNotes, slots: Slots) -> Lat
 
 
 def convert_surveyed(
-    plan: Plan, found: Surveyed, slots: Slots, choices: Mapping[str, Any], write: Write, progress: Progress
+    plan: Plan,
+    found: Surveyed,
+    slots: Slots,
+    choices: Mapping[str, Any],
+    write: Write,
+    progress: Progress,
+    journal: Journal,
 ) -> Calibrated:
     """Convert every layer of a settled plan, give its tensors to ``write``, and measure the drift."""
-    refine = Refiner(plan)
-    measured, twin = _walk(plan, found, slots, write, progress, refine)
+    notes, measured, twin = _walk(plan, found, slots, write, progress, Refiner(plan), journal)
     drift = report_of(measured, found.source, twin.stream, found.tokens.held_out)
-    return Calibrated(found.tokens, drift, {**choices, **refine.record()}, found.source)
+    return Calibrated(found.tokens, drift, {**choices, **refinement_record(notes)}, found.source)
 
 
 def _walk(
-    plan: Plan, found: Surveyed, slots: Slots, write: Write, progress: Progress, refine: Refiner
-) -> tuple[Measurement, Twin]:
+    plan: Plan,
+    found: Surveyed,
+    slots: Slots,
+    write: Write,
+    progress: Progress,
+    refine: Refiner,
+    journal: Journal | None = None,
+) -> tuple[list[Mapping[str, Any]], Measurement, Twin]:
+    """Also returns what was noted about each layer."""
+
+    def make(step: Step) -> Made:
+        latent = latent_layer(plan, step.index, found.notes(step.index), slots)
+        return refine(step, plan.layout.encode(step.index, latent))
+
     twin = Twin(found.source, plan.layout.config, plan.layout.tensors, recast=plan.request.dtype != "auto")
     calibration = found.tokens.calibration if refine.wanted else None
     walk = Walk(found.source, twin, found.tokens.held_out, calibration, keep_calibration=refine.wanted)
+    notes = []
     for step in walk:
-        latent = latent_layer(plan, step.index, found.notes(step.index), slots)
-        tensors = refine(step, plan.layout.encode(step.index, latent))
-        step.convert(tensors)
-        write(tensors)
+        notes.append(settle_layer(step, write, journal, make))
         progress(1)
-    return walk.measurement(), twin
+    return notes, walk.measurement(), twin
 
 
 def slots_record(slots: Slots) -> dict[str, Any]:

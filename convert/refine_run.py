@@ -1,7 +1,7 @@
 """Refinement in a conversion: what the request asks for, its progress on stderr, and its record."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,9 +13,11 @@ from kvfold.convert.refine_objective import Share
 from kvfold.convert.refine_paces import constant_paces
 from kvfold.convert.walk import Step
 
+_NOTE = "refinement"
+
 
 class Refiner:
-    """Refines the layers of a run where the request asks for it, and keeps what was found.
+    """Refines the layers of a run where the request asks for it.
 
     ``steps`` replaces the request's, for a short look at what refinement would reach.
     """
@@ -24,7 +26,6 @@ class Refiner:
         self._task: Refinement | None = None
         self._layers = plan.geometry.layers
         self._shown = _Shown(plan.request.quiet or steps is not None, plan.request.refine)
-        self._found: list[Refined] = []
         if plan.request.refine:
             self._task = refinement(plan, plan.request.refine if steps is None else steps, self._shown)
 
@@ -33,18 +34,19 @@ class Refiner:
         """Whether there is anything to do: the walk must keep its calibration sequences then."""
         return self._task is not None
 
-    def __call__(self, step: Step, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """``tensors`` of a layer, refined or as they are."""
+    def __call__(self, step: Step, tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+        """``tensors`` of a layer, refined or as they are, and what to note about it."""
         if self._task is None:
-            return tensors
+            return tensors, {}
         found = refine_layer(step, tensors, self._task)
         self._shown.end(step.index, self._layers, found)
-        self._found.append(found)
-        return found.tensors
+        return found.tensors, {_NOTE: found.record()}
 
-    def record(self) -> dict[str, Any]:
-        """For ``kvfold.json``: the error of every layer before and after."""
-        return {"refinement": [found.record() for found in self._found]} if self._task is not None else {}
+
+def refinement_record(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """For ``kvfold.json``, from the notes of all layers: the error of each before and after."""
+    found = [note[_NOTE] for note in notes if _NOTE in note]
+    return {_NOTE: found} if found else {}
 
 
 def refinement(plan: Plan, steps: int | str, shown: "_Shown") -> Refinement:

@@ -13,6 +13,7 @@ from kvfold.convert.hf_config import dump, dump_record, license_of
 from kvfold.convert.io.atomic import free_space_check, output_folder
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.shards import OutputTensor, ShardWriter
+from kvfold.convert.journal import Journal, forget, resumable
 from kvfold.convert.plan import Plan, make_plan
 from kvfold.convert.progress import bar
 from kvfold.convert.request import ConvertRequest
@@ -59,10 +60,17 @@ def convert_checkpoint(request: ConvertRequest) -> Conversion:
         plan = make_plan(request, checkpoint)
         if request.dry_run:
             return Conversion(plan, None, None, {})
-        with output_folder(request.out, overwrite=request.overwrite, model=checkpoint.folder) as folder:
+        with output_folder(
+            request.out,
+            overwrite=request.overwrite,
+            model=checkpoint.folder,
+            resume=resumable(plan) if request.resume else None,
+            keep=request.resume,
+        ) as folder:
             free_space_check(folder, plan.disk_bytes)
             plan, measured = _write_weights(plan, folder)
             record = _write_side_files(plan, measured, folder)
+            forget(folder)
     finally:
         checkpoint.close()
     return Conversion(plan, Path(request.out), time.monotonic() - started, record)
@@ -79,31 +87,37 @@ def _write_weights(plan: Plan, folder: Path) -> tuple[Plan, "Calibrated | None"]
         ):
             plan, slots, choices = latent_run.settled(plan, found)
             return plan, _write_shards(
-                plan, folder, lambda write: latent_run.convert_surveyed(plan, found, slots, choices, write, shown)
+                plan,
+                folder,
+                lambda write, journal: latent_run.convert_surveyed(plan, found, slots, choices, write, shown, journal),
             )
     if plan.request.calibrated:
         from kvfold.convert.calibrated import fold_calibrated
 
         with bar(plan.geometry.layers, "layer", plan.request.quiet) as shown:
-            return plan, _write_shards(plan, folder, lambda write: fold_calibrated(plan, write, shown))
+            return plan, _write_shards(
+                plan, folder, lambda write, journal: fold_calibrated(plan, write, shown, journal)
+            )
     if plan.request.to == "mla":
         from kvfold.convert import latent_run
 
         plan = latent_run.svd_plan(plan)
-        _write_shards(plan, folder, lambda write: latent_run.svd_layers(plan, write))
+        _write_shards(plan, folder, lambda write, _: latent_run.svd_layers(plan, write))
     else:
-        _write_shards(plan, folder, lambda write: pool_layers(plan, write))
+        _write_shards(plan, folder, lambda write, _: pool_layers(plan, write))
     return plan, None
 
 
-def _write_shards(plan: Plan, folder: Path, compute: Callable[[Write], Result]) -> Result:
+def _write_shards(plan: Plan, folder: Path, compute: Callable[[Write, Journal], Result]) -> Result:
     """Write what ``compute`` makes, then copy the rest of the source's bytes."""
     planned = {tensor.name: tensor for tensor in plan.layout.tensors}
+    journal = Journal(folder, plan)
     with (
-        ShardWriter(folder, plan.shards) as writer,
+        ShardWriter(folder, plan.shards, journal.written) as writer,
         bar(sum(tensor.nbytes for tensor in planned.values()), "B", plan.request.quiet) as shown,
     ):
-        result = compute(lambda tensors: shown(write_tensors(planned, writer, tensors)))
+        journal.sync = writer.sync
+        result = compute(lambda tensors: shown(write_tensors(planned, writer, tensors)), journal)
         writer.copy_rest(plan.checkpoint, shown)
         writer.finish()
     return result
