@@ -90,6 +90,9 @@ class ConvertRequest:
     def result_options(self) -> dict[str, Any]:
         """The options that decide the result, without those that only say where and how to run."""
         left_out = {"model", "out", "device", "dry_run", "resume", "overwrite", "quiet", "calibration"}
+        left_out |= {"allow_growth", "trust_remote_code"}  # they permit a result and do not change it
+        if not self.calibrated and self.resolved_method != "random":
+            left_out.add("seed")
         if not self.calibrated:
             left_out |= {"samples", "seq_len", "refine"}
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
@@ -139,6 +142,8 @@ def _number_problems(request: ConvertRequest) -> list[str]:
         value = getattr(request, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
             problems.append(f"{_option(name)}: expected a whole number of at least {low}, found {value!r}")
+    if isinstance(request.seed, int) and request.seed >= 2**63:
+        problems.append(f"--seed: expected a number below 2**63, found {request.seed}")
     refine = request.refine
     if refine != "auto" and (isinstance(refine, bool) or not isinstance(refine, int) or refine < 0):
         problems.append(f"--refine: expected a number of steps or auto, found {refine!r}")

@@ -60,6 +60,7 @@ def test_every_problem_is_told_at_once():
         ),
         ({"to": "mla", "kv_heads": None, "budget": 64, "method": "svd"}, "--budget chooses by measured drift"),
         ({"to": "mla", "kv_heads": None, "budget": 64, "group": "similar"}, "--group goes with --to gqa or mqa"),
+        ({"seed": 2**63}, "--seed: expected a number below 2**63, found 9223372036854775808"),
         ({"out": ""}, "OUT: expected a folder to write, found an empty name"),
         ({"model": " "}, "MODEL: expected a folder or a hub id, found an empty name"),
         ({"seq_len": 1}, "--seq-len: expected a whole number of at least 2, found 1"),
@@ -74,3 +75,12 @@ def test_options_that_only_say_how_to_run_are_not_recorded():
     assert options["to"] == "mqa"
     assert options["method"] == "principal"
     assert not {"model", "out", "quiet", "device", "overwrite", "resume", "dry_run"} & set(options)
+    assert not {"allow_growth", "trust_remote_code"} & set(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "recorded"),
+    [({"method": "mean"}, False), ({"method": "random"}, True), ({}, True), ({"method": "mean", "refine": 5}, True)],
+)
+def test_a_seed_is_recorded_where_something_is_drawn(options, recorded):
+    assert ("seed" in ConvertRequest(model="m", out="o", to="mqa", seed=3, **options).result_options()) == recorded
