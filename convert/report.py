@@ -107,8 +107,9 @@ tokenizer = AutoTokenizer.from_pretrained("PATH")
 {usage}
 ## How it was made
 
-{method}. Everything else is the source's, byte for byte. `kvfold.json` holds the request, the versions, a hash of the
-source and where each tensor came from.
+{method}.{refined}
+Everything else is the source's, {rest}. `kvfold.json` holds the request, the versions, a hash of the source and where
+each tensor came from.
 """
 
 _ABSORB = """
@@ -134,6 +135,10 @@ _METHODS = {
     "principal": "Shared keys and values are principal components over text; queries and the output absorb the change",
     "svd": "Keys and values were factored by a singular value decomposition of their weights; it needs uptraining",
 }
+
+
+_REFINED = """
+Then each layer's attention was refined to reproduce the source's residual stream on the calibration text, no labels."""
 
 
 def _usage(plan: Plan) -> str:
@@ -181,4 +186,6 @@ def model_card(plan: Plan, license_id: str | None, found: Mapping[str, Any]) -> 
         measured=_measured(found) if "drift" in found else "",
         usage=_usage(plan),
         method=_METHODS[plan.request.resolved_method],
+        refined=_REFINED if plan.request.refine else "",
+        rest="byte for byte" if plan.request.dtype == "auto" else f"stored as {plan.request.dtype}",
     )

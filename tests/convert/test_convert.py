@@ -317,3 +317,10 @@ def test_published_baselines_on_the_reference_model(reference, tmp_path, method,
     tokens = token_windows(tokenizer, (reference / "evaluation.txt").read_text(encoding="utf-8"), 48, 256)
     convert(reference / "llama-mha", tmp_path / "out", method=method, kv_heads=kv_heads)
     assert checkpoint_perplexity(tmp_path / "out", tokens) == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_card_tells_a_cast_from_a_copy(source, tmp_path):
+    convert(source, tmp_path / "kept")
+    convert(source, tmp_path / "cast", dtype="float16")
+    assert "Everything else is the source's, byte for byte." in (tmp_path / "kept" / "README.md").read_text()
+    assert "Everything else is the source's, stored as float16." in (tmp_path / "cast" / "README.md").read_text()
