@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from kvfold.attention.drift import DriftReport, Floor, measure_drift
@@ -55,9 +56,14 @@ def _check_pair(source: Checkpoint, student: Checkpoint, model: str, out: str) -
 
 
 def _stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> CheckpointStream:
-    return CheckpointStream(
-        checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, _compute_dtype(checkpoint, device, dtype)
-    )
+    computed = _compute_dtype(checkpoint, device, dtype)
+    try:
+        return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, computed)
+    except (StrictDataclassError, TypeError, ValueError, KeyError) as error:  # what transformers' classes raise
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{checkpoint.origin}: config.json: expected one that transformers can build a model of, found: {reason}"
+        ) from error
 
 
 def _compute_dtype(checkpoint: Checkpoint, device: torch.device, dtype: str) -> torch.dtype:
