@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.kernels import triton_decode
+from kvfold.attention.products import fast, mix, row_products
 
 _SCORES = 1 << 19  # scores held at once on a CPU
 
@@ -92,20 +93,17 @@ def _in_blocks(
 def _block(
     query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, bias: Tensor | None
 ) -> Tensor:
-    rows, rope = _fast(query.flatten(1, 2)), _fast(query_rope.flatten(1, 2))
-    latent, key_rope = _fast(latent), _fast(key_rope)
-    scores = torch.bmm(rope, key_rope.mT)
-    scores = torch.baddbmm(scores, rows, latent.mT, beta=scale, alpha=scale).to(_wide(query))
+    rows, rope = fast(query.flatten(1, 2)), fast(query_rope.flatten(1, 2))
+    latent, key_rope = fast(latent), fast(key_rope)
+    parts = rows.new_empty(2, *rows.shape[:2], latent.shape[1])
+    row_products(rows, latent, scale, parts[0])
+    row_products(rope, key_rope, scale, parts[1])
+    scores = parts[0].to(_wide(query)).add_(parts[1])
     if bias is not None:
         torch.unflatten(scores, 1, query.shape[1:3]).add_(bias)
-    weights = scores.softmax(-1).to(latent.dtype)
-    return torch.bmm(weights, latent).view(query.shape)
+    torch.softmax(scores, -1, out=scores)
+    return mix(scores.to(latent.dtype), latent).view(query.shape)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _fast(tensor: Tensor) -> Tensor:
-    """CPUs multiply float16 matrices ten times slower than float32 ones."""
-    return tensor.float() if tensor.dtype == torch.float16 else tensor
