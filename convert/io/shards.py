@@ -4,7 +4,9 @@ What a transform did not touch goes from file to file as bytes, never decoded, i
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +108,34 @@ class ShardWriter:
         rest = [place for name, place in self._places.items() if name not in self.written and place.tensor.source]
         for run in _runs(sorted((self._sourced(place, checkpoint) for place in rest), key=_source_order)):
             self._copy_run(run, checkpoint, progress)
+
+    @contextmanager
+    def copying_rest(self, checkpoint: Checkpoint, progress: Progress = _ignore) -> Iterator[None]:
+        """``copy_rest`` beside the block, which meanwhile reads the checkpoint and writes what it computes.
+
+        Copying waits for the disk and computing for the processor: together they take little longer than the slower of
+        them. The block's error stops the copy; the copy's error is raised when the block ends. ``progress`` is called
+        from another thread. Legacy sources, which keep one file in memory, are copied after the block.
+        """
+        if any(checkpoint.raw_path(file) is None for file in {info.file for info in checkpoint.tensors.values()}):
+            yield
+            self.copy_rest(checkpoint, progress)
+            return
+        stopped = threading.Event()
+
+        def step(count: int) -> None:
+            if stopped.is_set():
+                raise KvfoldError("the copy was stopped: what ran beside it failed")
+            progress(count)
+
+        with ThreadPoolExecutor(1, "kvfold-copy") as pool:
+            copying = pool.submit(self.copy_rest, checkpoint, step)
+            try:
+                yield
+            except BaseException:
+                stopped.set()
+                raise
+            copying.result()
 
     def sync(self) -> None:
         """Make what is written so far survive a crash of the machine; call before noting progress for a resume."""

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -171,6 +173,57 @@ def test_renamed_tensors_and_single_copies(checkpoint: Checkpoint, out: Path) ->
     assert all(torch.equal(tensor, checkpoint.read("b")) for tensor in loaded(out).values())
 
 
+def with_computed(checkpoint: Checkpoint, name: str) -> list[OutputTensor]:
+    """Outputs that are all copied but one."""
+    return [replace(tensor, source=None) if tensor.name == name else tensor for tensor in copies(checkpoint)]
+
+
+def test_copying_beside_computing(checkpoint: Checkpoint, out: Path) -> None:
+    steps: list[int] = []
+    with ShardWriter(out, assign_shards(with_computed(checkpoint, "c"), 700)) as writer:
+        with writer.copying_rest(checkpoint, steps.append):
+            writer.write("c", -checkpoint.read("c"))
+        writer.finish()
+    found = loaded(out)
+    assert torch.equal(found.pop("c"), -checkpoint.read("c"))
+    assert all(torch.equal(tensor, checkpoint.read(name)) for name, tensor in found.items())
+    assert sum(steps) == sum(info.nbytes for info in checkpoint.tensors.values()) - checkpoint.tensors["c"].nbytes
+
+
+def test_an_error_beside_the_copy_stops_it(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvfold.convert.io.copying.BUFFER", 8)
+    first, failed = threading.Event(), threading.Event()
+    steps: list[int] = []
+
+    def progress(count: int) -> None:
+        steps.append(count)
+        first.set()
+        failed.wait(30)
+
+    def run(writer: ShardWriter) -> None:
+        with writer.copying_rest(checkpoint, progress):
+            first.wait(30)
+            threading.Timer(0.05, failed.set).start()
+            raise ZeroDivisionError
+
+    with ShardWriter(out, assign_shards(copies(checkpoint), GB)) as writer, pytest.raises(ZeroDivisionError):
+        run(writer)
+    assert steps == [8]
+
+
+def test_an_error_of_the_copy_is_raised_after_the_block(checkpoint: Checkpoint, out: Path) -> None:
+    (checkpoint.folder / "model-0.safetensors").write_bytes(b"")
+
+    def run(writer: ShardWriter) -> None:
+        with writer.copying_rest(checkpoint):
+            writer.write("e", checkpoint.read("e"))
+
+    with ShardWriter(out, assign_shards(with_computed(checkpoint, "e"), GB)) as writer:
+        with pytest.raises(InputError, match="found the end of the file"):
+            run(writer)
+        assert "e" in writer.written
+
+
 @pytest.mark.parametrize("dtype", ["F16", "F32", "F64"])
 def test_casts_in_chunks(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     monkeypatch.setattr(shards_module, "CAST_ELEMENTS", 10)
@@ -212,7 +265,8 @@ def test_legacy_sources(tmp_path: Path, out: Path, dtype: str) -> None:
     torch.save({"embed": base, "head": base, "turned": base.T}, folder / "pytorch_model.bin")
     checkpoint = open_checkpoint(folder)
     with ShardWriter(out, assign_shards(copies(checkpoint, F32=dtype), 150)) as writer:
-        writer.copy_rest(checkpoint)
+        with writer.copying_rest(checkpoint):
+            checkpoint.read("turned")
         writer.finish()
     wanted = base if dtype == "F32" else base.bfloat16()
     found = loaded(out)
