@@ -28,6 +28,8 @@ _LEVELS = (1.0, 0.3)  # rates of ``auto``, each until it gains no more
 _AUTO_GAIN = 0.01
 _BATCH = 8
 _RATE = 0.05  # relative to the root mean square of the tensor
+_WIDTH_RATE = 0.8  # the same times the root of the model's width: Adam's steps of all inputs add up
+_SLOWER = (1.0, 0.25, 0.0625)  # a layer that got no better is tried again
 _BETAS = (0.9, 0.98)
 _EPS = 1e-12  # gradients of a relative error are small
 
@@ -78,8 +80,11 @@ def refine_layer(step: Step, tensors: Tensors, task: Refinement) -> Refined:
     aside = examples(task.share, step.source, step.held_out, step.student)
     step.twin.put(tensors)
     with step.twin.stream.open_layer(step.index) as layer:
-        student = _Student(step.twin, layer, tensors, task.student_share)
-        best = _train(student, training, aside, task)
+        for slower in _SLOWER:
+            student = _Student(step.twin, layer, tensors, task.student_share)
+            best = _train(student, training, aside, task, slower)
+            if best.weights:
+                break
     return Refined({**tensors, **best.weights}, best.errors[0], min(best.errors), best.steps, best.step)
 
 
@@ -129,15 +134,16 @@ class _Best:
         self.errors.append(error if math.isfinite(error) else math.inf)
 
 
-def _train(student: _Student, training: Examples, aside: Examples, task: Refinement) -> _Best:
+def _train(student: _Student, training: Examples, aside: Examples, task: Refinement, slower: float) -> _Best:
     best = _Best(student.error(aside))
     task.tell(student.index, 0, best.errors[0])
     with torch.no_grad():
         paces = task.paces(student.masters)
-    optimiser = _optimiser(student.masters, paces)
+    rate = slower * min(_RATE, _WIDTH_RATE / math.sqrt(training.inputs[0].shape[-1]))
+    optimiser = _optimiser(student.masters, paces, rate)
     batches = picks(training.count, task.seed, student.index)
-    for done, rate in enumerate(rates(task.steps, best.errors), 1):
-        _step(student, optimiser, paces, training, next(batches), rate)
+    for done, share in enumerate(rates(task.steps, best.errors), 1):
+        _step(student, optimiser, paces, training, next(batches), share)
         best.steps = done
         if done % ROUND == 0 or done == task.steps:
             best.see(student.error(aside), student, done)
@@ -146,10 +152,10 @@ def _train(student: _Student, training: Examples, aside: Examples, task: Refinem
 
 
 def _step(
-    student: _Student, optimiser: torch.optim.Adam, paces: Tensors, training: Examples, batch: list[int], rate: float
+    student: _Student, optimiser: torch.optim.Adam, paces: Tensors, training: Examples, batch: list[int], share: float
 ) -> None:
     for group in optimiser.param_groups:
-        group["lr"] = rate * group["scale"]
+        group["lr"] = share * group["scale"]
     missing = student.missing(*training.batch(batch))
     # Divided by the root of the count, not by the count: float16 gradients neither vanish nor overflow; Adam does not
     # see the difference.
@@ -163,14 +169,14 @@ def _step(
             student.masters[name].copy_(torch.lerp(before[name], student.masters[name], pace))
 
 
-def _optimiser(masters: Tensors, paces: Tensors) -> torch.optim.Adam:
+def _optimiser(masters: Tensors, paces: Tensors, rate: float) -> torch.optim.Adam:
     """Adam with a rate for each tensor, so that weights of any size move alike; biases go with their weights."""
     sizes = {name: _size(master.detach(), paces.get(name)) for name, master in masters.items()}
     groups = []
     for name, master in masters.items():
         weight = name.removesuffix(".bias") + ".weight" if name.endswith(".bias") else name
-        groups.append({"params": [master], "scale": _RATE * sizes.get(weight, sizes[name])})
-    return torch.optim.Adam(groups, lr=_RATE, betas=_BETAS, eps=_EPS)
+        groups.append({"params": [master], "scale": rate * sizes.get(weight, sizes[name])})
+    return torch.optim.Adam(groups, lr=rate, betas=_BETAS, eps=_EPS)
 
 
 def _size(tensor: Tensor, pace: Tensor | None) -> float:

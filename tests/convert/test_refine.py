@@ -102,7 +102,8 @@ def test_equal_seeds_give_equal_weights_and_other_seeds_others(tiny_family):
 
 
 def test_a_layer_that_does_not_get_better_keeps_its_weights(tiny_family, monkeypatch):
-    monkeypatch.setattr(refining, "_RATE", 1e3)
+    monkeypatch.setattr(refining, "_RATE", 1e4)
+    monkeypatch.setattr(refining, "_WIDTH_RATE", 1e9)
     plan = plan_of(tiny_family("llama"))
     _steps, step, tensors = first_step(plan)
     refined = refine_layer(step, tensors, task_of(plan))
@@ -112,8 +113,20 @@ def test_a_layer_that_does_not_get_better_keeps_its_weights(tiny_family, monkeyp
     assert all(torch.equal(refined.tensors[name], tensors[name]) for name in tensors)
 
 
+def test_a_layer_that_got_no_better_is_tried_again_more_slowly(tiny_family, monkeypatch):
+    monkeypatch.setattr(refining, "_SLOWER", (1e5, 1.0))
+    plan = plan_of(tiny_family("llama"))
+    _steps, step, tensors = first_step(plan)
+    told = []
+    refined = refine_layer(step, tensors, task_of(plan, tell=lambda layer, done, error: told.append(done)))
+    assert told == [0, 30, 0, 30]
+    assert refined.kept == 30
+    assert refined.after < 0.95 * refined.before
+
+
 def test_weights_that_stop_being_finite_are_not_kept(tiny_family, monkeypatch):
     monkeypatch.setattr(refining, "_RATE", 1e38)
+    monkeypatch.setattr(refining, "_WIDTH_RATE", 1e38)
     plan = plan_of(tiny_family("llama"))
     _steps, step, tensors = first_step(plan)
     refined = refine_layer(step, tensors, task_of(plan, steps=2))
