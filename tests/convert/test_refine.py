@@ -170,6 +170,17 @@ def test_auto_stops_at_its_cap():
     assert len(run_auto(0.5**n for n in range(1, 1000))) == AUTO_STEPS
 
 
+def test_auto_refines_until_it_has_settled(tiny_family, monkeypatch):
+    monkeypatch.setattr(refining, "AUTO_STEPS", 250)
+    plan = plan_of(tiny_family("llama"), refine="auto")
+    _steps, step, tensors = first_step(plan)
+    told = []
+    refined = refine_layer(step, tensors, task_of(plan, tell=lambda layer, done, error: told.append(done)))
+    assert told[: refined.steps // ROUND + 1] == list(range(0, refined.steps + 1, ROUND))
+    assert 4 * ROUND <= refined.steps <= 250
+    assert refined.after < 0.9 * refined.before
+
+
 def test_batches_use_every_sequence_before_any_again():
     drawn = list(islice(picks(32, seed=1, layer=2), 8))
     assert [len(batch) for batch in drawn] == [8] * 8
