@@ -109,7 +109,7 @@ def _write_weights(plan: Plan, folder: Path) -> tuple[Plan, "Calibrated | None"]
 
 
 def _write_shards(plan: Plan, folder: Path, compute: Callable[[Write, Journal], Result]) -> Result:
-    """Write what ``compute`` makes, then copy the rest of the source's bytes."""
+    """Write what ``compute`` makes and, beside it, copy the rest of the source's bytes."""
     planned = {tensor.name: tensor for tensor in plan.layout.tensors}
     journal = Journal(folder, plan)
     with (
@@ -117,8 +117,8 @@ def _write_shards(plan: Plan, folder: Path, compute: Callable[[Write, Journal], 
         bar(sum(tensor.nbytes for tensor in planned.values()), "B", plan.request.quiet) as shown,
     ):
         journal.sync = writer.sync
-        result = compute(lambda tensors: shown(write_tensors(planned, writer, tensors)), journal)
-        writer.copy_rest(plan.checkpoint, shown)
+        with writer.copying_rest(plan.checkpoint, shown):
+            result = compute(lambda tensors: shown(write_tensors(planned, writer, tensors)), journal)
         writer.finish()
     return result
 
