@@ -6,7 +6,7 @@ What a transform did not touch goes from file to file as bytes, never decoded, i
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,7 @@ class ShardWriter:
         unknown = sorted(self.written - set(self._places))
         if unknown:
             raise KvfoldError(f"{folder}: expected to resume tensors of this plan, found {unknown[0]!r}; start afresh")
+        self._copying: Future[None] | None = None
         self._files: dict[str, int] = {}
         try:
             for shard in self._shards:
@@ -85,6 +86,8 @@ class ShardWriter:
         """Write a computed tensor. KvfoldError when the plan has no such tensor or expects another dtype or shape."""
         from kvfold.convert.io.tensors import dtype_name, tensor_memory
 
+        if self._copying is not None and self._copying.done():
+            self._copying.result()  # what is computed for hours must not wait so long for a disk's failure
         place = self._place(name)
         expected = place.tensor
         found = dtype_name(tensor.dtype), tuple(tensor.shape)
@@ -114,8 +117,8 @@ class ShardWriter:
         """``copy_rest`` beside the block, which meanwhile reads the checkpoint and writes what it computes.
 
         Copying waits for the disk and computing for the processor: together they take little longer than the slower of
-        them. The block's error stops the copy; the copy's error is raised when the block ends. ``progress`` is called
-        from another thread. Legacy sources, which keep one file in memory, are copied after the block.
+        them. The block's error stops the copy; the copy's is raised by the next ``write`` or when the block ends.
+        ``progress`` is called from another thread. Legacy sources, which keep one file in memory, are copied after the block.
         """
         if any(checkpoint.raw_path(file) is None for file in {info.file for info in checkpoint.tensors.values()}):
             yield
@@ -129,13 +132,13 @@ class ShardWriter:
             progress(count)
 
         with ThreadPoolExecutor(1, "kvfold-copy") as pool:
-            copying = pool.submit(self.copy_rest, checkpoint, step)
+            self._copying = pool.submit(self.copy_rest, checkpoint, step)
             try:
                 yield
             except BaseException:
                 stopped.set()
                 raise
-            copying.result()
+            self._copying.result()
 
     def sync(self) -> None:
         """Make what is written so far survive a crash of the machine; call before noting progress for a resume."""

@@ -211,17 +211,21 @@ def test_an_error_beside_the_copy_stops_it(checkpoint: Checkpoint, out: Path, mo
     assert steps == [8]
 
 
-def test_an_error_of_the_copy_is_raised_after_the_block(checkpoint: Checkpoint, out: Path) -> None:
+@pytest.mark.parametrize("wait", [True, False])
+def test_an_error_of_the_copy_reaches_the_next_write_or_the_end(checkpoint: Checkpoint, out: Path, wait: bool) -> None:
     (checkpoint.folder / "model-0.safetensors").write_bytes(b"")
 
     def run(writer: ShardWriter) -> None:
         with writer.copying_rest(checkpoint):
-            writer.write("e", checkpoint.read("e"))
+            if wait:
+                assert writer._copying is not None
+                writer._copying.exception(30)
+                writer.write("e", checkpoint.read("e"))
+                pytest.fail("the next write must raise")
 
     with ShardWriter(out, assign_shards(with_computed(checkpoint, "e"), GB)) as writer:
         with pytest.raises(InputError, match="found the end of the file"):
             run(writer)
-        assert "e" in writer.written
 
 
 @pytest.mark.parametrize("dtype", ["F16", "F32", "F64"])
