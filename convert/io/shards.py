@@ -118,7 +118,7 @@ class ShardWriter:
 
         Copying waits for the disk and computing for the processor: together they take little longer than the slower of
         them. The block's error stops the copy; the copy's is raised by the next ``write`` or when the block ends.
-        ``progress`` is called from another thread. Legacy sources, which keep one file in memory, are copied after the block.
+        ``progress`` is called from another thread. Legacy sources, which keep a file in memory, are copied afterwards.
         """
         if any(checkpoint.raw_path(file) is None for file in {info.file for info in checkpoint.tensors.values()}):
             yield

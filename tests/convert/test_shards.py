@@ -223,9 +223,9 @@ def test_an_error_of_the_copy_reaches_the_next_write_or_the_end(checkpoint: Chec
                 writer.write("e", checkpoint.read("e"))
                 pytest.fail("the next write must raise")
 
-    with ShardWriter(out, assign_shards(with_computed(checkpoint, "e"), GB)) as writer:
-        with pytest.raises(InputError, match="found the end of the file"):
-            run(writer)
+    shards = assign_shards(with_computed(checkpoint, "e"), GB)
+    with ShardWriter(out, shards) as writer, pytest.raises(InputError, match="found the end of the file"):
+        run(writer)
 
 
 @pytest.mark.parametrize("dtype", ["F16", "F32", "F64"])
