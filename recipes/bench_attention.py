@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from kvfold.attention import cache_bytes, grouped_attention, latent_attention
 
 BATCH, HEADS, DIM, CONTEXT = 8, 32, 128, 8192
 RANK, ROPE, NOPE, VALUE = 512, 64, 128, 128
+Name = TypeVar("Name")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -45,15 +46,16 @@ def naive_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     length = query.shape[2]
     scores = query @ key.mT / query.shape[-1] ** 0.5
     later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    return scores.masked_fill(later, -torch.inf).softmax(-1) @ value
+    mixed: Tensor = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
+    return mixed
 
 
-def fastest(calls: dict[str, Callable[[], Any]], threads: int, rounds: int) -> dict[str, float]:
+def fastest(calls: dict[Name, Callable[[], Any]], threads: int, rounds: int) -> dict[Name, float]:
     """Seconds of each call's fastest run, the calls taking turns; short calls run several times a turn."""
     timers = {name: Timer("call()", globals={"call": call}, num_threads=threads) for name, call in calls.items()}
     first = {name: timer.timeit(1).mean for name, timer in timers.items()}
     repeats = {name: 1 + min(9, int(0.2 / seconds)) for name, seconds in first.items()}
-    times: dict[str, list[float]] = {name: [] for name in timers}
+    times: dict[Name, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
         for name, timer in timers.items():
             times[name] += [timer.timeit(1).mean for _ in range(repeats[name])]
@@ -108,27 +110,42 @@ def roofline(dtype: torch.dtype, threads: int, device: str) -> dict[str, float]:
     return {"read": memory.nbytes / seconds["read"], "multiply": 2 * 2048**3 / seconds["multiply"]}
 
 
-def decode(dtype_name: str, threads: int, rounds: int, device: str, explicit: bool) -> list[dict[str, Any]]:
-    """One step of every variant, each variant's ratio to MHA, and how near it comes to the roofline."""
-    dtype = DTYPES[dtype_name]
-    roof = roofline(dtype, threads, device)
-    steps = [grouped_step(*each, dtype, device) for each in (("MHA", HEADS), ("GQA-8", 8), ("MQA", 1))]
-    steps.append(latent_step(True, dtype, device))
-    seconds = fastest({step.name: step.call for step in steps}, threads, rounds)
+def decode(threads: int, rounds: int, device: str, explicit: bool) -> list[dict[str, Any]]:
+    """One step of every variant and dtype, all taking turns; explicit MLA, which takes seconds, on its own."""
+    names = ("float32", "bfloat16")
+    roofs = {name: roofline(DTYPES[name], threads, device) for name in names}
+    steps = {(step.name, name): step for name in names for step in variants(DTYPES[name], device)}
+    seconds = fastest({key: step.call for key, step in steps.items()}, threads, rounds)
     if explicit:
-        steps.append(latent_step(False, dtype, device))
-        seconds |= fastest({steps[-1].name: steps[-1].call}, threads, 1)
-    rows = []
-    for step in steps:
-        time = seconds[step.name]
-        floor = {"read": step.read / roof["read"], "multiply": step.operations / roof["multiply"]}
-        row = {"variant": step.name, "dtype": dtype_name, "ms": round(1e3 * time, 2)}
-        row |= {"faster_than_mha": round(seconds["MHA"] / time, 2), "read_mb": round(step.read / 1e6, 1)}
-        row |= {"gflop": round(step.operations / 1e9, 2)}
-        row |= {"plain_read_ms": round(1e3 * floor["read"], 2), "plain_multiply_ms": round(1e3 * floor["multiply"], 2)}
-        row |= {"of_plain_read": round(floor["read"] / time, 3), "of_roofline": round(max(floor.values()) / time, 3)}
-        rows.append(row)
-    return rows
+        step = latent_step(False, torch.float32, device)
+        steps[step.name, "float32"] = step
+        seconds |= fastest({(step.name, "float32"): step.call}, threads, 1)
+    return [
+        decode_row(step, dtype, seconds[variant, dtype], seconds["MHA", dtype], roofs[dtype])
+        for (variant, dtype), step in steps.items()
+    ]
+
+
+def variants(dtype: torch.dtype, device: str) -> list[Step]:
+    grouped = [grouped_step(*each, dtype, device) for each in (("MHA", HEADS), ("GQA-8", 8), ("MQA", 1))]
+    return [*grouped, latent_step(True, dtype, device)]
+
+
+def decode_row(step: Step, dtype: str, time: float, mha: float, roof: dict[str, float]) -> dict[str, Any]:
+    """A variant's time, its ratio to MHA, and how near it comes to the roofline."""
+    floor = {"read": step.read / roof["read"], "multiply": step.operations / roof["multiply"]}
+    return {
+        "variant": step.name,
+        "dtype": dtype,
+        "ms": round(1e3 * time, 2),
+        "faster_than_mha": round(mha / time, 2),
+        "read_mb": round(step.read / 1e6, 1),
+        "gflop": round(step.operations / 1e9, 2),
+        "plain_read_ms": round(1e3 * floor["read"], 2),
+        "plain_multiply_ms": round(1e3 * floor["multiply"], 2),
+        "of_plain_read": round(floor["read"] / time, 3),
+        "of_roofline": round(max(floor.values()) / time, 3),
+    }
 
 
 PEAK_CASES: dict[str, dict[str, Any]] = {
@@ -234,7 +251,7 @@ def main() -> None:
     common = (chosen.threads, chosen.rounds, chosen.device)
     report: dict[str, Any] = {"machine": machine(chosen.threads, chosen.device)}
     report["prefill"] = [prefill(length, *common) for length in (512, 2048)]
-    report["decode"] = decode("float32", *common, not chosen.skip_explicit) + decode("bfloat16", *common, False)
+    report["decode"] = decode(*common, not chosen.skip_explicit)
     report["peak_memory"] = peaks([4096, 8192, 16384]) if chosen.device == "cpu" else []
     report["ratios"] = {name: {"measured": got, "at_least": least} for name, (got, least) in ratios(report).items()}
     for name in ("prefill", "decode", "peak_memory"):
