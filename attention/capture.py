@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvfold.attention.streams import LayerOutput
 from torch import Tensor, nn
 from transformers import AttentionInterface
+
+from kvfold.attention.streams import LayerOutput
 
 IMPLEMENTATION = "kvfold_capture"
 _ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")

@@ -79,7 +79,8 @@ def surveyed(plan: Plan, folder: Path, progress: Progress) -> Iterator[Surveyed]
     scratch = folder / ".survey"
     scratch.mkdir(exist_ok=True)
     found = []
-    for index, statistics, inputs in survey(source, tokens.calibration):
+    for index, seen, inputs in survey(source, tokens.calibration):
+        statistics = rope_slots.over_context(seen, plan.geometry.positions)
         found.append(rope_slots.survey(canonical_layer(plan, index), statistics, rotary_of(plan, index)))
         torch.save({"statistics": vars(statistics), "inputs": inputs}, scratch / f"{index}.pt")
         progress(1)

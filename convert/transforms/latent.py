@@ -104,15 +104,17 @@ def split_rotary(
     pairs = pair_keys(weights, statistics, rotary, queries)
     scales = query_scales(pairs)
     _, vectors = components(pairs)
-    keys, rest, slot = [], [], 0
+    keys: list[Tensor] = []
+    left_over: list[Tensor] = []
+    slot = 0
     for pair, count in enumerate(slots.counts):
         key, factor, left = _split_pair(pairs.keys[:, pair], scales[:, pair], vectors[pair, :, :count])
         factor = factor.repeat_interleave(weights.heads // weights.kv_heads, 0)  # [H, count]: own key = factor . key
         _read_pair(reading, factor, pair, half, slot)
         keys.append(key)
-        rest.append(left)
+        left_over.append(left)
         slot += count
-    return RotarySplit(_real(torch.cat(keys)), reading, torch.stack(rest, 1))
+    return RotarySplit(_real(torch.cat(keys)), reading, torch.stack(left_over, 1))
 
 
 def _split_pair(key: Tensor, scale: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,7 +165,8 @@ def value_units(layer: Layer) -> Tensor:
     """Values ``[G, D, E+1]`` in units of the layer's output: ``M^{1/2} v``."""
     energy, vectors = torch.linalg.eigh(layer.metric)
     root = vectors * energy.clamp_min(0).sqrt()[:, None] @ vectors.mT
-    return root @ layer.values
+    units: Tensor = root @ layer.values
+    return units
 
 
 def joint_basis(keys: Tensor, values: Tensor, statistics: LayerStatistics, rank: int, centred: bool) -> Basis:
@@ -182,9 +185,10 @@ def covariance_root(statistics: LayerStatistics, centred: bool) -> Tensor:
     gram, mean = statistics.gram.double(), statistics.mean.double()
     covariance = gram - torch.outer(mean, mean) if centred else gram
     ridge = covariance.diagonal().mean() * 1e-9
-    return torch.linalg.cholesky(
+    root: Tensor = torch.linalg.cholesky(
         (covariance + covariance.mT) / 2 + ridge * torch.eye(len(mean), dtype=torch.float64, device=mean.device)
     )
+    return root
 
 
 def principal_basis(rows: Tensor, root: Tensor, rank: int) -> Basis:

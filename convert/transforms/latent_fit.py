@@ -141,7 +141,7 @@ def _regress(present: Tensor, gram: Tensor, met: Tensor) -> Tensor:
     scale = gram.diagonal().clamp_min(0).sqrt()
     scale = torch.where(scale > 0, scale, 1.0)
     damped = gram / torch.outer(scale, scale) + DAMPING * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    change = torch.linalg.solve(damped, ((met - present @ gram) / scale).mT).mT / scale
+    change: Tensor = torch.linalg.solve(damped, ((met - present @ gram) / scale).mT).mT / scale
     return present + change
 
 

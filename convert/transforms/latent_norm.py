@@ -29,7 +29,8 @@ def live_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
     found = replace(
         latent,
         down=_cast(forth @ latent.down.double(), latent.down),
-        **{name: _cast(getattr(latent, name).double() @ back, latent.down) for name in ("uk", "uv")},
+        uk=_cast(latent.uk.double() @ back, latent.down),
+        uv=_cast(latent.uv.double() @ back, latent.down),
     )
     if latent.query is None:
         return found

@@ -28,8 +28,8 @@ class OutputFit:
 
     @staticmethod
     def empty(mixed: int, model_dim: int, device: torch.device | str = "cpu") -> "OutputFit":
-        options = {"dtype": torch.float64, "device": device}
-        return OutputFit(torch.zeros(mixed + 1, mixed + 1, **options), torch.zeros(model_dim, mixed + 1, **options))
+        gram = torch.zeros(mixed + 1, mixed + 1, dtype=torch.float64, device=device)
+        return OutputFit(gram, gram.new_zeros(model_dim, mixed + 1))
 
     def add(self, mixed: Tensor, target: Tensor) -> None:
         """``mixed [..., H D]`` before the output projection, ``target [..., E]`` after it."""

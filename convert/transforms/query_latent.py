@@ -20,9 +20,8 @@ def query_latent(latent: LatentWeights, statistics: LayerStatistics, rank: int) 
     moment = root @ root.mT
     rows = torch.cat([latent.q_nope, latent.q_rope], 1).double()  # [H, N + P, E]
     basis = principal_basis((rows * _key_units(latent, moment)[..., None]).flatten(0, 1) @ root, root, rank)
-    nope, rope = (
-        basis.read(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]).split([latent.nope_dim, latent.rope_dim], 1)
-    )
+    read = basis.read(rows.flatten(0, 1)).reshape(*rows.shape[:2], -1)
+    nope, rope = read[:, : latent.nope_dim], read[:, latent.nope_dim :]
     keep = latent.down.dtype
     return replace(latent, query=QueryLatent(*(part.to(keep).contiguous() for part in (basis.down, nope, rope))))
 
@@ -33,7 +32,7 @@ def _key_units(latent: LatentWeights, moment: Tensor) -> Tensor:
         [latent.uk.double() @ latent.down.double(), latent.rope_key.double().expand(latent.heads, -1, -1)], 1
     )
     energy = torch.einsum("hde,ef,hdf->hd", keys, moment, keys).clamp_min(0)
-    nope, rope = energy.split([latent.nope_dim, latent.rope_dim], 1)
-    pairs = rope.unflatten(1, (2, -1)).mean(1)
+    nope, rope = energy[:, : latent.nope_dim], energy[:, latent.nope_dim :]
+    pairs = rope.reshape(len(rope), 2, -1).mean(1)
     units = torch.cat([nope, pairs, pairs], 1).sqrt()
     return units.clamp_min(units.max() * 1e-6)

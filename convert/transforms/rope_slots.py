@@ -7,7 +7,7 @@ rotary dims.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -117,6 +117,23 @@ def mixed_profile(statistics: LayerStatistics, uniform: float) -> Tensor:
     length = profile.shape[1]
     flat = torch.arange(length, 0, -1, dtype=torch.float64, device=profile.device)
     return (1 - uniform) * profile + uniform * flat / flat.sum()
+
+
+FARTHEST = 8192
+TAIL = 0.5
+"""How much of the distances is a tail ``1 / (1 + delta)`` over the whole context; the rest is where attention looks."""
+
+
+def over_context(statistics: LayerStatistics, context: int) -> LayerStatistics:
+    """``statistics`` whose distance profiles reach as far as the model must see, not only as far as the text did.
+
+    What is fitted to the distances of a short text alone fails at longer ones: unseen keys must keep their low scores.
+    """
+    profile = statistics.profile.double()
+    reach = max(profile.shape[1], min(context, FARTHEST))
+    tail = 1 / (1 + torch.arange(reach, dtype=torch.float64, device=profile.device))
+    longer = torch.nn.functional.pad(profile, (0, reach - profile.shape[1]))
+    return replace(statistics, profile=(1 - TAIL) * longer + TAIL * tail / tail.sum())
 
 
 def pair_gains(statistics: LayerStatistics, rotary: Rotary, uniform: float = 0.5) -> Tensor:

@@ -80,7 +80,7 @@ class Kernel:
 
 def kernels(left: Turning, right: Turning, profile: Tensor) -> Iterator[Kernel]:
     """One kernel per head of ``profile [H, S]``, the weight of every distance."""
-    omega, index = torch.cat([left.omega, right.omega]).unique(return_inverse=True)
+    omega, index = torch.unique(torch.cat([left.omega, right.omega]), return_inverse=True)
     rows, columns = index[: len(left.omega)], index[len(left.omega) :]
     angle = torch.arange(profile.shape[1], dtype=torch.float64, device=profile.device)[:, None] * omega
     waves = (angle.cos(), angle.sin())

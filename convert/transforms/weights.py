@@ -83,7 +83,7 @@ class LayerStatistics:
     """What calibration keeps of one layer.
 
     ``gram [E, E] = E[x x^T]`` and ``mean [E] = E[x]`` over ``tokens`` attention inputs (after the layer's norm),
-    float64; ``profile [H, S]``, float64: the mean attention weight of head ``h`` at distance ``delta`` (each row sums to 1).
+    float64; ``profile [H, S]``, float64: the mean attention weight of head ``h`` at distance ``delta`` (rows sum to 1).
     """
 
     gram: Tensor

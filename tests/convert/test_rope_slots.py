@@ -109,3 +109,14 @@ def test_plain_slots_are_at_most_one_per_frequency():
     survey = LayerSurvey(torch.ones(2, 4, dtype=torch.float64), torch.zeros(2, dtype=torch.float64), theta)
     with pytest.raises(ValueError, match="rope_dim: at most 4, one slot per frequency, found 6"):
         rope_slots.plain_slots([survey], 6)
+
+
+def test_profiles_are_stretched_over_the_whole_context():
+    seen = LayerStatistics(torch.eye(4), torch.zeros(4), 10, torch.tensor([[0.75, 0.25]], dtype=torch.float64))
+    profile = rope_slots.over_context(seen, 64).profile
+    assert profile.shape == (1, 64)
+    torch.testing.assert_close(profile.sum(1), torch.ones(1, dtype=torch.float64))
+    assert bool((profile > 0).all())
+    assert bool((profile.diff() < 0).all())
+    assert profile[0, 0] > 0.75 * (1 - rope_slots.TAIL)
+    assert rope_slots.over_context(seen, 1).profile.shape == (1, 2)
