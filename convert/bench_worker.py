@@ -156,8 +156,13 @@ def _random(like: Tensor, context: int, batch: int, generator: torch.Generator) 
 def repeat(
     clock: Clock, call: Callable[[], Any], seconds: float, *, warm: int = 2, fewest: int = 5, most: int = 50
 ) -> list[float]:
-    """Seconds of each call after ``warm`` untimed ones: at least ``fewest`` calls, then until ``seconds`` are spent."""
-    for _ in range(warm):
+    """Seconds of each call after ``warm`` untimed ones: at least ``fewest`` calls, then until ``seconds`` are spent.
+
+    A call that alone takes longer than ``seconds`` is warmed up once and timed at most three times.
+    """
+    if clock.time(call) > seconds:
+        warm, fewest = 1, min(fewest, 3)
+    for _ in range(warm - 1):
         call()
     times: list[float] = []
     while len(times) < fewest or (len(times) < most and sum(times) < seconds):

@@ -1,6 +1,8 @@
 """Carry out a conversion: plan, transform layer by layer, write, record."""
 
+import json
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvfold.convert import report
 from kvfold.convert.errors import InputError
 from kvfold.convert.hf_config import dump, dump_record, license_of
-from kvfold.convert.io.atomic import free_space_check, output_folder
+from kvfold.convert.io.atomic import check_output, free_space_check, output_folder
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.shards import OutputTensor, ShardWriter
 from kvfold.convert.journal import Journal, forget, resumable
@@ -59,6 +61,7 @@ def convert_checkpoint(request: ConvertRequest) -> Conversion:
     try:
         plan = make_plan(request, checkpoint)
         if request.dry_run:
+            check_output(request.out, overwrite=request.overwrite, model=checkpoint.folder)
             return Conversion(plan, None, None, {})
         with output_folder(
             request.out,
@@ -73,7 +76,21 @@ def convert_checkpoint(request: ConvertRequest) -> Conversion:
             forget(folder)
     finally:
         checkpoint.close()
-    return Conversion(plan, Path(request.out), time.monotonic() - started, record)
+    done = Conversion(plan, Path(request.out), time.monotonic() - started, record)
+    _log(done)
+    return done
+
+
+def _log(done: Conversion) -> None:
+    """Append to ``OUT.log`` what must not be in OUT (equal requests give equal bytes): when, how long, from where."""
+    request = {name: value for name, value in vars(done.plan.request).items() if value is not None}
+    line = {"finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "seconds": round(done.seconds or 0, 3)}
+    path = Path(f"{Path(done.plan.request.out)}.log")
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**line, "request": request}) + "\n")
+    except OSError as error:
+        print(f"warning: {path}: the log was not written ({error.strerror})", file=sys.stderr)
 
 
 def _write_weights(plan: Plan, folder: Path) -> tuple[Plan, "Calibrated | None"]:

@@ -74,9 +74,9 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
         raise InputError(f"{target}: expected a folder to overwrite, found a file; choose another OUT")
     if os.path.ismount(target):
         raise InputError(f"{target}: expected a folder that can be replaced, found a mount point; choose one inside it")
-    folders = sorted(entry.name for entry in os.scandir(target) if entry.is_dir(follow_symlinks=False))
-    if folders and not (target / "config.json").exists():
-        found = f"found no config.json but folders ({', '.join(folders[:3])})"
+    names = sorted(os.listdir(target))
+    if names and "config.json" not in names:
+        found = f"found no config.json but {', '.join(names[:3])}"
         raise InputError(f"{target}: expected a checkpoint to overwrite, {found}; remove it yourself if it can go")
 
 

@@ -173,7 +173,7 @@ def test_out_exists(tmp_path: Path) -> None:
 def test_a_folder_of_folders_is_not_overwritten(tmp_path: Path) -> None:
     out = tmp_path / "models"
     (out / "llama").mkdir(parents=True)
-    found = "found no config.json but folders (llama); remove it yourself if it can go"
+    found = "found no config.json but llama; remove it yourself if it can go"
     assert refusal(out, overwrite=True) == f"{out}: expected a checkpoint to overwrite, {found}"
     plain = tmp_path / "plain"
     plain.mkdir()

@@ -296,7 +296,8 @@ def test_overwrite_replaces(source, tmp_path):
     convert(source, tmp_path / "out", kv_heads=4)
     convert(source, tmp_path / "out", kv_heads=2, overwrite=True)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_key_value_heads"] == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.log"]
+    assert len((tmp_path / "out.log").read_text().splitlines()) == 2
 
 
 def test_written_files_are_plain_safetensors(source, tmp_path):
