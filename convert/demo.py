@@ -45,12 +45,25 @@ def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[Row]:
     echo("A small Llama-architecture model, trained on the Python library's documentation:\n")
     facts = inspect_checkpoint(str(model))
     echo(summary(facts) + "\n")
-    with _workplace(folder) as place:
+    with _workplace(folder) as place, _one_thread():
         rows = _measure_all(model, facts["cache"]["numbers_per_token_and_layer"], place, echo)
     echo("\n" + table(rows))
     if folder is not None:
         echo(f"\nThe converted checkpoints are in {folder}: load one with transformers' AutoModelForCausalLM.")
     return rows
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The model is so small that threads would mostly wait for each other, and for whatever else the machine does."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -28,8 +28,8 @@ def check_output(
 ) -> Path:
     """The real path of OUT, when it may be written; touches nothing.
 
-    InputError: OUT exists and ``overwrite`` is off, or it is no folder, a mount point, or a folder of folders without a
-    config.json (which ``overwrite`` must not throw away); OUT and MODEL inside each other; a parent that is missing, no
+    InputError: OUT exists and ``overwrite`` is off, or it is no folder, a mount point, or a folder with something in it but
+    no config.json (which ``overwrite`` must not throw away); OUT and MODEL inside each other; a parent that is missing, no
     folder or not writable.
     """
     target = _resolved(out)

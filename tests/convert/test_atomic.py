@@ -170,7 +170,7 @@ def test_out_exists(tmp_path: Path) -> None:
     assert refusal(out, overwrite=True) == (f"{out}: expected a folder to overwrite, found a file; choose another OUT")
 
 
-def test_a_folder_of_folders_is_not_overwritten(tmp_path: Path) -> None:
+def test_only_checkpoints_and_empty_folders_are_overwritten(tmp_path: Path) -> None:
     out = tmp_path / "models"
     (out / "llama").mkdir(parents=True)
     found = "found no config.json but llama; remove it yourself if it can go"
@@ -178,6 +178,9 @@ def test_a_folder_of_folders_is_not_overwritten(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.mkdir()
     (plain / "notes.txt").touch()
+    found = "found no config.json but notes.txt; remove it yourself if it can go"
+    assert refusal(plain, overwrite=True) == f"{plain}: expected a checkpoint to overwrite, {found}"
+    (plain / "notes.txt").unlink()
     assert check_output(plain, overwrite=True) == plain
 
 
