@@ -28,9 +28,9 @@ def check_output(
 ) -> Path:
     """The real path of OUT, when it may be written; touches nothing.
 
-    InputError: OUT exists and ``overwrite`` is off, or it is no folder, a mount point, or a folder with something in it but
-    no config.json (which ``overwrite`` must not throw away); OUT and MODEL inside each other; a parent that is missing, no
-    folder or not writable.
+    InputError: OUT exists and ``overwrite`` is off, or it is no folder, a mount point, or a folder with something in it
+    but no config.json (which ``overwrite`` must not throw away); OUT and MODEL inside each other; a parent that is
+    missing, no folder or not writable.
     """
     target = _resolved(out)
     if model is not None:
