@@ -63,6 +63,16 @@ def open_corpus(spec: str | None, render: Render, seed: int, split: Split = "cal
     return _Dataset(spec, render, seed)
 
 
+def parse_stretch(path: Path, render: Render, start: int, raw: bytes) -> Iterator[Document]:
+    """The documents in ``raw``, whole lines that begin at byte ``start`` of a .txt or .jsonl file."""
+    return _File(path, render, 0)._parse(start, raw)
+
+
+def dataset_documents(spec: str, render: Render, seed: int, option: str) -> Iterator[Document]:
+    """Every document of a dataset in an order that ``seed`` draws; errors name ``option``."""
+    return (document for document, _ in _Dataset(spec, render, seed, option).stream())
+
+
 @dataclass(frozen=True)
 class _Memory:
     name: str
@@ -131,6 +141,7 @@ class _Dataset:
     spec: str
     render: Render
     seed: int
+    option: str = "--calibration"
 
     @property
     def name(self) -> str:
@@ -141,23 +152,29 @@ class _Dataset:
 
     def documents(self, limit: int) -> tuple[list[Document], bool]:
         documents: list[Document] = []
-        size = 0
-        for number, row in enumerate(self._rows()):
-            try:
-                documents.append(_document(row, self.render))
-            except ValueError as error:
-                raise InputError(f"--calibration {self.spec}, row {number}: {error}") from error
-            size += len(documents[-1].text)
+        for document, size in self.stream():
+            documents.append(document)
             if size >= limit:
                 return documents, False
         return documents, True
+
+    def stream(self) -> Iterator[tuple[Document, int]]:
+        """Each document, and how many characters there were up to its end."""
+        size = 0
+        for number, row in enumerate(self._rows()):
+            try:
+                document = _document(row, self.render)
+            except ValueError as error:
+                raise InputError(f"{self.option} {self.spec}, row {number}: {error}") from error
+            size += len(document.text)
+            yield document, size
 
     def _rows(self) -> Iterable[Any]:
         try:
             import datasets
         except ImportError:
             raise InputError(
-                f"--calibration {self.spec}: no .txt or .jsonl file, and datasets by name need the datasets package: "
+                f"{self.option} {self.spec}: no .txt or .jsonl file, and datasets by name need the datasets package: "
                 "pip install 'kvfold[data]'"
             ) from None
         name, _, config = self.spec.partition(":")
@@ -165,7 +182,7 @@ class _Dataset:
             rows = datasets.load_dataset(name, config or None, split="train", streaming=True)
         except Exception as error:  # datasets raises many kinds, all about what was asked for
             reason = str(error).strip().split("\n")[0]
-            raise InputError(f"--calibration {self.spec}: no .txt or .jsonl file, and no dataset: {reason}") from error
+            raise InputError(f"{self.option} {self.spec}: no .txt or .jsonl file, and no dataset: {reason}") from error
         shuffled: Iterable[Any] = rows.shuffle(seed=self.seed, buffer_size=1000)
         return shuffled
 

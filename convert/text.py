@@ -61,7 +61,7 @@ def load_calibration(
         raise InputError(
             f"--seq-len: expected more than the {len(prefix)} tokens that begin every text, found {seq_len}"
         )
-    corpus = open_corpus(spec, _renderer(tokenizer), seed, split)
+    corpus = open_corpus(spec, renderer(tokenizer), seed, split)
     windows = _enough_windows(corpus, tokenizer, prefix, seq_len, wanted)
     drawn = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:wanted]]
     tokens = torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(wanted, -1), drawn], dim=1)
@@ -83,7 +83,7 @@ def _enough_windows(corpus: Corpus, tokenizer: Any, prefix: list[int], seq_len: 
     limit = max(_READ_AT_LEAST, wanted * seq_len * _BYTES_PER_TOKEN)
     while True:
         documents, whole = corpus.documents(limit)
-        tokens = [_document_tokens(tokenizer, prefix, document) for document in documents]
+        tokens = [document_tokens(tokenizer, prefix, document) for document in documents]
         windows = cut(tokens, seq_len - len(prefix), tokenizer.eos_token_id)
         if len(windows) >= wanted:
             return windows
@@ -104,7 +104,7 @@ def cut(documents: list[Tensor], length: int, eos: int | None) -> Tensor:
     return torch.cat(windows) if windows else torch.empty(0, length, dtype=torch.int64)
 
 
-def _document_tokens(tokenizer: Any, prefix: list[int], document: Document) -> Tensor:
+def document_tokens(tokenizer: Any, prefix: list[int], document: Document) -> Tensor:
     """A document's tokens without special ones at its start (a chat template writes its own BOS)."""
     ids: list[int] = []
     blocks = list(_blocks(document.text))
@@ -128,7 +128,9 @@ def _blocks(text: str) -> Iterator[str]:
         start = stop
 
 
-def _renderer(tokenizer: Any) -> Any:
+def renderer(tokenizer: Any) -> Any:
+    """What turns ``messages`` into text: the tokenizer's chat template. It raises ValueError where there is none."""
+
     def render(messages: list[Mapping[str, Any]]) -> str:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError("it has none; give rows with `text` instead")
