@@ -12,6 +12,7 @@ def expected(root: Path) -> set[str]:
     data += (root / "convert/data/demo").glob("*")
     data += (root / "convert/data").glob("*.xz")
     data += [root / "convert/data/NOTICE"]
+    data += (root / "recipes").glob("*.toml")
     return {f"kvfold/{path.relative_to(root).as_posix()}" for path in data}
 
 
@@ -20,11 +21,12 @@ def main() -> None:
     wanted = expected(Path(__file__).resolve().parent.parent)
     found = set(zipfile.ZipFile(wheel).namelist())
     missing = sorted(wanted - found)
-    few = not any(name.endswith("demo/model.safetensors") for name in wanted) or len(wanted) < 20
-    if missing or few:
-        raise SystemExit(
-            f"{wheel}: expected {len(wanted)} data files, missing: {', '.join(missing) or 'the demo model'}"
-        )
+    must = ("convert/data/demo/model.safetensors", "recipes/llama-2-7b-gqa-8.toml")
+    few = [name for name in must if f"kvfold/{name}" not in wanted]
+    if missing or few or len(wanted) < 20:
+        raise SystemExit(f"{wheel}: expected {len(wanted)} data files, missing: {', '.join(missing + few)}")
+    if scripts := sorted(name for name in found if name.startswith("kvfold/recipes/") and name.endswith(".py")):
+        raise SystemExit(f"{wheel}: expected recipes without the repository's scripts, found {', '.join(scripts)}")
     print(f"{wheel}: {len(found)} files, all {len(wanted)} data files among them")
 
 

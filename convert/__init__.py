@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvfold.convert.inspect import inspect_checkpoint
+    from kvfold.convert.recipes import recipe_request
     from kvfold.convert.request import ConvertRequest
     from kvfold.convert.run import convert_checkpoint
 
-__all__ = ["ConvertRequest", "convert_checkpoint", "inspect_checkpoint"]
+__all__ = ["ConvertRequest", "convert_checkpoint", "inspect_checkpoint", "recipe_request"]
 
 _HOME = {
     "ConvertRequest": "kvfold.convert.request",
     "convert_checkpoint": "kvfold.convert.run",
     "inspect_checkpoint": "kvfold.convert.inspect",
+    "recipe_request": "kvfold.convert.recipes",
 }
 
 

@@ -2,15 +2,18 @@
 
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from kvfold.convert import request as rq
-from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.command import run_command
+from kvfold.convert.errors import InputError
+
+_GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
 class _Commands(click.Group):
@@ -71,7 +74,9 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 _TARGET_OPTIONS = _options(
-    click.option("--to", type=click.Choice(rq.TARGETS), required=True, help="Attention kind to convert to."),
+    click.option(
+        "--to", type=click.Choice(rq.TARGETS), help="Attention kind to convert to; required without --recipe."
+    ),
     click.option("--kv-heads", type=int, metavar="N", help="Key/value heads to keep (gqa)."),
     click.option("--kv-rank", type=int, metavar="R", help="Latent numbers cached per token and layer (mla)."),
     click.option("--rope-dim", type=int, metavar="P", help="Rotary-key numbers cached per token and layer (mla)."),
@@ -119,9 +124,16 @@ _RUNNING_OPTIONS = _options(
 @_TARGET_OPTIONS
 @_CALIBRATION_OPTIONS
 @_RUNNING_OPTIONS
-def convert(**options: Any) -> None:
+@click.option("--recipe", metavar="NAME|FILE.toml", help="Take what is not given here from a recipe.")
+def convert(recipe: str | None, **options: Any) -> None:
     """Convert MODEL and write the result to the folder OUT."""
-    request = rq.ConvertRequest(**options)
+    from kvfold.convert.recipes import recipe_request
+
+    ctx = click.get_current_context()
+    if recipe is None and options["to"] is None:
+        raise click.UsageError("missing option '--to': gqa, mqa or mla; or name a --recipe", ctx)
+    given = {name: value for name, value in options.items() if ctx.get_parameter_source(name) in _GIVEN}
+    request = rq.ConvertRequest(**options) if recipe is None else recipe_request(recipe, **given)
     from kvfold.convert.run import convert_checkpoint
 
     result = convert_checkpoint(request)
@@ -232,37 +244,6 @@ def _unwritable(path: str, reason: str | None) -> InputError:
     return InputError(f"--json {path}: cannot be written ({reason}): name a file in a folder that exists")
 
 
-def _fail(message: str, status: int) -> NoReturn:
-    sys.stdout.flush()
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(status)
-
-
-def _usage(error: click.ClickException) -> str:
-    text = error.format_message().replace("\n", " ").rstrip(".")
-    where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "kvfold"
-    return f"{where}: {text[:1].lower()}{text[1:]}; see `{where} --help`"
-
-
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line. Exit status: 0 done, 2 the request or the input is wrong, 1 anything else."""
-    try:
-        kvfold.main(args=arguments, prog_name="kvfold", standalone_mode=False)
-    except KvfoldError as error:
-        _fail(str(error), error.exit_status)
-    except click.ClickException as error:
-        _fail(_usage(error), 2)
-    except (KeyboardInterrupt, click.Abort):
-        _fail("interrupted: nothing was left behind; run the same command again", 1)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # keeps the interpreter's own flush quiet
-        raise SystemExit(1) from None
-    except Exception as error:
-        if os.environ.get("KVFOLD_TRACEBACK"):
-            raise
-        text = " ".join(str(error).split())
-        _fail(
-            f"unexpected {type(error).__name__}: {text} (set KVFOLD_TRACEBACK=1 for the details, and please report it)",
-            1,
-        )
-    raise SystemExit(0)
+    run_command(kvfold, "kvfold", arguments)

@@ -17,6 +17,18 @@ LAYOUTS = ("deepseek", "engine", "kvfold")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
+# the smallest value of each option that is a whole number
+LEAST = {
+    "kv_heads": 1,
+    "kv_rank": 1,
+    "rope_dim": 0,
+    "budget": 4,
+    "q_rank": 1,
+    "samples": 1,
+    "seq_len": 2,
+    "seed": 0,
+}
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -127,18 +139,8 @@ def _choice_problems(request: ConvertRequest) -> list[str]:
 
 
 def _number_problems(request: ConvertRequest) -> list[str]:
-    least = {
-        "kv_heads": 1,
-        "kv_rank": 1,
-        "rope_dim": 0,
-        "budget": 4,
-        "q_rank": 1,
-        "samples": 1,
-        "seq_len": 2,
-        "seed": 0,
-    }
     problems = []
-    for name, low in least.items():
+    for name, low in LEAST.items():
         value = getattr(request, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
             problems.append(f"{_option(name)}: expected a whole number of at least {low}, found {value!r}")

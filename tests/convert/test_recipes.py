@@ -1,0 +1,316 @@
+"""Recipes: those that ship, held against the shapes of their models; how they merge with options; what is refused."""
+
+import json
+import math
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from kvfold.convert import ConvertRequest, cli, convert_checkpoint, recipe_request
+from kvfold.convert import run as run_module
+from kvfold.convert.data import demo_folder
+from kvfold.convert.errors import InputError
+from kvfold.convert.families.family import family_of
+from kvfold.convert.recipes import read_recipe, recipe_names
+from kvfold.convert.report import saving
+
+FOLDER = Path(__file__).resolve().parents[2] / "recipes"
+# The config.json of each model that a recipe names: the keys that its shapes and its target hang on.
+CONFIGS = json.loads(Path(__file__).with_name("recipe_configs.json").read_text())
+ASKED = {  # what each has to reach: (model, numbers cached before, after)
+    "llama-2-7b-gqa-8": ("meta-llama/Llama-2-7b-hf", 8192, 2048),
+    "llama-2-7b-mqa": ("meta-llama/Llama-2-7b-hf", 8192, 256),
+    "llama-2-7b-mla-512-64": ("meta-llama/Llama-2-7b-hf", 8192, 576),
+    "llama-2-7b-mla-448-128": ("meta-llama/Llama-2-7b-hf", 8192, 576),
+    "llama-3-8b-mla-512-64": ("meta-llama/Meta-Llama-3-8B", 2048, 576),
+    "qwen2.5-7b-mla-512-64": ("Qwen/Qwen2.5-7B", 1024, 576),
+    "mistral-7b-v0.3-mla-512-64": ("mistralai/Mistral-7B-v0.3", 2048, 576),
+    "smollm-1.7b-mla-512-64": ("HuggingFaceTB/SmolLM-1.7B", 4096, 576),
+    "deepseek-llm-7b-mla-512-64": ("deepseek-ai/deepseek-llm-7b-base", 8192, 576),
+    "phi-1.5-gqa-8": ("microsoft/phi-1_5", 4096, 1024),
+    "olmo-1b-gqa-4": ("allenai/OLMo-1B-hf", 4096, 1024),
+}
+
+
+@pytest.fixture(scope="module")
+def shapes_of(tmp_path_factory):
+    """A checkpoint of a hub model's config whose weights are a hole in the file: headers are all that is read."""
+    made = {}
+
+    def folder(hub):
+        if hub not in made:
+            made[hub] = write_hollow(CONFIGS[hub], tmp_path_factory.mktemp(hub.replace("/", "-")))
+        return made[hub]
+
+    return folder
+
+
+def write_hollow(config, folder):
+    header, position = {"__metadata__": {"format": "pt"}}, 0
+    for name, shape in family_of(config).expected_tensors(config).items():
+        end = position + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + position)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write(tmp_path, text):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def refused(recipe, **overrides):
+    with pytest.raises(InputError) as caught:
+        recipe_request(recipe, model="m", out="o", **overrides)
+    return str(caught.value)
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(argument) for argument in arguments])
+    return caught.value.code
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def test_the_recipes_that_ship_are_those_of_the_repository():
+    assert recipe_names() == sorted(ASKED)
+    assert {path.stem for path in FOLDER.glob("*.toml")} == set(ASKED)
+
+
+@pytest.mark.parametrize("name", sorted(ASKED))
+def test_a_shipped_recipe_plans_and_saves_what_it_says(name, shapes_of, tmp_path):
+    hub, before, after = ASKED[name]
+    about = read_recipe(name).about
+    assert (about["model"], about["cached_before"], about["cached_after"]) == ASKED[name]
+    request = recipe_request(name, model=str(shapes_of(hub)), out=str(tmp_path / "out"), dry_run=True)
+    plan = convert_checkpoint(request).plan
+    assert (plan.numbers_cached, plan.layout.numbers_cached) == (before, after)
+    assert about["saving"] == saving(plan)
+    assert request.refine == "auto"
+    assert "not measured by us on the full model" in about["measured"]
+
+
+@pytest.mark.parametrize("name", sorted(ASKED))
+def test_a_shipped_recipe_names_itself_and_its_model(name):
+    text, recipe = (FOLDER / f"{name}.toml").read_text(), read_recipe(name)
+    assert f"# kvfold convert {ASKED[name][0]} OUT --recipe {name} " in text
+    assert f"--teacher {ASKED[name][0]} " in recipe.about["uptrain"]
+    assert "kvfold drift " + ASKED[name][0] in recipe.about["measured"]
+
+
+def test_models_that_cannot_be_latent_have_no_latent_recipe(shapes_of, tmp_path):
+    for hub in ("microsoft/phi-1_5", "allenai/OLMo-1B-hf"):
+        with pytest.raises(InputError, match="LayerNorm"):
+            convert_checkpoint(
+                recipe_request("llama-2-7b-mla-512-64", model=str(shapes_of(hub)), out=str(tmp_path / "o"))
+            )
+
+
+def test_values_and_overrides():
+    request = recipe_request("llama-2-7b-mla-512-64", model="m", out="o", samples=7, refine=0)
+    assert (request.to, request.kv_rank, request.rope_dim) == ("mla", 512, 64)
+    assert (request.samples, request.refine, request.seq_len) == (7, 0, 512)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "expected"),
+    [
+        ("llama-2-7b-mla-512-64", {"budget": 576}, {"to": "mla", "budget": 576, "layout": "deepseek"}),
+        ("llama-2-7b-gqa-8", {"to": "mqa"}, {"to": "mqa"}),
+        ("llama-2-7b-gqa-8", {"to": "gqa"}, {"to": "gqa", "kv_heads": 8}),
+        ("llama-2-7b-mqa", {"to": "gqa", "kv_heads": 4}, {"to": "gqa", "kv_heads": 4}),
+        ("llama-2-7b-mla-512-64", {"to": "mqa"}, {"to": "mqa"}),
+        ("llama-2-7b-gqa-8", {"to": "mla", "budget": 64}, {"to": "mla", "budget": 64}),
+        ("llama-2-7b-mqa", {"calibration": "a.txt"}, {"to": "mqa", "calibration": "a.txt"}),
+    ],
+)
+def test_an_override_displaces_what_cannot_stand_beside_it(name, overrides, expected):
+    request = recipe_request(name, model="m", out="o", **overrides)
+    text = {"samples": 128, "seq_len": 512, "refine": "auto"}
+    assert request == ConvertRequest(model="m", out="o", **{**text, **expected})
+
+
+def test_a_budget_gives_way_to_a_split_and_a_method_to_a_target(tmp_path):
+    budget = write(tmp_path, 'to = "mla"\nbudget = 64\nmethod = "principal"')
+    split = recipe_request(budget, model="m", out="o", kv_rank=32, rope_dim=32)
+    assert (split.budget, split.kv_rank, split.method) == (None, 32, "principal")
+    pooled = write(tmp_path, 'to = "mqa"\nmethod = "mean"\ngroup = "contiguous"')
+    assert recipe_request(pooled, model="m", out="o", to="gqa", kv_heads=2).method == "mean"
+    latent = recipe_request(pooled, model="m", out="o", to="mla", budget=64)
+    assert (latent.method, latent.group) == (None, None)
+
+
+def test_an_override_of_none_takes_a_value_away():
+    assert recipe_request("llama-2-7b-gqa-8", model="m", out="o", to="mqa", kv_heads=None).kv_heads is None
+    assert "--to gqa needs --kv-heads" in refused("llama-2-7b-gqa-8", kv_heads=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('to = "mqa"\nkv-heads = 8', "mine.toml: unknown key 'kv-heads' (did you mean kv_heads?); expected keys: to,"),
+        ('to = "mqa"\nsample = 8', "mine.toml: unknown key 'sample' (did you mean samples?)"),
+        ('to = "mqa"\nzzz = 8', "mine.toml: unknown key 'zzz'; expected keys: to, method, group,"),
+        ('to = "mqa"\nquiet = true', "mine.toml: quiet: belongs on the command line"),
+        ('to = "mqa"\nallow_growth = true', "mine.toml: allow_growth: belongs on the command line"),
+        ('to = "MLA"', "mine.toml: to: expected one of gqa, mqa, mla (did you mean mla?), found 'MLA'"),
+        ("to = 3", "mine.toml: to: expected one of gqa, mqa, mla, found 3"),
+        ('to = "mqa"\nmethod = "average"', "mine.toml: method: expected one of principal, mean, first, random, svd"),
+        ('to = "gqa"\nkv_heads = "8"', "mine.toml: kv_heads: expected a whole number of at least 1, found '8'"),
+        ('to = "gqa"\nkv_heads = true', "mine.toml: kv_heads: expected a whole number of at least 1, found True"),
+        ('to = "gqa"\nkv_heads = 0', "mine.toml: kv_heads: expected a whole number of at least 1, found 0"),
+        ('to = "gqa"\nseq_len = 8.0', "mine.toml: seq_len: expected a whole number of at least 2, found 8.0"),
+        (
+            'to = "mqa"\nrefine = "often"',
+            "mine.toml: refine: expected a whole number of steps or \"auto\", found 'often'",
+        ),
+        ('to = "mqa"\nrefine = -1', 'mine.toml: refine: expected a whole number of steps or "auto", found -1'),
+        (
+            'to = "mqa"\ncalibration = ""',
+            "mine.toml: calibration: expected the name of a text file or dataset, found ''",
+        ),
+        ('to = "mqa"\nmax_shard_size = "5 apples"', "mine.toml: max_shard_size: expected a size such as"),
+        ('[convert]\nto = "mqa"', "mine.toml: unknown table [convert]: options stand above all tables"),
+        ('to = "mqa"\nabout = 3', "mine.toml: about: expected a table, found 3"),
+        ('to = "mqa"\n[about]\nsamples = 3', "mine.toml: samples in [about]: is an option: it goes above [about]"),
+        ('to = "mqa"\n[about]\nmodels = "m"', "mine.toml: unknown key 'models' in [about] (did you mean model?)"),
+        (
+            'to = "mqa"\n[about]\nsaving = "much"',
+            "mine.toml: saving in [about]: expected a number with a decimal point",
+        ),
+        ("samples = 3", 'mine.toml: names no target: write to = "gqa", "mqa" or "mla" into it, or give --to'),
+        ('to = "gqa"', "mine.toml: --to gqa needs --kv-heads"),
+        (
+            'to = "mqa"\nto = "mla"',
+            "mine.toml: expected TOML, found something else: Cannot overwrite a value (at line 2",
+        ),
+        ('to = "mqa', "mine.toml: expected TOML, found something else: Unterminated string (at line 1, the end)"),
+        ("to = mqa", "mine.toml: expected TOML, found something else: Invalid value (at line 1, column 6)"),
+    ],
+)
+def test_what_a_recipe_must_not_hold(tmp_path, text, message):
+    found = refused(write(tmp_path, text))
+    assert message in found
+    assert len(found.splitlines()) == 1
+
+
+def test_every_problem_of_a_recipe_is_told_at_once(tmp_path):
+    found = refused(write(tmp_path, 'to = "mqa"\nsamples = 0\ncolour = "red"\n[about]\nsaving = 1'))
+    assert "samples: expected a whole number of at least 1" in found.splitlines()[0]
+    assert "unknown key 'colour'" in found.splitlines()[1]
+    assert "saving in [about]: expected a number with a decimal point, found 1" in found.splitlines()[2]
+
+
+def test_files_that_cannot_be_recipes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.toml").mkdir()
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "binary.toml").write_bytes(b'to = "\xff"')
+    assert "--recipe folder.toml: expected a TOML file or the name of a recipe, found a folder" in refused(
+        "folder.toml"
+    )
+    assert "--recipe plain: expected a TOML file" in refused("plain")
+    assert "--recipe no/such.toml: there is no such file; check the path" in refused("no/such.toml")
+    assert "without .toml it is a recipe that ships: --recipe llama-2-7b-mqa" in refused("llama-2-7b-mqa.toml")
+    assert "binary.toml: expected TOML in UTF-8, found byte 6 that is none" in refused("binary.toml")
+    assert "expected TOML, found something else" in refused(write(tmp_path, "a = " + "[" * 5000))
+    assert "there is no such file" in refused("a" * 5000 + ".toml")
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b-gqa8", "", "  ", "a" * 5000, "nul\0"])
+def test_an_unknown_name_lists_the_known_ones(name):
+    found = refused(name)
+    assert "no recipe of that name" in found
+    assert all(known in found for known in recipe_names())
+    assert ("(did you mean llama-2-7b-gqa-8?)" in found) == (name == "llama-2-7b-gqa8")
+
+
+def test_a_file_needs_no_suffix_and_does_not_hide_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "llama-2-7b-mqa"):
+        (tmp_path / name).write_text('to = "gqa"\nkv_heads = 2')
+    assert recipe_request("mine", model="m", out="o").kv_heads == 2
+    assert recipe_request("llama-2-7b-mqa", model="m", out="o").to == "mqa"
+    assert recipe_request("./llama-2-7b-mqa", model="m", out="o").kv_heads == 2
+
+
+def test_the_command_line_and_the_request_have_the_same_defaults(monkeypatch):
+    """A recipe leaves what it does not name to the request; without one the command line's defaults count."""
+    asked = []
+    monkeypatch.setattr(run_module, "convert_checkpoint", lambda request: asked.append(request) or 1 / 0)
+    assert run("convert", "m", "o", "--to", "mqa") == 1
+    assert asked == [ConvertRequest(model="m", out="o", to="mqa")]
+
+
+def test_a_recipe_and_the_same_options_give_equal_bytes(tmp_path):
+    text = (
+        'to = "gqa"\nkv_heads = 2\ngroup = "contiguous"\nsamples = 8\nseq_len = 64\nseed = 3\n[about]\nmodel = "demo"'
+    )
+    with_recipe = ("--recipe", write(tmp_path, text), "--kv-heads", 4, "--quiet")
+    with_options = (
+        "--to",
+        "gqa",
+        "--kv-heads",
+        4,
+        "--group",
+        "contiguous",
+        "--samples",
+        8,
+        "--seq-len",
+        64,
+        "--seed",
+        3,
+        "--quiet",
+    )
+    for name, options in (("a", with_recipe), ("b", with_options)):
+        assert run("convert", demo_folder(), tmp_path / name, *options) == 0
+    assert content(tmp_path / "a") == content(tmp_path / "b")
+    recorded = json.loads((tmp_path / "a" / "kvfold.json").read_text())["request"]
+    assert (recorded["kv_heads"], recorded["samples"], recorded["seed"]) == (4, 8, 3)
+    assert "recipe" not in recorded
+
+
+def test_options_given_at_their_default_override_too(tmp_path, capsys):
+    recipe = write(tmp_path, 'to = "mqa"\nmethod = "random"\nseed = 3\ndtype = "float32"')
+    out = tmp_path / "out"
+    assert run("convert", demo_folder(), out, "--recipe", recipe, "--seed", 0, "--dtype", "auto", "--quiet") == 0
+    recorded = json.loads((out / "kvfold.json").read_text())["request"]
+    assert (recorded["method"], recorded["seed"], recorded["dtype"]) == ("random", 0, "auto")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "error: kvfold convert: missing option '--to': gqa, mqa or mla; or name a --recipe; see `kvfold"),
+        (["--recipe", "nothing"], "error: --recipe 'nothing': no recipe of that name; those that ship: deepseek-llm"),
+        (
+            ["--recipe", "llama-2-7b-mqa", "--kv-heads", "2"],
+            "error: with recipe llama-2-7b-mqa: --kv-heads goes with --to gqa, found --to mqa",
+        ),
+    ],
+)
+def test_the_command_line_refuses_in_one_line(options, message, capsys):
+    assert run("convert", "m", "o", *options) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(message)
+    assert (len(shown.err.splitlines()), shown.out) == (1, "")
+
+
+def test_a_dry_run_by_recipe(shapes_of, tmp_path, capsys):
+    hub = "meta-llama/Llama-2-7b-hf"
+    assert run("convert", shapes_of(hub), tmp_path / "out", "--recipe", "llama-2-7b-gqa-8", "--dry-run") == 0
+    shown = capsys.readouterr().out
+    assert "MHA -> GQA-8, method principal: 8192 -> 2048 numbers cached per token and layer (75.0 % less)" in shown
+    assert re.search(r"k_proj.weight  BF16 4096x4096 -> 1024x4096", shown)
