@@ -1,0 +1,81 @@
+"""The curve of a run: how the drift falls with the tokens seen."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from kvfold.convert.errors import InputError
+
+_KINDS = (".png", ".svg", ".pdf")
+
+
+def check_plot(path: str) -> None:
+    """Raises InputError before anything is trained when the curve could not be drawn."""
+    if find_spec("matplotlib") is None:
+        raise InputError(f"--plot {path}: matplotlib is not installed; install it with: pip install 'kvfold[report]'")
+    if Path(path).suffix not in _KINDS:
+        raise InputError(f"--plot {path}: expected a file that ends in {', '.join(_KINDS)}")
+    if not Path(path).resolve().parent.is_dir():
+        raise InputError(f"--plot {path}: cannot be written: name a file in a folder that exists")
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The rows of a ``log.jsonl``; a last line that a kill cut short is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def draw_curve(rows: list[dict[str, Any]], path: str, title: str) -> None:
+    """Excess loss over the teacher's (the held-out loss without one) above, the training loss below, over tokens."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    measured = [row for row in rows if "eval_loss" in row]
+    trained = [row for row in rows if "loss" in row]
+    figure = Figure(figsize=(7.2, 6.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    _held_out(upper, measured)
+    lower.plot([row["tokens"] for row in trained], [row["loss"] for row in trained], color="#4C566A", lw=1.2)
+    lower.set_title("training loss, nats per token", loc="left", fontsize=10)
+    lower.set_xlabel("tokens seen")
+    lower.xaxis.set_major_formatter(_tokens)
+    for axes in (upper, lower):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#E5E9F0")
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=140)
+
+
+def _held_out(axes: Any, rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        axes.set_title("held-out loss: not measured (--eval-every 0)", loc="left", fontsize=10)
+        return
+    name = "eval_excess" if "eval_excess" in rows[0] else "eval_loss"
+    tokens, values = [row["tokens"] for row in rows], [row[name] for row in rows]
+    label = "excess loss over the teacher's" if name == "eval_excess" else "loss"
+    axes.plot(tokens, values, color="#5E81AC", marker="o", ms=3.5, label=label)
+    if name == "eval_excess":
+        divergence = [row["eval_kl"] for row in rows]
+        axes.plot(tokens, divergence, color="#D08770", marker="s", ms=3, label="KL from the teacher")
+        axes.axhline(values[0] / 2, color="#A3BE8C", ls="--", lw=1, label="half the excess at the start")
+        axes.set_ylim(bottom=min(0, *values))
+    for place in (0, -1):
+        at = (tokens[place], values[place])
+        axes.annotate(f"{values[place]:.4f}", at, (0, 7), textcoords="offset points", fontsize=8)
+
+    axes.set_title("held-out text, nats per token", loc="left", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _tokens(value: float, _: Any) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:g} {unit}"
+    return f"{value:g}"

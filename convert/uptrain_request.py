@@ -1,0 +1,127 @@
+"""What a person asks of uptraining, validated alone: no file is opened here."""
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kvfold.convert.errors import InputError
+
+TRAINED = ("all", "attention")
+SCHEDULES = ("cosine", "linear", "constant")
+PRECISIONS = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+_FREE = {
+    *("out", "micro_batch", "log_every", "save_every", "plot", "device", "max_shard_size"),
+    *("resume", "overwrite", "quiet", "trust_remote_code"),
+}
+
+
+@dataclass(frozen=True)
+class UptrainRequest:
+    """The options of ``python -m kvfold.convert.uptrain`` under their own names; its ``--help`` explains them.
+
+    Raises InputError for values that cannot be; several are told at once.
+    """
+
+    model: str
+    out: str
+    text: str
+    eval_text: str | None = None
+    teacher: str | None = None
+    distill_weight: float | None = None
+    temperature: float = 1.0
+    train: str = "all"
+    steps: int = 1000
+    batch_tokens: int = 65536
+    seq_len: int = 1024
+    micro_batch: int = 4
+    lr: float = 3e-4
+    schedule: str = "cosine"
+    warmup: float = 0.05
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    seed: int = 0
+    precision: str = "auto"
+    gradient_checkpointing: bool = False
+    device: str = "auto"
+    eval_every: int = 100
+    eval_sequences: int = 64
+    log_every: int = 10
+    save_every: int = 200
+    plot: str | None = None
+    max_shard_size: str = "5GB"
+    resume: bool = False
+    overwrite: bool = False
+    quiet: bool = False
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [*_least(self), *_others(self)]
+        if problems:
+            raise InputError(problems[0], problems[1:])
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a global batch."""
+        return self.batch_tokens // self.seq_len
+
+    @property
+    def distilled(self) -> float:
+        """The weight of the teacher's distribution in the loss; what is left is the next token's."""
+        if self.teacher is None:
+            return 0.0
+        return 1.0 if self.distill_weight is None else self.distill_weight
+
+    @property
+    def work(self) -> Path:
+        """Where checkpoints, the log and the curve of the run lie: beside OUT."""
+        out = Path(self.out)
+        return out.with_name(out.name + ".training")
+
+    def result_options(self) -> dict[str, Any]:
+        """What decides the result: no paths of this machine's own, and nothing that only decides how it runs."""
+        return {name: value for name, value in asdict(self).items() if name not in _FREE and value is not None}
+
+
+def _least(request: UptrainRequest) -> list[str]:
+    """Numbers that are too small."""
+    least = {"steps": 1, "seq_len": 2, "micro_batch": 1, "log_every": 1, "eval_every": 0, "eval_sequences": 1}
+    least |= {"save_every": 0, "seed": 0, "weight_decay": 0, "clip": 0}
+    found = {name: getattr(request, name) for name in least}
+    return [
+        f"{option(name)}: expected {least[name]} or more, found {value}"
+        for name, value in found.items()
+        if not value >= least[name]
+    ]
+
+
+def _others(request: UptrainRequest) -> list[str]:
+    problems = []
+    if not 0 < request.lr < 1:
+        problems.append(f"--lr: expected a number between 0 and 1, found {request.lr}")
+    if not 0 <= request.warmup < 1:
+        problems.append(f"--warmup: expected a share of the steps, 0 to below 1, found {request.warmup}")
+    if not request.temperature > 0:
+        problems.append(f"--temperature: expected more than 0, found {request.temperature}")
+    if not 0 <= request.distilled <= 1:
+        problems.append(f"--distill-weight: expected 0 to 1, found {request.distilled}")
+    if request.distill_weight is not None and request.teacher is None:
+        problems.append("--distill-weight: expected a --teacher to distil from, found none")
+    if request.seq_len > 1 and (request.batch_tokens < 1 or request.batch_tokens % request.seq_len):
+        problems.append(
+            f"--batch-tokens: expected a multiple of --seq-len {request.seq_len}, found {request.batch_tokens}"
+        )
+    return problems
+
+
+def option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def changed(before: dict[str, Any], request: UptrainRequest) -> str | None:
+    """How the options of a run that is to be resumed differ, or None."""
+    now = request.result_options()
+    for name in (field.name for field in fields(request)):
+        if before.get(name) != now.get(name):
+            return f"{option(name)}: expected {before.get(name)} as the run began with, found {now.get(name)}"
+    return None

@@ -1,0 +1,10 @@
+"""Uptraining for ``accelerate launch`` and ``torchrun``: the same as ``python -m kvfold.convert.uptrain``.
+
+accelerate launch --config_file recipes/fsdp.yaml recipes/uptrain.py MODEL OUT --teacher SOURCE --text FILE
+torchrun --nproc-per-node 8 recipes/uptrain.py MODEL OUT --teacher SOURCE --text FILE
+"""
+
+from kvfold.convert.uptrain import main
+
+if __name__ == "__main__":
+    main()
