@@ -13,6 +13,7 @@ def expected(root: Path) -> set[str]:
     data += (root / "convert/data").glob("*.xz")
     data += [root / "convert/data/NOTICE"]
     data += (root / "recipes").glob("*.toml")
+    data += (root / "recipes").glob("*.yaml")
     return {f"kvfold/{path.relative_to(root).as_posix()}" for path in data}
 
 
