@@ -30,7 +30,8 @@ def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> Co
     """Set what is trained, and hold what must not move."""
     model.config.use_cache = False
     if request.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})  # the first name is that of transformers 6
     if request.train == "attention":
         names = [name for name, _ in model.named_parameters() if ".self_attn." in name]
         if not names:
