@@ -1,6 +1,9 @@
 """The constant channel of layout ``deepseek`` under optimizers, weight decay and low precision."""
 
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -154,3 +157,57 @@ def test_a_channel_that_moved_is_not_written(latent):
     state[name][RANKS["kv_a"] - 1] += 1
     with pytest.raises(KvfoldError, match=f"{name}: expected the constant channel as it was, found it moved"):
         check_constant(state, checkpoint)
+
+
+SHARDED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from kvfold.convert.uptrain_constant import ConstantChannel
+from kvfold.convert.uptrain_trainer import next_token_loss
+
+folder, out, sharded = sys.argv[1], sys.argv[2], sys.argv[3] == "sharded"
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+model = AutoModelForCausalLM.from_pretrained(folder)
+channel = ConstantChannel(model)
+channel.install()
+if sharded:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3, weight_decay=0.1)
+channel.watch(optimizer)
+generator = torch.Generator().manual_seed(0)
+for _ in range(4):
+    tokens = torch.randint(97, (4, 24), generator=generator)[rank::world]
+    next_token_loss(model(input_ids=tokens).logits, tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+state = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+if rank == 0:
+    torch.save({n: p.detach().clone() for n, p in state.items()}, out)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_sharded_weights_are_held_too(latent, tmp_path):
+    """Two processes, each with half of every tensor (FSDP version 2), train as one does with the whole."""
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    for processes, way in ((1, "whole"), (2, "sharded")):
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "29633"]
+        subprocess.run(
+            [sys.executable, *launch, str(script), str(latent), str(tmp_path / way), way],
+            check=True,
+            capture_output=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    whole, sharded = (torch.load(tmp_path / way) for way in ("whole", "sharded"))
+    check_constant(sharded, open_checkpoint(latent))
+    for name, value in whole.items():
+        torch.testing.assert_close(sharded[name], value, rtol=0, atol=2e-5, msg=name)
