@@ -13,6 +13,7 @@ from torch import Tensor
 from kvfold.attention.drift import DriftReport
 from kvfold.attention.lockstep import compare_predictions
 from kvfold.convert.drift_run import report_of
+from kvfold.convert.empty_model import empty_model
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.families.layout import read_layer
 from kvfold.convert.families.rope import rope_table
@@ -60,6 +61,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
     try:
         return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises whatever its parsers raise
+        empty_model(checkpoint.config, torch.float32)  # it reads config.json first: a bad one is not the tokenizer's
         reason = " ".join(str(error).split())[:200]
         raise InputError(
             f"{checkpoint.origin}: calibration needs the model's tokenizer, found none that loads ({reason}); "
@@ -100,8 +102,8 @@ class Calibrated:
 
 def fold_calibrated(plan: Plan, write: Write, progress: Callable[[int], None], journal: Journal) -> Calibrated:
     """Walk the model, fold every layer, give its tensors to ``write`` and measure the drift."""
-    tokens = load_tokens(plan)
     source = source_stream(plan)
+    tokens = load_tokens(plan)
     twin = Twin(source, plan.layout.config, plan.layout.tensors, recast=plan.request.dtype != "auto")
     tell(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration))
     refine = Refiner(plan)

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from kvfold.attention.drift import DriftReport, Floor, measure_drift
@@ -59,11 +58,8 @@ def _stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> Checkpo
     computed = _compute_dtype(checkpoint, device, dtype)
     try:
         return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, computed)
-    except (StrictDataclassError, TypeError, ValueError, KeyError) as error:  # what transformers' classes raise
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"{checkpoint.origin}: config.json: expected one that transformers can build a model of, found: {reason}"
-        ) from error
+    except InputError as error:
+        raise InputError(f"{checkpoint.origin}: {error.message}", error.details) from error
 
 
 def _compute_dtype(checkpoint: Checkpoint, device: torch.device, dtype: str) -> torch.dtype:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from kvfold.convert.config_faults import build_checked
 from kvfold.convert.errors import InputError
 from kvfold.convert.recorder import ATTENTION
 
@@ -42,31 +43,38 @@ class StandIn(nn.Module):
             return getattr(self.__dict__["block"], name)
 
 
-def empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
-    """The stock causal language model of ``config`` on the meta device, in eval mode, with recording attention."""
+def empty_model(config: dict[str, Any], dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
+    """The stock causal language model of ``config``, in eval mode, with recording attention: all of it on the meta
+    device but for what no checkpoint holds. Raises InputError that names the key for which it cannot be built."""
+    return build_checked(config, lambda values: _built(values, dtype, torch.device(device)))
+
+
+def _built(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
     model_type = config.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise InputError(f"config.json: model_type {model_type!r} is not one that this transformers knows")
     hf_config = CONFIG_MAPPING[model_type].from_dict({key: value for key, value in config.items() if key != "auto_map"})
+    if getattr(hf_config, "output_router_logits", False):
+        hf_config.output_router_logits = False  # it asks for a loss of training, made of what all layers tell
     with torch.device("meta"):
         # torch's grouped matrix product, which experts use by default, knows no float64
         experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
         model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION, **experts)
     embedding = model.get_input_embeddings()
     embedding.padding_idx = None  # it only concerns gradients, and must lie inside a table of which few rows are loaded
+    materialise_buffers(model, device)
     return model.eval().requires_grad_(False)
 
 
-def materialise_buffers(model: Any, blocks: list[nn.Module], device: torch.device) -> None:
+def materialise_buffers(model: Any, device: torch.device) -> None:
     """Give buffers that no checkpoint holds (rotary frequencies, embedding scales) their values, as loading does."""
-    for root in (model, *blocks):
-        for module in root.modules():
-            pending = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-            pending = [name for name in pending if name in module._non_persistent_buffers_set]
-            for name in pending:
-                module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
-            if pending:
-                model._init_weights(module)
+    for module in model.modules():
+        pending = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        pending = [name for name in pending if name in module._non_persistent_buffers_set]
+        for name in pending:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+        if pending:
+            model._init_weights(module)
 
 
 def attention_of(block: nn.Module) -> nn.Module:

@@ -110,6 +110,7 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
             "check that files and config belong together",
             problems,
         )
+    family.check_values(checkpoint.config)
     if request.to == "mla":
         return _latent_plan(request, checkpoint, family, geometry)
     layout = _folded(request, checkpoint, family, geometry)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from kvfold.attention.streams import LayerOutput
+from kvfold.convert.config_faults import unusable
 from kvfold.convert.empty_model import (
     Arguments,
     StandIn,
@@ -24,7 +25,6 @@ from kvfold.convert.empty_model import (
     cached_bytes,
     empty_model,
     layer_list,
-    materialise_buffers,
 )
 from kvfold.convert.errors import InputError
 from kvfold.convert.module_weights import Read, Recipe, WeightMap
@@ -54,7 +54,7 @@ class CheckpointStream:
     ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
-        self.model = empty_model(config, dtype)
+        self.model = empty_model(config, dtype, self.device)
         self.weights = WeightMap(self.model, names)
         self._config, self._names = config, names
         self.read = read
@@ -66,7 +66,6 @@ class CheckpointStream:
         stand_ins = nn.ModuleList([StandIn(self._visited, index, block) for index, block in enumerate(self._blocks)])
         parent, _, child = self._path.rpartition(".")
         setattr(self.model.get_submodule(parent), child, stand_ins)
-        materialise_buffers(self.model, self._blocks, self.device)
         self._arguments: tuple[int, list[Arguments]] | None = None
         self._loaded: dict[Recipe, dict[str, Tensor]] = {}
         self._table: Tensor | None = None
@@ -184,6 +183,8 @@ class CheckpointStream:
             return functional_call(self.model, tensors, (), {**inputs, "use_cache": False}, strict=False)
         except Stop as stop:
             return stop.args[0]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # no layer runs here: it is the config
+            raise InputError(unusable(error)) from error
         finally:
             self._visit = None
 

@@ -3,6 +3,7 @@
 Nothing here imports torch or transformers: ``kvfold inspect`` answers from headers and a config in under a second.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.config_values import Values
+from kvfold.convert.families.config_values import TYPES, Values
 from kvfold.convert.families.expressions import evaluate
 from kvfold.convert.families.names import attention_names, attention_shapes, kv_config
-from kvfold.convert.families.rope import rotary_dims
+from kvfold.convert.families.rope import number_above_0, rope_table, rotary_dims
 from kvfold.convert.families.schema import FamilySpec, TensorSpec, read_family
 
 __all__ = [
@@ -121,6 +122,17 @@ class Family:
         """The config's values by the names of the family file, defaults of the class filled in, checked when read."""
         return Values(self.spec, config)
 
+    def check_values(self, config: Mapping[str, Any]) -> None:
+        """Raises ``InputError`` for a present value of the wrong type, whether or not this config uses it."""
+        values = self.values(config)
+        for name in self.spec.config:
+            if config.get(values.spelling(name)) is not None:
+                values[name]
+        for layer_type in self.spec.rotary.by_type or ():
+            rope_table(self, config, layer_type)
+        for index in range(evaluate(self.spec.sizes.layers, values)):
+            self.layer(config, index)
+
     def geometry(self, config: Mapping[str, Any]) -> Geometry:
         """Raises ``InputError`` when the heads do not divide as attention needs."""
         values, sizes = self.values(config), self.spec.sizes
@@ -145,10 +157,16 @@ class Family:
     def layer(self, config: Mapping[str, Any], index: int) -> Layer:
         """How layer ``index`` attends."""
         values, attention = self.layer_values(config, index), self.spec.attention
+        try:
+            scale = evaluate(attention.scale, values)
+        except ZeroDivisionError:
+            scale = math.inf
+        if not number_above_0(scale):
+            raise InputError(f"config.json: the scale of scores, {attention.scale}, must be above 0, found {scale!r}")
         return Layer(
             index=index,
             type=values["layer_type"],
-            scale=float(evaluate(attention.scale, values)),
+            scale=float(scale),
             window=evaluate(attention.window, values),
             rotates=bool(evaluate(self.spec.rotary.rotates, values)),
             softcap=evaluate(attention.softcap, values),
@@ -205,6 +223,12 @@ class Family:
             expected.update(attention_shapes(self, config, index))
         return expected
 
+    def most_experts(self, config: Mapping[str, Any]) -> int:
+        """The largest number of experts in a layer; 1 in a model without."""
+        return max(
+            1 if tensor.each is None else evaluate(tensor.each, scope) for scope, tensor in self._present(config)
+        )
+
     def tensor_names(self, config: Mapping[str, Any]) -> dict[tuple[str, int | None], tuple[str, ...]]:
         """The names of the tensors outside the attention by (role, layer); layer is None for those of the whole model.
 
@@ -260,9 +284,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
         raise InputError(f"config.json: model_type {model_type!r} is not supported; expected one of: {known}")
     family = load_family(model_type)
     architectures = config.get("architectures")
-    if architectures and family.architecture.casefold() not in {str(item).casefold() for item in architectures}:
+    if architectures is not None and not TYPES["texts"][1](architectures):
+        raise InputError(f"config.json: architectures must be {TYPES['texts'][0]}, found {architectures!r}")
+    if architectures and family.architecture.casefold() not in {item.casefold() for item in architectures}:
         raise InputError(
-            f"config.json: architectures is {list(architectures)!r}; for model_type {model_type!r} "
+            f"config.json: architectures is {architectures!r}; for model_type {model_type!r} "
             f"{family.architecture} was expected: other heads are not supported"
         )
     return family
@@ -273,6 +299,9 @@ def tensor_problems(family: Family, config: Mapping[str, Any], tensors: Mapping[
     layers = family.geometry(config).layers
     if layers > max(len(tensors), 4096):  # said before thousands of layers are listed one by one
         return [f"missing: config.json tells of {layers} layers, the files hold {len(tensors)} tensors in all"]
+    experts = family.most_experts(config)
+    if experts > max(len(tensors), 4096):
+        return [f"missing: config.json tells of {experts} experts, the files hold {len(tensors)} tensors in all"]
     expected = family.expected_tensors(config)
     missing = [f"missing: {name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
     misshaped = [

@@ -4,6 +4,7 @@ transformers 5 writes ``rope_parameters`` (one table, or one per layer type); be
 ``rope_scaling`` and ``partial_rotary_factor``. The rules of precedence are those of transformers' configs.
 """
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,24 @@ def rope_table(family: "Family", config: Mapping[str, Any], layer_type: str | No
     rotary = family.spec.rotary
     table = _own_table(family, config, layer_type)
     table["rope_type"] = table.get("rope_type") or table.get("type") or "default"
+    if not isinstance(table["rope_type"], str):
+        raise InputError(f"config.json: rope_type must be a string, found {table['rope_type']!r}")
     table["rope_type"] = (rotary.renamed or {}).get(table["rope_type"], table["rope_type"])
+    checked_number(table, "rope_theta")
     _default_original_positions(family, config, table)
     return table
+
+
+def number_above_0(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def checked_number(table: Mapping[str, Any], key: str) -> float:
+    """``table[key]`` of a rotary embedding. Raises ``InputError`` unless it is a number above 0."""
+    found = table.get(key)
+    if not number_above_0(found):
+        raise InputError(f"config.json: {key} of the rotary embedding must be a number above 0, found {found!r}")
+    return float(table[key])
 
 
 def _own_table(family: "Family", config: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
@@ -39,7 +55,7 @@ def _own_table(family: "Family", config: Mapping[str, Any], layer_type: str | No
         if config.get("partial_rotary_factor") is not None:
             table.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
         return table
-    table = {**(new.get(layer_type or "") or {})}
+    table = {**_mapping(new, layer_type or "")}
     if own.scaled:
         table.update(old)
     table.setdefault("rope_theta", config.get(own.key) or own.theta)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.expressions import evaluate
 from kvfold.convert.families.family import Family
-from kvfold.convert.families.rope import rope_table, rotary_fraction
+from kvfold.convert.families.rope import checked_number, rope_table, rotary_fraction
 from kvfold.convert.transforms.weights import Rotary
 
 Context = Literal["short", "long"]
@@ -33,7 +33,7 @@ def layer_rotary(family: Family, config: Mapping[str, Any], layer: int, context:
     head_dim = evaluate(family.spec.sizes.head_dim, family.values(config))
     dims = int(head_dim * rotary_fraction(family, config, table))
     pairs = torch.arange(0, dims, 2, dtype=torch.float64)
-    theta = _number(table, "rope_theta") ** (-pairs / dims)
+    theta = checked_number(table, "rope_theta") ** (-pairs / dims)
     kind = table["rope_type"]
     if kind == "default":
         return Rotary(theta)
@@ -49,21 +49,21 @@ def layer_rotary(family: Family, config: Mapping[str, Any], layer: int, context:
 
 
 def _linear(table: Mapping[str, Any], theta: Tensor, positions: int) -> Rotary:
-    return Rotary(theta / _number(table, "factor"))
+    return Rotary(theta / checked_number(table, "factor"))
 
 
 def _llama3(table: Mapping[str, Any], theta: Tensor, positions: int) -> Rotary:
     """High frequencies stay, low ones are divided by ``factor``, those between blend by how often they turn."""
-    factor, low, high = (_number(table, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    turns = _number(table, "original_max_position_embeddings") * theta / (2 * math.pi)
+    factor, low, high = (checked_number(table, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    turns = checked_number(table, "original_max_position_embeddings") * theta / (2 * math.pi)
     blend = ((turns - low) / (high - low)).clamp(0, 1)
     return Rotary(theta * (blend + (1 - blend) / factor))
 
 
 def _yarn(table: Mapping[str, Any], theta: Tensor, positions: int) -> Rotary:
-    original, pairs = _number(table, "original_max_position_embeddings"), theta.numel()
-    factor = positions / original if table.get("factor") is None else _number(table, "factor")
-    base = _number(table, "rope_theta")
+    original, pairs = checked_number(table, "original_max_position_embeddings"), theta.numel()
+    factor = positions / original if table.get("factor") is None else checked_number(table, "factor")
+    base = checked_number(table, "rope_theta")
 
     def pair_turning(turns: float) -> float:
         return 2 * pairs * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
@@ -82,9 +82,9 @@ def _yarn_amplitude(table: Mapping[str, Any], factor: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
     if table.get("attention_factor") is not None:
-        return _number(table, "attention_factor")
+        return checked_number(table, "attention_factor")
     if table.get("mscale") and table.get("mscale_all_dim"):
-        return amplitude(_number(table, "mscale")) / amplitude(_number(table, "mscale_all_dim"))
+        return amplitude(checked_number(table, "mscale")) / amplitude(checked_number(table, "mscale_all_dim"))
     return amplitude(1.0)
 
 
@@ -96,11 +96,11 @@ def _longrope(table: Mapping[str, Any], theta: Tensor, positions: int, context: 
             f"{table['original_max_position_embeddings']} tokens than beyond; frequencies that hold for both were "
             "expected (equal short_factor and long_factor), or a choice of one of them"
         )
-    original = _number(table, "original_max_position_embeddings")
-    factor = positions / original if table.get("factor") is None else _number(table, "factor")
+    original = checked_number(table, "original_max_position_embeddings")
+    factor = positions / original if table.get("factor") is None else checked_number(table, "factor")
     amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     if table.get("attention_factor") is not None:
-        amplitude = _number(table, "attention_factor")
+        amplitude = checked_number(table, "attention_factor")
     return Rotary(theta / factors[context or "short"], amplitude)
 
 
@@ -110,13 +110,6 @@ def _factors(table: Mapping[str, Any], key: str, pairs: int) -> Tensor:
         count = len(found) if isinstance(found, list) else found
         raise InputError(f"config.json: {key} must be a list of {pairs} numbers, one per rotary pair, found {count!r}")
     return torch.tensor(found, dtype=torch.float64)
-
-
-def _number(table: Mapping[str, Any], key: str) -> float:
-    found = table.get(key)
-    if not isinstance(found, int | float) or isinstance(found, bool) or not 0 < found < math.inf:
-        raise InputError(f"config.json: {key} of the rotary embedding must be a number above 0, found {found!r}")
-    return float(found)
 
 
 _SCALED: dict[str, Callable[[Mapping[str, Any], Tensor, int], Rotary]] = {

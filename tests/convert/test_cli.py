@@ -2,11 +2,9 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -104,18 +102,6 @@ def test_numbers_that_could_not_be_written_are_refused_before_measuring(tmp_path
     done = kvfold("drift", demo_folder(), "no/such/model", "--json", tmp_path / name)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: --json {tmp_path / name}: cannot be written ({reason}")
-
-
-@pytest.mark.parametrize(("key", "value"), [("num_attention_heads", "8"), ("hidden_act", "nope")])
-def test_drift_names_a_config_that_no_model_can_be_built_of(tmp_path, key, value):
-    from kvfold.convert.drift_run import drift_checkpoints
-    from kvfold.convert.errors import InputError
-
-    bad = Path(shutil.copytree(demo_folder(), tmp_path / "bad"))
-    config = json.loads((bad / "config.json").read_text())
-    (bad / "config.json").write_text(json.dumps({**config, key: value}))
-    with pytest.raises(InputError, match=r"bad: config.json: expected one that transformers can build a model of"):
-        drift_checkpoints(str(demo_folder()), str(bad), samples=1, seq_len=16)
 
 
 def test_an_unforeseen_failure_is_one_line_too(tmp_path, monkeypatch, capsys):
