@@ -65,11 +65,18 @@ class PackedText(IterableDataset[dict[str, Tensor]]):
     """Micro-batches ``{"input_ids": [micro, T]}`` of one process, without end."""
 
     def __init__(
-        self, text: TrainingText, tokenizer: Any, length: int, seed: int, share: Share, start: Place | None = None
+        self,
+        text: TrainingText,
+        tokenizer: Any,
+        length: int,
+        seed: int,
+        share: Share,
+        start: Place | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         self._text, self._tokenizer, self._length, self._seed = text, tokenizer, length, seed
         self._prefix = prefix_tokens(tokenizer)
-        self._share, self._start = share, start or Place()
+        self._share, self._start, self._vocabulary = share, start or Place(), vocabulary
         self._firsts = [(self._start.block, self._start.first)]
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -107,6 +114,12 @@ class PackedText(IterableDataset[dict[str, Tensor]]):
         generator = torch.Generator().manual_seed((self._seed << 32) + block)
         order = torch.randperm(len(documents), generator=generator).tolist()
         windows = packed([documents[i] for i in order], self._tokenizer, self._prefix, self._length)
+        largest = int(windows.max()) if len(windows) else 0
+        if self._vocabulary is not None and largest >= self._vocabulary:
+            raise InputError(
+                f"{self._text.name}: the tokenizer gives token {largest}, but the model knows {self._vocabulary} "
+                "tokens; check that tokenizer and weights belong together"
+            )
         return windows[torch.randperm(len(windows), generator=generator)]
 
 

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvfold.convert.calibrated import choose_device, load_tokenizer
+from kvfold.convert.calibrated import choose_device
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.atomic import check_output
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.text import renderer
 from kvfold.convert.uptrain_constant import check_constant
 from kvfold.convert.uptrain_data import PackedText, Place, held_out, share_of
-from kvfold.convert.uptrain_models import check_sharding, load_model, load_teacher, prepare_model
+from kvfold.convert.uptrain_models import check_sharding, load_model, load_teacher, load_tokenizer, prepare_model
 from kvfold.convert.uptrain_plot import draw_curve, read_log
 from kvfold.convert.uptrain_request import UptrainRequest, changed
 from kvfold.convert.uptrain_text import TrainingText, open_text
@@ -50,7 +50,7 @@ def uptrain(request: UptrainRequest) -> Uptrained:
     try:
         check_output(request.out, overwrite=request.overwrite, model=source.folder)
         _check_positions(source, request)
-        tokenizer = load_tokenizer(source, request.trust_remote_code)
+        tokenizer = load_tokenizer(source, request)
         text, aside = _texts(request, tokenizer)
         return _train(request, source, tokenizer, text, aside)
     finally:
@@ -68,11 +68,12 @@ def _train(
     _hide_bars(request)
     share = share_of(request.sequences, request.micro_batch, arguments.process_index, arguments.world_size)
     arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = share.micro, share.accumulation
-    place, checkpoint = _begin(request, arguments.distributed_state)
-    stream = PackedText(text, tokenizer, request.seq_len, request.seed, share, place)
+    teacher = None if request.teacher is None else load_teacher(request, source, arguments.device, precision)
     model = load_model(request.model, source, torch.float32, request)
     channel = prepare_model(model, source, request)
-    teacher = None if request.teacher is None else load_teacher(request, source, arguments.device, precision)
+    place, checkpoint = _begin(request, arguments.distributed_state)
+    vocabulary = source.config.get("vocab_size")
+    stream = PackedText(text, tokenizer, request.seq_len, request.seed, share, place, vocabulary)
     arguments.eval_on_start = aside is not None and checkpoint is None
     trainer = Uptrainer(model, arguments, request, stream, aside, teacher, channel)
     check_sharding(trainer, channel)

@@ -184,6 +184,17 @@ def test_text_that_is_too_short(tmp_path):
         held_out(open_text(str(path), None, 0), Letters(), 32, 4, whole=True)
 
 
+def test_tokens_that_the_model_does_not_know(tmp_path):
+    path = numbered(tmp_path, 400)
+    text = open_text(str(path), None, 0)
+    wrong = PackedText(text, Letters(), 32, 0, Share(1, 1), vocabulary=103)
+    with pytest.raises(
+        InputError, match=r"numbered.jsonl: the tokenizer gives token 103, but the model knows 103 tokens"
+    ):
+        next(iter(wrong))
+    assert len(next(iter(PackedText(text, Letters(), 32, 0, Share(1, 1), vocabulary=104)))["input_ids"]) == 1
+
+
 def test_texts_that_cannot_be_read(tmp_path):
     with pytest.raises(InputError, match=r"--eval-text: no file nothing\.txt"):
         open_text("nothing.txt", None, 0, "--eval-text")
