@@ -104,6 +104,14 @@ class CheckpointStream:
             layer.tensors.clear()
             self.release()
 
+    def stored_names(self, index: int | None) -> list[str]:
+        """The stored tensors that a layer is made of, or for None those outside the layers."""
+        inside = f"{self._path}." if index is None else f"{self._path}.{index}."
+        recipes = [
+            recipe for target, recipe in self.weights.recipes.items() if target.startswith(inside) != (index is None)
+        ]
+        return [source for recipe in recipes for source in recipe.sources]
+
     def attention_recipes(self, index: int) -> list[Recipe]:
         """What makes the parameters of a layer's attention module."""
         block = self._blocks[index]

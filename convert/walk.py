@@ -22,11 +22,12 @@ from torch import Tensor
 
 from kvfold.attention.lockstep import LayerDrift, Measurement, compare_layer, compare_predictions
 from kvfold.attention.streams import LayerOutput, StreamLayer
+from kvfold.convert.damage import check_finite
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.io.tensors import torch_dtype
 from kvfold.convert.statistics import StatisticsAccumulator
-from kvfold.convert.stream import CheckpointStream
+from kvfold.convert.stream import CheckpointLayer, CheckpointStream
 from kvfold.convert.transforms.weights import LayerStatistics
 
 _CPU_TOKENS = 4096
@@ -172,14 +173,18 @@ class Walk:
         for index in range(len(self.drifts), self._source.layers):
             with self._source.open_layer(index) as layer:
                 kept = list(self._calibration) if self._keep else []
-                statistics = gather(layer, self._calibration, self._profile)[0] if self._calibration else None
+                statistics = self._gathered(layer)
                 step = Step(index, layer, self._twin, self._states, self._student)
                 step.statistics, step.calibration = statistics, kept
                 step.student_calibration = self._student_calibration
+                check_finite((residual(output) for output in step.outputs), self._source, index)
                 yield step
                 if step.drift is None:
                     raise KvfoldError(f"the walk went on from layer {index} before it was converted")
                 self.drifts.append(step.drift)
+
+    def _gathered(self, layer: CheckpointLayer) -> LayerStatistics | None:
+        return gather(self._source, layer, self._calibration, self._profile)[0] if self._calibration else None
 
     @torch.no_grad()
     def measurement(self) -> Measurement:
@@ -187,6 +192,7 @@ class Walk:
         if len(self.drifts) < self._source.layers:
             raise KvfoldError(f"the walk has done {len(self.drifts)} of {self._source.layers} layers")
         found = compare_predictions(self._source, self._twin.stream, self._states, self._student, self._tokens)
+        check_finite([torch.tensor(found.teacher_loss)], self._source, None)
         self._source.release()
         self._twin.stream.release()
         return replace(found, layers=tuple(self.drifts))
@@ -202,14 +208,16 @@ def survey(
     states = embed(source, calibration)
     for index in range(source.layers):
         with source.open_layer(index) as layer:
-            statistics, inputs = gather(layer, states, profile)
+            statistics, inputs = gather(source, layer, states, profile)
         yield index, statistics, inputs
 
 
 @torch.no_grad()
-def gather(layer: StreamLayer, states: Hidden, profile: bool) -> tuple[LayerStatistics, Tensor]:
+def gather(
+    source: CheckpointStream, layer: CheckpointLayer, states: Hidden, profile: bool
+) -> tuple[LayerStatistics, Tensor]:
     """The statistics of a layer over ``states``, which move on to its outputs, and what the first chunk's attention
-    was given, ``[n, E]``."""
+    was given, ``[n, E]``. Raises InputError when the outputs are not finite."""
     accumulator = StatisticsAccumulator(profile)
     inputs: Tensor | None = None
     for chunk, hidden in enumerate(states):
@@ -219,6 +227,7 @@ def gather(layer: StreamLayer, states: Hidden, profile: bool) -> tuple[LayerStat
         states[chunk] = residual(output)
     if inputs is None:
         raise ValueError("states: expected at least one chunk, found none")
+    check_finite(states, source, layer.index)
     return accumulator.result(), inputs
 
 
@@ -227,6 +236,7 @@ def embed(stream: CheckpointStream, tokens: Tensor) -> Hidden:
     """``tokens [N, T]`` as the first layer's inputs, in chunks that suit the stream's device."""
     states = [stream.embed(chunk) for chunk in torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))]
     stream.release()
+    check_finite(states, stream, None)
     return states
 
 
@@ -256,7 +266,7 @@ def estimate_seconds(
     started = time.monotonic()
     with source.open_layer(0) as layer:
         opened = time.monotonic() - started
-        gather(layer, states, profile=False)
+        gather(source, layer, states, profile=False)
         _synchronise(source.device)
     each = (time.monotonic() - started - opened) / chunk.numel()
     learned = passes * (0 if calibration is None else calibration.numel())
