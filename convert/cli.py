@@ -108,7 +108,7 @@ _RUNNING_OPTIONS = _options(
     ),
     click.option("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest weight file."),
     click.option("--dry-run", is_flag=True, help="Print the plan and the disk space; touch nothing."),
-    click.option("--resume", is_flag=True, help="Continue a killed calibrated run at its last finished layer."),
+    click.option("--resume", is_flag=True, help="Go on at a killed calibrated run's last finished layer, or start."),
     click.option(
         "--overwrite", is_flag=True, help="Replace OUT; the old one stays whole until the new one is on disk."
     ),

@@ -67,8 +67,7 @@ def convert_checkpoint(request: ConvertRequest) -> Conversion:
             request.out,
             overwrite=request.overwrite,
             model=checkpoint.folder,
-            resume=resumable(plan) if request.resume else None,
-            keep=request.resume,
+            resume=resumable(plan) if _resumes(request) else None,
         ) as folder:
             free_space_check(folder, plan.disk_bytes)
             plan, measured = _write_weights(plan, folder)
@@ -79,6 +78,18 @@ def convert_checkpoint(request: ConvertRequest) -> Conversion:
     done = Conversion(plan, Path(request.out), time.monotonic() - started, record)
     _log(done)
     return done
+
+
+def _resumes(request: ConvertRequest) -> bool:
+    """Whether what a killed run left may be carried on. Scripts may always say ``--resume``: a method that reads no
+    text has nothing to carry on and starts afresh, as a calibrated run does that finds nothing."""
+    if request.resume and not request.calibrated and not request.quiet:
+        print(
+            f"--resume: --method {request.resolved_method} reads no text, runs at the speed of the disk and has no "
+            "finished layers to go on from: starting afresh",
+            file=sys.stderr,
+        )
+    return request.resume and request.calibrated
 
 
 def _log(done: Conversion) -> None:

@@ -87,13 +87,12 @@ def output_folder(
     overwrite: bool = False,
     model: str | os.PathLike[str] | None = None,
     resume: Callable[[Path], bool] | None = None,
-    keep: bool = False,
 ) -> Iterator[Path]:
     """A temporary folder that becomes OUT when the block ends, and is removed when it raises.
 
     On success it is synced and renamed; with ``overwrite`` an existing OUT stays whole until then and is exchanged.
     What a killed run left for this OUT goes, unless ``resume(folder)`` says that it can be carried on: then that folder
-    is the one given. ``keep`` leaves the folder for such a resume when the block raises.
+    is the one given. When the block raises, the folder stays for a later run if ``resume`` says the same of it.
     InputError as in ``check_output``, and when another process is writing the same OUT.
     """
     target = check_output(out, overwrite=overwrite, model=model)
@@ -111,7 +110,7 @@ def output_folder(
             failed = False
         finally:
             _settle(_aside(folder), target)
-            if not (failed and keep):
+            if not (failed and resume is not None and resume(folder)):
                 shutil.rmtree(folder, ignore_errors=True)  # OUT's predecessor after an exchange
 
 

@@ -339,10 +339,13 @@ def test_resuming_what_a_killed_run_left(tmp_path: Path) -> None:
     assert names(out) == ["begun", "below", "config.json"]
 
 
-def test_keep_leaves_the_folder_for_a_resume(tmp_path: Path) -> None:
+def test_a_folder_stays_only_for_a_resume_that_takes_it(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        begin_and_raise(out, KeyboardInterrupt, keep=True)
+        begin_and_raise(out, KeyboardInterrupt, resume=lambda folder: False)
+    assert not names(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        begin_and_raise(out, KeyboardInterrupt, resume=lambda folder: True)
     (left,) = tmp_path.iterdir()
     with output_folder(out, resume=lambda folder: True) as folder:
         assert folder == left

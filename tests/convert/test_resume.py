@@ -124,3 +124,15 @@ def test_an_error_during_a_resumable_run_keeps_what_was_done(tmp_path, monkeypat
     convert_checkpoint(ConvertRequest(**request(tmp_path, "mqa", resume=True)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.log"]
     assert not [name for name in contents(tmp_path / "out") if "journal" in name]
+
+
+def test_a_method_without_layers_to_go_on_from_says_so_and_starts(tmp_path, capsys):
+    options = {"model": str(demo_folder()), "to": "mqa", "method": "mean", "resume": True}
+    left = tmp_path / ".out.kvfold-00000000"
+    left.mkdir()
+    convert_checkpoint(ConvertRequest(**options, out=str(tmp_path / "out")))
+    assert capsys.readouterr().err.startswith("--resume: --method mean reads no text")
+    assert (tmp_path / "out" / "config.json").is_file()
+    assert not left.exists()
+    convert_checkpoint(ConvertRequest(**options, out=str(tmp_path / "quiet"), quiet=True))
+    assert capsys.readouterr().err == ""
