@@ -1,8 +1,11 @@
 """How a command ends: exit status 0 done, 2 the request or the input is wrong, 1 anything else; never a traceback."""
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import click
@@ -14,11 +17,15 @@ def run_command(
     command: click.Command,
     name: str,
     arguments: Sequence[str] | None = None,
-    interrupted: str = "nothing was left behind; run the same command again",
+    interrupted: str = "nothing was left behind but what --resume goes on from; run the same command again",
 ) -> NoReturn:
-    """Run a click command. What goes wrong becomes the last line on stderr, ``error: ...``, and the exit status."""
+    """Run a click command. What goes wrong becomes the last line on stderr, ``error: ...``, and the exit status.
+
+    SIGTERM, as job schedulers and containers send it, ends the command as Ctrl-C does.
+    """
     try:
-        command.main(args=arguments, prog_name=name, standalone_mode=False)
+        with _terminable():
+            command.main(args=arguments, prog_name=name, standalone_mode=False)
     except KvfoldError as error:
         _fail(str(error), error.exit_status)
     except click.ClickException as error:
@@ -37,6 +44,25 @@ def run_command(
             1,
         )
     raise SystemExit(0)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt in the block, once: a second one does not disturb what then cleans up."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    found = signal.getsignal(signal.SIGTERM)
+    if found is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, found)
 
 
 def _fail(message: str, status: int) -> NoReturn:
