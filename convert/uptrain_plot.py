@@ -65,7 +65,7 @@ def _held_out(axes: Any, rows: list[dict[str, Any]]) -> None:
         divergence = [row["eval_kl"] for row in rows]
         axes.plot(tokens, divergence, color="#D08770", marker="s", ms=3, label="KL from the teacher")
         axes.axhline(values[0] / 2, color="#A3BE8C", ls="--", lw=1, label="half the excess at the start")
-        axes.set_ylim(bottom=min(0, *values))
+        axes.set_ylim(min(0, *values), 1.12 * max(*values, *divergence))
     for place in (0, -1):
         at = (tokens[place], values[place])
         axes.annotate(f"{values[place]:.4f}", at, (0, 7), textcoords="offset points", fontsize=8)

@@ -356,6 +356,14 @@ def test_help_is_quick_to_load():
     assert "--teacher MODEL" in started.stdout
 
 
+def test_the_configuration_for_fsdp_is_one_that_accelerate_reads():
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    found = load_config_from_file(str(ROOT / "recipes" / "fsdp.yaml"))
+    assert found.fsdp_config["fsdp_version"] == 2  # the constant channel needs it
+    assert "fsdp_transformer_layer_cls_to_wrap" not in found.fsdp_config
+
+
 @pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(source, converted, text, tmp_path):
     options = ["--text", text, "--teacher", source, *options_of(steps=8, eval_every=4, micro_batch=4)]
