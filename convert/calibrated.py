@@ -43,7 +43,8 @@ def load_tokens(plan: Plan) -> CalibrationTokens:
             f"--seq-len {request.seq_len}: longer than the {plan.geometry.positions} positions that "
             f"{plan.source_name} is made for; lower --seq-len"
         )
-    tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code)
+    otherwise = f", or use --method {quick_method(plan)}, which reads no text"
+    tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration", otherwise)
     tokens = load_calibration(request.calibration, tokenizer, request.samples, request.seq_len, request.seed)
     largest = int(max(tokens.calibration.max(), tokens.held_out.max()))
     if largest >= plan.geometry.vocabulary:
@@ -54,18 +55,24 @@ def load_tokens(plan: Plan) -> CalibrationTokens:
     return tokens
 
 
-def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
-    """The checkpoint's own tokenizer. Raises InputError when it has none that transformers can load."""
+def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str, otherwise: str = "") -> Any:
+    """The checkpoint's own tokenizer. Raises InputError when it has none that transformers can load: ``purpose`` is
+    what needs it, ``otherwise`` what else to do."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises whatever its parsers raise
         empty_model(checkpoint.config, torch.float32)  # it reads config.json first: a bad one is not the tokenizer's
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())
+        if not trust_remote_code and "trust_remote_code" in reason:
+            raise InputError(
+                f"{checkpoint.origin}: {purpose} needs the model's tokenizer, which is code that the checkpoint "
+                "carries; expected leave to run it: look at it, then give --trust-remote-code" + otherwise
+            ) from error
         raise InputError(
-            f"{checkpoint.origin}: calibration needs the model's tokenizer, found none that loads ({reason}); "
-            "put its tokenizer files into the folder, or use --method mean, which reads no text"
+            f"{checkpoint.origin}: {purpose} needs the model's tokenizer, found none that loads ({reason[:200]}); "
+            "put its tokenizer files into the folder" + otherwise
         ) from error
 
 
@@ -242,6 +249,11 @@ def grouping_of(plan: Plan) -> str:
     return plan.request.group or ("similar" if plan.geometry.kv_heads == plan.geometry.heads else "contiguous")
 
 
+def quick_method(plan: Plan) -> str:
+    """The method that reads no text."""
+    return "svd" if plan.request.to == "mla" else "mean"
+
+
 def tell(plan: Plan, tokens: CalibrationTokens, seconds: float) -> None:
     """Say on stderr what is about to take how long, and what text it rests on."""
     if plan.request.quiet:
@@ -250,7 +262,7 @@ def tell(plan: Plan, tokens: CalibrationTokens, seconds: float) -> None:
     count, length = tokens.calibration.shape
     print(
         f"calibrating on {count} x {length} tokens of {tokens.source}: about {minutes} "
-        f"(quick, without text, and worse: --method {'svd' if plan.request.to == 'mla' else 'mean'})",
+        f"(quick, without text, and worse: --method {quick_method(plan)})",
         file=sys.stderr,
     )
     if tokens.source == BUILT_IN:

@@ -152,6 +152,7 @@ def convert(recipe: str | None, **options: Any) -> None:
 @click.option("--device", type=click.Choice(rq.DEVICES), default="auto", show_default=True)
 @click.option("--dtype", type=click.Choice(rq.DTYPES), default="auto", show_default=True, help="Dtype to compute in.")
 @click.option("--json", "json_file", metavar="FILE", help="Also write the numbers to FILE.")
+@click.option("--trust-remote-code", is_flag=True, help="Permit code that MODEL carries for its tokenizer to run.")
 def drift(model: str, out: str, json_file: str | None, **options: Any) -> None:
     """Measure how far the converted checkpoint OUT is from MODEL, layer by layer and at the end."""
     from kvfold.convert.drift_report import drift_table

@@ -47,20 +47,22 @@ Render = Callable[[list[Mapping[str, Any]]], str]
 Split = Literal["calibration", "heldout"]
 
 
-def open_corpus(spec: str | None, render: Render, seed: int, split: Split = "calibration") -> Corpus:
-    """The corpus that ``--calibration`` names; None is that split of the built-in text."""
+def open_corpus(
+    spec: str | None, render: Render, seed: int, split: Split = "calibration", option: str = "--calibration"
+) -> Corpus:
+    """The corpus that ``option`` names; None is that split of the built-in text."""
     if spec is None:
         from kvfold.convert.data import read_documents
 
         return _Memory(BUILT_IN, [Document(text) for text in read_documents(split)])
     path = Path(spec)
-    if path.suffix in (".txt", ".jsonl"):
+    if path.suffix in (".txt", ".jsonl") and not path.is_dir():
         if not path.is_file():
-            raise InputError(f"--calibration: no file {spec}")
+            raise InputError(f"{option}: no file {spec}")
         return _File(path, render, seed)
     if path.is_file():
-        raise InputError(f"--calibration {spec}: expected a .txt or .jsonl file or the name of a dataset")
-    return _Dataset(spec, render, seed)
+        raise InputError(f"{option} {spec}: expected a .txt or .jsonl file or the name of a dataset")
+    return _Dataset(spec, render, seed, option)
 
 
 def parse_stretch(path: Path, render: Render, start: int, raw: bytes) -> Iterator[Document]:
@@ -174,7 +176,7 @@ class _Dataset:
             import datasets
         except ImportError:
             raise InputError(
-                f"{self.option} {self.spec}: no .txt or .jsonl file, and datasets by name need the datasets package: "
+                f"{self._found()}, and datasets, by name or in a folder, need the datasets package: "
                 "pip install 'kvfold[data]'"
             ) from None
         name, _, config = self.spec.partition(":")
@@ -182,9 +184,13 @@ class _Dataset:
             rows = datasets.load_dataset(name, config or None, split="train", streaming=True)
         except Exception as error:  # datasets raises many kinds, all about what was asked for
             reason = str(error).strip().split("\n")[0]
-            raise InputError(f"{self.option} {self.spec}: no .txt or .jsonl file, and no dataset: {reason}") from error
+            raise InputError(f"{self._found()}, and no dataset: {reason}") from error
         shuffled: Iterable[Any] = rows.shuffle(seed=self.seed, buffer_size=1000)
         return shuffled
+
+    def _found(self) -> str:
+        found = f"{self.option} {self.spec}: expected a .txt or .jsonl file or the name of a dataset, found"
+        return f"{found} a folder" if Path(self.spec).is_dir() else f"{found} no such file"
 
 
 def _stretches(path: Path, size: int, limit: int, seed: int) -> Iterator[tuple[int, bytes]]:

@@ -37,7 +37,7 @@ def drift_checkpoints(
     try:
         _check_pair(source, student, model, out)
         place = choose_device(device)
-        tokens = drift_tokens(text, load_tokenizer(source, trust_remote_code), samples, seq_len)
+        tokens = drift_tokens(text, load_tokenizer(source, trust_remote_code, "measuring drift"), samples, seq_len)
         teacher, twin = _stream(source, place, dtype), _stream(student, place, dtype)
         return measure_drift(teacher, twin, tokens, floor_sequences=floor_sequences(tokens))
     finally:
@@ -77,7 +77,8 @@ def drift_tokens(text: str | None, tokenizer: Any, samples: int, seq_len: int) -
     """``[samples, seq_len]`` tokens to measure on."""
     from kvfold.convert.text import load_calibration
 
-    return load_calibration(text, tokenizer, samples, seq_len, kept_aside=0, split="heldout").calibration
+    found = load_calibration(text, tokenizer, samples, seq_len, kept_aside=0, split="heldout", option="--text")
+    return found.calibration
 
 
 def floor_sequences(tokens: Tensor) -> int:

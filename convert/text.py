@@ -46,6 +46,7 @@ def load_calibration(
     seed: int = 0,
     kept_aside: int | None = None,
     split: Split = "calibration",
+    option: str = "--calibration",
 ) -> CalibrationTokens:
     """Draw ``samples`` sequences of ``seq_len`` tokens to calibrate on, and ``kept_aside`` others (``held_out_count``).
 
@@ -53,7 +54,7 @@ def load_calibration(
     None for a ``split`` of the text that ships with kvfold. No sequence crosses a document's end, except that
     documents shorter than a sequence, and what is left of longer ones, are packed with the tokenizer's EOS token
     between them where it has one.
-    Raises InputError for text that is unreadable or too short.
+    Raises InputError, which names the ``option`` that gave ``spec``, for text that is unreadable or too short.
     """
     wanted = samples + (held_out_count(samples) if kept_aside is None else kept_aside)
     prefix = prefix_tokens(tokenizer)
@@ -61,7 +62,7 @@ def load_calibration(
         raise InputError(
             f"--seq-len: expected more than the {len(prefix)} tokens that begin every text, found {seq_len}"
         )
-    corpus = open_corpus(spec, renderer(tokenizer), seed, split)
+    corpus = open_corpus(spec, renderer(tokenizer), seed, split, option)
     windows = _enough_windows(corpus, tokenizer, prefix, seq_len, wanted)
     drawn = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:wanted]]
     tokens = torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(wanted, -1), drawn], dim=1)

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -102,6 +104,29 @@ def test_numbers_that_could_not_be_written_are_refused_before_measuring(tmp_path
     done = kvfold("drift", demo_folder(), "no/such/model", "--json", tmp_path / name)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: --json {tmp_path / name}: cannot be written ({reason}")
+
+
+def test_drift_asks_for_leave_to_run_a_tokenizers_code(tmp_path):
+    from kvfold.convert.drift_run import drift_checkpoints
+    from kvfold.convert.errors import InputError
+
+    model = Path(shutil.copytree(demo_folder(), tmp_path / "model"))
+    ran = tmp_path / "ran"
+    (model / "own.py").write_text(
+        "from pathlib import Path\nfrom transformers import PreTrainedTokenizerFast\n"
+        f"Path({str(ran)!r}).touch()\nclass Own(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    asked = r"model: measuring drift needs the model's tokenizer, which is code .* give --trust-remote-code$"
+    with pytest.raises(InputError, match=asked):
+        drift_checkpoints(str(model), str(demo_folder()), samples=1, seq_len=16)
+    assert not ran.exists()
+    environment = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = kvfold("drift", model, demo_folder(), "--samples", 1, "--seq-len", 16, "--trust-remote-code", **environment)
+    assert done.returncode == 0, done.stderr
+    assert ran.exists()
 
 
 def test_an_unforeseen_failure_is_one_line_too(tmp_path, monkeypatch, capsys):

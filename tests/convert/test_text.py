@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -235,9 +236,32 @@ def test_datasets_by_name_need_the_package(tokenizer: Any, monkeypatch: pytest.M
     with pytest.raises(InputError) as caught:
         load_calibration("someone/something", tokenizer, 1, 8)
     assert caught.value.message == (
-        "--calibration someone/something: no .txt or .jsonl file, and datasets by name need the datasets package: "
-        "pip install 'kvfold[data]'"
+        "--calibration someone/something: expected a .txt or .jsonl file or the name of a dataset, found no such file, "
+        "and datasets, by name or in a folder, need the datasets package: pip install 'kvfold[data]'"
     )
+
+
+@pytest.mark.parametrize("name", ["folder", "folder.txt"])
+def test_a_folder_is_named_as_one(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / name).mkdir()
+    expected = r": expected a .txt or .jsonl file or the name of a dataset, found a folder, and datasets, "
+    with pytest.raises(InputError, match=re.escape(f"--calibration {tmp_path / name}") + expected):
+        load_calibration(str(tmp_path / name), tokenizer, 1, 8)
+
+
+@pytest.mark.parametrize("name", ["nothing.txt", "some.csv", "folder", "someone/something"])
+def test_errors_name_the_option_that_gave_the_text(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some.csv").write_text("a,b")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError) as caught:
+        load_calibration(name, tokenizer, 1, 8, split="heldout", option="--text")
+    assert str(caught.value).startswith("--text")
+    assert "--calibration" not in str(caught.value)
 
 
 class Rows(list):
