@@ -185,6 +185,11 @@ def check_kv_heads(kv_heads: int, geometry: Geometry, allow_growth: bool) -> Non
     choices = ", ".join(map(str, possible_kv_heads(geometry))) or "none: there is one head already"
     if kv_heads > geometry.heads:
         raise InputError(f"--kv-heads {kv_heads}: more than the {geometry.heads} query heads; possible here: {choices}")
+    if present == 1 and not allow_growth:
+        raise InputError(
+            "the model is MQA already, with one key/value head, so nothing would shrink; `kvfold inspect` lists what "
+            "it can become (--allow-growth converts all the same)"
+        )
     if kv_heads == present and not allow_growth:
         raise InputError(
             f"--kv-heads {kv_heads}: the model has {present} key/value heads already, so nothing would shrink; "

@@ -213,6 +213,10 @@ def test_numbers_of_heads(source, tmp_path):
     assert "does not divide the 8 key/value heads; possible here: 4, 2, 1" in refused(source, out, kv_heads=3)
     assert "more than the 8 query heads" in refused(source, out, kv_heads=16)
     assert "has 8 key/value heads already" in refused(source, out, kv_heads=8)
+    convert(source, tmp_path / "one", to="mqa")
+    for options in ({"to": "mqa"}, {"kv_heads": 1}, {"kv_heads": 2}):
+        message = "the model is MQA already, with one key/value head, so nothing would shrink; `kvfold inspect` lists"
+        assert message in refused(tmp_path / "one", out, **options)
 
 
 def test_out_in_the_wrong_place(source, tmp_path, model):
