@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+_ONE_LINE = 92  # characters
 
 
 def edit_config(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,14 +31,21 @@ def dump(value: Mapping[str, Any]) -> str:
 
 def dump_record(value: Mapping[str, Any]) -> str:
     """JSON with the innermost lists and objects on one line each: short enough to read."""
-    text = json.dumps(value, indent=1, ensure_ascii=False)
-    for _ in range(3):
-        text = re.sub(r"[\[{]\s+([^\[\]{}]{1,90}?)\s+[\]}]", _on_one_line, text)
-    return text + "\n"
+    return _lines(value, "") + "\n"
 
 
-def _on_one_line(found: re.Match[str]) -> str:
-    return found[0][0] + re.sub(r"\s*\n\s*", " ", found[1]) + found[0][-1]
+def _lines(value: Any, margin: str) -> str:
+    """``value`` as JSON; what it holds is indented by one more than ``margin``."""
+    line = json.dumps(value, ensure_ascii=False)
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    if not held or (len(line) <= _ONE_LINE and not any(isinstance(item, dict | list | tuple) for item in held)):
+        return line
+    inner = margin + " "
+    names = value if isinstance(value, dict) else ()
+    keys = [f"{json.dumps(str(name), ensure_ascii=False)}: " for name in names] or [""] * len(held)
+    rows = ",\n".join(f"{inner}{key}{_lines(item, inner)}" for key, item in zip(keys, held, strict=True))
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    return f"{first}\n{rows}\n{margin}{last}"
 
 
 def license_of(folder: Path) -> str | None:
