@@ -6,8 +6,9 @@ square over the calibration text, and writes the result back in front of a norm 
 
 Exact: groups of one; identical heads. Approximate otherwise:
 
-* A shared key is divided by its own length, token by token, where its members had one each. This costs most (on a
-  trained model given such norms, four fifths of the error), and no choice of gains removes it.
+* A shared key is divided by its own length, token by token, where its members had one each. This costs most (four
+  fifths of the error where norms were put into a trained model without training it further; on a model trained with
+  norms it was not measured), and no choice of gains removes it.
 * Queries take their maps before their norm. A norm with a row of its own per head holds the moduli afterwards, so that
   lengths stay nearly those of the source; one row for all heads holds their mean, and heads whose scores should be
   scaled differently share one scale. Moving moduli between queries and keys to level those scales made it worse.
