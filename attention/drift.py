@@ -6,7 +6,7 @@ Every number stands next to its *floor*: the same number for the source in its d
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -116,22 +116,33 @@ def measure_drift(
         for model, stream in zip((source, student), given, strict=True)
     )
     size = batch or max(1, _TOKENS_AT_ONCE // tokens.shape[1])
-    rounded, exact = _floor_dtypes(teacher.dtype, twin.dtype)
-    some = tokens[:floor_sequences] if floor and exact is not None else None
+    some = tokens[:floor_sequences] if floor and _floor_dtypes(teacher, twin)[1] is not None else None
     step = _counter(progress, (1 if some is None else 2) * teacher.layers)
     with torch.no_grad():
         measured = compare(teacher, twin, tokens, size, step)
-        lowest = None if some is None or exact is None else _floor(teacher, some, rounded, exact, size, step)
+    lowest = None if some is None else rounding_floor(teacher, twin, some, size, step)
+    return report(measured, teacher, twin, tokens, lowest, cache_bytes)
+
+
+def report(
+    measured: Measurement,
+    source: LayerStream,
+    student: LayerStream,
+    tokens: Tensor,
+    floor: Floor | None,
+    cache_bytes: Sequence[int],
+) -> DriftReport:
+    """What was ``measured`` of two streams over ``tokens [N, T]``, with what they are; ``cache_bytes`` of both."""
     return DriftReport(
         sequences=tokens.shape[0],
         length=tokens.shape[1],
-        device=teacher.device.type,
-        source_dtype=_name(teacher.dtype),
-        student_dtype=_name(twin.dtype),
+        device=source.device.type,
+        source_dtype=_name(source.dtype),
+        student_dtype=_name(student.dtype),
         source_cache_bytes=cache_bytes[0],
         student_cache_bytes=cache_bytes[1],
         measured=measured,
-        floor=lowest,
+        floor=floor,
     )
 
 
@@ -140,16 +151,25 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf if loss == loss else loss
 
 
-def _floor(
-    source: LayerStream, tokens: Tensor, rounded: torch.dtype, exact: torch.dtype, batch: int, step: Callable[[], None]
-) -> Floor:
-    measured = compare(source.to(dtype=exact), as_stream(source, dtype=rounded), tokens, batch, step)
+@torch.no_grad()
+def rounding_floor(
+    source: LayerStream,
+    student: LayerStream,
+    tokens: Tensor,
+    batch: int | None = None,
+    step: Callable[[], None] = lambda: None,
+) -> Floor | None:
+    """The source in the coarser dtype of the two against itself in a wider one; None when there is no wider one."""
+    rounded, exact = _floor_dtypes(source, student)
+    if exact is None:
+        return None
+    measured = compare(source.to(dtype=exact), as_stream(source, dtype=rounded), tokens, batch or len(tokens), step)
     return Floor(_name(rounded), _name(exact), len(tokens), measured)
 
 
-def _floor_dtypes(source: torch.dtype, student: torch.dtype) -> tuple[torch.dtype, torch.dtype | None]:
-    """The coarser of two dtypes, and the one that its rounding is measured against (None when there is none)."""
-    coarse = max(source, student, key=lambda dtype: torch.finfo(dtype).eps)
+def _floor_dtypes(source: LayerStream, student: LayerStream) -> tuple[torch.dtype, torch.dtype | None]:
+    """The coarser of two streams' dtypes, and the one that its rounding is measured against (None when none is)."""
+    coarse = max(source.dtype, student.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     if coarse == torch.float64:
         return coarse, None
     return coarse, torch.float64 if coarse == torch.float32 else torch.float32

@@ -215,9 +215,10 @@ def compare_predictions(
         step = _positions(teacher, student, hidden, own)
         for start in range(0, labels.shape[1], step):
             span = slice(start, min(start + step, labels.shape[1]))
-            sums += _distances(
-                teacher.logits(hidden[:, span]), student.logits(own[:, span]).to(teacher.device), labels[:, span]
-            )
+            logits = teacher.logits(hidden[:, span])
+            same = student is teacher and own is hidden  # a model alone, for its loss
+            other = logits if same else student.logits(own[:, span]).to(teacher.device)
+            sums += _distances(logits, other, labels[:, span])
         count += labels.numel()
     kl, agreement, loss, student_loss = (sums / count).tolist()
     return Measurement(count, kl, agreement, loss, student_loss, ())

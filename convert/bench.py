@@ -104,7 +104,7 @@ def run_apart(task: "Task") -> dict[str, Any]:
 
 def _where(options: Options, chosen: Sequence[Subject]) -> tuple[str, str]:
     """Device and dtype: float32 on a CPU, on CUDA the first model's own."""
-    from kvfold.convert.calibrated import choose_device
+    from kvfold.convert.device import choose_device
 
     device = choose_device(options.device).type
     if options.dtype != "auto":

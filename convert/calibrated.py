@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvfold.attention.drift import DriftReport
 from kvfold.attention.lockstep import compare_predictions
+from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.drift_run import report_of
 from kvfold.convert.empty_model import empty_model
 from kvfold.convert.errors import InputError, KvfoldError
@@ -19,7 +20,6 @@ from kvfold.convert.families.layout import read_layer
 from kvfold.convert.families.rope import rope_table
 from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
-from kvfold.convert.io.tensors import torch_dtype
 from kvfold.convert.journal import Journal
 from kvfold.convert.plan import Plan
 from kvfold.convert.refine_run import Refiner, refinement_record
@@ -196,26 +196,9 @@ def pooled(plan: Plan, layer: int) -> tuple[AttentionWeights, grouping.Partition
 
 def source_stream(plan: Plan) -> CheckpointStream:
     """The source as a stream of layers, on the device and in the precision that the request asks for."""
-    device = choose_device(plan.request.device)
-    return CheckpointStream(
-        plan.checkpoint.config, plan.checkpoint.read, list(plan.checkpoint.tensors), device, compute_dtype(plan, device)
-    )
-
-
-def choose_device(asked: str) -> torch.device:
-    """``auto`` is the GPU where there is one. Raises InputError when CUDA is asked for and absent."""
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: torch finds no CUDA device on this machine; use --device cpu or auto")
-    if asked == "auto":
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(asked)
-
-
-def compute_dtype(plan: Plan, device: torch.device) -> torch.dtype:
-    """float32 on a CPU, the checkpoint's own dtype on CUDA."""
-    if device.type == "cpu":
-        return torch.float32
-    return torch_dtype(plan.checkpoint.tensors[plan.read_names(0)[0]].dtype)
+    checkpoint, device = plan.checkpoint, choose_device(plan.request.device)
+    dtype = compute_dtype(checkpoint, device)
+    return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, dtype)
 
 
 def canonical_layer(plan: Plan, layer: int) -> AttentionWeights:

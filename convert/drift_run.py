@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift import DriftReport, Floor, measure_drift
-from kvfold.attention.lockstep import Measurement, compare
+from kvfold.attention.drift import DriftReport, measure_drift, report, rounding_floor
+from kvfold.attention.lockstep import Measurement
+from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.stream import CheckpointStream
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_FLOOR_TOKENS = 1024
+_FLOOR_TOKENS = 512
 
 
 def drift_checkpoints(
@@ -31,7 +31,7 @@ def drift_checkpoints(
     Without ``text``: held-out text that ships with kvfold and that no conversion calibrates on. Raises InputError when
     a checkpoint cannot be opened, the two do not belong together, or there is too little text.
     """
-    from kvfold.convert.calibrated import choose_device, load_tokenizer
+    from kvfold.convert.calibrated import load_tokenizer
 
     source, student = open_checkpoint(model), open_checkpoint(out)
     try:
@@ -55,22 +55,11 @@ def _check_pair(source: Checkpoint, student: Checkpoint, model: str, out: str) -
 
 
 def _stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> CheckpointStream:
-    computed = _compute_dtype(checkpoint, device, dtype)
+    computed = compute_dtype(checkpoint, device, dtype)
     try:
         return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, computed)
     except InputError as error:
         raise InputError(f"{checkpoint.origin}: {error.message}", error.details) from error
-
-
-def _compute_dtype(checkpoint: Checkpoint, device: torch.device, dtype: str) -> torch.dtype:
-    """float32 on a CPU and the checkpoint's own dtype on CUDA, unless one is asked for."""
-    if dtype != "auto":
-        return _DTYPES[dtype]
-    if device.type == "cpu":
-        return torch.float32
-    from kvfold.convert.io.tensors import torch_dtype
-
-    return torch_dtype(next(info.dtype for info in checkpoint.tensors.values() if info.dtype in ("F32", "BF16", "F16")))
 
 
 def drift_tokens(text: str | None, tokenizer: Any, samples: int, seq_len: int) -> Tensor:
@@ -82,27 +71,14 @@ def drift_tokens(text: str | None, tokenizer: Any, samples: int, seq_len: int) -
 
 
 def floor_sequences(tokens: Tensor) -> int:
-    """A rounding floor needs few tokens: enough sequences for about a thousand."""
+    """A rounding floor needs few tokens: enough sequences for about five hundred (twice as many give the same)."""
     return max(1, min(len(tokens), _FLOOR_TOKENS // tokens.shape[1]))
 
 
-@torch.no_grad()
 def report_of(
     measured: Measurement, source: CheckpointStream, student: CheckpointStream, held_out: Tensor
 ) -> DriftReport:
     """The report of a walk that has measured its own conversion over ``held_out [M, T]``, its floor added."""
-    some = held_out[: floor_sequences(held_out)]
-    exact = torch.float64 if source.dtype == torch.float32 else torch.float32
-    found = compare(source.to(dtype=exact), source, some, len(some))
-    rounded, wide = (str(dtype).removeprefix("torch.") for dtype in (source.dtype, exact))
-    return DriftReport(
-        sequences=held_out.shape[0],
-        length=held_out.shape[1],
-        device=source.device.type,
-        source_dtype=rounded,
-        student_dtype=rounded,
-        source_cache_bytes=source.cache_bytes_per_token(),
-        student_cache_bytes=student.cache_bytes_per_token(),
-        measured=measured,
-        floor=Floor(rounded, wide, len(some), found),
-    )
+    floor = rounding_floor(source, student, held_out[: floor_sequences(held_out)])
+    cache_bytes = [stream.cache_bytes_per_token() for stream in (source, student)]
+    return report(measured, source, student, held_out, floor, cache_bytes)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvfold.convert.calibrated import choose_device
+from kvfold.convert.device import choose_device
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.atomic import check_output
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
