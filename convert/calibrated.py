@@ -22,6 +22,7 @@ from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.journal import Journal
 from kvfold.convert.plan import Plan
+from kvfold.convert.progress import duration
 from kvfold.convert.refine_run import Refiner, refinement_record
 from kvfold.convert.request import WEIGHTS_ONLY
 from kvfold.convert.stream import CheckpointStream
@@ -241,10 +242,12 @@ def tell(plan: Plan, tokens: CalibrationTokens, seconds: float) -> None:
     """Say on stderr what is about to take how long, and what text it rests on."""
     if plan.request.quiet:
         return
-    minutes = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{max(seconds, 1):.0f} s"
+    steps = plan.request.refine
+    besides = f" and refining (--refine {steps})" if steps else ""
     count, length = tokens.calibration.shape
     print(
-        f"calibrating on {count} x {length} tokens of {tokens.source}: about {minutes} "
+        f"calibrating on {count} x {length} tokens of {tokens.source}: about {duration(seconds)} for the walk, fitting"
+        f"{besides} {plan.geometry.layers} layers not counted "
         f"(quick, without text, and worse: --method {quick_method(plan)})",
         file=sys.stderr,
     )

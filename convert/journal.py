@@ -42,6 +42,11 @@ class Journal:
         self._layers: dict[str, Any] = _layers(self._path, self._key) or {}
 
     @property
+    def layers(self) -> int:
+        """How many layers are finished."""
+        return len(self._layers)
+
+    @property
     def written(self) -> list[str]:
         """The tensors of finished layers."""
         return [name for layer in self._layers for name in self._computed[int(layer)]]

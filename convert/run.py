@@ -17,7 +17,7 @@ from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.shards import OutputTensor, ShardWriter
 from kvfold.convert.journal import Journal, forget, resumable
 from kvfold.convert.plan import Plan, make_plan
-from kvfold.convert.progress import bar
+from kvfold.convert.progress import Pace, bar
 from kvfold.convert.request import ConvertRequest
 
 if TYPE_CHECKING:
@@ -145,8 +145,14 @@ def _write_shards(plan: Plan, folder: Path, compute: Callable[[Write, Journal], 
         bar(sum(tensor.nbytes for tensor in planned.values()), "B", plan.request.quiet) as shown,
     ):
         journal.sync = writer.sync
+        pace = Pace(plan.geometry.layers - journal.layers, plan.request.quiet or not plan.request.calibrated)
+
+        def write(tensors: Mapping[str, "Tensor"]) -> None:
+            shown(write_tensors(planned, writer, tensors))
+            pace.layer_done()
+
         with writer.copying_rest(plan.checkpoint, shown):
-            result = compute(lambda tensors: shown(write_tensors(planned, writer, tensors)), journal)
+            result = compute(write, journal)
         writer.finish()
     return result
 
