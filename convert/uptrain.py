@@ -39,7 +39,11 @@ _NAME = "python -m kvfold.convert.uptrain"
 @click.option("--batch-tokens", type=int, default=65536, help="Tokens per step, over all processes.")
 @click.option("--seq-len", type=int, default=1024, help="Tokens per packed sequence.")
 @click.option("--micro-batch", type=int, default=4, help="At most so many sequences at once on a device.")
-@click.option("--lr", type=float, default=ur.UptrainRequest.lr, help="Highest learning rate (AdamW).")
+@click.option(
+    "--lr",
+    type=float,
+    help="Highest learning rate (AdamW), relative to each tensor's size; default: 0.05 / sqrt(model width).",
+)
 @click.option("--schedule", type=click.Choice(ur.SCHEDULES), default="cosine", help="How it falls to 0, if it does.")
 @click.option("--warmup", type=float, default=0.05, help="Share of the steps in which it rises.")
 @click.option("--weight-decay", type=float, default=0.0, help="Of weights; never of biases and norms.")
@@ -64,10 +68,7 @@ _NAME = "python -m kvfold.convert.uptrain"
 @click.option("--quiet", is_flag=True, help="No progress, no summary.")
 @click.option("--trust-remote-code", is_flag=True, help="Permit code that the checkpoint carries to run.")
 def uptrain(**options: Any) -> None:
-    """Train MODEL, as `kvfold convert` wrote it, a little further and write the result to the folder OUT.
-
-    The defaults suit a model of a few hundred million weights; for 7B and more lower --lr to about 5e-5.
-    """
+    """Train MODEL, as `kvfold convert` wrote it, a little further and write the result to the folder OUT."""
     request = ur.UptrainRequest(**options)
     if request.plot is not None:
         from kvfold.convert.uptrain_plot import check_plot

@@ -59,13 +59,13 @@ def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> Co
     return channel
 
 
-def check_sharding(trainer: Any, channel: ConstantChannel | None) -> None:
-    """Raises InputError when the way weights are sharded does not allow to hold the constant channel."""
+def check_sharding(trainer: Any) -> None:
+    """Raises InputError when the way weights are sharded leaves nothing of the single tensors."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if channel is not None and trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
+    if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
         raise InputError(
-            "FSDP version 1 flattens weights, and the constant channel of layout deepseek cannot be held in them; "
-            "set fsdp_version: 2, as in recipes/fsdp.yaml"
+            "FSDP version 1 flattens weights, but tensors learn at rates of their own and the constant channel of "
+            "layout deepseek is held; set fsdp_version: 2, as in recipes/fsdp.yaml"
         )
 
 

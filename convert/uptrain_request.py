@@ -35,7 +35,7 @@ class UptrainRequest:
     batch_tokens: int = 65536
     seq_len: int = 1024
     micro_batch: int = 4
-    lr: float = 3e-4
+    lr: float | None = None
     schedule: str = "cosine"
     warmup: float = 0.05
     weight_decay: float = 0.0
@@ -97,7 +97,7 @@ def _least(request: UptrainRequest) -> list[str]:
 
 def _others(request: UptrainRequest) -> list[str]:
     problems = []
-    if not 0 < request.lr < 1:
+    if request.lr is not None and not 0 < request.lr < 1:
         problems.append(f"--lr: expected a number between 0 and 1, found {request.lr}")
     if not 0 <= request.warmup < 1:
         problems.append(f"--warmup: expected a share of the steps, 0 to below 1, found {request.warmup}")

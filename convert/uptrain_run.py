@@ -23,6 +23,7 @@ from kvfold.convert.uptrain_constant import check_constant
 from kvfold.convert.uptrain_data import PackedText, Place, held_out, share_of
 from kvfold.convert.uptrain_models import check_sharding, load_model, load_teacher, load_tokenizer, prepare_model
 from kvfold.convert.uptrain_plot import draw_curve, read_log
+from kvfold.convert.uptrain_rates import usual_rate
 from kvfold.convert.uptrain_request import UptrainRequest, changed
 from kvfold.convert.uptrain_text import TrainingText, open_text
 from kvfold.convert.uptrain_write import write_trained
@@ -63,7 +64,7 @@ def _train(
     from kvfold.convert.uptrain_trainer import Journal, Uptrainer, say
 
     device, precision = choose_device(request.device), _precision(request)
-    arguments = _arguments(request, device, precision)
+    arguments = _arguments(request, device, precision, source.config["hidden_size"])
     first = arguments.process_index == 0
     _hide_bars(request)
     share = share_of(request.sequences, request.micro_batch, arguments.process_index, arguments.world_size)
@@ -76,7 +77,7 @@ def _train(
     stream = PackedText(text, tokenizer, request.seq_len, request.seed, share, place, vocabulary)
     arguments.eval_on_start = aside is not None and checkpoint is None
     trainer = Uptrainer(model, arguments, request, stream, aside, teacher, channel)
-    check_sharding(trainer, channel)
+    check_sharding(trainer)
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
     for callback in (PrinterCallback, ProgressCallback):
@@ -162,14 +163,14 @@ def _precision(request: UptrainRequest) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
-def _arguments(request: UptrainRequest, device: torch.device, precision: torch.dtype) -> Any:
+def _arguments(request: UptrainRequest, device: torch.device, precision: torch.dtype, width: int) -> Any:
     from transformers import TrainingArguments
 
     evaluated, saved = bool(request.eval_every), bool(request.save_every)
     return TrainingArguments(
         output_dir=str(request.work),
         max_steps=request.steps,
-        learning_rate=request.lr,
+        learning_rate=request.lr or usual_rate(width),
         lr_scheduler_type=request.schedule if request.schedule != "constant" else "constant_with_warmup",
         warmup_steps=int(request.warmup * request.steps),
         weight_decay=request.weight_decay,

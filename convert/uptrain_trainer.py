@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.uptrain_constant import ConstantChannel
 from kvfold.convert.uptrain_data import PackedText
+from kvfold.convert.uptrain_rates import relative_groups, tensor_sizes
 from kvfold.convert.uptrain_request import UptrainRequest
 
 PLACE = "kvfold_place.json"  # the last file of a checkpoint: without it a kill left the checkpoint half written
@@ -62,6 +63,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         self.model_accepts_loss_kwargs = False
         self._request, self._stream, self._held_out = request, stream, held_out
         self._teacher, self._channel = teacher, channel
+        self._sizes = tensor_sizes(model, channel)
         self._teacher_loss: float | None = None
 
     def get_train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
@@ -69,9 +71,12 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         return DataLoader(self._stream, batch_size=None)
 
     def create_optimizer(self, *arguments: Any) -> Any:
-        made = super().create_optimizer(*arguments)
+        if self.optimizer is not None:
+            return self.optimizer
+        made: torch.optim.Optimizer = super().create_optimizer(*arguments)
+        relative_groups(made, arguments[0] if arguments else self.model, self._sizes)
         if self._channel is not None:
-            self._channel.watch(self.optimizer)
+            self._channel.watch(made)
         return made
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:

@@ -18,7 +18,9 @@ from kvfold.convert.data import read_documents
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.targets.deepseek import CONSTANT
 from kvfold.convert.uptrain import main
+from kvfold.convert.uptrain_constant import ConstantChannel
 from kvfold.convert.uptrain_plot import draw_curve, read_log
+from kvfold.convert.uptrain_rates import relative_groups, tensor_sizes
 from kvfold.convert.uptrain_request import UptrainRequest
 from kvfold.convert.uptrain_run import uptrain
 
@@ -30,7 +32,7 @@ TARGETS = {
     "queries": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "q_rank": 40, "method": "svd"},
     "engine": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "layout": "engine", "samples": 16, "seq_len": 32},
 }
-QUICK = {"steps": 20, "batch_tokens": 512, "seq_len": 64, "micro_batch": 8, "lr": 3e-3, "eval_sequences": 8}
+QUICK = {"steps": 20, "batch_tokens": 512, "seq_len": 64, "micro_batch": 8, "lr": 0.03, "eval_sequences": 8}
 QUICK |= {"eval_every": 10, "log_every": 1, "device": "cpu", "quiet": True}
 
 
@@ -200,7 +202,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_pa
     (work / "checkpoint-8" / uptrain_trainer.PLACE).unlink()  # killed while it wrote this one
     with pytest.raises(InputError, match="found checkpoints of a killed run; continue it with --resume, or"):
         train(converted("deepseek"), tmp_path / "out", text, **options)
-    with pytest.raises(InputError, match=re.escape("--lr: expected 0.003 as the run began with, found 0.1; give the")):
+    with pytest.raises(InputError, match=re.escape("--lr: expected 0.03 as the run began with, found 0.1; give the")):
         train(converted("deepseek"), tmp_path / "out", text, **options, resume=True, lr=0.1)
     done = train(converted("deepseek"), tmp_path / "out", text, **options, resume=True, micro_batch=micro_batch)
     assert [(row["step"], "loss" in row) for row in done.rows] == [(row["step"], "loss" in row) for row in whole.rows]
@@ -382,3 +384,22 @@ def test_two_processes_give_the_losses_of_one(source, converted, text, tmp_path)
     before, after = tensors(tmp_path / "one"), tensors(tmp_path / "two")
     for name, value in before.items():
         torch.testing.assert_close(after[name], value, rtol=0, atol=1e-3, msg=name)
+
+
+def test_every_tensor_learns_in_proportion_to_its_size(converted):
+    model = AutoModelForCausalLM.from_pretrained(converted("deepseek"))
+    channel = ConstantChannel(model)
+    sizes = tensor_sizes(model, channel)
+    assert sizes.keys() == dict(model.named_parameters()).keys()
+    attention = "model.layers.0.self_attn"
+    query, reader = (model.get_parameter(f"{attention}.{name}.weight") for name in ("q_proj", "kv_b_proj"))
+    assert sizes[f"{attention}.q_proj.weight"] == pytest.approx(query.detach().square().mean().sqrt().item())
+    assert sizes[f"{attention}.kv_b_proj.weight"] == pytest.approx(
+        reader[:, :-1].detach().square().mean().sqrt().item()
+    )
+    assert sizes[f"{attention}.kv_a_proj_with_mqa.bias"] == sizes[f"{attention}.kv_a_proj_with_mqa.weight"]
+    optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "weight_decay": 0.1}], lr=0.01)
+    relative_groups(optimizer, model, sizes)
+    rates = {id(group["params"][0]): group["lr"] for group in optimizer.param_groups}
+    assert rates[id(query)] == pytest.approx(0.01 * sizes[f"{attention}.q_proj.weight"])
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1}
