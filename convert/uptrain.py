@@ -46,7 +46,9 @@ _NAME = "python -m kvfold.convert.uptrain"
 )
 @click.option("--schedule", type=click.Choice(ur.SCHEDULES), default="cosine", help="How it falls to 0, if it does.")
 @click.option("--warmup", type=float, default=0.05, help="Share of the steps in which it rises.")
-@click.option("--weight-decay", type=float, default=0.0, help="Of weights; never of biases and norms.")
+@click.option(
+    "--weight-decay", type=float, default=0.0, help="Of weights, not of biases and norms; times the learning rate."
+)
 @click.option("--clip", type=float, default=1.0, help="Largest norm of the gradient; 0: no limit.")
 @click.option("--seed", type=int, default=0, help="Draws the order of the text and what is kept aside.")
 @click.option(

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from kvfold.convert.uptrain_constant import ConstantChannel
@@ -34,19 +35,29 @@ def tensor_sizes(model: nn.Module, channel: ConstantChannel | None) -> dict[str,
                 others = torch.arange(free.shape[part.axis], device=free.device) != part.index
                 free = free.index_select(part.axis, others.nonzero()[:, 0])
             sizes[f"{path}.{kind}" if path else kind] = float(free.float().square().mean().sqrt())
-    return {
+    found = {
         name: max(_LEAST, sizes.get(name.removesuffix(".bias") + ".weight", size) if name.endswith(".bias") else size)
         for name, size in sizes.items()
     }
+    if dist.is_initialized():  # a sharded model may have been loaded by the first process only
+        shared = [found]
+        dist.broadcast_object_list(shared, src=0)
+        found = shared[0]
+    return found
 
 
 def relative_groups(optimizer: torch.optim.Optimizer, model: nn.Module, sizes: dict[str, float]) -> None:
-    """Give each tensor of an unused ``optimizer`` a group of its own, whose rate is multiplied by the tensor's size."""
+    """Give each tensor of an unused ``optimizer`` a group of its own, whose rate is multiplied by the tensor's size.
+
+    Weights decay as if it were not: by the common rate times the weight decay.
+    """
     names = {parameter: name for name, parameter in model.named_parameters()}
 
     def groups() -> Iterator[dict[str, object]]:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                yield {**group, "params": [parameter], "lr": group["lr"] * sizes[names[parameter]]}
+                size = sizes[names[parameter]]
+                changed = {"lr": group["lr"] * size, "weight_decay": group["weight_decay"] / size}
+                yield {**group, "params": [parameter], **changed}
 
     optimizer.param_groups = list(groups())

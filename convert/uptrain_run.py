@@ -64,13 +64,14 @@ def _train(
     from kvfold.convert.uptrain_trainer import Journal, Uptrainer, say
 
     device, precision = choose_device(request.device), _precision(request)
-    arguments = _arguments(request, device, precision, source.config["hidden_size"])
+    arguments = _arguments(request, device, precision)
     first = arguments.process_index == 0
     _hide_bars(request)
     share = share_of(request.sequences, request.micro_batch, arguments.process_index, arguments.world_size)
     arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = share.micro, share.accumulation
     teacher = None if request.teacher is None else load_teacher(request, source, arguments.device, precision)
     model = load_model(request.model, source, torch.float32, request)
+    arguments.learning_rate = request.lr or usual_rate(model.config.hidden_size)
     channel = prepare_model(model, source, request)
     place, checkpoint = _begin(request, arguments.distributed_state)
     vocabulary = source.config.get("vocab_size")
@@ -163,14 +164,14 @@ def _precision(request: UptrainRequest) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
-def _arguments(request: UptrainRequest, device: torch.device, precision: torch.dtype, width: int) -> Any:
+def _arguments(request: UptrainRequest, device: torch.device, precision: torch.dtype) -> Any:
     from transformers import TrainingArguments
 
     evaluated, saved = bool(request.eval_every), bool(request.save_every)
     return TrainingArguments(
         output_dir=str(request.work),
         max_steps=request.steps,
-        learning_rate=request.lr or usual_rate(width),
+        learning_rate=request.lr or 0.0,  # of the model's width, set when it has been loaded
         lr_scheduler_type=request.schedule if request.schedule != "constant" else "constant_with_warmup",
         warmup_steps=int(request.warmup * request.steps),
         weight_decay=request.weight_decay,
@@ -209,7 +210,9 @@ def _begin(request: UptrainRequest, state: Any) -> tuple[Place, Path | None]:
     elif state.is_main_process:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        (work / _REQUEST).write_text(json.dumps(request.result_options(), indent=1) + "\n", encoding="utf-8")
+        part = work / f"{_REQUEST}.part"
+        part.write_text(json.dumps(request.result_options(), indent=1) + "\n", encoding="utf-8")
+        os.replace(part, work / _REQUEST)
     state.wait_for_everyone()
     return place, last
 
@@ -219,6 +222,8 @@ def _last_checkpoint(request: UptrainRequest) -> Path | None:
     from kvfold.convert.uptrain_trainer import PLACE
 
     work = request.work
+    if work.exists() and not (work.is_dir() and (not any(work.iterdir()) or any(work.glob(f"{_REQUEST}*")))):
+        raise InputError(f"{work}: the run would write its log there, found something else; name another OUT")
     if request.resume and (work / _REQUEST).is_file():
         different = changed(json.loads((work / _REQUEST).read_text(encoding="utf-8")), request)
         if different is not None:

@@ -79,6 +79,12 @@ class Uptrainer(Trainer):  # type: ignore[misc]
             self._channel.watch(made)
         return made
 
+    def _get_learning_rate(self) -> float:
+        """The common rate, for the log: the first tensor's over its size."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        group = self.optimizer.param_groups[0]
+        return float(group["lr"] / self._sizes[names[group["params"][0]]])
+
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         tokens = inputs["input_ids"]
         outputs = model(input_ids=tokens, use_cache=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, uptrain_trainer
@@ -112,6 +112,7 @@ def test_twenty_steps_of_every_target(converted, text, tmp_path, target):
     done = train(start, out, text)
     found = losses(done)
     assert len(found) == 20
+    assert max(row.get("learning_rate", 0) for row in done.rows) == pytest.approx(QUICK["lr"])
     assert found[-1] < found[0] - 0.3
     drift = done.record["held_out"]
     assert drift["after"]["eval_loss"] < drift["before"]["eval_loss"] - 0.3
@@ -402,4 +403,23 @@ def test_every_tensor_learns_in_proportion_to_its_size(converted):
     relative_groups(optimizer, model, sizes)
     rates = {id(group["params"][0]): group["lr"] for group in optimizer.param_groups}
     assert rates[id(query)] == pytest.approx(0.01 * sizes[f"{attention}.q_proj.weight"])
-    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1}
+    decays = [group["lr"] * group["weight_decay"] for group in optimizer.param_groups]
+    assert decays == pytest.approx([0.01 * 0.1] * len(decays))
+
+
+def test_tables_of_old_checkpoints_need_not_come_back(converted, text, tmp_path):
+    start = shutil.copytree(converted("gqa"), tmp_path / "start")
+    old = tensors(start)
+    (file,) = start.glob("*.safetensors")
+    save_file({**old, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file, {"format": "pt"})
+    train(start, tmp_path / "out", text, steps=1, eval_every=0)
+    assert tensors(tmp_path / "out").keys() == old.keys()
+
+
+def test_a_folder_that_is_not_a_run_is_left_alone(converted, text, tmp_path):
+    mine = tmp_path / "out.training" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    with pytest.raises(InputError, match="the run would write its log there, found something else"):
+        train(converted("gqa"), tmp_path / "out", text, steps=1)
+    assert mine.read_text() == "mine"
