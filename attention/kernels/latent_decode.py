@@ -12,6 +12,7 @@ log-sum-exp. More than 64 heads take turns over the same slots.
 # ruff: noqa: ANN001, ANN202 -- a kernel's annotations are Triton's: they mark what is constant when it is compiled
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,20 +160,26 @@ def decode_latent(
     log_sums = torch.empty(batch, heads, parts, dtype=torch.float32, device=query.device)
     seen, strides = _mask(mask, batch)
     options: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    _part_kernel[(batch, blocks, parts)](
-        query, query_rope, latent, key_rope, lengths, seen, mixed, log_sums,
-        scale * _LOG2_E, heads, slots, part, parts,
-        *query.stride()[:2], *query_rope.stride()[:2], *latent.stride()[:2], *key_rope.stride()[:2], *strides,
-        R=rank, P=rope, RANK=_dot_width(rank), ROPE=_dot_width(rope),
-        HEADS=tiles.heads, SLOTS=tiles.slots, HAS_LENGTHS=lengths is not None, HAS_MASK=mask is not None,
-        WIDEN=_interpreted() and query.dtype == torch.bfloat16, **options,
-    )  # fmt: skip
     result = torch.empty(batch, heads, 1, rank, dtype=query.dtype, device=query.device)
     channels = min(_MERGED, _dot_width(rank))
-    _merge_kernel[(batch * heads, triton.cdiv(rank, channels))](
-        mixed, log_sums, result, parts, R=rank, PARTS=triton.next_power_of_2(parts), CHANNELS=channels
-    )
+    with _on(query.device):
+        _part_kernel[(batch, blocks, parts)](
+            query, query_rope, latent, key_rope, lengths, seen, mixed, log_sums,
+            scale * _LOG2_E, heads, slots, part, parts,
+            *query.stride()[:2], *query_rope.stride()[:2], *latent.stride()[:2], *key_rope.stride()[:2], *strides,
+            R=rank, P=rope, RANK=_dot_width(rank), ROPE=_dot_width(rope),
+            HEADS=tiles.heads, SLOTS=tiles.slots, HAS_LENGTHS=lengths is not None, HAS_MASK=mask is not None,
+            WIDEN=_interpreted() and query.dtype == torch.bfloat16, **options,
+        )  # fmt: skip
+        _merge_kernel[(batch * heads, triton.cdiv(rank, channels))](
+            mixed, log_sums, result, parts, R=rank, PARTS=triton.next_power_of_2(parts), CHANNELS=channels
+        )
     return result
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, whichever its arguments lie on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _interpreted() -> bool:
