@@ -62,12 +62,16 @@ def subjects(models: Sequence[str], shape: str | None, layers: int | None, longe
 
 
 def bench(chosen: Sequence[Subject], options: Options, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Rows of every subject, context and batch, with ratios to the first subject, and what they ran on."""
+    """Rows of every subject, context and batch, with ratios to the first subject, and what they ran on.
+
+    A subject whose process fails is rows that say so; KvfoldError when all do.
+    """
     device, dtype = _where(options, chosen)
     limit = options.prefill_tokens
     limit = (2048 if device == "cpu" else 32768) if limit is None else limit
     report: dict[str, Any] = {"kvfold": _version("kvfold"), "transformers": _version("transformers")}
     report |= {"dtype": dtype, "cache": options.cache, "options": asdict(options), "rows": []}
+    failures: list[KvfoldError] = []
     for subject in chosen:
         from kvfold.convert.bench_worker import Task
 
@@ -76,9 +80,16 @@ def bench(chosen: Sequence[Subject], options: Options, tell: Callable[[str], Non
             subject, options.contexts, options.batches, device, dtype, options.cache, limit, options.seconds,
             options.threads,
         )  # fmt: skip
-        found = run_apart(task)
-        report |= {key: found[key] for key in ("device", "threads", "torch")}
+        try:
+            found = run_apart(task)
+        except KvfoldError as error:
+            failures.append(error)
+            pairs = [{"context": context, "batch": batch} for context in options.contexts for batch in options.batches]
+            found = {"rows": [{**pair, "failed": str(error)} for pair in pairs]}
+        report |= {key: found[key] for key in ("device", "threads", "torch") if key in found}
         report["rows"] += [{"model": subject.label, "form": subject.form, **row} for row in found["rows"]]
+    if len(failures) == len(chosen):
+        raise failures[0]
     _add_ratios(report["rows"], chosen[0].label)
     return report
 
@@ -144,13 +155,15 @@ def bench_table(report: dict[str, Any]) -> str:
 
 
 def _pad(cell: str, column: int, width: int) -> str:
-    return cell.ljust(width) if column in (0,) or cell.startswith("does not fit") else cell.rjust(width)
+    return cell.ljust(width) if column in (0,) or cell.startswith("does not ") else cell.rjust(width)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     start = (row["model"], str(row["context"]), str(row["batch"]))
     if "needed_bytes" in row:
         return (*start, f"does not fit: needs {_bytes(row['needed_bytes'])}, {_bytes(row['free_bytes'])} free")
+    if "failed" in row:
+        return (*start, f"does not run: {row['failed'].split(': ', 1)[-1]}")
     prefill, ratio = row.get("prefill_tokens_per_s"), row.get("ratio")
     return (
         *start,

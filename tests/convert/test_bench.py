@@ -1,6 +1,7 @@
 """``kvfold bench``: what it runs, what it predicts, what it measures and how it says so."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,20 @@ def test_shapes_are_those_of_the_models():
     assert weights.total - weights.read == 32000 * 4096
     assert set(SHAPES) >= {"llama-2-7b", "llama-2-13b"}
     assert Path(bench_worker.__file__).name == "bench_worker.py"
+
+
+def test_a_model_that_fails_does_not_take_the_others_with_it(in_process, monkeypatch):
+    measured = bench.run_apart
+
+    def run(task):
+        if task.subject.label == "GQA-2":
+            raise KvfoldError("GQA-2: its process failed: out of memory")
+        return measured(task)
+
+    monkeypatch.setattr(bench, "run_apart", run)
+    chosen = [subject for subject in bench.subjects((), "tiny", 1, 8) if subject.label in ("MHA", "GQA-2")]
+    report = bench.bench(chosen, replace(QUICK, contexts=(8,), batches=(1,)), lambda text: None)
+    assert [("failed" in row, "ratio" in row) for row in report["rows"]] == [(False, True), (True, False)]
+    assert "does not run: its process failed: out of memory" in bench.bench_table(report)
+    with pytest.raises(KvfoldError, match="out of memory"):
+        bench.bench(chosen[1:], replace(QUICK, contexts=(8,), batches=(1,)), lambda text: None)
