@@ -5,6 +5,7 @@ of a layer waits in a scratch folder beside the shards; in memory are the survey
 """
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -102,7 +103,8 @@ def settled(plan: Plan, found: Surveyed) -> tuple[Plan, Slots, dict[str, Any]]:
         plan, slots = svd_plan(plan), svd_slots(plan)
         return plan, slots, slots_record(slots)
     offers = [_offer(plan, target, found.surveys) for target in targets]
-    best = 0
+    _tell_walks(plan, len(targets))
+    best, scores = 0, list[float]()
     record: dict[str, Any] = {}
     if plan.request.budget is not None:
         scores = [_score(offer, slots, found) for offer, slots in offers]
@@ -112,10 +114,24 @@ def settled(plan: Plan, found: Surveyed) -> tuple[Plan, Slots, dict[str, Any]]:
             for target, score in zip(targets, scores, strict=True)
         ]
     if targets[best].layout == "engine":
-        record["deepseek_layout"] = {
-            "kl": _score(*_offer(plan, replace(targets[best], layout="deepseek"), found.surveys), found)
-        }
+        other = _offer(plan, replace(targets[best], layout="deepseek"), found.surveys)
+        record["deepseek_layout"] = {"kl": _score(*other, found)}
+        if plan.request.refine:  # then the run's own drift is no fair comparison: it is refined to the end
+            own = scores[best] if scores else _score(*offers[best], found)
+            record["deepseek_layout"] |= {"steps": _LOOK, "engine_kl": own}
     return *offers[best], {**record, **slots_record(offers[best][1])}
+
+
+def _tell_walks(plan: Plan, splits: int) -> None:
+    """Say on stderr how many walks come before that of the conversion: the estimate is of one."""
+    request = plan.request
+    walks = 0 if request.budget is None else splits
+    if request.layout == "engine":
+        walks += 2 if request.refine and not walks else 1
+    if walks and not request.quiet:
+        steps = f", with at most {_LOOK} steps of refinement per layer" if request.refine else ""
+        what = f"comparing {splits} splits" if request.budget is not None else "comparing layouts"
+        print(f"{what}: {walks} more walks over the text kept aside{steps}", file=sys.stderr)
 
 
 def _offer(plan: Plan, target: LatentTarget, surveys: tuple[LayerSurvey, ...]) -> tuple[Plan, Slots]:

@@ -152,13 +152,14 @@ def _folded(request: ConvertRequest, checkpoint: Checkpoint, family: Family, geo
 def latent_targets(request: ConvertRequest, family: Family, checkpoint: Checkpoint) -> list[LatentTarget]:
     """The splits that an MLA request leaves open, the one with most rotary dims last; one where it names it.
 
-    Of a budget of N numbers every P is looked at in even steps of at most N/8. Raises InputError when none is possible.
+    Of a budget of N numbers every P is looked at that is a multiple of the largest power of two up to N/8: the splits
+    that kernels are written for are among them. Raises InputError when none is possible.
     """
     layout: Any = request.layout or "deepseek"
     if request.budget is None:
         splits = [(request.kv_rank or 0, request.rope_dim or 0)]
     else:
-        step = max(2, request.budget // 8 // 2 * 2)
+        step = max(2, 1 << (request.budget // 8).bit_length() >> 1)
         splits = [(request.budget - rope, rope) for rope in range(step, request.budget, step)]
     targets = [LatentTarget(rank, rope, request.q_rank, layout) for rank, rope in splits]
     problems = [

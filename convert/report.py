@@ -151,10 +151,12 @@ def engine_cost(found: Mapping[str, Any]) -> str:
     """What the engine layout costs against the deepseek layout, as a sentence; empty for other conversions."""
     if "deepseek_layout" not in found or "drift" not in found:
         return ""
-    engine, deepseek = found["drift"]["kl"]["value"], found["deepseek_layout"]["kl"]
+    other = found["deepseek_layout"]
+    engine = other.get("engine_kl", found["drift"]["kl"]["value"])
+    after = f" after {other['steps']} steps of refinement" if "steps" in other else ""
     return (
-        f"layout engine drifts by a KL of {engine:.4f} nats, layout deepseek would by {deepseek:.4f} "
-        "(same split, same text)"
+        f"layout engine drifts by a KL of {engine:.4f} nats, layout deepseek would by {other['kl']:.4f} "
+        f"(same split, same text{after})"
     )
 
 

@@ -145,7 +145,7 @@ class Walk:
     """Iterating yields every layer in order; each must be settled with ``step.convert`` before the next.
 
     ``held_out [M, T]`` and ``calibration [N, T]`` are tokens. ``profile`` adds distance profiles to the statistics;
-    ``keep_calibration`` keeps what refinement needs, at three times the memory for hidden states. Without
+    ``keep_calibration`` keeps what refinement needs, at four times the memory for hidden states. Without
     ``calibration`` only the held-out sequences go through.
     """
 

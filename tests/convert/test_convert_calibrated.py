@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert import ConvertRequest, convert_checkpoint, latent_run
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.perplexity import checkpoint_perplexity, token_windows
@@ -135,6 +135,26 @@ def test_a_budget_takes_the_split_that_drifts_least(tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (best["kv_rank"], best["rope_dim"])
     assert record["drift"]["kl"]["value"] == pytest.approx(best["kl"], rel=1e-6)
+
+
+def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, monkeypatch):
+    monkeypatch.setattr(latent_run, "_LOOK", 4)
+    options = {"to": "mla", "budget": 16, "samples": 8, "seq_len": 64}
+    plain = convert(tmp_path / "plain", **options).record["splits"]
+    refined = convert(tmp_path / "refined", **options, refine=4).record["splits"]
+    assert [split["rope_dim"] for split in refined] == [split["rope_dim"] for split in plain]
+    assert all(after["kl"] < before["kl"] for before, after in zip(plain, refined, strict=True))
+
+
+def test_layouts_are_compared_after_equally_many_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(latent_run, "_LOOK", 2)
+    options = {"to": "mla", "kv_rank": 32, "rope_dim": 32, "layout": "engine", "samples": 8, "seq_len": 64}
+    record = convert(tmp_path / "out", **options, refine=8).record
+    found = record["deepseek_layout"]
+    assert found["steps"] == 2
+    assert found["engine_kl"] != record["drift"]["kl"]["value"]  # which is that after eight
+    shown = f"{found['engine_kl']:.4f} nats, layout deepseek would by {found['kl']:.4f} (same split, same text, after 2"
+    assert shown in (tmp_path / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from kvfold.convert import run as run_module
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import family_of
+from kvfold.convert.plan import latent_targets
 from kvfold.convert.recipes import read_recipe, recipe_names
 from kvfold.convert.report import saving
 
@@ -314,3 +315,11 @@ def test_a_dry_run_by_recipe(shapes_of, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "MHA -> GQA-8, method principal: 8192 -> 2048 numbers cached per token and layer (75.0 % less)" in shown
     assert re.search(r"k_proj.weight  BF16 4096x4096 -> 1024x4096", shown)
+
+
+def test_a_budget_looks_at_the_splits_that_kernels_are_written_for(shapes_of, tmp_path):
+    folder = str(shapes_of("meta-llama/Llama-2-7b-hf"))
+    request = ConvertRequest(model=folder, out=str(tmp_path / "out"), to="mla", budget=576, dry_run=True)
+    plan = convert_checkpoint(request).plan
+    targets = latent_targets(request, plan.family, plan.checkpoint)
+    assert {(512, 64), (448, 128)} < {(target.kv_rank, target.rope_dim) for target in targets}
