@@ -3,12 +3,14 @@
 It lies in the temporary folder beside the shards and is gone when the output is whole. A finished layer's tensors are
 in the shards already, in the dtype that the model is measured in; beside their layer's number the journal holds only
 what the run noted about it. A resumed run takes calibration text through finished layers as they are, which costs two
-forward passes and makes no choices, and goes on fitting behind them: the bytes are those of a run that was not killed.
+forward passes (for MLA the survey and what it settles come before, once more), and goes on fitting behind them: the
+bytes are those of a run that was not killed.
 """
 
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,9 +75,23 @@ def forget(folder: Path) -> None:
 
 
 def resumable(plan: Plan) -> Callable[[Path], bool]:
-    """Whether a folder is what a killed run of the same request on the same source left, with a layer finished."""
+    """Whether a folder is what a killed run of the same request on the same source left, with a layer finished.
+
+    Says so on stderr when what is there is another run's.
+    """
     key = run_key(plan)
-    return lambda folder: bool(_layers(folder / _NAME, key))
+
+    def same(folder: Path) -> bool:
+        layers = _layers(folder / _NAME, key)
+        if layers is None and (folder / _NAME).is_file() and not plan.request.quiet:
+            print(
+                "--resume: what a killed run left here is of other options, files, device, number of threads or "
+                "versions: starting anew",
+                file=sys.stderr,
+            )
+        return bool(layers)
+
+    return same
 
 
 def run_key(plan: Plan) -> str:

@@ -89,8 +89,8 @@ def test_a_killed_run_goes_on_at_its_last_finished_layer(tmp_path, name):
     assert contents(tmp_path / "out") == contents(tmp_path / "unbroken")
 
 
-def test_only_an_equal_request_with_resume_goes_on(tmp_path, monkeypatch):
-    options = request(tmp_path, "mqa", resume=True)
+def test_only_an_equal_request_with_resume_goes_on(tmp_path, monkeypatch, capsys):
+    options = request(tmp_path, "mqa", resume=True, quiet=False)
     noted = []
     note = journal.Journal.note
 
@@ -106,6 +106,8 @@ def test_only_an_equal_request_with_resume_goes_on(tmp_path, monkeypatch):
         with pytest.raises(RuntimeError, match="enough"):
             convert_checkpoint(ConvertRequest(**{**options, **changes}))
         assert noted == [first]
+        anew = "--resume: what a killed run left here is of other options" in capsys.readouterr().err
+        assert anew == (changes == {"seed": 1})
     assert not list(tmp_path.iterdir())  # without --resume nothing is left
 
 
