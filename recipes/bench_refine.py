@@ -27,6 +27,7 @@ TARGETS = {
     "GQA-2": "--to gqa --kv-heads 2",
     "MQA": "--to mqa",
     "MLA 48+16": "--to mla --kv-rank 48 --rope-dim 16",
+    "MLA 40+24": "--to mla --kv-rank 40 --rope-dim 24",
     "MLA 32+32": "--to mla --kv-rank 32 --rope-dim 32",
     "MLA 48+16 engine": "--to mla --kv-rank 48 --rope-dim 16 --layout engine",
     "MLA 20+12": "--to mla --kv-rank 20 --rope-dim 12",
