@@ -153,7 +153,7 @@ def test_layouts_are_compared_after_equally_many_steps(tmp_path, monkeypatch):
     found = record["deepseek_layout"]
     assert found["steps"] == 2
     assert found["engine_kl"] != record["drift"]["kl"]["value"]  # which is that after eight
-    shown = f"{found['engine_kl']:.4f} nats, layout deepseek would by {found['kl']:.4f} (same split, same text, after 2"
+    shown = f"{found['engine_kl']:.4f} nats, layout deepseek would by {found['kl']:.4f} (same split, same text after 2"
     assert shown in (tmp_path / "out" / "README.md").read_text()
 
 
