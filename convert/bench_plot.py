@@ -1,24 +1,9 @@
 """A bench report as a picture: decoding speed and cache, one group of bars per context and batch."""
 
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from kvfold.convert.errors import InputError
-
-_KINDS = (".png", ".svg", ".pdf")
 _COLOURS = ("#4C566A", "#5E81AC", "#D08770", "#A3BE8C", "#B48EAD", "#EBCB8B", "#88C0D0", "#BF616A")
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-
-
-def check_plot(path: str) -> None:
-    """Raises InputError before anything is measured when the plot could not be drawn."""
-    if find_spec("matplotlib") is None:
-        raise InputError(f"--plot {path}: matplotlib is not installed; install kvfold[report]")
-    if Path(path).suffix not in _KINDS:
-        raise InputError(f"--plot {path}: expected a file that ends in {', '.join(_KINDS)}")
-    if not Path(path).resolve().parent.is_dir():
-        raise InputError(f"--plot {path}: cannot be written: name a file in a folder that exists")
 
 
 def draw(report: dict[str, Any], path: str) -> None:

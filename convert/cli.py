@@ -197,7 +197,8 @@ def bench(
     contexts, batches = run.numbers(context, "--context"), run.numbers(batch, "--batch")
     chosen = run.subjects(models, shape, layers, max(contexts))
     if plot is not None:
-        from kvfold.convert.bench_plot import check_plot, draw
+        from kvfold.convert.bench_plot import draw
+        from kvfold.convert.plots import check_plot
 
         check_plot(plot)
     _check_writable(json_file)

@@ -49,7 +49,7 @@ def tensor_sizes(model: nn.Module, channel: ConstantChannel | None) -> dict[str,
 def relative_groups(optimizer: torch.optim.Optimizer, model: nn.Module, sizes: dict[str, float]) -> None:
     """Give each tensor of an unused ``optimizer`` a group of its own, whose rate is multiplied by the tensor's size.
 
-    Weights decay as if it were not: by the common rate times the weight decay.
+    Weights decay as if it were not: by the common rate times the weight decay. Groups tell the ``size``.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
 
@@ -57,7 +57,7 @@ def relative_groups(optimizer: torch.optim.Optimizer, model: nn.Module, sizes: d
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 size = sizes[names[parameter]]
-                changed = {"lr": group["lr"] * size, "weight_decay": group["weight_decay"] / size}
+                changed = {"lr": group["lr"] * size, "weight_decay": group["weight_decay"] / size, "size": size}
                 yield {**group, "params": [parameter], **changed}
 
     optimizer.param_groups = list(groups())

@@ -171,7 +171,6 @@ def _arguments(request: UptrainRequest, device: torch.device, precision: torch.d
     return TrainingArguments(
         output_dir=str(request.work),
         max_steps=request.steps,
-        learning_rate=request.lr or 0.0,  # of the model's width, set when it has been loaded
         lr_scheduler_type=request.schedule if request.schedule != "constant" else "constant_with_warmup",
         warmup_steps=int(request.warmup * request.steps),
         weight_decay=request.weight_decay,

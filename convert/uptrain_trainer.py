@@ -80,10 +80,9 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         return made
 
     def _get_learning_rate(self) -> float:
-        """The common rate, for the log: the first tensor's over its size."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        """The common rate, for the log."""
         group = self.optimizer.param_groups[0]
-        return float(group["lr"] / self._sizes[names[group["params"][0]]])
+        return float(group["lr"] / group["size"])
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         tokens = inputs["input_ids"]

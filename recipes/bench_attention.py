@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from kvfold.attention import cache_bytes, grouped_attention, latent_attention
+from kvfold.convert.bench_clock import peak_memory, vendor
 
 BATCH, HEADS, DIM, CONTEXT = 8, 32, 128, 8192
 RANK, ROPE, NOPE, VALUE = 512, 64, 128, 128
@@ -158,12 +159,6 @@ PEAK_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def peak_memory() -> int:
-    """Bytes of this process alone (getrusage's maximum would include the parent's)."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-
-
 def peak_of(case: str, length: int) -> int:
     """Bytes that one call needs beyond its inputs, 4 heads x 64; meant for a process of its own."""
     options = dict(PEAK_CASES[case])
@@ -175,11 +170,11 @@ def peak_of(case: str, length: int) -> int:
     grouped_attention(
         query[..., :64, :], key[..., :64, :], value[..., :64, :], window=8
     )  # what torch loads on first use
-    before = peak_memory()
+    before = peak_memory(torch.device("cpu"))
     mixed = grouped_attention(query.requires_grad_(bool(backward)), key, value, **options)
     if backward:
         mixed.sum().backward()
-    return peak_memory() - before
+    return peak_memory(torch.device("cpu")) - before
 
 
 def peaks(lengths: list[int]) -> list[dict[str, Any]]:
@@ -195,12 +190,12 @@ def peaks(lengths: list[int]) -> list[dict[str, Any]]:
 
 
 def machine(threads: int, device: str) -> dict[str, Any]:
-    cpu = platform.processor()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
-    name = torch.cuda.get_device_name() if device == "cuda" else cpu
-    found = {"device": name, "cores": os.cpu_count(), "threads": threads, "load_before": os.getloadavg()[0]}
+    found = {
+        "device": vendor(torch.device(device)),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "load_before": os.getloadavg()[0],
+    }
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     return {**found, **versions, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
 

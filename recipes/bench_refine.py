@@ -41,10 +41,10 @@ def machine() -> dict[str, Any]:
     import torch
     import transformers
 
-    with open("/proc/cpuinfo") as lines:
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    from kvfold.convert.bench_clock import vendor
+
     return {
-        "cpu": model,
+        "cpu": vendor(torch.device("cpu")),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -24,6 +24,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
+from kvfold.convert.bench_clock import vendor
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.perplexity import checkpoint_perplexity, token_windows
 
@@ -79,19 +80,15 @@ def report(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "what": f"the model that ships with kvfold; excess loss in nats on {WINDOWS} x {LENGTH} held-out tokens",
         "date": datetime.date.today().isoformat(),
-        "machine": {"processor": processor(), "cpus": os.cpu_count(), "threads": 1, "kernel": platform.release()},
+        "machine": {
+            "processor": vendor(torch.device("cpu")),
+            "cpus": os.cpu_count(),
+            "threads": 1,
+            "kernel": platform.release(),
+        },
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "rows": list(rows),
     }
-
-
-def processor() -> str:
-    """The processor's name as Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
