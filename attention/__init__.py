@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvfold.attention.absorbed import AbsorbedProjections, absorbed_projections
-    from kvfold.attention.absorption import absorb, unabsorb
     from kvfold.attention.cache import KVCache, LatentCache, cache_bytes, cache_numbers
-    from kvfold.attention.drift import measure_drift
+    from kvfold.attention.deepseek.absorb import absorb, unabsorb
+    from kvfold.attention.drift.profile import distance_profile, row_kl
+    from kvfold.attention.drift.report import measure_drift
     from kvfold.attention.grouped import grouped_attention
     from kvfold.attention.latent import latent_attention
     from kvfold.attention.modeling import GroupedAttention, LatentAttention
-    from kvfold.attention.profile import distance_profile, row_kl
     from kvfold.attention.rotary import apply_rotary, rotary_frequencies, rotary_tables
 
 _HOME = {
@@ -23,19 +23,19 @@ _HOME = {
     "KVCache": "cache",
     "LatentAttention": "modeling",
     "LatentCache": "cache",
-    "absorb": "absorption",
+    "absorb": "deepseek.absorb",
     "absorbed_projections": "absorbed",
     "apply_rotary": "rotary",
     "cache_bytes": "cache",
     "cache_numbers": "cache",
-    "distance_profile": "profile",
+    "distance_profile": "drift.profile",
     "grouped_attention": "grouped",
     "latent_attention": "latent",
     "measure_drift": "drift",
     "rotary_frequencies": "rotary",
     "rotary_tables": "rotary",
-    "row_kl": "profile",
-    "unabsorb": "absorption",
+    "row_kl": "drift.profile",
+    "unabsorb": "deepseek.absorb",
 }
 
 __all__ = [

@@ -7,17 +7,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvfold.convert.inspect import inspect_checkpoint
+    from kvfold.convert.conversion.run import convert_checkpoint
+    from kvfold.convert.inspection import inspect_checkpoint
     from kvfold.convert.recipes import recipe_request
     from kvfold.convert.request import ConvertRequest
-    from kvfold.convert.run import convert_checkpoint
 
 __all__ = ["ConvertRequest", "convert_checkpoint", "inspect_checkpoint", "recipe_request"]
 
 _HOME = {
     "ConvertRequest": "kvfold.convert.request",
-    "convert_checkpoint": "kvfold.convert.run",
-    "inspect_checkpoint": "kvfold.convert.inspect",
+    "convert_checkpoint": "kvfold.convert.conversion.run",
+    "inspect_checkpoint": "kvfold.convert.inspection",
     "recipe_request": "kvfold.convert.recipes",
 }
 

@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from kvfold.convert import request as rq
-from kvfold.convert.command import run_command
+from kvfold.convert.console import run_command
 from kvfold.convert.errors import InputError
 
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
@@ -58,7 +58,7 @@ def inspect(model: str, as_json: bool) -> None:
 
     Reads the headers and the config only: a hub id is not downloaded.
     """
-    from kvfold.convert.inspect import inspect_checkpoint, summary
+    from kvfold.convert.inspection import inspect_checkpoint, summary
 
     found = inspect_checkpoint(model)
     click.echo(json.dumps(found, indent=2) if as_json else summary(found))
@@ -134,7 +134,7 @@ def convert(recipe: str | None, **options: Any) -> None:
         raise click.UsageError("missing option '--to': gqa, mqa or mla; or name a --recipe", ctx)
     given = {name: value for name, value in options.items() if ctx.get_parameter_source(name) in _GIVEN}
     request = rq.ConvertRequest(**options) if recipe is None else recipe_request(recipe, **given)
-    from kvfold.convert.run import convert_checkpoint
+    from kvfold.convert.conversion.run import convert_checkpoint
 
     result = convert_checkpoint(request)
     if request.dry_run or not request.quiet:
@@ -155,8 +155,8 @@ def convert(recipe: str | None, **options: Any) -> None:
 @click.option("--trust-remote-code", is_flag=True, help="Permit code that MODEL carries for its tokenizer to run.")
 def drift(model: str, out: str, json_file: str | None, **options: Any) -> None:
     """Measure how far the converted checkpoint OUT is from MODEL, layer by layer and at the end."""
-    from kvfold.convert.drift_report import drift_table
-    from kvfold.convert.drift_run import drift_checkpoints
+    from kvfold.convert.measure.drift import drift_checkpoints
+    from kvfold.convert.measure.table import drift_table
 
     _check_writable(json_file)
     report = drift_checkpoints(model, out, **options)
@@ -192,12 +192,12 @@ def bench(
 
     A latent (MLA) model is timed in stock form and absorbed. Decoding starts from a cache of random values.
     """
-    from kvfold.convert import bench as run
+    from kvfold.convert.bench import run
 
     contexts, batches = run.numbers(context, "--context"), run.numbers(batch, "--batch")
     chosen = run.subjects(models, shape, layers, max(contexts))
     if plot is not None:
-        from kvfold.convert.bench_plot import draw
+        from kvfold.convert.bench.plot import draw
         from kvfold.convert.plots import check_plot
 
         check_plot(plot)

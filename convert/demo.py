@@ -39,7 +39,7 @@ CONVERSIONS: tuple[dict[str, Any], ...] = (
 def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[Row]:
     """Inspect, convert and measure; ``echo`` gets every line. Raises InputError when ``folder`` holds something."""
     from kvfold.convert.data import demo_folder
-    from kvfold.convert.inspect import inspect_checkpoint, summary
+    from kvfold.convert.inspection import inspect_checkpoint, summary
 
     model = demo_folder()
     echo("A small Llama-architecture model, trained on the Python library's documentation:\n")
@@ -86,10 +86,10 @@ def _measure_all(model: Path, numbers: int, place: Path, echo: Callable[[str], N
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
+    from kvfold.convert.conversion.run import convert_checkpoint
     from kvfold.convert.data import read_text
-    from kvfold.convert.perplexity import checkpoint_perplexity, token_windows
+    from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
     from kvfold.convert.request import ConvertRequest
-    from kvfold.convert.run import convert_checkpoint
 
     logging.disable_progress_bar()
     tokens = token_windows(AutoTokenizer.from_pretrained(model), read_text("heldout"), _WINDOWS, _LENGTH)

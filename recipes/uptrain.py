@@ -4,7 +4,7 @@ accelerate launch --config_file recipes/fsdp.yaml recipes/uptrain.py MODEL OUT -
 torchrun --nproc-per-node 8 recipes/uptrain.py MODEL OUT --teacher SOURCE --text FILE
 """
 
-from kvfold.convert.uptrain import main
+from kvfold.convert.uptrain.__main__ import main
 
 if __name__ == "__main__":
     main()

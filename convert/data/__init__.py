@@ -1,6 +1,6 @@
 """Files that ship with kvfold: a small trained model, and training, calibration and held-out text.
 
-Made by ``recipes/train_demo.py``; nothing here imports torch or transformers.
+Made by ``recipes/demo/train_demo.py``; nothing here imports torch or transformers.
 """
 
 import lzma

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.families.expressions import evaluate
-from kvfold.convert.families.family import Family, Geometry
+from kvfold.convert.families.model import Family, Geometry
 from kvfold.convert.families.names import ROLES, Role, active_norm, attention_names, has_bias, kv_config, norm_names
 from kvfold.convert.families.schema import Norm
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm

@@ -7,7 +7,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.expressions import evaluate
 
 if TYPE_CHECKING:
-    from kvfold.convert.families.family import Family, Geometry
+    from kvfold.convert.families.model import Family, Geometry
     from kvfold.convert.families.schema import Attention, Norm
 
 Role = Literal["q", "k", "v", "o"]

@@ -12,7 +12,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.expressions import evaluate
 
 if TYPE_CHECKING:
-    from kvfold.convert.families.family import Family
+    from kvfold.convert.families.model import Family
 
 _SCALED_BY_LENGTH = ("llama3", "yarn", "longrope")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.expressions import evaluate
-from kvfold.convert.families.family import Family
+from kvfold.convert.families.model import Family
 from kvfold.convert.families.rope import checked_number, rope_table, rotary_fraction
 from kvfold.convert.transforms.weights import Rotary
 

@@ -3,10 +3,10 @@
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.families.family import Family, Geometry
+from kvfold.convert.families.model import Family, Geometry
 from kvfold.convert.families.names import ROLES, Role, attention_names
-from kvfold.convert.hf_config import dtype_changes, edit_config
 from kvfold.convert.io.checkpoint import Checkpoint
+from kvfold.convert.io.config import dtype_changes, edit_config
 from kvfold.convert.io.headers import FLOAT_DTYPES
 from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.targets.target import TargetLayout

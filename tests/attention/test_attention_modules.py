@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvfold.attention import GroupedAttention, KVCache, LatentAttention, LatentCache, reference, rotary_frequencies
-from kvfold.attention import reference_cached as cached
+from kvfold.attention import GroupedAttention, KVCache, LatentAttention, LatentCache, rotary_frequencies
+from kvfold.attention.reference import cached
+from kvfold.attention.reference import whole as reference
 
 E, H, G, D, DV, T = 12, 4, 2, 6, 5, 7
 R, P, DN = 9, 4, 6

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.attention import blocked, grouped_attention, latent_attention, products, reference
+from kvfold.attention import blocked, grouped_attention, latent_attention, products
+from kvfold.attention.reference import whole as reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BATCHES = {1: [40, 60], 2: [20, 30], 7: [6, 9], 33: [1, 2, 3]}  # enough rows for an error to be an average

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.attention import apply_rotary, reference, rotary_frequencies, rotary_tables
+from kvfold.attention import apply_rotary, rotary_frequencies, rotary_tables
+from kvfold.attention.reference import whole as reference
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -107,8 +107,8 @@ def test_numbers_that_could_not_be_written_are_refused_before_measuring(tmp_path
 
 
 def test_drift_asks_for_leave_to_run_a_tokenizers_code(tmp_path):
-    from kvfold.convert.drift_run import drift_checkpoints
     from kvfold.convert.errors import InputError
+    from kvfold.convert.measure.drift import drift_checkpoints
 
     model = Path(shutil.copytree(demo_folder(), tmp_path / "model"))
     ran = tmp_path / "ran"
@@ -130,7 +130,8 @@ def test_drift_asks_for_leave_to_run_a_tokenizers_code(tmp_path):
 
 
 def test_an_unforeseen_failure_is_one_line_too(tmp_path, monkeypatch, capsys):
-    from kvfold.convert import cli, run
+    from kvfold.convert import cli
+    from kvfold.convert.conversion import run
 
     def broken(request):
         raise ZeroDivisionError("one\ntwo")

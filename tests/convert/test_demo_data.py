@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert.data import SEPARATOR, demo_folder, read_documents, read_text
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "demo"
 LATER_SPLITS = ("calibration", "heldout")
 
 

@@ -7,8 +7,8 @@ import torch
 
 from kvfold.convert.data import demo_folder
 from kvfold.convert.device import compute_dtype
-from kvfold.convert.drift_run import _stream
 from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.measure.drift import _stream
 
 
 @dataclass
@@ -39,8 +39,8 @@ def test_precision(device, asked, expected):
 
 
 def test_a_model_alone_computes_its_logits_once(monkeypatch):
-    from kvfold.attention.lockstep import compare_predictions
-    from kvfold.convert.walk import embed
+    from kvfold.attention.drift.lockstep import compare_predictions
+    from kvfold.convert.walk.walk import embed
 
     stream = _stream(open_checkpoint(demo_folder()), torch.device("cpu"), "auto")
     tokens = torch.randint(0, 2048, (2, 16))

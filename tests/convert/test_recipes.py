@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvfold.convert import ConvertRequest, cli, convert_checkpoint, recipe_request
-from kvfold.convert import run as run_module
+from kvfold.convert.conversion import run as run_module
+from kvfold.convert.conversion.plan import latent_targets
+from kvfold.convert.conversion.record import saving
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.family import family_of
-from kvfold.convert.plan import latent_targets
+from kvfold.convert.families.model import family_of
 from kvfold.convert.recipes import read_recipe, recipe_names
-from kvfold.convert.report import saving
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 # The config.json of each model that a recipe names: the keys that its shapes and its target hang on.

@@ -11,8 +11,8 @@ import pytest
 
 from kvfold.convert import ConvertRequest, recipe_request
 from kvfold.convert.recipes import read_recipe, recipe_names
-from kvfold.convert.uptrain import uptrain
-from kvfold.convert.uptrain_request import UptrainRequest
+from kvfold.convert.uptrain.__main__ import uptrain
+from kvfold.convert.uptrain.request import UptrainRequest
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 README = (FOLDER / "README.md").read_text()

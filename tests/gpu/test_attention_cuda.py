@@ -8,14 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvfold.attention import (
-    GroupedAttention,
-    LatentAttention,
-    grouped_attention,
-    latent_attention,
-    reference,
-    rotary_frequencies,
-)
+from kvfold.attention import GroupedAttention, LatentAttention, grouped_attention, latent_attention, rotary_frequencies
+from kvfold.attention.reference import whole as reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 B, H, G, T, S, D = 2, 4, 2, 9, 40, 64

@@ -1,0 +1,1 @@
+"""Absorbed decoding of stock DeepSeek-layout models."""

@@ -1,0 +1,144 @@
+"""Latent attention of transformers' DeepSeek classes, decoding over the latent cache.
+
+Shapes: ``hidden [B, T, E]``; the cache holds per layer the normed latent ``[B, 1, S, R]`` as keys and the turned rotary
+key ``[B, 1, S, P]`` as values. A call is absorbed when it reads a cache for few queries and nothing wants a gradient;
+otherwise keys and values are expanded and go to the attention function that the model is configured with.
+"""
+
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+from kvfold.attention.absorbed import absorb_query, expand_value
+from kvfold.attention.deepseek.decode import latent_decode, latent_rows
+
+Found = tuple[Tensor, Tensor | None]  # mixed values [B, T, H, Dv], attention weights [B, H, T, S]
+
+
+class _Absorbed(nn.Module):
+    """The forward that both classes share. What it reads of ``self`` is set by the stock classes."""
+
+    home: ModuleType  # where the stock class lives, with its rotation and its eager attention
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Found:
+        """As the stock modules: output ``[B, T, E]`` and, with eager attention, the attention weights."""
+        this = cast(Any, self)
+        nope, rope = _query(this, hidden_states)
+        latent, key_rope = _latent(this, hidden_states)
+        rope, key_rope = _rotate(this, rope, key_rope, position_embeddings)
+        if past_key_values is not None:
+            latent, key_rope = past_key_values.update(latent, key_rope, this.layer_idx)
+        has_past = latent.shape[2] > hidden_states.shape[1]
+        if has_past and _absorbs(this, nope, attention_mask):
+            mixed, weights = _absorbed(this, nope, rope, latent, key_rope, attention_mask)
+        else:
+            mixed, weights = _explicit(this, nope, rope, latent, key_rope, attention_mask, kwargs)
+        return this.o_proj(mixed.reshape(*hidden_states.shape[:-1], -1)), weights
+
+
+class AbsorbedDeepseekV2Attention(_Absorbed, DeepseekV2Attention):  # type: ignore[misc]  # transformers has no types
+    """Stock weights, absorbed decoding."""
+
+    home = modeling_deepseek_v2
+
+
+class AbsorbedDeepseekV3Attention(_Absorbed, DeepseekV3Attention):  # type: ignore[misc]  # transformers has no types
+    """Stock weights, absorbed decoding."""
+
+    home = modeling_deepseek_v3
+
+
+FORMS: dict[type[nn.Module], type[nn.Module]] = {
+    DeepseekV2Attention: AbsorbedDeepseekV2Attention,
+    DeepseekV3Attention: AbsorbedDeepseekV3Attention,
+}
+
+
+def _query(this: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """``[B, H, T, Dn]`` and ``[B, H, T, P]``, not yet turned."""
+    if this.q_lora_rank is None:
+        query = this.q_proj(hidden)
+    else:
+        query = this.q_b_proj(this.q_a_layernorm(this.q_a_proj(hidden)))
+    query = query.view(*hidden.shape[:-1], -1, this.qk_head_dim).transpose(1, 2)
+    nope, rope = torch.split(query, [this.qk_nope_head_dim, this.qk_rope_head_dim], -1)
+    return nope, rope
+
+
+def _latent(this: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The normed latent ``[B, 1, T, R]`` and the rotary key ``[B, 1, T, P]``, not yet turned."""
+    down = this.kv_a_proj_with_mqa(hidden)
+    latent, rope = torch.split(down, [this.kv_lora_rank, this.qk_rope_head_dim], -1)
+    return this.kv_a_layernorm(latent)[:, None], rope[:, None]
+
+
+def _rotate(this: Any, query: Tensor, key: Tensor, embeddings: Any) -> tuple[Tensor, Tensor]:
+    """By the stock file's own functions, so that every version's conventions hold: V2 turns complex numbers."""
+    if isinstance(embeddings, Tensor):
+        turned = this.home.apply_rotary_emb(query, key, embeddings.to(query.device))
+    elif this.config.rope_interleave:
+        turned = this.home.apply_rotary_pos_emb_interleave(query, key, *embeddings)
+    else:
+        turned = this.home.apply_rotary_pos_emb(query, key, *embeddings)
+    return cast(tuple[Tensor, Tensor], turned)
+
+
+def _absorbs(this: Any, nope: Tensor, mask: Any) -> bool:
+    """Whether to attend over the latents: fewer multiplications, no gradient, a mask and a weight that can be read.
+
+    Per slot and head absorption takes ``T (2 R + P)`` multiplications, expansion ``(Dn + Dv) R + T (Dn + P + Dv)``.
+    Without a mask several queries are left to the attention function, whose own rule says which keys they see. A weight
+    on another device is offloaded, and an up-projection that is not a plain linear layer (an adapter, a quantised one)
+    has no weight to absorb.
+    """
+    queries, explicit = nope.shape[2], this.qk_nope_head_dim + this.v_head_dim
+    fewer = queries * (2 * this.kv_lora_rank - explicit) < explicit * this.kv_lora_rank
+    wants_gradient = torch.is_grad_enabled() and (this.training or nope.requires_grad)
+    readable = queries == 1 if mask is None else isinstance(mask, Tensor) and (mask.dim() == 4 or queries == 1)
+    plain = type(this.kv_b_proj) is nn.Linear and this.kv_b_proj.weight.device == nope.device
+    return fewer and not wants_gradient and readable and plain
+
+
+def _absorbed(this: Any, nope: Tensor, rope: Tensor, latent: Tensor, key_rope: Tensor, mask: Tensor | None) -> Found:
+    heads = this.kv_b_proj.weight.view(-1, this.qk_nope_head_dim + this.v_head_dim, this.kv_lora_rank)
+    up_key, up_value = heads[:, : this.qk_nope_head_dim], heads[:, this.qk_nope_head_dim :]  # views: nothing is copied
+    query = absorb_query(nope, up_key)
+    if mask is not None and mask.dim() == 2:
+        mask = mask[:, None, None].bool()  # what flash attention is given: which tokens are none
+    mask = None if mask is None else mask[..., : latent.shape[2]]
+    weights = None
+    if this.config._attn_implementation == "eager":
+        mixed, weights = latent_rows(query, rope, latent[:, 0], key_rope[:, 0], mask, this.scaling)
+    else:
+        mixed = latent_decode(query, rope, latent[:, 0], key_rope[:, 0], this.scaling, mask)
+    return expand_value(mixed, up_value).transpose(1, 2), weights
+
+
+def _explicit(
+    this: Any, nope: Tensor, rope: Tensor, latent: Tensor, key_rope: Tensor, mask: Any, options: dict[str, Any]
+) -> Found:
+    """Every head's keys ``[B, H, S, Dn + P]`` and values ``[B, H, S, Dv]``, and the configured attention over them."""
+    up = this.kv_b_proj(latent[:, 0])
+    up = up.view(*up.shape[:2], -1, this.qk_nope_head_dim + this.v_head_dim).transpose(1, 2)
+    key_nope, value = torch.split(up, [this.qk_nope_head_dim, this.v_head_dim], -1)
+    key = torch.cat([key_nope, key_rope.expand(-1, key_nope.shape[1], -1, -1)], -1)
+    eager = this.home.eager_attention_forward
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(this.config._attn_implementation, eager)
+    dropout = this.attention_dropout if this.training else 0.0
+    query = torch.cat([nope, rope], -1)
+    found = attend(this, query, key, value, mask, dropout=dropout, scaling=this.scaling, **options)
+    return cast(Found, found)

@@ -1,0 +1,5 @@
+"""How far a converted model is from its source, layer by layer and at the end."""
+
+from kvfold.attention.drift.report import DriftReport, measure_drift
+
+__all__ = ["DriftReport", "measure_drift"]

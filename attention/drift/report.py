@@ -1,0 +1,231 @@
+"""How far a converted model is from its source, and how much of that is rounding.
+
+Every number stands next to its *floor*: the same number for the source in its dtype against the source in a wider one
+(float32 for 16-bit dtypes, float64 for float32). A drift near its floor is rounding; above it, conversion.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvfold.attention.drift.loaded import as_stream
+from kvfold.attention.drift.lockstep import HeadDrift, LayerDrift, Measurement, compare
+from kvfold.attention.drift.streams import LayerStream
+
+_TOKENS_AT_ONCE = 4096
+_LAYER_NUMBERS = ("attention_local", "attention_propagated", "residual_local", "residual_propagated", "row_kl")
+
+__all__ = ["DriftReport", "Floor", "HeadDrift", "LayerDrift", "Measurement", "measure_drift"]
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The source in ``dtype`` measured against itself in ``reference_dtype``, over the first ``sequences``."""
+
+    dtype: str
+    reference_dtype: str
+    sequences: int
+    measured: Measurement
+
+
+@dataclass(frozen=True)
+class DriftReport:
+    """The result of ``measure_drift``. ``floor`` is None when it was not asked for, or nothing wider exists."""
+
+    sequences: int
+    length: int
+    device: str
+    source_dtype: str
+    student_dtype: str
+    source_cache_bytes: int
+    student_cache_bytes: int
+    measured: Measurement
+    floor: Floor | None
+
+    @property
+    def identical(self) -> bool:
+        """Whether nothing at all differs: every drift is exactly 0."""
+        found = self.measured
+        values = [getattr(layer, name) for layer in found.layers for name in _LAYER_NUMBERS]
+        return found.agreement == 1 and not any([found.kl, found.excess, *values])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, each drift as ``{"value": ..., "floor": ...}``; not-a-number and infinity become ``None``."""
+        found, floor = self.measured, None if self.floor is None else self.floor.measured
+        source, student = perplexity(found.teacher_loss), perplexity(found.student_loss)
+        return {
+            "sequences": self.sequences,
+            "length": self.length,
+            "predictions": found.predictions,
+            "device": self.device,
+            "dtype": {"source": self.source_dtype, "student": self.student_dtype},
+            "floor": None if self.floor is None else {k: v for k, v in asdict(self.floor).items() if k != "measured"},
+            "identical": self.identical,
+            "kl": _pair(found.kl, None if floor is None else floor.kl),
+            "agreement": _pair(found.agreement, None if floor is None else floor.agreement),
+            "excess": _pair(found.excess, None if floor is None else abs(floor.excess)),
+            "perplexity": {
+                "source": _finite(source),
+                "student": _finite(student),
+                "floor": None if floor is None else _finite(source * math.expm1(abs(floor.excess))),
+            },
+            "cache_bytes_per_token": {"source": self.source_cache_bytes, "student": self.student_cache_bytes},
+            "layers": [
+                _layer(layer, None if floor is None else floor.layers[index])
+                for index, layer in enumerate(found.layers)
+            ],
+        }
+
+    def to_json(self) -> str:
+        """``to_dict`` as JSON text: equal reports give equal bytes."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+
+
+def measure_drift(
+    source: nn.Module | LayerStream,
+    student: nn.Module | LayerStream,
+    tokens: Tensor,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    batch: int | None = None,
+    floor: bool = True,
+    floor_sequences: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> DriftReport:
+    """Compare ``student`` with ``source`` over ``tokens [N, T]`` (whole sequences, no padding), layer by layer.
+
+    Both are loaded transformers models or layer streams. ``device`` and ``dtype`` are those of the computation; by
+    default a loaded model runs on the GPU when there is one, a stream where it is, both in their own dtype. ``batch``
+    sequences go through a layer at a time. ``floor_sequences`` is how many of them the rounding floor is measured on.
+    ``progress(done, total)`` is called after each layer. Cache bytes are those of the models as given.
+    Raises ValueError for tokens of the wrong shape, models of different depth or vocabulary.
+    """
+    _check_tokens(tokens, batch, floor_sequences)
+    given = as_stream(source), as_stream(student)
+    if given[0].layers != given[1].layers:
+        raise ValueError(f"student: expected the source's {given[0].layers} layers, found {given[1].layers}")
+    cache_bytes = [stream.cache_bytes_per_token() for stream in given]
+    teacher, twin = (
+        as_stream(stream, device=_device(model, device), dtype=dtype)
+        for model, stream in zip((source, student), given, strict=True)
+    )
+    size = batch or max(1, _TOKENS_AT_ONCE // tokens.shape[1])
+    some = tokens[:floor_sequences] if floor and _floor_dtypes(teacher, twin)[1] is not None else None
+    step = _counter(progress, (1 if some is None else 2) * teacher.layers)
+    with torch.no_grad():
+        measured = compare(teacher, twin, tokens, size, step)
+    lowest = None if some is None else rounding_floor(teacher, twin, some, size, step)
+    return report(measured, teacher, twin, tokens, lowest, cache_bytes)
+
+
+def report(
+    measured: Measurement,
+    source: LayerStream,
+    student: LayerStream,
+    tokens: Tensor,
+    floor: Floor | None,
+    cache_bytes: Sequence[int],
+) -> DriftReport:
+    """What was ``measured`` of two streams over ``tokens [N, T]``, with what they are; ``cache_bytes`` of both."""
+    return DriftReport(
+        sequences=tokens.shape[0],
+        length=tokens.shape[1],
+        device=source.device.type,
+        source_dtype=_name(source.dtype),
+        student_dtype=_name(student.dtype),
+        source_cache_bytes=cache_bytes[0],
+        student_cache_bytes=cache_bytes[1],
+        measured=measured,
+        floor=floor,
+    )
+
+
+def perplexity(loss: float) -> float:
+    """``e^loss``, infinite where a float has no room for it."""
+    return math.exp(loss) if loss < 700 else math.inf if loss == loss else loss
+
+
+@torch.no_grad()
+def rounding_floor(
+    source: LayerStream,
+    student: LayerStream,
+    tokens: Tensor,
+    batch: int | None = None,
+    step: Callable[[], None] = lambda: None,
+) -> Floor | None:
+    """The source in the coarser dtype of the two against itself in a wider one; None when there is no wider one."""
+    rounded, exact = _floor_dtypes(source, student)
+    if exact is None:
+        return None
+    measured = compare(source.to(dtype=exact), as_stream(source, dtype=rounded), tokens, batch or len(tokens), step)
+    return Floor(_name(rounded), _name(exact), len(tokens), measured)
+
+
+def _floor_dtypes(source: LayerStream, student: LayerStream) -> tuple[torch.dtype, torch.dtype | None]:
+    """The coarser of two streams' dtypes, and the one that its rounding is measured against (None when none is)."""
+    coarse = max(source.dtype, student.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    if coarse == torch.float64:
+        return coarse, None
+    return coarse, torch.float64 if coarse == torch.float32 else torch.float32
+
+
+def _device(model: nn.Module | LayerStream, device: torch.device | str | None) -> torch.device | str | None:
+    if device not in (None, "auto"):
+        return device
+    return "cuda" if isinstance(model, nn.Module) and torch.cuda.is_available() else None
+
+
+def _check_tokens(tokens: Tensor, batch: int | None, floor_sequences: int) -> None:
+    integer = tokens.dtype in (torch.int32, torch.int64)
+    if tokens.dim() != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2 or not integer:
+        found = f"{list(tokens.shape)} of {tokens.dtype}"
+        raise ValueError(f"tokens: expected integers [N, T] with N >= 1 and T >= 2, found {found}")
+    if batch is not None and batch < 1:
+        raise ValueError(f"batch: expected at least 1 sequence, found {batch}")
+    if floor_sequences < 1:
+        raise ValueError(f"floor_sequences: expected at least 1 (floor=False measures none), found {floor_sequences}")
+
+
+def _counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[], None]:
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, total)
+
+    return step
+
+
+def _layer(layer: LayerDrift, floor: LayerDrift | None) -> dict[str, Any]:
+    pairs = {name: _pair(getattr(layer, name), getattr(floor, name, None)) for name in _LAYER_NUMBERS}
+    floors = floor.heads if floor is not None and len(floor.heads) == len(layer.heads) else (None,) * len(layer.heads)
+    heads = [
+        {
+            "head": head.head,
+            "student_head": head.student_head,
+            "error": _pair(head.error, getattr(low, "error", None)),
+            "row_kl": _pair(head.row_kl, getattr(low, "row_kl", None)),
+        }
+        for head, low in zip(layer.heads, floors, strict=True)
+    ]
+    return {"layer": layer.layer, **pairs, "heads": heads}
+
+
+def _pair(value: float | None, floor: float | None) -> dict[str, float | None]:
+    return {"value": _finite(value), "floor": _finite(floor)}
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

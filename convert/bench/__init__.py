@@ -1,0 +1,1 @@
+"""Decode throughput, cache and memory of checkpoints, side by side."""

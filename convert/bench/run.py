@@ -1,0 +1,185 @@
+"""``kvfold bench``: models side by side, each in a process of its own, and the table of what they did."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvfold.convert.bench.shapes import Subject, checkpoint_subjects, shape_subjects
+from kvfold.convert.errors import InputError, KvfoldError
+
+if TYPE_CHECKING:
+    from kvfold.convert.bench.worker import Task
+
+SECONDS = 4.0
+_COLUMNS = (
+    "model",
+    "context",
+    "batch",
+    "prefill tok/s",
+    "decode tok/s",
+    "ms/step",
+    "attn ms",
+    "cache",
+    "peak",
+    "ratio",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured of every model. ``prefill_tokens`` None: 2048 on a CPU, 32768 on CUDA; 0: no prefill."""
+
+    contexts: tuple[int, ...] = (2048,)
+    batches: tuple[int, ...] = (1,)
+    device: str = "auto"
+    dtype: str = "auto"
+    cache: str = "dynamic"
+    prefill_tokens: int | None = None
+    seconds: float = SECONDS
+    threads: int | None = None
+
+
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """``"2048,8192"``: positive numbers."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise InputError(f"{option} {text}: expected positive numbers separated by commas, as in 2048,8192")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def subjects(models: Sequence[str], shape: str | None, layers: int | None, longest: int) -> list[Subject]:
+    """What is to run, the original first. Raises InputError when nothing or too much is asked for."""
+    if layers is not None and shape is None:
+        raise InputError("--layers: only with --shape; a checkpoint has its own number of layers")
+    if not models and shape is None:
+        raise InputError("kvfold bench: name at least one MODEL, or a --shape such as llama-2-7b")
+    return checkpoint_subjects(models) + (shape_subjects(shape, layers, longest) if shape else [])
+
+
+def bench(chosen: Sequence[Subject], options: Options, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Rows of every subject, context and batch, with ratios to the first subject, and what they ran on.
+
+    A subject whose process fails is rows that say so; KvfoldError when all do.
+    """
+    device, dtype = _where(options, chosen)
+    limit = options.prefill_tokens
+    limit = (2048 if device == "cpu" else 32768) if limit is None else limit
+    report: dict[str, Any] = {"kvfold": _version("kvfold"), "transformers": _version("transformers")}
+    report |= {"dtype": dtype, "cache": options.cache, "options": asdict(options), "rows": []}
+    failures: list[KvfoldError] = []
+    for subject in chosen:
+        from kvfold.convert.bench.worker import Task
+
+        tell(f"{subject.label} ...")
+        task = Task(
+            subject, options.contexts, options.batches, device, dtype, options.cache, limit, options.seconds,
+            options.threads,
+        )  # fmt: skip
+        try:
+            found = run_apart(task)
+        except KvfoldError as error:
+            failures.append(error)
+            pairs = [{"context": context, "batch": batch} for context in options.contexts for batch in options.batches]
+            found = {"rows": [{**pair, "failed": str(error)} for pair in pairs]}
+        report |= {key: found[key] for key in ("device", "threads", "torch") if key in found}
+        report["rows"] += [{"model": subject.label, "form": subject.form, **row} for row in found["rows"]]
+    if len(failures) == len(chosen):
+        raise failures[0]
+    _add_ratios(report["rows"], chosen[0].label)
+    return report
+
+
+def run_apart(task: "Task") -> dict[str, Any]:
+    """The worker's result. Raises KvfoldError with the last line of what it wrote when it fails."""
+    import json
+
+    from kvfold.convert.bench.worker import write_task
+
+    with tempfile.TemporaryDirectory() as folder:
+        given, result = Path(folder, "task.json"), Path(folder, "result.json")
+        given.write_text(write_task(task))
+        command = [sys.executable, "-m", "kvfold.convert.bench.worker", str(given), str(result)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+            why = last[0] if last else f"exit status {done.returncode} (killed for lack of memory?)"
+            raise KvfoldError(f"{task.subject.label}: its process failed: {why}")
+        found: dict[str, Any] = json.loads(result.read_text())
+    return found
+
+
+def _where(options: Options, chosen: Sequence[Subject]) -> tuple[str, str]:
+    """Device and dtype: float32 on a CPU, on CUDA the first model's own."""
+    from kvfold.convert.device import choose_device
+
+    device = choose_device(options.device).type
+    if options.dtype != "auto":
+        return device, options.dtype
+    config = chosen[0].config
+    own = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return device, "float32" if device == "cpu" else own
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _add_ratios(rows: list[dict[str, Any]], first: str) -> None:
+    base = {(row["context"], row["batch"]): row for row in rows if row["model"] == first}
+    for row in rows:
+        original = base[row["context"], row["batch"]]
+        if "decode_tokens_per_s" in row and "decode_tokens_per_s" in original:
+            row["ratio"] = row["decode_tokens_per_s"] / original["decode_tokens_per_s"]
+
+
+def bench_table(report: dict[str, Any]) -> str:
+    """One line per combination; a combination that does not fit says so."""
+    rows = report["rows"]
+    many = len({(row["context"], row["batch"]) for row in rows}) > 1
+    ordered = sorted(rows, key=lambda row: (row["context"], row["batch"])) if many else rows
+    lines = [_COLUMNS, *(_cells(row) for row in ordered)]
+    widths = [max(len(line[i]) for line in lines if i < len(line) and len(line) > 4) for i in range(len(_COLUMNS))]
+    widths[:3] = [max(len(line[i]) for line in lines) for i in range(3)]
+    head = f"{report['device']}, {report['threads']} threads, {report['dtype']}, {report['cache']} cache"
+    versions = f"kvfold {report['kvfold']}, torch {report['torch']}, transformers {report['transformers']}"
+    shown = ["  ".join(_pad(cell, i, widths[i]) for i, cell in enumerate(line)).rstrip() for line in lines]
+    return "\n".join([f"{head}; {versions}", "", *shown])
+
+
+def _pad(cell: str, column: int, width: int) -> str:
+    return cell.ljust(width) if column in (0,) or cell.startswith("does not ") else cell.rjust(width)
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    start = (row["model"], str(row["context"]), str(row["batch"]))
+    if "needed_bytes" in row:
+        return (*start, f"does not fit: needs {_bytes(row['needed_bytes'])}, {_bytes(row['free_bytes'])} free")
+    if "failed" in row:
+        return (*start, f"does not run: {row['failed'].split(': ', 1)[-1]}")
+    prefill, ratio = row.get("prefill_tokens_per_s"), row.get("ratio")
+    return (
+        *start,
+        "-" if prefill is None else f"{prefill:.0f}",
+        f"{row['decode_tokens_per_s']:.1f}",
+        f"{row['step_ms']:.1f}",
+        f"{row['attention_ms']:.1f}",
+        _bytes(row["cache_bytes"]),
+        _bytes(row["peak_bytes"]),
+        "-" if ratio is None else f"{ratio:.2f}",
+    )
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")

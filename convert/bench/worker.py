@@ -1,0 +1,211 @@
+"""One model of ``kvfold bench`` in a process of its own: ``python -m kvfold.convert.bench.worker TASK RESULT``.
+
+TASK is a JSON file (``Task``), RESULT gets the rows. A decoding step is timed on a cache filled with seeded random
+values, so that no prefill is needed for it; the prefill is timed apart.
+"""
+
+import gc
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+
+from kvfold.convert.bench.clock import Clock, free_memory, peak_memory, reset_peak, vendor
+from kvfold.convert.bench.costs import Weights, costs
+from kvfold.convert.bench.shapes import Subject
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    subject: Subject
+    contexts: tuple[int, ...]
+    batches: tuple[int, ...]
+    device: str
+    dtype: str
+    cache: str
+    prefill_tokens: int
+    seconds: float  # to spend on the timed steps of a combination
+    threads: int | None
+
+
+def run(task: Task) -> dict[str, Any]:
+    """Rows of every combination, and what the machine is."""
+    torch.manual_seed(_SEED)
+    if task.threads:
+        torch.set_num_threads(task.threads)
+    device, dtype = torch.device(task.device), _DTYPES[task.dtype]
+    config = AutoConfig.for_model(**task.subject.config)
+    weights = _count(config)
+    pairs = sorted((context * batch, context, batch) for context in task.contexts for batch in task.batches)
+    needed = {pair: _needed(task, weights, *pair[1:]) for pair in pairs}
+    free = free_memory(device)
+    model = None
+    rows = []
+    for pair in pairs:
+        found: dict[str, Any] = {"needed_bytes": needed[pair], "free_bytes": free}
+        if needed[pair] <= free:
+            model = model if model is not None else _load(task, config, dtype, device)
+            found = _measure(task, model, weights, *pair[1:])
+            _forget(device)
+        rows.append({"context": pair[1], "batch": pair[2], **found})
+    return {"rows": rows, "threads": torch.get_num_threads(), "torch": torch.__version__, "device": vendor(device)}
+
+
+def _count(config: Any) -> Weights:
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    total = sum(parameter.numel() for parameter in empty.parameters())
+    embedding, head = empty.get_input_embeddings().weight, empty.get_output_embeddings().weight
+    return Weights(total, total if embedding is head else total - embedding.numel())
+
+
+def _needed(task: Task, weights: Weights, context: int, batch: int) -> int:
+    size = _DTYPES[task.dtype].itemsize
+    prefill = _prefill_size(task, context, batch)
+    return costs(task.subject.config, task.subject.form, weights, size, context, batch, prefill[0] * prefill[1]).memory
+
+
+def _load(task: Task, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    if task.subject.folder is None:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(task.subject.folder, dtype=dtype).to(device)
+    model = model.eval().requires_grad_(False)
+    if task.subject.form == "absorbed":
+        from kvfold.attention import absorb
+
+        absorb(model)
+    return model
+
+
+@torch.no_grad()
+def _measure(task: Task, model: Any, weights: Weights, context: int, batch: int) -> dict[str, Any]:
+    device = model.device
+    reset_peak(device)
+    prefill = _time_prefill(task, model, context, batch)
+    _forget(device)
+    clock = Clock(device)
+    cache = filled_cache(model, task.cache, context, batch, context + 64)
+    cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    if task.cache == "static":
+        cache_bytes = cache_bytes * context // (context + 64)
+    token = torch.zeros(batch, 1, dtype=torch.long, device=device)
+    attention = _attention_clock(model, device)
+    times = repeat(clock, lambda: model(token, past_key_values=cache, use_cache=True), task.seconds, most=60)
+    step = statistics.median(times)
+    spent = costs(task.subject.config, task.subject.form, weights, model.dtype.itemsize, context, batch)
+    return {
+        **prefill,
+        "step_ms": 1e3 * step,
+        "steps": len(times),
+        "decode_tokens_per_s": batch / step,
+        "attention_ms": 1e3 * attention(len(times)),
+        "cache_bytes": cache_bytes,
+        "peak_bytes": peak_memory(device),
+        "read_bytes": spent.read_bytes,
+        "operations": spent.operations,
+        "cache_bytes_formula": spent.cache_bytes,
+    }
+
+
+def _prefill_size(task: Task, context: int, batch: int) -> tuple[int, int]:
+    """Sequences and tokens of each: the whole combination, or as much of it as ``prefill_tokens`` allows."""
+    length = min(context, max(1, task.prefill_tokens))
+    return max(1, min(batch, task.prefill_tokens // length)), length
+
+
+def _time_prefill(task: Task, model: Any, context: int, batch: int) -> dict[str, Any]:
+    if task.prefill_tokens == 0:
+        return {}
+    sequences, length = _prefill_size(task, context, batch)
+    generator = torch.Generator().manual_seed(_SEED)
+    tokens = torch.randint(model.config.vocab_size, (sequences, length), generator=generator).to(model.device)
+    call = lambda: model(tokens, use_cache=True, logits_to_keep=1)  # noqa: E731 -- one expression, timed below
+    times = repeat(Clock(model.device), call, task.seconds, warm=1, fewest=1, most=10)
+    seconds = statistics.median(times)
+    return {"prefill_tokens": [sequences, length], "prefill_tokens_per_s": sequences * length / seconds}
+
+
+def filled_cache(model: Any, kind: str, context: int, batch: int, room: int) -> Any:
+    """A cache of ``context`` random tokens (standard normal, seeded), of the shapes that the model itself caches."""
+    probe = DynamicCache(config=model.config)
+    model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=probe, use_cache=True)
+    cache = DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=room)
+    generator = torch.Generator(model.device).manual_seed(_SEED)
+    for index, layer in enumerate(probe.layers):
+        cache.update(*(_random(part, context, batch, generator) for part in (layer.keys, layer.values)), index)
+    return cache
+
+
+def _random(like: Tensor, context: int, batch: int, generator: torch.Generator) -> Tensor:
+    shape = (batch, like.shape[1], context, like.shape[3])
+    return torch.empty(shape, dtype=like.dtype, device=like.device).normal_(generator=generator)
+
+
+def repeat(
+    clock: Clock, call: Callable[[], Any], seconds: float, *, warm: int = 2, fewest: int = 5, most: int = 50
+) -> list[float]:
+    """Seconds of each call after ``warm`` untimed ones: at least ``fewest`` calls, then until ``seconds`` are spent.
+
+    A call that alone takes longer than ``seconds`` is warmed up once and timed at most three times.
+    """
+    if clock.time(call) > seconds:
+        warm, fewest = 1, min(fewest, 3)
+    for _ in range(warm - 1):
+        call()
+    times: list[float] = []
+    while len(times) < fewest or (len(times) < most and sum(times) < seconds):
+        times.append(clock.time(call))
+    return times
+
+
+def _attention_clock(model: Any, device: torch.device) -> Callable[[int], float]:
+    """Clocks all attention modules (projections and cache included); called with the steps, gives seconds a step."""
+    clock = Clock(device)
+    marks: list[tuple[Any, Any]] = []
+    starts: list[Any] = []
+    modules = [module for name, module in model.named_modules() if name.endswith("self_attn")]
+    hooks = []
+    for module in modules:
+        hooks.append(module.register_forward_pre_hook(lambda *_: starts.append(clock.mark())))
+        hooks.append(module.register_forward_hook(lambda *_: marks.append((starts.pop(), clock.mark()))))
+
+    def finish(steps: int) -> float:
+        for hook in hooks:
+            hook.remove()
+        spans = [clock.between(*pair) for pair in marks]
+        by_step = [sum(spans[i : i + len(modules)]) for i in range(0, len(spans), len(modules))]
+        return statistics.median(by_step[-steps:]) if by_step else 0.0
+
+    return finish
+
+
+def _forget(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def read_task(text: str) -> Task:
+    fields = json.loads(text)
+    fields["subject"] = Subject(**fields["subject"])
+    return Task(**{**fields, "contexts": tuple(fields["contexts"]), "batches": tuple(fields["batches"])})
+
+
+def write_task(task: Task) -> str:
+    return json.dumps(asdict(task))
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(run(read_task(Path(sys.argv[1]).read_text()))))

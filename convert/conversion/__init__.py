@@ -1,0 +1,1 @@
+"""A conversion from request to written checkpoint."""

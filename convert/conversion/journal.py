@@ -1,0 +1,140 @@
+"""The journal of a calibrated run: which layers are finished, so that a killed run can go on from the last of them.
+
+It lies in the temporary folder beside the shards and is gone when the output is whole. A finished layer's tensors are
+in the shards already, in the dtype that the model is measured in; beside their layer's number the journal holds only
+what the run noted about it. A resumed run takes calibration text through finished layers as they are, which costs two
+forward passes (for MLA the survey and what it settles come before, once more), and goes on fitting behind them: the
+bytes are those of a run that was not killed.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.conversion.record import versions
+from kvfold.convert.io.shards import Shard, write_synced
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NAME = ".journal.json"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A layer that a killed run had done: its tensors as stored, and what was noted about it."""
+
+    tensors: Mapping[str, "Tensor"]
+    notes: Mapping[str, Any]
+
+
+class Journal:
+    """The finished layers of the run in ``folder``. ``sync`` is set to what puts a written layer on disk."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self._folder, self._shards, self._computed = folder, plan.shards, plan.layout.computed
+        self._path, self._key = folder / _NAME, run_key(plan)
+        self.sync: Callable[[], None] = lambda: None
+        self._layers: dict[str, Any] = _layers(self._path, self._key) or {}
+
+    @property
+    def layers(self) -> int:
+        """How many layers are finished."""
+        return len(self._layers)
+
+    @property
+    def written(self) -> list[str]:
+        """The tensors of finished layers."""
+        return [name for layer in self._layers for name in self._computed[int(layer)]]
+
+    def finished(self, layer: int) -> Finished | None:
+        """What a killed run left of ``layer``, None when it has to be done."""
+        if str(layer) not in self._layers:
+            return None
+        return Finished(_read(self._folder, self._shards, self._computed[layer]), self._layers[str(layer)])
+
+    def note(self, layer: int, notes: Mapping[str, Any]) -> None:
+        """``layer`` is written: make that last."""
+        self.sync()
+        self._layers[str(layer)] = dict(notes)
+        aside = self._path.with_suffix(".new")
+        write_synced(aside, json.dumps({"run": self._key, "layers": self._layers}).encode())
+        os.replace(aside, self._path)
+
+
+def forget(folder: Path) -> None:
+    """The output in ``folder`` is whole: nothing of the journal may be part of it."""
+    for path in (folder / _NAME, (folder / _NAME).with_suffix(".new")):
+        path.unlink(missing_ok=True)
+
+
+def resumable(plan: Plan) -> Callable[[Path], bool]:
+    """Whether a folder is what a killed run of the same request on the same source left, with a layer finished.
+
+    Says so on stderr when what is there is another run's.
+    """
+    key = run_key(plan)
+
+    def same(folder: Path) -> bool:
+        layers = _layers(folder / _NAME, key)
+        if layers is None and (folder / _NAME).is_file() and not plan.request.quiet:
+            print(
+                "--resume: what a killed run left here is of other options, files, device, number of threads or "
+                "versions: starting anew",
+                file=sys.stderr,
+            )
+        return bool(layers)
+
+    return same
+
+
+def run_key(plan: Plan) -> str:
+    """A digest of everything that decides a run's bytes, but for weights: their files count by size and time."""
+    import torch
+
+    request, folder = plan.request, plan.checkpoint.folder
+    files = {info.file for info in plan.checkpoint.tensors.values()} | {"config.json", "tokenizer.json"}
+    paths = [*(folder / name for name in sorted(files)), Path(request.calibration or "")]
+    known = {
+        "options": request.result_options(),
+        "device": [request.device, torch.cuda.is_available(), torch.get_num_threads()],
+        "versions": versions(),
+        "shard": request.shard_bytes,
+        "calibration": request.calibration,
+        "files": [_stamp(path) for path in paths],
+    }
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _stamp(path: Path) -> list[Any]:
+    if not path.is_file():
+        return [str(path)]
+    status = path.stat()
+    return [str(path), status.st_size, status.st_mtime_ns]
+
+
+def _layers(path: Path, key: str) -> dict[str, Any] | None:
+    """The finished layers of the run ``key``, None when the journal is another run's, half written or absent."""
+    try:
+        found = json.loads(path.read_bytes())
+        return dict(found["layers"]) if found["run"] == key else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _read(folder: Path, shards: tuple[Shard, ...], names: tuple[str, ...]) -> dict[str, "Tensor"]:
+    from safetensors import safe_open
+
+    found: dict[str, Tensor] = {}
+    for shard in shards:
+        wanted = [tensor.name for tensor in shard.tensors if tensor.name in names]
+        if wanted:
+            with safe_open(folder / shard.file, framework="pt") as file:
+                found.update((name, file.get_tensor(name)) for name in wanted)
+    return found

@@ -1,0 +1,206 @@
+"""The plan of a conversion, from headers alone: an impossible request fails here, before any weight is read."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvfold.convert.errors import InputError
+from kvfold.convert.families.model import Family, Geometry, family_of, tensor_problems
+from kvfold.convert.families.names import Role
+from kvfold.convert.io.checkpoint import Checkpoint
+from kvfold.convert.io.shards import Shard, assign_shards
+from kvfold.convert.request import ConvertRequest
+from kvfold.convert.targets.deepseek.config import LatentTarget, query_rank
+from kvfold.convert.targets.deepseek.layout import latent_layout, latent_reads
+from kvfold.convert.targets.deepseek.problems import latent_problems
+from kvfold.convert.targets.same_family import (
+    ABSORBED,
+    POOLED,
+    attention_label,
+    folded_layout,
+    numbers_cached,
+    role_tensors,
+)
+from kvfold.convert.targets.target import TargetLayout
+
+_SLACK = 1 << 20  # config, index, card and file system blocks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided before weights are read. ``numbers_cached`` counts per token and layer."""
+
+    request: ConvertRequest
+    checkpoint: Checkpoint
+    family: Family
+    geometry: Geometry
+    layout: TargetLayout
+    shards: tuple[Shard, ...]
+    latent: LatentTarget | None = None  # what an MLA request asks to be written
+
+    @property
+    def source_name(self) -> str:
+        return self.checkpoint.origin
+
+    @property
+    def source_kind(self) -> str:
+        return attention_label(self.geometry)
+
+    @property
+    def numbers_cached(self) -> int:
+        return numbers_cached(self.geometry)
+
+    def latent_target(self) -> LatentTarget:
+        """``latent`` of a plan that has one."""
+        if self.latent is None:
+            raise ValueError("plan: expected one of an MLA request, found another")
+        return self.latent
+
+    def query_rank(self) -> int | None:
+        """Channels of the query latent as written, None without one."""
+        return query_rank(self.family, self.checkpoint.config, self.latent_target())
+
+    def read_names(self, layer: int) -> tuple[str, ...]:
+        """The source tensors that the transform of ``layer`` reads."""
+        if self.request.to == "mla":
+            return latent_reads(self.family, self.checkpoint.config, layer)
+        return role_tensors(self.family, self.checkpoint.config, layer, self.roles)
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The projections that the method changes: pooling leaves queries and the output alone."""
+        return _roles(self.request)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that the output will take, headers and side files included."""
+        extra = sum(path.stat().st_size for path in self.checkpoint.extra_files())
+        names = sum(len(tensor.name) + 120 for tensor in self.layout.tensors)
+        return sum(tensor.nbytes for tensor in self.layout.tensors) + 3 * names + extra + _SLACK
+
+    @property
+    def free_bytes(self) -> int:
+        """Free bytes on the disk that OUT lies on."""
+        folder = Path(self.request.out).absolute()
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        return shutil.disk_usage(existing).free
+
+    def origins(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        """For every output tensor, how it came about and the source tensors it came from."""
+        names: dict[str, tuple[str, tuple[str, ...]]] = {}
+        for tensor in self.layout.tensors:
+            if tensor.source is not None:
+                changed = tensor.dtype != self.checkpoint.tensors[tensor.source].dtype
+                names[tensor.name] = ("cast" if changed else "copied", (tensor.source,))
+        for layer, computed in enumerate(self.layout.computed):
+            names.update({name: (self.request.resolved_method, self.read_names(layer)) for name in computed})
+        return {tensor.name: names[tensor.name] for tensor in self.layout.tensors}
+
+
+def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
+    """Raises InputError when the checkpoint is not one of its family, or cannot become what is asked."""
+    family = family_of(checkpoint.config)
+    geometry = family.geometry(checkpoint.config)
+    problems = tensor_problems(family, checkpoint.config, checkpoint.tensors)
+    if problems:
+        raise InputError(
+            f"{checkpoint.origin}: its tensors are not those of a {family.model_type} model with this config.json; "
+            "check that files and config belong together",
+            problems,
+        )
+    family.check_values(checkpoint.config)
+    if request.to == "mla":
+        return _latent_plan(request, checkpoint, family, geometry)
+    layout = _folded(request, checkpoint, family, geometry)
+    return Plan(request, checkpoint, family, geometry, layout, shards_of(layout, request))
+
+
+def shards_of(layout: TargetLayout, request: ConvertRequest) -> tuple[Shard, ...]:
+    """The files that hold ``layout``."""
+    return tuple(assign_shards(layout.tensors, request.shard_bytes))
+
+
+def _latent_plan(request: ConvertRequest, checkpoint: Checkpoint, family: Family, geometry: Geometry) -> Plan:
+    """Split and frequencies may be provisional: a calibrated run settles them when it has seen all layers."""
+    targets = latent_targets(request, family, checkpoint)
+    target = targets[-1]
+    layout = _latent(request, checkpoint, family, target, [1.0] * (target.rope_dim // 2))
+    return Plan(request, checkpoint, family, geometry, layout, shards_of(layout, request), target)
+
+
+def settle(plan: Plan, target: LatentTarget, theta: Sequence[float]) -> Plan:
+    """``plan`` with this split and these frequencies ``[P/2]``."""
+    layout = _latent(plan.request, plan.checkpoint, plan.family, target, theta)
+    return replace(plan, layout=layout, shards=shards_of(layout, plan.request), latent=target)
+
+
+def _latent(
+    request: ConvertRequest, checkpoint: Checkpoint, family: Family, target: LatentTarget, theta: Sequence[float]
+) -> TargetLayout:
+    return latent_layout(family, checkpoint, target, theta, None if request.dtype == "auto" else request.dtype)
+
+
+def _folded(request: ConvertRequest, checkpoint: Checkpoint, family: Family, geometry: Geometry) -> TargetLayout:
+    dtype = None if request.dtype == "auto" else request.dtype
+    kv_heads = 1 if request.kv_heads is None else request.kv_heads
+    check_kv_heads(kv_heads, geometry, request.allow_growth)
+    return folded_layout(family, checkpoint, kv_heads, roles=_roles(request), dtype=dtype)
+
+
+def latent_targets(request: ConvertRequest, family: Family, checkpoint: Checkpoint) -> list[LatentTarget]:
+    """The splits that an MLA request leaves open, the one with most rotary dims last; one where it names it.
+
+    Of a budget of N numbers every P is looked at that is a multiple of the largest power of two up to N/8: the splits
+    that kernels are written for are among them. Raises InputError when none is possible.
+    """
+    layout: Any = request.layout or "deepseek"
+    if request.budget is None:
+        splits = [(request.kv_rank or 0, request.rope_dim or 0)]
+    else:
+        step = max(2, 1 << (request.budget // 8).bit_length() >> 1)
+        splits = [(request.budget - rope, rope) for rope in range(step, request.budget, step)]
+    targets = [LatentTarget(rank, rope, request.q_rank, layout) for rank, rope in splits]
+    problems = [
+        latent_problems(family, checkpoint.config, target, allow_growth=request.allow_growth) for target in targets
+    ]
+    possible = [target for target, found in zip(targets, problems, strict=True) if not found]
+    if not possible:
+        raise InputError(problems[0][0], problems[0][1:])
+    return possible
+
+
+def _roles(request: ConvertRequest) -> tuple[Role, ...]:
+    return ABSORBED if request.calibrated else POOLED
+
+
+def possible_kv_heads(geometry: Geometry) -> list[int]:
+    """Numbers of key/value heads that a fold can leave: the proper divisors of the present number, largest first."""
+    return [g for g in range(geometry.kv_heads - 1, 0, -1) if geometry.kv_heads % g == 0]
+
+
+def check_kv_heads(kv_heads: int, geometry: Geometry, allow_growth: bool) -> None:
+    """Raises InputError unless ``kv_heads`` groups can be made of the present heads."""
+    present = geometry.kv_heads
+    choices = ", ".join(map(str, possible_kv_heads(geometry))) or "none: there is one head already"
+    if kv_heads > geometry.heads:
+        raise InputError(f"--kv-heads {kv_heads}: more than the {geometry.heads} query heads; possible here: {choices}")
+    if present == 1 and not allow_growth:
+        raise InputError(
+            "the model is MQA already, with one key/value head, so nothing would shrink; `kvfold inspect` lists what "
+            "it can become (--allow-growth converts all the same)"
+        )
+    if kv_heads == present and not allow_growth:
+        raise InputError(
+            f"--kv-heads {kv_heads}: the model has {present} key/value heads already, so nothing would shrink; "
+            f"possible here: {choices} (--allow-growth converts all the same)"
+        )
+    if kv_heads > present:
+        raise InputError(
+            f"--kv-heads {kv_heads}: the model has only {present} key/value heads; possible here: {choices}"
+        )
+    if present % kv_heads:
+        raise InputError(
+            f"--kv-heads {kv_heads}: does not divide the {present} key/value heads; possible here: {choices}"
+        )

@@ -1,0 +1,96 @@
+"""Refinement in a conversion: what the request asks for, its progress on stderr, and its record."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+
+from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.targets.deepseek.constant import constant_paces
+from kvfold.convert.walk.objective import Share
+from kvfold.convert.walk.refine import AUTO_STEPS, Refined, Refinement, refine_layer
+from kvfold.convert.walk.walk import Step
+
+_NOTE = "refinement"
+
+
+class Refiner:
+    """Refines the layers of a run where the request asks for it.
+
+    ``steps`` replaces the request's, for a short look at what refinement would reach.
+    """
+
+    def __init__(self, plan: Plan, steps: int | None = None) -> None:
+        self._task: Refinement | None = None
+        self._layers = plan.geometry.layers
+        self._shown = _Shown(plan.request.quiet or steps is not None, plan.request.refine)
+        if plan.request.refine:
+            self._task = refinement(plan, plan.request.refine if steps is None else steps, self._shown)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to do: the walk must keep its calibration sequences then."""
+        return self._task is not None
+
+    def __call__(self, step: Step, tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+        """``tensors`` of a layer, refined or as they are, and what to note about it."""
+        if self._task is None:
+            return tensors, {}
+        found = refine_layer(step, tensors, self._task)
+        self._shown.end(step.index, self._layers, found)
+        return found.tensors, {_NOTE: found.record()}
+
+
+def refinement_record(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """For ``kvfold.json``, from the notes of all layers: the error of each before and after."""
+    found = [note[_NOTE] for note in notes if _NOTE in note]
+    return {_NOTE: found} if found else {}
+
+
+def refinement(plan: Plan, steps: int | str, shown: "_Shown") -> Refinement:
+    """What ``plan`` needs: the norms and scales around its attention, and what must not move."""
+    share = _share(plan)
+    if plan.request.to != "mla":
+        return Refinement(steps, plan.request.seed, share, share, tell=shown)
+    if plan.latent_target().constant:
+        return Refinement(steps, plan.request.seed, share, paces=constant_paces, tell=shown)
+    return Refinement(steps, plan.request.seed, share, tell=shown)
+
+
+def _share(plan: Plan) -> Share:
+    config = plan.checkpoint.config
+    norms = plan.family.tensor_names(config).get(("attention_post_norm", 0))
+    norm = None if norms is None else norms[0].split(".0.", 1)[1].removesuffix(".weight")
+    return Share(plan.family.block(config).residual_scale, norm)
+
+
+class _Shown:
+    """The error falling: a bar per layer where a person watches, and a line per layer that stays."""
+
+    def __init__(self, quiet: bool, steps: int | str) -> None:
+        self._quiet = quiet
+        self._total = AUTO_STEPS if steps == "auto" else int(steps)
+        self._bar: Any = None
+        if steps == "auto" and not quiet:
+            print(
+                f"refining: each layer until its error falls by less than 1 % in 50 steps, {AUTO_STEPS} at most",
+                file=sys.stderr,
+            )
+
+    def __call__(self, layer: int, step: int, error: float) -> None:
+        if self._bar is None:
+            hidden = self._quiet or not sys.stderr.isatty()
+            self._bar = tqdm(total=self._total, desc=f"layer {layer}", leave=False, disable=hidden, file=sys.stderr)
+        self._bar.set_postfix(error=f"{error:.5f}", refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def end(self, layer: int, layers: int, found: Refined) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if not self._quiet:
+            what = f"step {found.kept} of {found.steps}" if found.kept else f"kept as it was, {found.steps} steps"
+            line = f"refined layer {layer + 1}/{layers}: error {found.before:.5f} -> {found.after:.5f} ({what})"
+            tqdm.write(line, file=sys.stderr)

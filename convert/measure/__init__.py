@@ -1,0 +1,1 @@
+"""What a conversion costs: drift and perplexity."""

@@ -1,0 +1,84 @@
+"""``kvfold drift``: two checkpoints side by side, one layer of each in memory."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.drift.lockstep import Measurement
+from kvfold.attention.drift.report import DriftReport, measure_drift, report, rounding_floor
+from kvfold.convert.device import choose_device, compute_dtype
+from kvfold.convert.errors import InputError
+from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
+from kvfold.convert.stream.stream import CheckpointStream
+
+_FLOOR_TOKENS = 512
+
+
+def drift_checkpoints(
+    model: str,
+    out: str,
+    *,
+    text: str | None = None,
+    samples: int = 16,
+    seq_len: int = 512,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> DriftReport:
+    """Measure ``out`` against ``model`` on ``samples`` sequences of ``seq_len`` tokens of ``text``.
+
+    Without ``text``: held-out text that ships with kvfold and that no conversion calibrates on. Raises InputError when
+    a checkpoint cannot be opened, the two do not belong together, or there is too little text.
+    """
+    from kvfold.convert.conversion.fold import load_tokenizer
+
+    source, student = open_checkpoint(model), open_checkpoint(out)
+    try:
+        _check_pair(source, student, model, out)
+        place = choose_device(device)
+        tokens = drift_tokens(text, load_tokenizer(source, trust_remote_code, "measuring drift"), samples, seq_len)
+        teacher, twin = _stream(source, place, dtype), _stream(student, place, dtype)
+        return measure_drift(teacher, twin, tokens, floor_sequences=floor_sequences(tokens))
+    finally:
+        source.close()
+        student.close()
+
+
+def _check_pair(source: Checkpoint, student: Checkpoint, model: str, out: str) -> None:
+    for key in ("num_hidden_layers", "vocab_size", "hidden_size"):
+        before, after = source.config.get(key), student.config.get(key)
+        if before != after:
+            raise InputError(
+                f"{out}: its {key} is {after}, that of {model} is {before}; expected a checkpoint converted from it"
+            )
+
+
+def _stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> CheckpointStream:
+    computed = compute_dtype(checkpoint, device, dtype)
+    try:
+        return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, computed)
+    except InputError as error:
+        raise InputError(f"{checkpoint.origin}: {error.message}", error.details) from error
+
+
+def drift_tokens(text: str | None, tokenizer: Any, samples: int, seq_len: int) -> Tensor:
+    """``[samples, seq_len]`` tokens to measure on."""
+    from kvfold.convert.text.windows import load_calibration
+
+    found = load_calibration(text, tokenizer, samples, seq_len, kept_aside=0, split="heldout", option="--text")
+    return found.calibration
+
+
+def floor_sequences(tokens: Tensor) -> int:
+    """A rounding floor needs few tokens: enough sequences for about five hundred (twice as many give the same)."""
+    return max(1, min(len(tokens), _FLOOR_TOKENS // tokens.shape[1]))
+
+
+def report_of(
+    measured: Measurement, source: CheckpointStream, student: CheckpointStream, held_out: Tensor
+) -> DriftReport:
+    """The report of a walk that has measured its own conversion over ``held_out [M, T]``, its floor added."""
+    floor = rounding_floor(source, student, held_out[: floor_sequences(held_out)])
+    cache_bytes = [stream.cache_bytes_per_token() for stream in (source, student)]
+    return report(measured, source, student, held_out, floor, cache_bytes)

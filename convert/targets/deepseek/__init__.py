@@ -1,0 +1,1 @@
+"""The stock DeepSeek-V3 class as a target."""

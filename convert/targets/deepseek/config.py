@@ -1,0 +1,254 @@
+"""Names, shapes and config of the stock ``DeepseekV3ForCausalLM`` that holds a converted model. No torch here.
+
+Every layer is dense (``first_k_dense_replace`` is the number of layers). Layout ``deepseek`` uses attention biases: one
+latent channel is the constant that makes the latent's RMSNorm a known factor. Layout ``engine`` has none, so that the
+DeepSeek loaders of inference engines, which read no attention bias and only plain RoPE, take it.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvfold.convert.families.model import Family, Geometry
+from kvfold.convert.families.names import has_bias
+
+NORM_EPS = 1e-6  # of both latent norms: what the stock class hard-codes
+_NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "attention_norm": "model.layers.{layer}.input_layernorm.weight",
+    "mlp_norm": "model.layers.{layer}.post_attention_layernorm.weight",
+    "gate": "model.layers.{layer}.mlp.gate_proj.weight",
+    "up": "model.layers.{layer}.mlp.up_proj.weight",
+    "down": "model.layers.{layer}.mlp.down_proj.weight",
+}
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LatentTarget:
+    """``kv_rank`` R and ``rope_dim`` P are what is cached per token and layer, the constant channel included.
+
+    ``q_rank`` None: queries without a latent (but see ``query_rank``).
+    """
+
+    kv_rank: int
+    rope_dim: int
+    q_rank: int | None = None
+    layout: Literal["deepseek", "engine"] = "deepseek"
+
+    @property
+    def constant(self) -> bool:
+        """Whether one channel of each latent is the constant one."""
+        return self.layout == "deepseek"
+
+    @property
+    def channels(self) -> int:
+        """Latent channels that carry something."""
+        return self.kv_rank - self.constant
+
+
+def attention_module(layer: int) -> str:
+    return f"model.layers.{layer}.self_attn"
+
+
+def full_query_rank(geometry: Geometry, target: LatentTarget) -> int:
+    """The ``q_rank`` that loses nothing."""
+    rows = geometry.heads * (geometry.head_dim + target.rope_dim)
+    return min(geometry.model_dim, rows) + target.constant
+
+
+def query_rank(family: Family, config: Mapping[str, Any], target: LatentTarget) -> int | None:
+    """``q_lora_rank`` as written.
+
+    A bias on the queries has its only place in a query latent, then one that loses nothing.
+    """
+    if target.q_rank is None and has_bias(family, config, "q"):
+        return full_query_rank(family.geometry(config), target)
+    return target.q_rank
+
+
+def deepseek_shapes(
+    family: Family, config: Mapping[str, Any], target: LatentTarget
+) -> dict[str, tuple[Shape, str | None]]:
+    """Every output tensor: shape, and the source tensor whose bytes it repeats (None: it is computed)."""
+    layers = range(family.geometry(config).layers)
+    found: dict[str, tuple[Shape, str | None]] = dict(_outer(family, config, target))
+    for layer in layers:
+        shapes = attention_shapes(family, config, target, layer)
+        found |= {name: (shape, None) for name, shape in shapes.items()}
+        found |= dict(_block(family, config, layer))
+    return found
+
+
+def attention_shapes(family: Family, config: Mapping[str, Any], target: LatentTarget, layer: int) -> dict[str, Shape]:
+    """The attention tensors of ``layer``."""
+    size, module = family.geometry(config), attention_module(layer)
+    heads, dim, model, rank = size.heads, size.head_dim, size.model_dim, target.kv_rank
+    queries, q_rank = heads * (dim + target.rope_dim), query_rank(family, config, target)
+    if q_rank is None:
+        shapes: dict[str, Shape] = {"q_proj.weight": (queries, model)}
+    else:
+        shapes = {
+            "q_a_proj.weight": (q_rank, model),
+            "q_a_layernorm.weight": (q_rank,),
+            "q_b_proj.weight": (queries, q_rank),
+        }
+    shapes["kv_a_proj_with_mqa.weight"] = (rank + target.rope_dim, model)
+    shapes["kv_a_layernorm.weight"] = (rank,)
+    shapes["kv_b_proj.weight"] = (heads * 2 * dim, rank)
+    shapes["o_proj.weight"] = (model, heads * dim)
+    if target.constant:
+        biased = {"kv_a_proj_with_mqa": rank + target.rope_dim, "o_proj": model}
+        biased |= {} if q_rank is None else {"q_a_proj": q_rank}
+        shapes |= {f"{name}.bias": (rows,) for name, rows in biased.items()}
+    return {f"{module}.{name}": shape for name, shape in shapes.items()}
+
+
+def split_gate_up(family: Family, config: Mapping[str, Any], layer: int) -> tuple[str, str, str] | None:
+    """For a source with one gate-and-up tensor: its name, and the names of gate and up in the output."""
+    source = family.tensor_names(config).get(("gate_up", layer))
+    return None if source is None else (source[0], _name("gate", layer), _name("up", layer))
+
+
+def _outer(
+    family: Family, config: Mapping[str, Any], target: LatentTarget
+) -> Iterator[tuple[str, tuple[Shape, str | None]]]:
+    names, shapes = family.tensor_names(config), family.expected_tensors(config)
+    embedding = names["embedding", None][0]
+    head = names.get(("head", None), (embedding,))[0]
+    yield _NAMES["embedding"], (shapes[embedding], embedding)
+    yield _NAMES["final_norm"], (shapes[names["final_norm", None][0]], names["final_norm", None][0])
+    if head != embedding or target.layout == "engine":
+        yield _NAMES["head"], (shapes[head], head)
+
+
+def _block(family: Family, config: Mapping[str, Any], layer: int) -> Iterator[tuple[str, tuple[Shape, str | None]]]:
+    names, shapes = family.tensor_names(config), family.expected_tensors(config)
+    fused = split_gate_up(family, config, layer)
+    if fused is not None:
+        rows, model = shapes[fused[0]]
+        yield from ((name, ((rows // 2, model), None)) for name in fused[1:])
+    for role in ("attention_norm", "mlp_norm", "gate", "up", "down"):
+        if (role, layer) in names:
+            source = names[role, layer][0]
+            yield _name(role, layer), (shapes[source], source)
+
+
+def _name(role: str, layer: int) -> str:
+    return _NAMES[role].replace("{layer}", str(layer))
+
+
+def deepseek_config(
+    family: Family,
+    config: Mapping[str, Any],
+    target: LatentTarget,
+    theta: Sequence[float],
+    *,
+    dtype: str,
+    positions: int | None = None,
+) -> dict[str, Any]:
+    """``config.json`` of the output. ``theta [P/2]``: radians per position of each rotary pair.
+
+    ``dtype`` as transformers spells it. ``positions``: the longest context, where it is shorter than the source's.
+    Frequencies, dtype and the special tokens are spelled for older and newer readers alike.
+    """
+    size, block = family.geometry(config), family.block(config)
+    longest = size.positions if positions is None else positions
+    intermediate = _intermediate(family, config)
+    special = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "attention_bias": target.constant,
+        "attention_dropout": config.get("attention_dropout", 0.0),
+        **special,
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.model_dim,
+        "hidden_act": block.activation,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads,
+        "kv_lora_rank": target.kv_rank,
+        "q_lora_rank": query_rank(family, config, target),
+        "qk_nope_head_dim": size.head_dim,
+        "qk_rope_head_dim": target.rope_dim,
+        "v_head_dim": size.head_dim,
+        "max_position_embeddings": longest,
+        "initializer_range": size.initializer_range,
+        "rms_norm_eps": block.norm_eps,
+        "tie_word_embeddings": block.tied and target.layout != "engine",
+        "use_cache": True,
+        **_dense_only(size.layers, intermediate),
+        **rope_config(theta, longest),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def _intermediate(family: Family, config: Mapping[str, Any]) -> int:
+    names, shapes = family.tensor_names(config), family.expected_tensors(config)
+    return shapes[names["down", 0][0]][1]
+
+
+def _dense_only(layers: int, intermediate: int) -> dict[str, Any]:
+    """Experts that no layer has: the smallest numbers that the readers of these keys accept."""
+    return {
+        "first_k_dense_replace": layers,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": intermediate,
+        "n_routed_experts": 1,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+        "rope_interleave": True,
+    }
+
+
+def rope_config(theta: Sequence[float], positions: int) -> dict[str, Any]:
+    """The rope keys for these frequencies, in the older and the newer spelling: plain where plain RoPE has them.
+
+    Otherwise ``longrope``, whose factors divide the standard frequencies one by one, the same for every length.
+    """
+    base = plain_base(theta)
+    if base is not None:
+        return {
+            "rope_theta": base,
+            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": base},
+        }
+    base, pairs = 10000.0, len(theta)
+    factors = [base ** (-index / pairs) / angle for index, angle in enumerate(theta)]
+    scaling = {
+        "rope_type": "longrope",
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "short_factor": factors,
+        "long_factor": factors,
+        "original_max_position_embeddings": positions,
+    }
+    return {
+        "rope_theta": base,
+        "rope_scaling": {**scaling, "type": "longrope"},
+        "rope_parameters": {**scaling, "rope_theta": base},
+    }
+
+
+def plain_base(theta: Sequence[float]) -> float | None:
+    """``base`` where ``theta_i = base^(-2i/P)`` for all ``P/2`` of them (to float32's precision), else None."""
+    if not math.isclose(theta[0], 1.0, rel_tol=1e-7):
+        return None
+    base = 10000.0 if len(theta) == 1 else theta[-1] ** (-len(theta) / (len(theta) - 1))
+    base = float(round(base)) if math.isclose(base, round(base), rel_tol=1e-6) else base
+    wanted = (base ** (-index / len(theta)) for index in range(len(theta)))
+    return base if all(math.isclose(a, b, rel_tol=3e-7) for a, b in zip(theta, wanted, strict=True)) else None

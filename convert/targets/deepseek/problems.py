@@ -1,0 +1,144 @@
+"""What keeps a model from becoming a stock DeepSeek checkpoint, from its config alone. No torch here.
+
+Each problem is one line that says what was found and what would work.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvfold.convert.families.model import Block, Family, Geometry
+from kvfold.convert.families.names import active_norm, has_bias
+from kvfold.convert.families.rope import rope_table
+from kvfold.convert.targets.deepseek.config import LatentTarget, full_query_rank
+
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
+_ROLES = frozenset({"embedding", "final_norm", "head", "attention_norm", "mlp_norm", "gate", "up", "gate_up", "down"})
+_MLP_BIASES = frozenset({"gate_bias", "up_bias", "gate_up_bias", "down_bias"})
+_INSTEAD = "--to gqa works"
+
+
+def latent_problems(
+    family: Family, config: Mapping[str, Any], target: LatentTarget, *, allow_growth: bool = False
+) -> list[str]:
+    """Everything that stands in the way, the model's own first. Empty when the conversion is possible."""
+    engine = list(_engine_problems(family, config)) if target.layout == "engine" else []
+    return [*model_problems(family, config), *engine, *_size_problems(family.geometry(config), target, allow_growth)]
+
+
+def model_problems(family: Family, config: Mapping[str, Any]) -> list[str]:
+    """What no latent target of any size or layout can hold."""
+    problems = [
+        *_block_problems(family.block(config)),
+        *_tensor_problems(family, config),
+        *_attention_problems(family, config),
+        *_rope_problems(family, config),
+    ]
+    return [f"--to mla: {family.model_type} {problem}; {_INSTEAD}" for problem in problems]
+
+
+def context(family: Family, config: Mapping[str, Any]) -> int:
+    """The longest context that the output is good for: longrope is cut to the range of its short factors."""
+    positions = family.geometry(config).positions
+    table = rope_table(family, config)
+    if table["rope_type"] == "longrope" and table.get("short_factor") != table.get("long_factor"):
+        return min(positions, int(table["original_max_position_embeddings"]))
+    return positions
+
+
+def _block_problems(block: Block) -> Iterator[str]:
+    if block.norm != "rms" or block.norm_bias or not block.norm_weight or block.norm_offset:
+        described = "LayerNorm" if block.norm == "layer" else "another kind of RMSNorm"
+        yield f"layers use {described}, the stock DeepSeek class has RMSNorm only"
+    if block.mlp == "plain":
+        yield "MLPs have no gate, those of the stock DeepSeek class do"
+    if block.order != "pre":
+        yield f"norms are placed as {block.order!r}, the stock DeepSeek class has them before attention and MLP"
+    if block.sparse:
+        yield "layers hold experts, only dense models can become MLA"
+    scales = {"residual": block.residual_scale, "embedding": block.embedding_scale, "logit": block.logit_scale}
+    for name, value in scales.items():
+        if value != 1.0:
+            yield f"has a {name} scale of {value:g}, the stock DeepSeek class has none"
+    if block.logit_softcap is not None:
+        yield f"caps its logits softly at {block.logit_softcap:g}, the stock DeepSeek class does not"
+
+
+def _tensor_problems(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
+    roles = {role for role, _ in family.tensor_names(config)}
+    if biases := sorted(roles & _MLP_BIASES):
+        yield f"has biases in its MLPs ({', '.join(biases)}), the stock DeepSeek class has none"
+    if other := sorted(roles - _ROLES - _MLP_BIASES):
+        yield f"has tensors that the stock DeepSeek class lacks ({', '.join(other)})"
+
+
+def _attention_problems(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
+    layers = [family.layer(config, index) for index in range(family.geometry(config).layers)]
+    longest = context(family, config)
+    if active_norm(family, config) is not None:
+        yield "normalises queries and keys (QK-norm), so its keys are no linear function of a latent"
+    if narrow := [layer.window for layer in layers if layer.window is not None and layer.window < longest]:
+        yield (
+            f"has {len(narrow)} of {len(layers)} layers that see {narrow[0]} positions back, fewer than the context of "
+            f"{longest} (max_position_embeddings); MLA has no windows"
+        )
+    if any(layer.softcap is not None for layer in layers):
+        yield "caps its scores softly, the stock DeepSeek class does not"
+    if any(layer.clip is not None for layer in layers):
+        yield "clips queries, keys and values, the stock DeepSeek class does not"
+    if not all(layer.causal for layer in layers):
+        yield "attends in both directions, the stock DeepSeek class only backwards"
+
+
+def _rope_problems(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
+    types = {family.layer(config, index).type for index in range(family.geometry(config).layers)}
+    tables = [rope_table(family, config, kind) for kind in sorted(types, key=str)]
+    kind = tables[0]["rope_type"]
+    if kind not in _FIXED_ROPE:
+        fixed = ", ".join(_FIXED_ROPE)
+        yield f"has rope_type {kind!r}, expected one whose frequencies are fixed ({fixed})"
+    if any(table != tables[0] for table in tables):
+        yield "rotates at frequencies that differ between layer types, the stock DeepSeek class has one set"
+
+
+def _engine_problems(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
+    places = {"q": "queries, keys and values", "o": "the attention output"}
+    found = []
+    if has_bias(family, config, "q"):
+        found.append(f"{family.model_type} has biases on {places['q']}, which engines do not read")
+    if has_bias(family, config, "o"):
+        found.append(f"{family.model_type} has a bias on {places['o']}, which engines do not read")
+    table = rope_table(family, config)
+    if table["rope_type"] != "default":
+        found.append(f"rope_type is {table['rope_type']!r}, engines take 'default' only")
+    activation = family.block(config).activation
+    if activation not in ("silu", "swish"):
+        found.append(f"the activation is {activation!r}, engines take 'silu' only")
+    yield from (f"--layout engine: {problem}; use --layout deepseek" for problem in found)
+
+
+def _size_problems(size: Geometry, target: LatentTarget, allow_growth: bool) -> Iterator[str]:
+    yield from _rope_size_problems(size, target)
+    rank, rope, least = target.kv_rank, target.rope_dim, 1 + target.constant
+    if rank < least:
+        yield f"--kv-rank {rank}: expected at least {least}{', one of them constant' if target.constant else ''}"
+    present = 2 * size.kv_heads * size.head_dim
+    if rank + rope >= present and not allow_growth:
+        yield (
+            f"--kv-rank {rank} --rope-dim {rope}: that caches {rank + rope} numbers per token and layer, the model now "
+            f"caches {present}; expected fewer together (--allow-growth converts all the same)"
+        )
+    full = full_query_rank(size, target)
+    if target.q_rank is not None and not least <= target.q_rank <= full:
+        yield f"--q-rank {target.q_rank}: expected {least} to {full}, which loses nothing"
+
+
+def _rope_size_problems(size: Geometry, target: LatentTarget) -> Iterator[str]:
+    rope, engine = target.rope_dim, target.layout == "engine"
+    most = size.rotary_dims * (1 if engine else size.kv_heads)
+    if rope < 2:
+        yield f"--rope-dim {rope}: DeepSeek layouts need 2 at least; expected an even number from 2 to {most}"
+    elif rope > most:
+        heads = "one pair per frequency" if engine else f"{size.kv_heads} key/value heads"
+        yield f"--rope-dim {rope}: {size.rotary_dims} dims of a head rotate, {heads}; expected at most {most}"
+    elif rope % 2:
+        yield f"--rope-dim {rope}: rotary dims come in pairs; expected an even number, such as {rope + 1}"

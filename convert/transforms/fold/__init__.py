@@ -1,0 +1,1 @@
+"""Folding query-head groups onto shared key/value heads."""

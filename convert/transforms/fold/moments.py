@@ -1,0 +1,75 @@
+"""What folding needs to know about a layer whichever heads share: computed once, used for every partition tried."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvfold.convert.transforms.fold import normed
+from kvfold.convert.transforms.fold.principal_values import output_metric
+from kvfold.convert.transforms.fold.score_fit import turning
+from kvfold.convert.transforms.linalg import head_moments, input_moment, joint_moment, with_bias
+from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
+
+CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class LayerMoments:
+    """A layer and its second moments, all float64, heads in the source's order.
+
+    ``moment [F, F]`` of the inputs with a constant 1 appended (``F = E + 1``). ``keys``, ``queries``: the linear maps
+    that projections and norms are on average; ``values [G, D, F]``. ``joint_keys``, ``joint_values [G, D, G, D]``:
+    second moments between all heads. ``asked [H, D, D]``: those of each head's queries. ``turn [H, D, D]``: the
+    distances that count, from `turning`. ``metric [G, D, D]`` of the output. The rotary amplitude is in ``joint_keys``
+    and ``asked``: ``amplitude [D]``.
+    """
+
+    weights: AttentionWeights
+    rotary: Rotary
+    moment: Tensor
+    keys: normed.Linear
+    queries: normed.Linear
+    values: Tensor
+    joint_keys: Tensor
+    joint_values: Tensor
+    asked: Tensor
+    turn: Tensor
+    metric: Tensor
+    amplitude: Tensor
+
+    @property
+    def repeat(self) -> int:
+        """Query heads per KV head."""
+        return self.weights.heads // self.weights.kv_heads
+
+    def readers(self, heads: Sequence[int]) -> list[int]:
+        """The query heads that read some KV heads, in their order."""
+        return [head * self.repeat + i for head in heads for i in range(self.repeat)]
+
+
+def layer_moments(
+    weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, context: int = CONTEXT
+) -> LayerMoments:
+    """Computes all of it, on the device of ``weights``. ``context``: how many positions the result must serve."""
+    device = weights.q.device
+    moment = input_moment(statistics).to(device)
+    keys = normed.linearise(with_bias(weights.k, weights.k_bias), weights.k_norm, moment)
+    queries = normed.linearise(with_bias(weights.q, weights.q_bias), weights.q_norm, moment)
+    amplitude = moment.new_ones(weights.head_dim)
+    amplitude[: rotary.dims] = rotary.amplitude
+    values = with_bias(weights.v, None if weights.o_bias is not None else weights.v_bias)  # else `o_bias` takes it
+    return LayerMoments(
+        weights=weights,
+        rotary=rotary,
+        moment=moment,
+        keys=keys,
+        queries=queries,
+        values=values,
+        joint_keys=joint_moment(amplitude[:, None] * keys.affine, moment),
+        joint_values=joint_moment(values, moment),
+        asked=head_moments(amplitude[:, None] * queries.affine, moment),
+        turn=turning(statistics.profile.to(device), context, rotary, weights.head_dim),
+        metric=output_metric(weights.o, weights.kv_heads),
+        amplitude=amplitude,
+    )

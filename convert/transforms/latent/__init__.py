@@ -1,0 +1,1 @@
+"""Factoring attention into multi-head latent attention."""

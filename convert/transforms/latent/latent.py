@@ -1,0 +1,252 @@
+"""MHA or GQA into multi-head latent attention, from calibration statistics.
+
+1. Rotary keys: the principal complex components over the heads at the frequencies that ``Slots`` names.
+2. What remains of the keys loses its rotation; the gain of ``pair_gains`` is the constant that stands in for it.
+3. The rest of the keys, in units of scores, and the values, in units of the layer's output, share one latent: the
+   principal components of both together.
+4. From there ``latent_fit`` alternates between readings and cached rows: a head may then read any rotary key, not only
+   its own pair's, and make up for a lost rotation with one of another frequency.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfold.convert.transforms.latent.als import ROUNDS, Fit, Layer, alternate, make_problem
+from kvfold.convert.transforms.latent.slots import (
+    Slots,
+    amplified,
+    components,
+    pair_gains,
+    pair_keys,
+    query_moment,
+    query_scales,
+    with_bias,
+)
+from kvfold.convert.transforms.latent.weights import LatentWeights
+from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
+
+
+@dataclass(frozen=True)
+class Basis:
+    """A latent ``c = down x`` of unit total energy, and how linear functions of ``x`` are best read from it."""
+
+    down: Tensor
+    readout: Tensor
+
+    def read(self, rows: Tensor) -> Tensor:
+        """``[n, E] -> [n, R]``: the map from ``c`` that comes closest to ``rows x`` over the calibration text."""
+        return rows @ self.readout
+
+
+@dataclass(frozen=True)
+class RotarySplit:
+    """Slots' keys ``rows [P, E+1]``, each head's ``reading [H, D, P]`` of them, ``rest [G, L, E+1]`` complex."""
+
+    rows: Tensor
+    reading: Tensor
+    rest: Tensor
+
+
+def to_latent(
+    weights: AttentionWeights,
+    statistics: LayerStatistics,
+    rotary: Rotary,
+    slots: Slots,
+    rank: int,
+    *,
+    scale: float | None = None,
+    centred: bool = True,
+    rounds: int = ROUNDS,
+) -> LatentWeights:
+    """A layer with ``rank`` latent channels.
+
+    ``centred`` takes the mean out of the latent and gives it to the biases; without it the result has no bias that the
+    source has not. ``scale`` multiplies the source's scores; ``head_dim ** -0.5`` unless given. ``rounds`` of
+    alternating least squares; 0 leaves the principal components as they are. A layer that does not rotate gets zero
+    rotary keys. The result is in at least float32.
+    """
+    layer, queries = linear_layer(weights, rotary, scale), query_moment(weights, statistics, rotary)
+    split = split_rotary(weights, statistics, rotary, slots, queries)
+    gains = pair_gains(statistics, rotary).to(weights.q.device)
+    keys = unrotated_keys(weights, rotary, split.rest)
+    blocks = key_units(queries, rotary, gains, keys), value_units(layer)
+    basis = joint_basis(*blocks, statistics, rank, centred)
+    fit = first_fit(split, apply_gains(keys, gains, rotary), layer.values, basis)
+    if rounds:
+        problem = make_problem(layer, queries, statistics, rotary, slots.theta, rank, centred=centred)
+        fit = alternate(problem, fit, rounds)
+    return assemble(weights, layer, statistics, fit, slots, centred=centred)
+
+
+def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float | None) -> Layer:
+    """The layer as maps on ``[x; 1]``, the rotary amplitude multiplied into queries and keys."""
+    metric = torch.einsum("ehd,ehc->hdc", weights.o.double(), weights.o.double())
+    return Layer(
+        queries=amplified(with_bias(weights.q, weights.q_bias), rotary),
+        keys=amplified(with_bias(weights.k, weights.k_bias), rotary),
+        values=with_bias(weights.v, weights.v_bias),
+        metric=metric.reshape(weights.kv_heads, -1, *metric.shape[1:]).sum(1),
+        scale=weights.head_dim**-0.5 if scale is None else scale,
+    )
+
+
+def split_rotary(
+    weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, slots: Slots, queries: Tensor
+) -> RotarySplit:
+    """Rotary keys of the slots, how heads read them, what is left of every key. ``queries`` from ``query_moment``."""
+    wide, head_dim, half = weights.model_dim + 1, weights.head_dim, rotary.dims // 2
+    reading = torch.zeros(weights.heads, head_dim, slots.rope_dim, dtype=torch.float64, device=weights.q.device)
+    if not half:
+        rest = torch.zeros(weights.kv_heads, 0, wide, dtype=torch.complex128, device=weights.q.device)
+        return RotarySplit(reading.new_zeros(slots.rope_dim, wide), reading, rest)
+    pairs = pair_keys(weights, statistics, rotary, queries)
+    scales = query_scales(pairs)
+    _, vectors = components(pairs)
+    keys: list[Tensor] = []
+    left_over: list[Tensor] = []
+    slot = 0
+    for pair, count in enumerate(slots.counts):
+        key, factor, left = _split_pair(pairs.keys[:, pair], scales[:, pair], vectors[pair, :, :count])
+        factor = factor.repeat_interleave(weights.heads // weights.kv_heads, 0)  # [H, count]: own key = factor . key
+        _read_pair(reading, factor, pair, half, slot)
+        keys.append(key)
+        left_over.append(left)
+        slot += count
+    return RotarySplit(_real(torch.cat(keys)), reading, torch.stack(left_over, 1))
+
+
+def _split_pair(key: Tensor, scale: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One frequency, ``key [G, E+1]``: shared keys ``[count, E+1]``, each head's factors ``[G, count]``, the rest."""
+    shared = basis.mH @ (scale[:, None] * key)
+    factor = basis / scale[:, None]
+    unit = scale.square().mean().sqrt()
+    return shared / unit, factor * unit, key - factor @ shared
+
+
+def _read_pair(reading: Tensor, factor: Tensor, pair: int, half: int, slot: int) -> None:
+    """Enter complex factors ``[H, count]`` of ``pair`` on the slots from ``slot`` on into ``reading [H, D, P]``."""
+    slots = reading.shape[2] // 2
+    real, imaginary = slice(slot, slot + factor.shape[1]), slice(slots + slot, slots + slot + factor.shape[1])
+    reading[:, pair, real] = reading[:, half + pair, imaginary] = factor.real
+    reading[:, half + pair, real] = factor.imag
+    reading[:, pair, imaginary] = -factor.imag
+
+
+def unrotated_keys(weights: AttentionWeights, rotary: Rotary, rest: Tensor) -> Tensor:
+    """Keys ``[G, D, E+1]`` with the slots' part taken out of the rotating dims.
+
+    The rotary amplitude is multiplied in.
+    """
+    keys = amplified(with_bias(weights.k, weights.k_bias), rotary)
+    return torch.cat([rest.real, rest.imag, keys[:, rotary.dims :]], 1)
+
+
+def apply_gains(keys: Tensor, gains: Tensor, rotary: Rotary) -> Tensor:
+    """``[G, D, n]`` as every query head's ``[H, D, n]``, the rotating pairs times their gain ``m_{h,l}``."""
+    half = rotary.dims // 2
+    per_head = keys.repeat_interleave(gains.shape[0] // keys.shape[0], 0)
+    real, imaginary, still = per_head[:, :half], per_head[:, half : 2 * half], per_head[:, 2 * half :]
+    a, b = gains.real[..., None], gains.imag[..., None]
+    return torch.cat([a * real - b * imaginary, a * imaginary + b * real, still], 1)
+
+
+def key_units(queries: Tensor, rotary: Rotary, gains: Tensor, keys: Tensor) -> Tensor:
+    """Keys ``[G, D, E+1]`` in units of scores: their squared length is the energy of the scores that they cause."""
+    energy = queries.diagonal(dim1=1, dim2=2).clamp_min(0)
+    half = rotary.dims // 2
+    pair = (energy[:, :half] + energy[:, half : 2 * half]) * gains.abs().square() / 2
+    energy = torch.cat([pair, pair, energy[:, 2 * half :]], 1)
+    return keys * energy.reshape(len(keys), -1, energy.shape[1]).sum(1).sqrt()[..., None]
+
+
+def value_units(layer: Layer) -> Tensor:
+    """Values ``[G, D, E+1]`` in units of the layer's output: ``M^{1/2} v``."""
+    energy, vectors = torch.linalg.eigh(layer.metric)
+    root = vectors * energy.clamp_min(0).sqrt()[:, None] @ vectors.mT
+    units: Tensor = root @ layer.values
+    return units
+
+
+def joint_basis(keys: Tensor, values: Tensor, statistics: LayerStatistics, rank: int, centred: bool) -> Basis:
+    """Principal components of ``keys`` and ``values [G, D, E+1]``, each block at unit energy.
+
+    Unused channels are zero.
+    """
+    root = covariance_root(statistics, centred).to(keys.device)
+    blocks = [block[..., :-1].flatten(0, 1) @ root for block in (keys, values)]
+    stacked = torch.cat([block / block.norm().clamp_min(torch.finfo(block.dtype).tiny) for block in blocks])
+    return principal_basis(stacked, root, rank)
+
+
+def covariance_root(statistics: LayerStatistics, centred: bool) -> Tensor:
+    """``L [E, E]`` with ``L L^T`` the inputs' covariance (second moment unless ``centred``), made invertible."""
+    gram, mean = statistics.gram.double(), statistics.mean.double()
+    covariance = gram - torch.outer(mean, mean) if centred else gram
+    ridge = covariance.diagonal().mean() * 1e-9
+    root: Tensor = torch.linalg.cholesky(
+        (covariance + covariance.mT) / 2 + ridge * torch.eye(len(mean), dtype=torch.float64, device=mean.device)
+    )
+    return root
+
+
+def principal_basis(rows: Tensor, root: Tensor, rank: int) -> Basis:
+    """``rows [n, E]`` act on whitened inputs ``root^{-1} x``.
+
+    Their right singular vectors, scaled by the singular values.
+    """
+    _, sigma, vectors = torch.linalg.svd(rows, full_matrices=False)
+    used = min(rank, int((sigma > sigma.max() * 1e-12).sum()))
+    sigma, vectors = sigma[:used], vectors[:used]
+    sigma = sigma / sigma.norm().clamp_min(torch.finfo(sigma.dtype).tiny)
+    down = torch.linalg.solve_triangular(root, vectors, upper=False, left=False) * sigma[:, None]
+    readout = root @ vectors.mT / sigma
+    spare = rank - used
+    return Basis(torch.nn.functional.pad(down, (0, 0, 0, spare)), torch.nn.functional.pad(readout, (0, spare)))
+
+
+def first_fit(split: RotarySplit, keys: Tensor, values: Tensor, basis: Basis) -> Fit:
+    """Slots and basis as a fit. ``keys [H, D, E+1]`` without rotation, ``values [G, D, E+1]``."""
+    latent = torch.nn.functional.pad(basis.down, (0, 1))
+    reading = torch.cat([split.reading, basis.read(keys[..., :-1])], -1)
+    return Fit(torch.cat([split.rows, latent]), reading, basis.read(values[..., :-1]))
+
+
+def assemble(
+    weights: AttentionWeights, layer: Layer, statistics: LayerStatistics, fit: Fit, slots: Slots, *, centred: bool
+) -> LatentWeights:
+    """Everything in the terms of ``LatentWeights``; constant values go into the output bias."""
+    keep = torch.promote_types(weights.q.dtype, torch.float32)
+    rope, group = slots.rope_dim, weights.heads // weights.kv_heads
+    mean = statistics.mean.double().to(weights.q.device)
+    rope_key, down = fit.rows[:rope], fit.rows[rope:, :-1]
+    rope_query = torch.einsum("hdp,hde->hpe", fit.reading[..., :rope], layer.queries)
+    constant = layer.values[..., -1] + (layer.values[..., :-1] @ mean if centred else 0)
+    moved = centred or weights.v_bias is not None
+    return LatentWeights(
+        down=down,
+        rope_key=rope_key[:, :-1],
+        q_nope=layer.queries[..., :-1],
+        q_rope=rope_query[..., :-1],
+        uk=fit.reading[..., rope:],
+        uv=fit.values.repeat_interleave(group, 0),
+        o=weights.o,
+        theta=slots.theta,
+        scale=layer.scale,
+        down_bias=-(down @ mean) if centred else None,
+        rope_key_bias=rope_key[:, -1] if centred or weights.k_bias is not None else None,
+        q_nope_bias=None if weights.q_bias is None else layer.queries[..., -1],
+        q_rope_bias=None if weights.q_bias is None else rope_query[..., -1],
+        o_bias=_output_bias(weights, constant.repeat_interleave(group, 0)) if moved else weights.o_bias,
+    ).map(lambda tensor: tensor.to(keep).contiguous())
+
+
+def _real(rows: Tensor) -> Tensor:
+    """Complex ``[n, E+1]`` as half-split real ``[2n, E+1]``."""
+    return torch.cat([rows.real, rows.imag])
+
+
+def _output_bias(weights: AttentionWeights, constant: Tensor) -> Tensor:
+    bias = torch.einsum("ehd,hd->e", weights.o.double(), constant)
+    return bias if weights.o_bias is None else bias + weights.o_bias.double()

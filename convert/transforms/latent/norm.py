@@ -1,0 +1,108 @@
+"""A latent that stays behind a live RMSNorm, for readers that leave no way around it.
+
+A norm does no harm to vectors that all have the same length, and the coordinates of a latent are free: what multiplies
+it by an invertible matrix, its readers undo. ``constant_length`` looks for the coordinates in which its length varies
+least.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
+
+STEPS = 40
+TOKENS = 32768
+_FLATTEST = 1e-3  # least to largest stretch, squared: what a direction may lose before rounding
+
+
+def live_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
+    """``latent`` in coordinates in which an RMSNorm of weight one changes it least, over ``inputs [..., E]``.
+
+    Its rms is one on average, whatever the eps of the reader. The latent must not be centred: a norm acts on all of it.
+    Raises ``ValueError`` when it has a bias.
+    """
+    if latent.down_bias is not None:
+        raise ValueError("latent: expected one that is not centred (to_latent(..., centred=False)), found down_bias")
+    forth, back = constant_length(latent.down, inputs)
+    found = replace(
+        latent,
+        down=_cast(forth @ latent.down.double(), latent.down),
+        uk=_cast(latent.uk.double() @ back, latent.down),
+        uv=_cast(latent.uv.double() @ back, latent.down),
+    )
+    if latent.query is None:
+        return found
+    query = latent.query
+    forth, back = constant_length(query.down, inputs)
+    read = (_cast(part.double() @ back, query.down) for part in (query.q_nope, query.q_rope))
+    return replace(found, query=QueryLatent(_cast(forth @ query.down.double(), query.down), *read))
+
+
+def constant_length(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Coordinates ``forth [R, R]`` of ``c = down x`` in which the rms is nearly one, and ``back``, their inverse;
+    float64.
+
+    Least squares for a quadratic form ``c^T A c = R`` over the tokens, by conjugate gradients from the whitened latent
+    on (tokens set apart say when to stop), projected on the positive definite ones; ``forth`` is a root of ``A``.
+    """
+    rows = inputs.reshape(-1, inputs.shape[-1])[:TOKENS].to(down.device)
+    latent = (rows @ down.to(rows.dtype).mT).double()
+    white, undo = _whitening(latent)
+    form = _constant_form(latent @ white.mT)
+    stretch, axes = torch.linalg.eigh(form)
+    root = stretch.clamp_min(stretch[-1] * _FLATTEST).sqrt()
+    forth, back = (root[:, None] * axes.mT) @ white, undo @ (axes / root)
+    rms = (latent @ forth.mT).square().mean(-1).sqrt().mean()
+    return forth / rms, back * rms
+
+
+def _whitening(latent: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric whitening of ``latent [n, R]`` and its inverse; channels that never move keep their scale."""
+    energy, axes = torch.linalg.eigh(latent.mT @ latent / len(latent))
+    root = energy.clamp_min(energy[-1] * 1e-10).sqrt()
+    root = torch.where(root > 0, root, 1.0)
+    return (axes / root) @ axes.mT, (axes * root) @ axes.mT
+
+
+def _constant_form(latent: Tensor) -> Tensor:
+    """Symmetric ``A [R, R]`` with ``c^T A c`` close to ``R`` for whitened ``c [n, R]``: conjugate gradients on squares.
+
+    Every eighth token judges; the step that does best by them is taken.
+    """
+    judging = torch.arange(len(latent), device=latent.device) % 8 == 7
+    fitted, judges = latent[~judging], latent[judging] if judging.any() else latent
+    rank = latent.shape[1]
+    form = torch.eye(rank, dtype=latent.dtype, device=latent.device)
+    best, least = form, _uneven(judges, form)
+    left = rank - _lengths(fitted, form)
+    gradient = _adjoint(fitted, left)
+    step, energy = gradient, gradient.square().sum()
+    for _ in range(STEPS):
+        seen = _lengths(fitted, step)
+        reach = energy / seen.square().mean().clamp_min(1e-300)
+        form, left = form + reach * step, left - reach * seen
+        gradient, before = _adjoint(fitted, left), energy
+        energy = gradient.square().sum()
+        step = gradient + energy / before.clamp_min(1e-300) * step
+        if (uneven := _uneven(judges, form)) < least:
+            best, least = form, uneven
+    return best
+
+
+def _lengths(latent: Tensor, form: Tensor) -> Tensor:
+    """``c^T A c`` of every row."""
+    return ((latent @ form) * latent).sum(1)
+
+
+def _adjoint(latent: Tensor, weight: Tensor) -> Tensor:
+    return (latent * weight[:, None]).mT @ latent / len(latent)
+
+
+def _uneven(latent: Tensor, form: Tensor) -> float:
+    return float((len(form) - _lengths(latent, form)).square().mean())
+
+
+def _cast(tensor: Tensor, like: Tensor) -> Tensor:
+    return tensor.to(like).contiguous()

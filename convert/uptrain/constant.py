@@ -1,0 +1,148 @@
+"""The constant channel of layout ``deepseek`` in training: what makes the latent's norm a known factor stays as it is.
+
+``refine_paces.py`` says what must not move and what must move slowly. Here gradients are scaled in the forward pass, so
+that clipping sees them as it should and sharding does not matter, and each step of the optimizer is scaled, because
+Adam undoes any scale of a gradient.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kvfold.convert.errors import KvfoldError
+from kvfold.convert.io.checkpoint import Checkpoint
+from kvfold.convert.targets.deepseek.constant import constant_paces
+from kvfold.convert.targets.deepseek.tensors import CONSTANT
+
+_DOWN = {"kv_a_proj_with_mqa": "kv_lora_rank", "q_a_proj": "q_lora_rank"}
+
+
+def has_constant(checkpoint: Checkpoint) -> bool:
+    """Whether every latent of the checkpoint has the constant channel: its bias is there, and large."""
+    if checkpoint.config.get("model_type") != "deepseek_v3" or not checkpoint.config.get("attention_bias"):
+        return False
+    names = [name for name in checkpoint.tensors if name.split(".")[-2] in _DOWN and name.endswith(".bias")]
+    rank = {name: checkpoint.config[_DOWN[name.split(".")[-2]]] for name in names}
+    return bool(names) and all(checkpoint.read(name)[rank[name] - 1] == CONSTANT for name in names)
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A tensor ``kind`` of ``module`` of which ``index`` along ``axis`` moves by ``pace`` of its way, 0 not at all."""
+
+    module: nn.Module
+    kind: str
+    axis: int
+    index: int
+    pace: float
+
+    def local(self) -> tuple[Tensor, Tensor]:
+        """The tensor as this process holds it, and which indices of it are slow (none, or the one)."""
+        whole = getattr(self.module, self.kind).data
+        mask = torch.zeros(whole.shape[self.axis], dtype=torch.bool)
+        mask[self.index] = True
+        if hasattr(whole, "to_local"):  # sharded along its first axis
+            if self.axis == 0:
+                from torch.distributed.tensor import distribute_tensor
+
+                mask = distribute_tensor(mask.to(whole.device), whole.device_mesh, whole.placements).to_local()
+            whole = whole.to_local()
+        return whole, mask.nonzero()[:, 0].to(whole.device)
+
+
+class ConstantChannel:
+    """Holds the constant channel of a model's latents, whose norms it takes out of training.
+
+    ``install`` before the model is wrapped, ``watch`` the optimizer when it is made.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.slow = _slow_parts(model)
+        self._kept: list[Tensor] = []
+
+    def install(self) -> None:
+        """Scale the gradients of what is slow."""
+        for module in {id(part.module): part.module for part in self.slow}.values():
+            own = [part for part in self.slow if part.module is module]
+            module.forward = partial(_paced_linear, cast(nn.Linear, module), own)
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Scale each step that ``optimizer`` takes."""
+        optimizer.register_step_pre_hook(lambda *_: self._remember())
+        optimizer.register_step_post_hook(lambda *_: self._slow_down())
+
+    @torch.no_grad()
+    def _remember(self) -> None:
+        self._kept = []
+        for part in self.slow:
+            whole, where = part.local()
+            self._kept.append(whole.index_select(part.axis, where))
+
+    @torch.no_grad()
+    def _slow_down(self) -> None:
+        for part, before in zip(self.slow, self._kept, strict=True):
+            whole, where = part.local()
+            after = before if part.pace == 0 else before.lerp(whole.index_select(part.axis, where), part.pace)
+            whole.index_copy_(part.axis, where, after)
+
+
+def _slow_parts(model: nn.Module) -> list[Slow]:
+    attention = {name: value for name, value in model.named_parameters() if ".self_attn." in name}
+    parts: list[Slow] = []
+    for layer in sorted({name.split(".self_attn.")[0] for name in attention}):
+        own = {name: value for name, value in attention.items() if name.startswith(f"{layer}.self_attn.")}
+        shapes = {name: torch.empty(value.shape, device="meta") for name, value in own.items()}
+        for name in constant_paces(shapes):
+            path, kind = name.rsplit(".", 1)
+            module = model.get_submodule(path)
+            if path.endswith("layernorm"):
+                own[name].requires_grad_(False)
+            elif path.rsplit(".", 1)[1] in _DOWN:
+                rank = getattr(model.config, _DOWN[path.rsplit(".", 1)[1]])
+                parts.append(Slow(module, kind, 0, rank - 1, 0.0))
+            else:
+                parts.append(Slow(module, kind, 1, own[name].shape[1] - 1, 1 / CONSTANT))
+    return parts
+
+
+class _Paced(torch.autograd.Function):
+    """A tensor as it is, with the gradient of ``index`` along ``axis`` scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: int, index: int, pace: float) -> Tensor:
+        ctx.where = (axis, index, pace)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        axis, index, pace = ctx.where
+        gradient = gradients[0].clone()
+        gradient.select(axis, index).mul_(pace)
+        return gradient, None, None, None
+
+
+def _paced_linear(module: nn.Linear, slow: list[Slow], inputs: Tensor) -> Tensor:
+    """``module(inputs)``; its tensors are looked up at every call, because sharding replaces them."""
+    tensors: dict[str, Tensor | None] = {"weight": module.weight, "bias": module.bias}
+    for part in slow:
+        tensors[part.kind] = _Paced.apply(tensors[part.kind], part.axis, part.index, part.pace)  # type: ignore[no-untyped-call]
+    return nn.functional.linear(inputs, tensors["weight"], tensors["bias"])  # type: ignore[arg-type]
+
+
+def check_constant(state: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
+    """Raises KvfoldError unless the constant channel of ``state`` is that of ``checkpoint``."""
+    for name, value in state.items():
+        kind = name.split(".")[-2]
+        if kind.removesuffix("_layernorm") in ("kv_a", "q_a"):
+            same = torch.equal(value, checkpoint.read(name).to(value.dtype))
+        elif kind in _DOWN:
+            row = checkpoint.config[_DOWN[kind]] - 1
+            same = torch.equal(value[row], checkpoint.read(name)[row].to(value.dtype))
+        else:
+            continue
+        if not same:
+            raise KvfoldError(f"{name}: expected the constant channel as it was, found it moved; please report it")

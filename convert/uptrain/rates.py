@@ -1,0 +1,63 @@
+"""A learning rate for each tensor: in proportion to how large its elements are.
+
+Adam moves every element by about the learning rate, however large it is. The tensors of a converted attention differ
+in size far more than those of a trained model (a latent may be scaled up and read scaled down), so that one rate for
+all would leave some as they are and wreck others. The constant channel is large and hardly moves: it does not count.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kvfold.convert.uptrain.constant import ConstantChannel
+
+_AT_WIDTH_ONE = 0.05
+_LEAST = 1e-6  # a tensor of zeros learns, too
+
+
+def usual_rate(width: int) -> float:
+    """Highest rate for a model of ``width``, relative to the tensors' size: the steps of all inputs add up."""
+    return _AT_WIDTH_ONE / math.sqrt(width)
+
+
+def tensor_sizes(model: nn.Module, channel: ConstantChannel | None) -> dict[str, float]:
+    """Root mean square of every trained tensor by its name, without the constant channel; of a bias, its weight's."""
+    slow = {} if channel is None else {(part.module, part.kind): part for part in channel.slow}
+    sizes: dict[str, float] = {}
+    for path, module in model.named_modules():
+        for kind, tensor in module.named_parameters(recurse=False):
+            free = tensor.detach()
+            part = slow.get((module, kind))
+            if part is not None:
+                others = torch.arange(free.shape[part.axis], device=free.device) != part.index
+                free = free.index_select(part.axis, others.nonzero()[:, 0])
+            sizes[f"{path}.{kind}" if path else kind] = float(free.float().square().mean().sqrt())
+    found = {
+        name: max(_LEAST, sizes.get(name.removesuffix(".bias") + ".weight", size) if name.endswith(".bias") else size)
+        for name, size in sizes.items()
+    }
+    if dist.is_initialized():  # a sharded model may have been loaded by the first process only
+        shared = [found]
+        dist.broadcast_object_list(shared, src=0)
+        found = shared[0]
+    return found
+
+
+def relative_groups(optimizer: torch.optim.Optimizer, model: nn.Module, sizes: dict[str, float]) -> None:
+    """Give each tensor of an unused ``optimizer`` a group of its own, whose rate is multiplied by the tensor's size.
+
+    Weights decay as if it were not: by the common rate times the weight decay. Groups tell the ``size``.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def groups() -> Iterator[dict[str, object]]:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                size = sizes[names[parameter]]
+                changed = {"lr": group["lr"] * size, "weight_decay": group["weight_decay"] / size, "size": size}
+                yield {**group, "params": [parameter], **changed}
+
+    optimizer.param_groups = list(groups())

@@ -1,0 +1,193 @@
+"""``transformers.Trainer`` for uptraining: losses, drift on held-out text, and a journal of the run."""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback
+
+from kvfold.convert.errors import KvfoldError
+from kvfold.convert.uptrain.constant import ConstantChannel
+from kvfold.convert.uptrain.data import PackedText
+from kvfold.convert.uptrain.rates import relative_groups, tensor_sizes
+from kvfold.convert.uptrain.request import UptrainRequest
+
+PLACE = "kvfold_place.json"  # the last file of a checkpoint: without it a kill left the checkpoint half written
+
+
+def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Mean negative log-likelihood, nats per token, of ``tokens [B, T]`` under ``logits [B, T, V]``, float32."""
+    return cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def distillation_loss(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """Mean ``KL(teacher || student)``, nats per token, of ``[B, T, V]`` logits softened by ``temperature``.
+
+    Multiplied by the temperature's square, so that gradients keep their size (Hinton et al., 2015). The last position
+    predicts a token that is not there and does not count.
+    """
+    student, wanted = (log_softmax(x[:, :-1].flatten(0, 1).float() / temperature, -1) for x in (logits, teacher))
+    return kl_div(student, wanted, log_target=True, reduction="batchmean") * temperature**2
+
+
+class Uptrainer(Trainer):  # type: ignore[misc]
+    """Trains on ``stream``; ``teacher`` is None, or a frozen model on the same device.
+
+    ``held_out [N, T]`` is what drift is measured on. ``channel`` holds the constant channel, where there is one.
+    """
+
+    loss_is_scaled_for_ga = False  # every micro-batch's loss is a mean over equally many tokens
+
+    def __init__(
+        self,
+        model: Any,
+        arguments: Any,
+        request: UptrainRequest,
+        stream: PackedText,
+        held_out: Tensor | None,
+        teacher: Any = None,
+        channel: ConstantChannel | None = None,
+    ) -> None:
+        super().__init__(
+            model=model, args=arguments, train_dataset=stream, eval_dataset=None if held_out is None else list(held_out)
+        )
+        self.model_accepts_loss_kwargs = False
+        self._request, self._stream, self._held_out = request, stream, held_out
+        self._teacher, self._channel = teacher, channel
+        self._sizes = tensor_sizes(model, channel)
+        self._teacher_loss: float | None = None
+
+    def get_train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """The stream itself: it has already been divided into micro-batches and over processes."""
+        return DataLoader(self._stream, batch_size=None)
+
+    def create_optimizer(self, *arguments: Any) -> Any:
+        if self.optimizer is not None:
+            return self.optimizer
+        made: torch.optim.Optimizer = super().create_optimizer(*arguments)
+        relative_groups(made, arguments[0] if arguments else self.model, self._sizes)
+        if self._channel is not None:
+            self._channel.watch(made)
+        return made
+
+    def _get_learning_rate(self) -> float:
+        """The common rate, for the log."""
+        group = self.optimizer.param_groups[0]
+        return float(group["lr"] / group["size"])
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        tokens = inputs["input_ids"]
+        outputs = model(input_ids=tokens, use_cache=False)
+        weight = self._request.distilled
+        loss = outputs.logits.new_zeros((), dtype=torch.float32)
+        if weight < 1:
+            loss = loss + (1 - weight) * next_token_loss(outputs.logits, tokens)
+        if weight > 0:
+            wanted = self._teacher_logits(tokens)
+            loss = loss + weight * distillation_loss(outputs.logits, wanted, self._request.temperature)
+        return (loss, outputs) if return_outputs else loss
+
+    @torch.no_grad()
+    def _teacher_logits(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self._teacher(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    @torch.no_grad()
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Loss and perplexity on the held-out text; with a teacher also the KL from it and the excess over its loss."""
+        self.model.eval()
+        sums = torch.zeros(4, dtype=torch.float64, device=self.args.device)
+        for tokens, weight in self._own_evaluation():
+            logits = self.model(input_ids=tokens, use_cache=False).logits
+            found = [next_token_loss(logits, tokens)]
+            if self._teacher is not None:
+                wanted = self._teacher_logits(tokens)
+                found += [distillation_loss(logits, wanted, 1.0), next_token_loss(wanted, tokens)]
+            sums[: len(found)] += torch.stack(found).double() * weight
+            sums[3] += weight
+        self.model.train()
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        loss, kl, teacher = (sums[:3] / sums[3]).tolist()
+        metrics = {"eval_loss": loss, "eval_perplexity": math.exp(loss)}
+        if self._teacher is not None:
+            metrics |= {"eval_kl": kl, "eval_excess": loss - teacher}
+        self.log(metrics)
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _own_evaluation(self) -> Iterator[tuple[Tensor, int]]:
+        """This process's held-out batches with their sequences; all processes have equally many, some of weight 0."""
+        assert self._held_out is not None
+        batches = torch.split(self._held_out, self._request.micro_batch)
+        world, rank = self.args.world_size, self.args.process_index
+        for number in range(rank, math.ceil(len(batches) / world) * world, world):
+            batch = batches[min(number, len(batches) - 1)]
+            yield batch.to(self.args.device), len(batch) if number < len(batches) else 0
+
+    def full_state(self) -> dict[str, Tensor]:
+        """Every tensor of the trained model on the CPU; whole on the first process, called by all."""
+        wrapped = self.model_wrapped if self.is_fsdp_enabled else self.model
+        state = self.accelerator.get_state_dict(wrapped)
+        return {name: value.detach().cpu() for name, value in (state or {}).items()}
+
+
+class Journal(TrainerCallback):  # type: ignore[misc]
+    """Writes ``log.jsonl``, tells a person how it goes, and marks checkpoints that are whole."""
+
+    def __init__(self, request: UptrainRequest, stream: PackedText, tell: Callable[[str], None]) -> None:
+        self._request, self._stream, self._tell = request, stream, tell
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        if state.global_step >= state.max_steps:
+            control.should_save = False  # OUT follows at once, and Trainer would train on from a last checkpoint
+            control.should_evaluate = bool(self._request.eval_every)
+            control.should_log = True
+        if control.should_save:
+            control.should_log = True  # a resumed run then averages losses over the same steps
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        row = {name: value for name, value in (logs or {}).items() if name not in ("epoch", "total_flos")}
+        if "train_runtime" in row:
+            return
+        if not all(math.isfinite(value) for name, value in row.items() if name.endswith("loss")):
+            raise KvfoldError(
+                f"step {state.global_step}: the loss is no longer a finite number; lower --lr, or raise --warmup"
+            )
+        if state.is_world_process_zero:
+            row = {"step": state.global_step, "tokens": state.global_step * self._request.batch_tokens, **row}
+            with (self._request.work / "log.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            self._tell(told(row, self._request.steps))
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if dist.is_initialized():
+            dist.barrier()  # each process has written its random state
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            place = self._stream.place(state.global_step * self._request.sequences)
+            part = folder / f"{PLACE}.part"
+            part.write_text(json.dumps(place.to_dict()) + "\n", encoding="utf-8")
+            os.replace(part, folder / PLACE)
+
+
+def told(row: dict[str, Any], steps: int) -> str:
+    """A row of the log as a line for a person."""
+    names = {"loss": "loss", "learning_rate": "lr", "eval_loss": "held-out loss"}
+    names |= {"eval_perplexity": "perplexity", "eval_kl": "KL", "eval_excess": "excess"}
+    numbers = ", ".join(f"{names[name]} {value:.4g}" for name, value in row.items() if name in names)
+    return f"step {row['step']}/{steps}: {numbers}"
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

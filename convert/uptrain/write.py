@@ -1,0 +1,100 @@
+"""The trained checkpoint: layout, config and side files of the one it started from, and a record of the training."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvfold.convert.conversion.record import versions
+from kvfold.convert.errors import KvfoldError
+from kvfold.convert.io.atomic import output_folder
+from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
+from kvfold.convert.io.config import dump_record
+from kvfold.convert.io.tensors import torch_dtype
+from kvfold.convert.uptrain.request import UptrainRequest
+
+_SECTION = """
+## Uptraining
+
+Then {what} trained for {steps} steps of {tokens} tokens{text}{teacher}. Figures above are from before it.
+"""
+_TABLE = """
+| on {count} x {length} held-out tokens | before | after |
+|---|---|---|
+"""
+_ROWS = {
+    "eval_perplexity": ("perplexity", "{:.3f}"),
+    "eval_excess": ("excess loss over the teacher's, nats", "{:+.4f}"),
+    "eval_kl": ("KL from the teacher, nats", "{:.4f}"),
+}
+
+
+def write_trained(
+    request: UptrainRequest, source: Checkpoint, model: Any, state: Mapping[str, Tensor], found: Mapping[str, Any]
+) -> None:
+    """Write OUT, whole or not at all. ``found`` is what the training was, for ``kvfold.json``.
+
+    Raises KvfoldError when what was written does not hold the tensors that the source holds.
+    """
+    with output_folder(request.out, overwrite=request.overwrite, model=source.folder) as folder:
+        dtypes = {name: torch_dtype(info.dtype) for name, info in source.tensors.items()}
+        usual = max(dtypes.values(), key=list(dtypes.values()).count)
+        stored = {name: value.to(dtypes.get(name, usual)) for name, value in state.items()}
+        model.save_pretrained(folder, state_dict=stored, max_shard_size=request.max_shard_size)
+        for path in [source.folder / "config.json", *source.extra_files(), *source.python_files()]:
+            shutil.copyfile(path, folder / path.name)
+        _write_records(source.folder, folder, request, found)
+        _check(source, folder, stored)
+
+
+def _check(source: Checkpoint, folder: Path, trained: Mapping[str, Tensor]) -> None:
+    """What transformers does not load (the ``inv_freq`` tables of old checkpoints) need not come back."""
+    written = open_checkpoint(folder)
+    try:
+        before, after = (
+            {name: (info.dtype, info.shape) for name, info in opened.tensors.items()} for opened in (source, written)
+        )
+    finally:
+        written.close()
+    for name in sorted(before.keys() | after.keys()):
+        dropped = name not in after and (name == "lm_head.weight" or name not in trained)
+        if before.get(name) != after.get(name) and not dropped:
+            raise KvfoldError(
+                f"{name}: expected {before.get(name)} as in {source.origin}, found {after.get(name)} in what was "
+                "written: nothing was kept; please report it"
+            )
+
+
+def _write_records(before: Path, folder: Path, request: UptrainRequest, found: Mapping[str, Any]) -> None:
+    """``kvfold.json`` and the model card of the start, each with the training added."""
+    old = before / "kvfold.json"
+    record = json.loads(old.read_text(encoding="utf-8")) if old.is_file() else {"format": 1}
+    if "drift" in record:
+        record["drift_before_uptraining"] = record.pop("drift")
+    record["uptraining"] = {**found, "versions": versions()}
+    (folder / "kvfold.json").write_text(dump_record(record), encoding="utf-8")
+    card = before / "README.md"
+    text = card.read_text(encoding="utf-8") if card.is_file() else f"# {Path(request.out).name}\n"
+    (folder / "README.md").write_text(text.rstrip("\n") + "\n" + _section(request, found), encoding="utf-8")
+
+
+def _section(request: UptrainRequest, found: Mapping[str, Any]) -> str:
+    section = _SECTION.format(
+        what="its attention was" if request.train == "attention" else "all weights were",
+        steps=request.steps,
+        tokens=request.batch_tokens,
+        text=f" of {found['text']}",
+        teacher=f", distilled from `{found['teacher']}`" if found.get("teacher") else "",
+    )
+    drift = found.get("held_out")
+    if not drift:
+        return section
+    rows = [
+        f"| {title} | {form.format(drift['before'][name])} | {form.format(drift['after'][name])} |\n"
+        for name, (title, form) in _ROWS.items()
+        if name in drift["before"]
+    ]
+    return section + _TABLE.format(count=drift["sequences"], length=drift["length"]) + "".join(rows)

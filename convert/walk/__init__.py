@@ -1,0 +1,1 @@
+"""Calibration tokens walking through the source and its converted twin, layer by layer."""

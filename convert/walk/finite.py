@@ -1,0 +1,29 @@
+"""Activations that are no numbers any more: in which layer that began, and which stored tensor is to blame."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from kvfold.convert.errors import InputError
+from kvfold.convert.io.tensors import count_non_finite
+from kvfold.convert.stream.stream import CheckpointStream
+
+
+def check_finite(states: Iterable[Tensor], stream: CheckpointStream, layer: int | None) -> None:
+    """Raises InputError unless ``states`` are finite: what ``layer`` made of finite ones, or for None what the
+    embeddings or the output head did. The stored tensors are looked through only then."""
+    if all(bool(torch.isfinite(state).all()) for state in states):
+        return
+    where = "before the first layer or after the last" if layer is None else f"in layer {layer}"
+    for name in stream.stored_names(layer):
+        if bad := count_non_finite(stream.read(name)):
+            raise InputError(
+                f"tensor {name!r}: expected finite numbers, found {bad} NaN or infinite, which make the activations "
+                f"of calibration text non-finite {where}; such a model is damaged: fetch it again"
+            )
+    raise InputError(
+        f"expected finite activations of calibration text, found NaN or infinity {where}, although its weights are "
+        f"finite: they outgrow {str(stream.dtype).removeprefix('torch.')}; "
+        + ("the model is damaged" if stream.dtype == torch.float32 else "use --device cpu, which computes in float32")
+    )

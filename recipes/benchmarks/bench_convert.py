@@ -1,0 +1,227 @@
+"""How long a weights-only conversion takes next to `cp -r`, and how much memory: Llama-2-7B's shapes, random weights.
+
+    python recipes/benchmarks/bench_convert.py --work /scratch --json recipes/results/convert_llama2_7b.json
+    python recipes/benchmarks/bench_convert.py --work /scratch --layers 8          # a quarter of it, for a trial
+
+Makes a bfloat16 checkpoint in several shards (13.5 GB with 32 layers) in a new folder below --work, converts it from
+MHA to GQA-8 in a process of its own, copies it with `cp -r --reflink=never`, in alternating pairs, each followed by
+`sync` and preceded by dropping the page cache where that is permitted. The first pair is discarded. Needs three times
+the checkpoint's size on that disk; removes everything it made.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WIDTH, INNER, HEADS, VOCABULARY = 4096, 11008, 32, 32000
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": WIDTH,
+    "initializer_range": 0.02,
+    "intermediate_size": INNER,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ATTENTION_LAYER = 4 * WIDTH * WIDTH * 2  # bytes of q, k, v and o
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+POLL = 0.02  # seconds between two looks at the process's memory
+
+
+def shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the model, in the order in which safetensors stores them: by name."""
+    block = {f"self_attn.{name}_proj.weight": (WIDTH, WIDTH) for name in "qkvo"}
+    block |= {"mlp.gate_proj.weight": (INNER, WIDTH), "mlp.up_proj.weight": (INNER, WIDTH)}
+    block |= {"mlp.down_proj.weight": (WIDTH, INNER)}
+    block |= {"input_layernorm.weight": (WIDTH,), "post_attention_layernorm.weight": (WIDTH,)}
+    every = {f"model.layers.{layer}.{name}": shape for layer in range(layers) for name, shape in block.items()}
+    every |= {"model.embed_tokens.weight": (VOCABULARY, WIDTH), "lm_head.weight": (VOCABULARY, WIDTH)}
+    every |= {"model.norm.weight": (WIDTH,)}
+    return dict(sorted(every.items()))
+
+
+def nbytes(shape: tuple[int, ...]) -> int:
+    return 2 * torch.Size(shape).numel()
+
+
+def split(tensors: dict[str, tuple[int, ...]], limit: int) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Shards of at most ``limit`` bytes."""
+    shard: dict[str, tuple[int, ...]] = {}
+    for name, shape in tensors.items():
+        if shard and sum(map(nbytes, shard.values())) + nbytes(shape) > limit:
+            yield shard
+            shard = {}
+        shard[name] = shape
+    yield shard
+
+
+def make_checkpoint(folder: Path, layers: int, shard_bytes: int) -> int:
+    """Write the checkpoint; returns its size. Values: normal, deviation 0.02, drawn once and shifted per tensor."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}, indent=2))
+    torch.manual_seed(0)
+    noise = memoryview((torch.randn(1 << 24) * 0.02).bfloat16().view(torch.uint8).numpy())
+    shards = list(split(shapes(layers), shard_bytes))
+    weight_map = {}
+    for index, shard in enumerate(shards, 1):
+        file = f"model-{index:05}-of-{len(shards):05}.safetensors"
+        weight_map |= dict.fromkeys(shard, file)
+        write_shard(folder / file, shard, noise)
+    index = {"metadata": {"total_size": sum(map(nbytes, shapes(layers).values()))}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def write_shard(path: Path, shard: dict[str, tuple[int, ...]], noise: memoryview) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, shape in shard.items():
+        end = position + nbytes(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for index, shape in enumerate(shard.values()):
+            left, start = nbytes(shape), 2 * 997 * index
+            while left:
+                part = noise[start : start + left]
+                file.write(part)
+                left, start = left - len(part), 0
+
+
+def settle() -> bool:
+    """Write out what is pending and drop the page cache; False when that is not permitted."""
+    subprocess.run(["sync"], check=True)
+    try:
+        DROP_CACHES.write_text("3")
+    except OSError:
+        return False
+    return True
+
+
+def timed(command: list[str], environment: dict[str, str]) -> tuple[float, dict[str, int]]:
+    """Seconds until the command and a `sync` after it are done; the peaks of its memory in bytes."""
+    start = time.perf_counter()
+    process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
+    peaks: dict[str, int] = {}
+    while process.poll() is None:
+        for name, value in memory_of(process.pid).items():
+            peaks[name] = max(value, peaks.get(name, 0))
+        time.sleep(POLL)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)}: exit status {process.returncode}")
+    subprocess.run(["sync"], check=True)
+    return time.perf_counter() - start, peaks
+
+
+def memory_of(process: int) -> dict[str, int]:
+    """VmHWM (peak of all), RssAnon (own memory), RssFile (mapped files) and RssShmem, in bytes."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:  # it has just ended
+        return {}
+    wanted = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
+    fields = dict(line.split(":", 1) for line in lines if line.startswith(wanted))
+    return {name: int(value.split()[0]) * 1024 for name, value in fields.items()}
+
+
+def measure(source: Path, work: Path, pairs: int, options: list[str]) -> list[dict[str, Any]]:
+    """Alternate cp and convert; one row per pair."""
+    rows = []
+    for pair in range(pairs):
+        row: dict[str, Any] = {"caches_dropped": settle(), "load_average": os.getloadavg()[0]}
+        row["cp_seconds"], _ = timed(["cp", "-r", "--reflink=never", str(source), str(work / "copy")], {})
+        shutil.rmtree(work / "copy")
+        settle()
+        command = [sys.executable, "-m", "kvfold.convert", "convert", str(source), str(work / "out"), *options]
+        row["convert_seconds"], row["peaks"] = timed(command, {})
+        row["out_bytes"] = sum(path.stat().st_size for path in (work / "out").iterdir())
+        shutil.rmtree(work / "out")
+        row["ratio"] = row["convert_seconds"] / row["cp_seconds"]
+        rows.append(row)
+        print(f"pair {pair}: cp {row['cp_seconds']:.2f} s, convert {row['convert_seconds']:.2f} s, {row['ratio']:.3f}")
+    return rows
+
+
+def summary(rows: list[dict[str, Any]], layers: int, size: int, options: list[str]) -> dict[str, Any]:
+    """The figures without the first pair, and the machine they hold for."""
+    counted = rows[1:] or rows
+    ratios = [row["ratio"] for row in counted]
+    peaks = {name: max(row["peaks"][name] for row in counted) for name in counted[0]["peaks"]}
+    own = peaks.get("RssAnon", 0) + peaks.get("RssShmem", 0)
+    allowed = 10**9 + 4 * ATTENTION_LAYER
+    return {
+        "what": f"Llama-2-7B shapes, {layers} layers, bfloat16: {' '.join(options)} against cp -r --reflink=never",
+        "checkpoint_bytes": size,
+        "out_bytes": counted[0]["out_bytes"],
+        "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios), "allowed": 1.25},
+        "cp_seconds": statistics.median(row["cp_seconds"] for row in counted),
+        "convert_seconds": statistics.median(row["convert_seconds"] for row in counted),
+        "peak_bytes": {"own": own, "mapped_files": peaks.get("RssFile", 0), "all": peaks.get("VmHWM", 0)},
+        "allowed_bytes": allowed,
+        "caches_dropped": all(row["caches_dropped"] for row in rows),
+        "machine": {
+            "cpus": os.cpu_count(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cp": subprocess.run(["cp", "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[
+                0
+            ],
+        },
+        "pairs": rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk to measure"
+    )
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--pairs", type=int, default=6, help="the first is discarded")
+    parser.add_argument("--shard-size", type=float, default=5.0, help="GB per shard of the source")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--options", default="--to gqa --kv-heads 8 --method mean", help="of kvfold convert")
+    arguments = parser.parse_args()
+    options = [*arguments.options.split(), "--quiet"]
+    work = Path(tempfile.mkdtemp(prefix="kvfold-bench-", dir=arguments.work))
+    try:
+        size = make_checkpoint(work / "source", arguments.layers, int(arguments.shard_size * 1e9))
+        rows = measure(work / "source", work, arguments.pairs, options)
+    finally:
+        shutil.rmtree(work)
+    result = summary(rows, arguments.layers, size, options)
+    text = json.dumps(result, indent=2) + "\n"
+    if arguments.json:
+        arguments.json.write_text(text)
+    print(json.dumps({key: value for key, value in result.items() if key != "pairs"}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

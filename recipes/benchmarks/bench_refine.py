@@ -1,0 +1,147 @@
+"""What refinement reaches: excess loss of every target before it, after a number of steps and after `auto`.
+
+    python recipes/benchmarks/bench_refine.py MODEL --calibration FILE --text FILE --json recipes/results/refine.json
+
+runs `kvfold convert MODEL .. --to .. --refine ..` for every target, loads each result with stock transformers and
+measures its perplexity on 48 windows of 256 tokens of FILE, and of the held-out text that ships with kvfold: another
+domain. Excess is ln(perplexity / perplexity of MODEL), nats per token. Rows that the JSON file holds already are not
+run again: a table can be made in several sittings. The targets are meant for a model that caches 512 numbers per token
+and layer.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TARGETS = {
+    "GQA-4": "--to gqa --kv-heads 4",
+    "GQA-2": "--to gqa --kv-heads 2",
+    "MQA": "--to mqa",
+    "MLA 48+16": "--to mla --kv-rank 48 --rope-dim 16",
+    "MLA 40+24": "--to mla --kv-rank 40 --rope-dim 24",
+    "MLA 32+32": "--to mla --kv-rank 32 --rope-dim 32",
+    "MLA 48+16 engine": "--to mla --kv-rank 48 --rope-dim 16 --layout engine",
+    "MLA 20+12": "--to mla --kv-rank 20 --rope-dim 12",
+    "MLA 16+16": "--to mla --kv-rank 16 --rope-dim 16",
+    "MLA 24+8": "--to mla --kv-rank 24 --rope-dim 8",
+}
+WINDOWS, LENGTH = 48, 256
+
+
+def machine() -> dict[str, Any]:
+    import torch
+    import transformers
+
+    from kvfold.convert.bench.clock import vendor
+
+    return {
+        "cpu": vendor(torch.device("cpu")),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def perplexities(model: Path, folder: Path, text: Path | None) -> dict[str, float]:
+    """Of the checkpoint in ``folder``, with the tokenizer of ``model``."""
+    from transformers import AutoTokenizer
+
+    from kvfold.convert.data import read_text
+    from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = {"other domain": read_text("heldout")}
+    if text is not None:
+        texts = {"text": text.read_text(encoding="utf-8"), **texts}
+    return {
+        name: checkpoint_perplexity(folder, token_windows(tokenizer, body, WINDOWS, LENGTH))
+        for name, body in texts.items()
+    }
+
+
+def converted(model: Path, options: list[str], place: Path) -> tuple[Path, float]:
+    """The folder that `kvfold convert` made of ``model``, and its seconds."""
+    out = place / "out"
+    command = ["-m", "kvfold.convert", "convert", str(model), str(out), *options, "--quiet"]
+    started = time.perf_counter()
+    subprocess.run([sys.executable, *command], check=True)
+    return out, time.perf_counter() - started
+
+
+def row(args: argparse.Namespace, target: str, refine: str, base: dict[str, float]) -> dict[str, Any]:
+    """One row of the table; ``base`` holds the perplexities of the model itself."""
+    calibration = [] if args.calibration is None else ["--calibration", str(args.calibration)]
+    shape = ["--samples", str(args.samples), "--seq-len", str(LENGTH), "--seed", str(args.seed)]
+    with tempfile.TemporaryDirectory(dir=args.work) as place:
+        options = [*TARGETS[target].split(), *calibration, *shape, "--refine", refine]
+        out, seconds = converted(args.model, options, Path(place))
+        found = perplexities(args.model, out, args.text)
+        layers = json.loads((out / "kvfold.json").read_text()).get("refinement", [])
+    return {
+        "target": target,
+        "refine": refine,
+        "steps": [layer["steps"] for layer in layers],
+        "perplexity": found,
+        "excess": {text: math.log(value / base[text]) for text, value in found.items()},
+        "seconds": round(seconds, 1),
+        **machine(),
+    }
+
+
+def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows that ``done`` lacks; the first row is the model itself."""
+    known = {(row["target"], row.get("refine")) for row in done}
+    first = done[0] if done else {"target": "original", "perplexity": perplexities(args.model, args.model, args.text)}
+    if not done:
+        yield first
+    for refine in args.refine.split(","):
+        for target in args.targets.split(",") if args.targets else TARGETS:
+            if (target, refine) not in known:
+                yield row(args, target, refine, first["perplexity"])
+
+
+def show(row: dict[str, Any]) -> None:
+    if "excess" in row:
+        figures = "  ".join(f"{text} {value:+.4f}" for text, value in row["excess"].items())
+        print(f"{row['target']:18} refine {row['refine']:>5}  {figures}  {row['seconds']:.0f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--calibration", type=Path, help="default: the text that ships with kvfold")
+    parser.add_argument("--text", type=Path, help="held-out text of the calibration's domain")
+    parser.add_argument("--targets", help="some of: " + ", ".join(TARGETS))
+    parser.add_argument("--refine", default="0,150,auto")
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, help="folder for converted checkpoints; default: the system's")
+    parser.add_argument("--json", type=Path, help="results file; continued where it exists")
+    args = parser.parse_args()
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    done: list[dict[str, Any]] = []
+    if args.json is not None and args.json.exists():
+        done = json.loads(args.json.read_text())["rows"]
+    header = {"model": args.model.name, "samples": args.samples, "length": LENGTH, "windows": WINDOWS}
+    for found in done:
+        show(found)
+    for found in rows(args, list(done)):
+        show(found)
+        done.append(found)
+        if args.json is not None:
+            args.json.write_text(json.dumps({**header, "rows": done}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Saving against drift: the model that ships, converted to many sizes, refined and not, as figures and as a picture.
+
+    python recipes/benchmarks/curve.py --json recipes/results/curve.json --plot recipes/results/curve.png
+    python recipes/benchmarks/curve.py --from recipes/results/curve.json --plot curve.svg  # draw it again
+
+Every conversion is written, loaded by stock transformers in float32 and measured as `kvfold demo` does: 32 windows of
+256 held-out tokens. Calibration: 128 x 256 tokens of the text that ships. Excess loss is ln(perplexity / perplexity of
+the original), nats per token. One thread; about ten minutes on an idle machine.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoTokenizer
+
+from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
+from kvfold.convert.bench.clock import vendor
+from kvfold.convert.data import demo_folder, read_text
+from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
+
+WINDOWS, LENGTH, STEPS = 32, 256, 150
+TEXT = {"samples": 128, "seq_len": 256}
+FOLDS: tuple[dict[str, Any], ...] = ({"to": "gqa", "kv_heads": 4}, {"to": "gqa", "kv_heads": 2}, {"to": "mqa"})
+LATENTS: tuple[dict[str, Any], ...] = tuple(
+    {"to": "mla", "kv_rank": rank, "rope_dim": rope} for rank, rope in ((48, 80), (32, 32), (24, 8))
+)
+ENGINES: tuple[dict[str, Any], ...] = ({"to": "mla", "kv_rank": 32, "rope_dim": 32, "layout": "engine"},)
+METHODS: tuple[dict[str, Any], ...] = ({"method": "principal"}, {"method": "principal", "refine": STEPS})
+STYLES = {  # colour and marker of a kind of attention; dashes tell how it was made
+    "GQA, MQA": ("#5E81AC", "o"),
+    "MLA": ("#BF616A", "s"),
+    "MLA, layout engine": ("#A3BE8C", "^"),
+}
+DASHES = {"mean": ":", "principal": "--", f"refined, {STEPS} steps": "-"}
+
+
+def conversions() -> list[tuple[str, str, dict[str, Any]]]:
+    """Series, method and options of every conversion."""
+    found = [("GQA, MQA", "mean", {**target, "method": "mean"}) for target in FOLDS]
+    for series, targets in zip(STYLES, (FOLDS, LATENTS, ENGINES), strict=True):
+        for method in METHODS:
+            name = f"refined, {STEPS} steps" if "refine" in method else "principal"
+            found += [(series, name, {**target, **method, **TEXT}) for target in targets]
+    return found
+
+
+def measure() -> Iterator[dict[str, Any]]:
+    """A row per conversion; the original comes first."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    model = demo_folder()
+    tokens = token_windows(AutoTokenizer.from_pretrained(model), read_text("heldout"), WINDOWS, LENGTH)
+    before = checkpoint_perplexity(model, tokens)
+    present = inspect_checkpoint(str(model))["cache"]["numbers_per_token_and_layer"]
+    yield {"series": "original", "target": "MHA", "numbers": present, "perplexity": before}
+    with tempfile.TemporaryDirectory(prefix="kvfold-curve-") as work:
+        for index, (series, method, options) in enumerate(conversions()):
+            out = Path(work) / str(index)
+            request = ConvertRequest(model=str(model), out=str(out), quiet=True, **options)
+            layout = convert_checkpoint(request).plan.layout
+            after = checkpoint_perplexity(out, tokens)
+            row = {"series": series, "method": method, "target": layout.kind, "options": options}
+            row |= {"numbers": layout.numbers_cached, "perplexity": after, "excess": math.log(after / before)}
+            print(f"{series}, {row['target']}, {method}: {row['numbers']} numbers, {row['excess']:+.4f}", flush=True)
+            yield row
+
+
+def report(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The rows, and what they hold for."""
+    return {
+        "what": f"the model that ships with kvfold; excess loss in nats on {WINDOWS} x {LENGTH} held-out tokens",
+        "date": datetime.date.today().isoformat(),
+        "machine": {
+            "processor": vendor(torch.device("cpu")),
+            "cpus": os.cpu_count(),
+            "threads": 1,
+            "kernel": platform.release(),
+        },
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "rows": list(rows),
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: one line per target, its excess before and after refinement."""
+    first, found = rows[0], {}
+    for row in rows[1:]:
+        found.setdefault((row["series"], row["numbers"]), {})[row["method"]] = row
+    lines = ["| target | numbers cached | saving | mean | principal | refined |", "|---|---|---|---|---|---|"]
+    for (series, numbers), methods in found.items():
+        some = methods.values()
+        kinds = dict.fromkeys(row["target"] for row in some)
+        cells = [f"{methods[name]['excess']:+.4f}" if name in methods else "" for name in DASHES]
+        label = ", then ".join(kinds) + (", layout engine" if series.endswith("engine") else "")
+        lines.append(f"| {label} | {numbers} | {100 * (1 - numbers / first['numbers']):.1f} % | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Excess loss against numbers cached, both on logarithmic axes (linear below a thousandth of a nat)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    first, rows = found["rows"][0], found["rows"][1:]
+    for series, (colour, marker) in STYLES.items():
+        for method, dashes in DASHES.items():
+            points = sorted(
+                (row["numbers"], row["excess"]) for row in rows if (row["series"], row["method"]) == (series, method)
+            )
+            if points:
+                face = colour if method.startswith("refined") else "white"
+                style = {"color": colour, "marker": marker, "linestyle": dashes, "markerfacecolor": face}
+                axes.plot(*zip(*points, strict=True), label=f"{series}: {method}", **style)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("symlog", linthresh=1e-3)
+    axes.axhline(0, color="#777777", lw=0.8)
+    excess = [1.5 * row["excess"] for row in rows]
+    axes.set_ylim(min(-1e-3, *excess), max(excess))
+    ticks = sorted({row["numbers"] for row in rows}, reverse=True)
+    axes.set_xticks(ticks, [f"{n}\n{100 * (1 - n / first['numbers']):.4g} %" for n in ticks])
+    axes.invert_xaxis()
+    axes.set_xlabel(f"numbers cached per token and layer (the original: {first['numbers']}), and the saving")
+    axes.set_ylabel("excess loss on held-out text, nats per token")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    machine, versions = found["machine"], found["versions"]
+    note = f"the model that ships; {machine['processor']}, {found['date']}, torch {versions['torch']}"
+    axes.set_title(note, loc="left", fontsize=7, color="#777777")
+    figure.savefig(path, dpi=140)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from", dest="measured", type=Path, help="figures of an earlier run instead of a new one")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--plot", type=Path, help="where to write the picture (.png, .svg); needs matplotlib")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for row in () if arguments.measured else measure():
+        rows.append(row)
+        if arguments.json:  # after every row: what was measured stays when the rest is not
+            arguments.json.write_text(json.dumps(report(rows), indent=2) + "\n")
+    found = json.loads(arguments.measured.read_text()) if arguments.measured else report(rows)
+    if arguments.plot:
+        draw(found, arguments.plot)
+    print(table(found["rows"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""``absorb``: the same outputs as stock transformers, over the same latent cache, in every way models are used."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+)
+
+from kvfold.attention import absorb, unabsorb
+from kvfold.attention.deepseek import modules as am
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 2,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+VARIANTS = {
+    "v3": (DeepseekV3ForCausalLM, DeepseekV3Config, {"q_lora_rank": None}),
+    "v3-query-latent": (DeepseekV3ForCausalLM, DeepseekV3Config, {"q_lora_rank": 20, "attention_bias": True}),
+    "v3-half": (DeepseekV3ForCausalLM, DeepseekV3Config, {"q_lora_rank": None, "rope_interleave": False}),
+    "v3-yarn": (DeepseekV3ForCausalLM, DeepseekV3Config, {"q_lora_rank": 20, "rope_parameters": YARN}),
+    "v2": (DeepseekV2ForCausalLM, DeepseekV2Config, {"q_lora_rank": None, "attention_bias": True}),
+    "v2-query-latent-yarn": (DeepseekV2ForCausalLM, DeepseekV2Config, {"q_lora_rank": 20, "rope_parameters": YARN}),
+}
+
+
+def tiny(variant="v3", dtype=torch.float32, **changes):
+    """A random model whose attention matters: weights of unit scale, norms and biases away from where they start."""
+    kind, config, particular = VARIANTS[variant]
+    torch.manual_seed(5)
+    model = kind(config(**{**SIZES, **particular, **changes}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter += 0.3 * torch.randn_like(parameter)
+            else:
+                parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    return model.eval().to(dtype)
+
+
+def pair(variant="v3", **changes):
+    stock = tiny(variant, **changes)
+    return stock, absorb(copy.deepcopy(stock))
+
+
+def prompt(batch=3, length=9):
+    return torch.randint(3, 61, (batch, length), generator=torch.Generator().manual_seed(2))
+
+
+def decode(model, tokens, splits, cache=None, **options):
+    """Logits of every token, fed in pieces."""
+    cache = cache if cache is not None else DynamicCache(config=model.config)
+    with torch.no_grad():
+        pieces = [
+            model(piece, past_key_values=cache, use_cache=True, **options).logits for piece in tokens.split(splits, 1)
+        ]
+    return torch.cat(pieces, 1), cache
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the absorbed path ran."""
+    seen = []
+
+    def counted(this, nope, *rest):
+        seen.append(nope.shape[2])
+        return plain(this, nope, *rest)
+
+    plain = am._absorbed
+    monkeypatch.setattr(am, "_absorbed", counted)
+    return seen
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_decoding_equals_stock(variant, attention, calls):
+    stock, absorbed = pair(variant)
+    for model in (stock, absorbed):
+        model.set_attn_implementation(attention)
+    tokens, splits = prompt(length=14), [8, 1, 1, 3, 1]
+    expected, before = decode(stock, tokens, splits)
+    found, after = decode(absorbed, tokens, splits)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert calls == [1, 1, 1, 1, 3, 3, 1, 1]  # two layers; the prompt is explicit
+    for mine, theirs in zip(after.layers, before.layers, strict=True):
+        assert mine.keys.shape == (3, 1, 14, 24)
+        assert mine.values.shape == (3, 1, 14, 8)
+        torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-5, atol=1e-5)
+
+
+def test_absorption_matters_in_these_models():
+    """The tests above would fail on a wrong up-projection: a changed one changes the logits."""
+    stock, absorbed = pair()
+    tokens = prompt(length=12)
+    expected, _ = decode(stock, tokens, [8, 1, 1, 1, 1])
+    with torch.no_grad():
+        absorbed.model.layers[1].self_attn.kv_b_proj.weight[:12] *= 1.05
+    found, _ = decode(absorbed, tokens, [8, 1, 1, 1, 1])
+    assert (found - expected)[:, 8:].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "top_k": 20},
+        {"num_beams": 3, "do_sample": False},
+        {"do_sample": False, "cache_implementation": "static"},
+        {"do_sample": False, "num_return_sequences": 2, "num_beams": 2},
+        {"do_sample": False, "prompt_lookup_num_tokens": 3, "batch": 1},
+    ],
+    ids=["greedy", "sampling", "beams", "static", "beam-returns", "speculative"],
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_generate_gives_the_same_tokens(options, padded, calls):
+    options = dict(options)
+    tokens = prompt(options.pop("batch", 3))
+    mask = torch.ones_like(tokens)
+    if padded:
+        tokens[0, :4] = 0
+        mask[0, :4] = 0
+    texts = []
+    for model in pair("v3-query-latent"):
+        torch.manual_seed(11)
+        made = model.generate(tokens, attention_mask=mask, max_new_tokens=12, disable_compile=True, **options)
+        texts.append(made)
+    assert texts[0].shape[1] == tokens.shape[1] + 12
+    assert texts[0].tolist() == texts[1].tolist()
+    assert len(calls) >= 8
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_cache_begun_by_one_form_is_continued_by_the_other(kind):
+    stock, absorbed = pair()
+    tokens = prompt(length=12)
+    expected, _ = decode(stock, tokens, [7, 1, 1, 1, 1, 1])
+    for first, second in ((stock, absorbed), (absorbed, stock)):
+        cache = None if kind == "dynamic" else StaticCache(config=stock.config, max_cache_len=20)
+        begun, cache = decode(first, tokens[:, :9], [7, 1, 1], cache)
+        ended, _ = decode(second, tokens[:, 9:], [1, 1, 1], cache)
+        torch.testing.assert_close(torch.cat([begun, ended], 1), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_a_short_prompt_into_a_static_cache(length):
+    stock, absorbed = pair()
+    tokens = prompt(length=length + 3)
+    splits = [length, 1, 1, 1]
+    caches = [StaticCache(config=stock.config, max_cache_len=16) for _ in range(2)]
+    expected, _ = decode(stock, tokens, splits, caches[0])
+    found, _ = decode(absorbed, tokens, splits, caches[1])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_eager_attention_still_gives_its_weights():
+    stock, absorbed = pair()
+    rows = []
+    for model in (stock, absorbed):
+        model.set_attn_implementation("eager")
+        _, cache = decode(model, prompt(), [9])
+        with torch.no_grad():
+            rows.append(model(prompt(3, 1), past_key_values=cache, output_attentions=True).attentions)
+    assert rows[1][0].shape == (3, 4, 1, 10)
+    for mine, theirs in zip(rows[1], rows[0], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_is_what_it_was(checkpointing):
+    grads = []
+    for model in pair("v3-query-latent"):
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(prompt(), labels=prompt()).loss.backward()
+        grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert grads[0].keys() == grads[1].keys()
+    for name, expected in grads[0].items():
+        torch.testing.assert_close(grads[1][name], expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_gradients_through_a_cached_step():
+    grads = []
+    for model in pair():
+        cache = DynamicCache(config=model.config)
+        model(prompt(), past_key_values=cache)
+        model(prompt(3, 1), past_key_values=cache).logits.square().sum().backward()
+        grads.append(model.model.layers[0].self_attn.kv_b_proj.weight.grad)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", ["v3-query-latent", "v2"])
+def test_half_precision_is_no_worse_than_stock(variant, dtype):
+    tokens, splits = prompt(4, 40), [32] + [1] * 8
+    exact, _ = decode(tiny(variant, dtype).double(), tokens, splits)
+    errors = []
+    for model in (tiny(variant, dtype), absorb(tiny(variant, dtype))):
+        found, _ = decode(model, tokens, splits)
+        errors.append((found.double() - exact)[:, 32:].square().mean().sqrt())
+    assert errors[0] > 0
+    assert errors[1] <= 2 * errors[0]
+
+
+def test_compiled_decoding_equals_stock():
+    stock, absorbed = pair("v3-query-latent")
+    tokens, splits = prompt(length=12), [9, 1, 1, 1]
+    expected, _ = decode(stock, tokens, splits, StaticCache(config=stock.config, max_cache_len=16))
+    cache = StaticCache(config=stock.config, max_cache_len=16)
+    compiled = torch.compile(absorbed, backend="eager", fullgraph=True)
+    compiled.config = absorbed.config
+    found, _ = decode(compiled, tokens, splits, cache)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("hooks_first", [True, False])
+def test_models_spread_over_devices(hooks_first, calls):
+    """accelerate wraps each module's forward; weights offloaded to memory come only when a module is called."""
+    from accelerate import cpu_offload, dispatch_model
+
+    stock = tiny()
+    expected, _ = decode(stock, prompt(length=12), [9, 1, 1, 1])
+    for spread in (
+        lambda model: dispatch_model(model, {"": "cpu"}, force_hooks=True),
+        lambda model: cpu_offload(model, torch.device("cpu")),
+    ):
+        model = tiny()
+        model = absorb(spread(model)) if hooks_first else spread(absorb(model))
+        found, _ = decode(model, prompt(length=12), [9, 1, 1, 1])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        back, _ = decode(unabsorb(model), prompt(length=12), [9, 1, 1, 1])
+        torch.testing.assert_close(back, expected, rtol=1e-5, atol=1e-5)
+    assert len(calls) == 6  # the offloaded weights are not at hand: those steps are explicit
+
+
+def test_an_adapter_on_the_up_projection_is_obeyed():
+    class Adapted(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    stock, absorbed = pair()
+    for model in (stock, absorbed):
+        model.model.layers[0].self_attn.kv_b_proj.__class__ = Adapted
+    tokens = prompt(length=12)
+    expected, _ = decode(stock, tokens, [9, 1, 1, 1])
+    found, _ = decode(absorbed, tokens, [9, 1, 1, 1])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_unabsorb_and_what_is_left_alone(tmp_path):
+    stock, absorbed = pair()
+    assert absorb(absorbed) is absorbed
+    assert absorbed.state_dict().keys() == stock.state_dict().keys()
+    assert type(pickle.loads(pickle.dumps(absorbed)).model.layers[0].self_attn) is am.AbsorbedDeepseekV3Attention
+    absorbed.save_pretrained(tmp_path)
+    assert DeepseekV3ForCausalLM.from_pretrained(tmp_path).config.architectures == ["DeepseekV3ForCausalLM"]
+    assert unabsorb(absorbed) is absorbed
+    assert [type(m) for m in absorbed.modules()] == [type(m) for m in stock.modules()]
+
+
+def test_other_models_are_refused():
+    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+    with pytest.raises(ValueError, match=r"^model: expected latent attention of transformers' own classes .*Llama"):
+        absorb(LlamaForCausalLM(config))

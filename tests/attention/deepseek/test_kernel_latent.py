@@ -1,0 +1,84 @@
+"""The Triton decode kernel, interpreted on a CPU, against float64.
+
+The interpreter must be chosen before Triton is imported, so all cases run in one process of their own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.9", reason="older interpreters fail with NumPy 2.4")
+
+CASES = {
+    "plain": {},
+    "split": {"splits": 3, "S": 200},
+    "ragged-lengths": {"lengths": [1, 70, 130], "splits": 2},
+    "left-padding": {"padding": [0, 5, 100], "splits": 2},
+    "sees-nothing": {"lengths": [0, 7, 130]},
+    "full-size": {"B": 1, "H": 32, "R": 512, "P": 64, "S": 150, "splits": 2},
+    "many-heads": {"B": 1, "H": 80, "R": 32, "P": 16, "S": 70},
+    "odd-sizes": {"H": 5, "R": 47, "P": 18, "S": 67},
+    "one-slot": {"S": 1},
+    "strided-cache": {"strided": True},
+    "bfloat16": {"dtype": "bfloat16", "R": 128, "splits": 2},
+    "large-scores": {"gain": 60.0},
+}
+
+WORKER = """
+import json, sys
+import torch
+from kvfold.attention.deepseek.kernel import decode_latent
+
+def run(B=3, H=4, R=64, P=16, S=130, dtype="float16", splits=None, lengths=None, padding=None, strided=False, gain=1.0):
+    torch.manual_seed(3)
+    kind = getattr(torch, dtype)
+    query, rope = torch.randn(B, H, 1, R).mul(gain).to(kind), torch.randn(B, H, 1, P).mul(gain).to(kind)
+    cache = torch.randn(B, S, R + P).to(kind)
+    latent, key = cache[..., :R], cache[..., R:]
+    if not strided:
+        latent, key = latent.contiguous(), key.contiguous()
+    scale = (R + P) ** -0.5
+    slots = torch.arange(S)
+    seen = torch.ones(B, S, dtype=torch.bool)
+    ends = None if lengths is None else torch.tensor(lengths)
+    mask = None if padding is None else slots[None] >= torch.tensor(padding)[:, None]
+    seen = seen if ends is None else seen & (slots[None] < ends[:, None])
+    seen = seen if mask is None else seen & mask
+    found = decode_latent(query, rope, latent, key, scale, lengths=ends, mask=mask, splits=splits)
+    def formula(kind):
+        c = latent.to(kind)
+        score = scale * (query.to(kind) @ c[:, None].mT + rope.to(kind) @ key.to(kind)[:, None].mT)
+        score = score.to(torch.promote_types(kind, torch.float32)).masked_fill(~seen[:, None, None], -torch.inf)
+        weights = score.softmax(-1)
+        return weights.nan_to_num(0).to(kind) @ c[:, None]
+    exact = formula(torch.float64)
+    error = lambda x: float((x.double() - exact).abs().max())
+    return {"shape": list(found.shape), "finite": bool(found.isfinite().all()), "error": error(found),
+            "naive": error(formula(kind)), "size": float(exact.abs().max()), "first": float(found[0].abs().max())}
+
+print(json.dumps({name: run(**case) for name, case in json.load(sys.stdin).items()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER], input=json.dumps(CASES), env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_error_is_at_most_twice_that_of_the_naive_formula(found, case):
+    result = found[case]
+    assert result["finite"]
+    assert result["error"] <= 2 * result["naive"]
+
+
+def test_a_sequence_that_sees_nothing_gives_zeros(found):
+    assert found["sees-nothing"]["first"] == 0

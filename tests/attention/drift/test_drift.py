@@ -1,0 +1,392 @@
+"""Drift against stock models with plain hooks, on checkpoints against themselves, and with one head disturbed."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from kvfold.attention.drift.loaded import as_stream
+from kvfold.attention.drift.report import measure_drift
+
+VOCABULARY = 61
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GEMMA = SHAPE | {"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0}
+MLA = SHAPE | {
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+}
+FAMILIES = {"llama": SHAPE, "gemma2": GEMMA, "deepseek_v3": MLA}
+
+
+def tiny(family: str = "llama", seed: int = 0, **changes) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **(FAMILIES[family] | changes))
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def some_tokens(rows: int = 5, length: int = 12) -> Tensor:
+    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def disturbed(model: PreTrainedModel, scale: float = 0.1, layers: tuple[int, ...] = (0, 1, 2)) -> PreTrainedModel:
+    torch.manual_seed(7)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in layers:
+            for weight in other.model.layers[layer].self_attn.parameters():
+                weight += scale * weight.std().nan_to_num() * torch.randn_like(weight)
+    return other
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_against_itself_is_exactly_zero_and_the_floor_is_not(family):
+    model = tiny(family)
+    report = measure_drift(model, copy.deepcopy(model), some_tokens(), batch=2)
+    assert report.identical
+    assert (report.measured.kl, report.measured.excess, report.measured.agreement) == (0, 0, 1)
+    for layer in report.measured.layers:
+        assert layer.attention_local == layer.attention_propagated == 0
+        assert layer.residual_local == layer.residual_propagated == layer.row_kl == 0
+        assert all(head.error == head.row_kl == 0 and head.head == head.student_head for head in layer.heads)
+    assert report.floor is not None
+    assert (report.floor.dtype, report.floor.reference_dtype) == ("float32", "float64")
+    for layer in report.floor.measured.layers:
+        assert 1e-9 < layer.attention_local < 1e-5
+        assert 1e-9 < layer.residual_propagated < 1e-5
+        assert len(layer.heads) == 4
+
+
+def test_a_disturbed_head_stands_out():
+    model = tiny()
+    student = copy.deepcopy(model)
+    with torch.no_grad():
+        rows = student.model.layers[1].self_attn.q_proj.weight[2 * 8 : 3 * 8]
+        rows += 0.05 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(1))
+    report = measure_drift(model, student, some_tokens())
+    first, second, third = report.measured.layers
+    assert first.attention_local == first.residual_propagated == 0
+    assert third.attention_local == third.residual_local == third.row_kl == 0
+    assert third.attention_propagated > 1e-3 < second.attention_local
+    assert [head.error > 0 for head in second.heads] == [False, False, True, False]
+    assert [head.row_kl > 0 for head in second.heads] == [False, False, True, False]
+    assert [head.student_head for head in second.heads] == [0, 1, 2, 3]
+    assert second.row_kl == pytest.approx(second.heads[2].row_kl / 4)
+    assert report.measured.kl > 1e3 * report.floor.measured.kl > 0
+
+
+def test_a_disturbed_value_head_moves_its_contribution_and_not_its_rows():
+    model = tiny(num_key_value_heads=4)
+    student = copy.deepcopy(model)
+    with torch.no_grad():
+        student.model.layers[2].self_attn.v_proj.weight[8:16] *= 1.5
+    heads = measure_drift(model, student, some_tokens(), floor=False).measured.layers[2].heads
+    assert [head.error for head in heads] == pytest.approx([0, 0.5, 0, 0], abs=1e-6)
+    assert all(head.row_kl == 0 for head in heads)
+
+
+def test_relabelled_heads_are_recognised():
+    model = tiny(num_key_value_heads=4)
+    student = disturbed(model, 0.01)
+    order = [2, 0, 3, 1]  # head h of the student is the source's order[h]
+    attention = student.model.layers[1].self_attn
+    with torch.no_grad():
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            projection.weight.copy_(projection.weight.view(4, 8, 32)[order].flatten(0, 1))
+        attention.o_proj.weight.copy_(attention.o_proj.weight.view(32, 4, 8)[:, order].flatten(1))
+    layer = measure_drift(model, student, some_tokens(), floor=False).measured.layers[1]
+    assert [order[head.student_head] for head in layer.heads] == [0, 1, 2, 3]
+    assert max(head.error for head in layer.heads) < 0.1
+    assert layer.row_kl < 0.01
+
+
+def test_a_change_of_basis_between_values_and_output_is_no_difference_of_heads():
+    model = tiny(num_key_value_heads=4).double()
+    student = copy.deepcopy(model)
+    mix = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).double()).Q
+    attention = student.model.layers[0].self_attn
+    with torch.no_grad():
+        attention.v_proj.weight[:8] = mix @ attention.v_proj.weight[:8]
+        attention.o_proj.weight[:, :8] = attention.o_proj.weight[:, :8] @ mix.T
+    report = measure_drift(model, student, some_tokens())
+    assert report.floor is None  # nothing is wider than float64
+    assert max(head.error for head in report.measured.layers[0].heads) < 1e-12
+
+
+class Hooked:
+    """A stock eager model run once with plain hooks: what each layer is given and gives, and its maps."""
+
+    def __init__(self, model: PreTrainedModel, tokens: Tensor) -> None:
+        self.calls, self.attentions, self.maps, handles = [], [], [], []
+        for layer in model.model.layers:
+            handles += [
+                layer.register_forward_pre_hook(lambda _, args, kw: self.calls.append((args[0], kw)), with_kwargs=True),
+                layer.self_attn.register_forward_hook(lambda _, args, out: self.attentions.append(out[0])),
+                layer.self_attn.register_forward_hook(lambda _, args, out: self.maps.append(out[1])),
+            ]
+        out = model(tokens, use_cache=False)
+        self.logits = out.logits
+        self.hidden = [call[0] for call in self.calls[1:]]  # the last layer's is hidden behind the final norm
+        for handle in handles:
+            handle.remove()
+
+
+def relative(expected: Tensor, found: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_numbers_are_those_of_two_stock_models_with_hooks(family):
+    source, tokens = tiny(family, attn_implementation="eager").double(), some_tokens()
+    student = disturbed(source)
+    teacher, own = Hooked(source, tokens), Hooked(student, tokens)
+    report = measure_drift(source, student, tokens, batch=2, floor=False)
+
+    close = {"rel": 1e-9, "abs": 1e-12}
+    for index, layer in enumerate(report.measured.layers):
+        hidden, arguments = teacher.calls[index]
+        seen = []
+        module = student.model.layers[index]
+        handle = module.self_attn.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out))
+        after = module(hidden, **arguments)
+        handle.remove()
+        attention, maps = seen[0]
+        assert layer.attention_local == pytest.approx(relative(teacher.attentions[index], attention), **close)
+        expected = relative(teacher.attentions[index], own.attentions[index])
+        assert layer.attention_propagated == pytest.approx(expected, **close)
+        if index < 2:
+            assert layer.residual_local == pytest.approx(relative(teacher.hidden[index], after), **close)
+            expected = relative(teacher.hidden[index], own.hidden[index])
+            assert layer.residual_propagated == pytest.approx(expected, **close)
+        rows = torch.where(maps > 0, teacher.maps[index] * (teacher.maps[index] / maps).log(), 0).sum(-1)
+        # eager attention rounds its maps to float32
+        assert [head.row_kl for head in layer.heads] == pytest.approx(rows.mean((0, 2)).tolist(), rel=1e-4)
+        assert layer.row_kl == pytest.approx(rows.mean().item(), rel=1e-4)
+
+    log_p, log_q = teacher.logits[:, :-1].log_softmax(-1), own.logits[:, :-1].log_softmax(-1)
+    kl = F.kl_div(log_q, log_p, log_target=True, reduction="sum").item() / log_p[..., 0].numel()
+    assert report.measured.kl == pytest.approx(kl, rel=1e-9)
+    agreement = (log_p.argmax(-1) == log_q.argmax(-1)).double().mean().item()
+    assert report.measured.agreement == pytest.approx(agreement)
+    for model, loss in ((source, report.measured.teacher_loss), (student, report.measured.student_loss)):
+        assert loss == pytest.approx(model(tokens, labels=tokens).loss.item(), rel=1e-6)
+
+
+def test_perplexity_is_that_of_the_stock_forward():
+    source, tokens = tiny(), some_tokens()
+    student = disturbed(source)
+    found = measure_drift(source, student, tokens, floor=False).to_dict()["perplexity"]
+    with torch.no_grad():
+        expected = [math.exp(model(tokens, labels=tokens).loss.item()) for model in (source, student)]
+    assert [found["source"], found["student"]] == pytest.approx(expected, rel=1e-6)
+
+
+def test_contributions_of_heads_are_measured_through_the_output_projection():
+    source, tokens = tiny(), some_tokens()
+    student = disturbed(source, layers=(0,))
+    inputs: list[Tensor] = []
+    for model in (source, student):
+        projection = model.model.layers[0].self_attn.o_proj
+        handle = projection.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        with torch.no_grad():
+            model(tokens)
+        handle.remove()
+    layer = measure_drift(source, student, tokens, batch=2, floor=False).measured.layers[0]
+    for head in layer.heads:
+        part = slice(8 * head.head, 8 * head.head + 8)
+        mine, theirs = (
+            seen[..., part] @ model.model.layers[0].self_attn.o_proj.weight[:, part].T
+            for seen, model in zip(inputs, (source, student), strict=True)
+        )
+        assert head.error == pytest.approx(relative(mine, theirs), rel=1e-4)
+
+
+def test_a_folded_model_has_half_the_cache_and_the_same_heads():
+    source = tiny(num_key_value_heads=4)
+    student = tiny(num_key_value_heads=2)
+    report = measure_drift(source, student, some_tokens(), floor=False)
+    assert (report.source_cache_bytes, report.student_cache_bytes) == (2 * 3 * 4 * 8 * 4, 2 * 3 * 2 * 8 * 4)
+    assert [head.head for head in report.measured.layers[0].heads] == [0, 1, 2, 3]
+    assert report.measured.layers[0].row_kl > 0
+
+
+def test_a_latent_model_is_compared_with_a_plain_one():
+    report = measure_drift(tiny(num_key_value_heads=4), tiny("deepseek_v3"), some_tokens(), floor=False)
+    assert report.measured.layers[1].row_kl > 0
+    assert len(report.measured.layers[1].heads) == 4
+
+
+def test_models_with_other_head_counts_have_no_heads_to_compare():
+    student = tiny(num_attention_heads=2, head_dim=16)
+    layer = measure_drift(tiny(), student, some_tokens(), floor=False).measured.layers[0]
+    assert layer.heads == ()
+    assert layer.row_kl is None
+    assert layer.attention_local > 0
+
+
+def test_models_that_see_other_positions_have_no_rows_to_compare():
+    wide = tiny("gemma2")
+    narrow = tiny("gemma2", sliding_window=3)
+    layers = measure_drift(wide, narrow, some_tokens(), floor=False).measured.layers
+    assert [layer.row_kl is None for layer in layers] == [True, False, True]  # every other layer has a window
+
+
+def test_the_floor_of_a_16_bit_run_is_float32_and_tells_rounding_from_conversion():
+    source = tiny()
+    report = measure_drift(source, disturbed(source, 0.3), some_tokens(), dtype=torch.bfloat16, floor_sequences=2)
+    assert (report.source_dtype, report.floor.dtype, report.floor.reference_dtype) == (
+        "bfloat16",
+        "bfloat16",
+        "float32",
+    )
+    assert report.floor.sequences == 2
+    for layer, floor in zip(report.measured.layers, report.floor.measured.layers, strict=True):
+        assert 1e-3 < floor.attention_local < 0.05 < layer.attention_local
+
+
+def test_the_floor_is_that_of_the_coarser_model(tmp_path):
+    source = tiny()
+    source.save_pretrained(tmp_path)
+    student = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    report = measure_drift(source, student, some_tokens())
+    assert (report.source_dtype, report.student_dtype) == ("float32", "bfloat16")
+    assert (report.floor.dtype, report.floor.reference_dtype) == ("bfloat16", "float32")
+    assert not report.identical
+    # the source cast to bfloat16 is the student: drift and floor are the same thing
+    assert report.measured.kl == pytest.approx(report.floor.measured.kl, rel=1e-6)
+
+
+def test_batches_do_not_change_the_numbers():
+    source, tokens = tiny(), some_tokens()
+    student = disturbed(source)
+    one, all_at_once = (measure_drift(source, student, tokens, batch=size, floor=False) for size in (1, 5))
+    flat = [
+        [layer.attention_local, layer.residual_propagated, layer.row_kl, layer.heads[1].error]
+        for report in (one, all_at_once)
+        for layer in report.measured.layers
+    ]
+    assert torch.allclose(torch.tensor(flat[:3]), torch.tensor(flat[3:]), rtol=1e-4)
+    assert one.measured.predictions == all_at_once.measured.predictions == 5 * 11
+
+
+def test_reports_are_deterministic_and_valid_json():
+    source, tokens = tiny(), some_tokens()
+    student = disturbed(source)
+    first, second = measure_drift(source, student, tokens), measure_drift(source, student, tokens)
+    assert first == second
+    assert first.to_json() == second.to_json()
+    content = json.loads(first.to_json())
+    assert content["kl"] == {"value": first.measured.kl, "floor": first.floor.measured.kl}
+    assert content["layers"][2]["attention_local"]["value"] == first.measured.layers[2].attention_local
+    assert content["layers"][2]["heads"][3]["error"]["floor"] == first.floor.measured.layers[2].heads[3].error
+    assert content["predictions"] == 55
+    assert content["identical"] is False
+
+
+def test_a_broken_student_is_told_and_still_valid_json():
+    source, tokens = tiny(), some_tokens()
+    student = copy.deepcopy(source)
+    with torch.no_grad():
+        student.model.layers[1].self_attn.o_proj.weight[0, 0] = math.nan
+    report = measure_drift(source, student, tokens, floor=False)
+    assert math.isnan(report.measured.kl)
+    assert not report.identical
+    assert json.loads(report.to_json())["kl"] == {"value": None, "floor": None}
+
+
+def test_only_one_layer_of_each_model_is_open_at_a_time():
+    events = []
+
+    class Watched:
+        def __init__(self, name: str, stream) -> None:
+            self.name, self.stream = name, stream
+
+        def __getattr__(self, name):
+            return getattr(self.stream, name)
+
+        def to(self, **changes):
+            return Watched(self.name + "'", self.stream.to(**changes))
+
+        def open_layer(self, index):
+            watched, inner = self, self.stream.open_layer(index)
+
+            class Context:
+                def __enter__(self):
+                    events.append((watched.name, index, "open"))
+                    return inner.__enter__()
+
+                def __exit__(self, *problem):
+                    events.append((watched.name, index, "close"))
+                    return inner.__exit__(*problem)
+
+            return Context()
+
+    source, student = Watched("a", as_stream(tiny())), Watched("b", as_stream(disturbed(tiny())))
+    steps = []
+    measure_drift(source, student, some_tokens(), progress=lambda done, total: steps.append((done, total)))
+    open_now, most = set(), 0
+    for name, index, what in events:
+        (open_now.add if what == "open" else open_now.remove)((name, index))
+        most = max(most, len(open_now))
+    assert most == 2
+    assert not open_now
+    assert steps == [(done, 6) for done in range(1, 7)]
+
+
+def test_what_cannot_be_compared_is_named():
+    model, tokens = tiny(), some_tokens()
+    with pytest.raises(ValueError, match="student: expected the source's 3 layers, found 2"):
+        measure_drift(model, tiny(num_hidden_layers=2), tokens)
+    with pytest.raises(ValueError, match="student: expected logits over the source's 61 tokens, found 64"):
+        measure_drift(model, tiny(vocab_size=64), tokens)
+    with pytest.raises(ValueError, match=r"tokens: expected integers \[N, T\].*found \[12\] of torch.int64"):
+        measure_drift(model, model, tokens[0])
+    with pytest.raises(ValueError, match=r"tokens: expected integers \[N, T\].*found \[5, 12\] of torch.float32"):
+        measure_drift(model, model, tokens.float())
+    with pytest.raises(ValueError, match="batch: expected at least 1 sequence, found 0"):
+        measure_drift(model, model, tokens, batch=0)
+    with pytest.raises(ValueError, match="floor_sequences: expected at least 1"):
+        measure_drift(model, model, tokens, floor_sequences=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_loaded_model_is_measured_on_the_gpu_when_there_is_one():
+    source, tokens = tiny(), some_tokens()
+    student = disturbed(source)
+    on_cpu = measure_drift(source, student, tokens, device="cpu")
+    on_gpu = measure_drift(source, student, tokens)
+    assert (on_cpu.device, on_gpu.device) == ("cpu", "cuda")
+    assert next(source.parameters()).device.type == "cpu"
+    assert on_gpu.measured.kl == pytest.approx(on_cpu.measured.kl, rel=1e-3)
+    for layer, other in zip(on_cpu.measured.layers, on_gpu.measured.layers, strict=True):
+        assert other.attention_local == pytest.approx(layer.attention_local, rel=1e-3)
+        assert other.row_kl == pytest.approx(layer.row_kl, rel=1e-3)
+    assert measure_drift(source, source, tokens).identical

@@ -1,0 +1,199 @@
+"""Loaded models as streams: what stock transformers computes, layer by layer, with the model left as it was."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from kvfold.attention.drift.loaded import as_stream, tensor_bytes
+from kvfold.attention.drift.profile import distance_profile
+from kvfold.attention.drift.streams import LayerStream
+
+LLAMA = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT = {
+    "vocab_size": 61,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MLA = {
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+}
+FAMILIES = {
+    "llama": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": LLAMA,
+    "mistral": LLAMA | {"sliding_window": 5},
+    "gemma2": LLAMA | {"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+    "gemma3_text": LLAMA | {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    "deepseek_v3": LLAMA | MLA,
+    "mixtral": LLAMA | {"num_local_experts": 4},
+    "gpt2": GPT,
+    "gpt_neox": LLAMA,
+    "bloom": {"vocab_size": 61, "hidden_size": 32, "n_layer": 3, "n_head": 4},
+}
+NO_MAPS = {"bloom"}  # its attention does not go through transformers' attention interface
+
+
+def tiny(family: str, seed: int = 0, **changes) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **(FAMILIES[family] | changes))
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def some_tokens(rows: int = 2, length: int = 11, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 61, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def walk(stream: LayerStream, tokens: torch.Tensor) -> tuple[torch.Tensor, list]:
+    hidden, outputs = stream.embed(tokens), []
+    for index in range(stream.layers):
+        with stream.open_layer(index) as layer:
+            outputs.append(layer(hidden))
+        hidden = outputs[-1].hidden
+    return stream.logits(hidden), outputs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stream_computes_exactly_what_the_model_does(family):
+    model, tokens = tiny(family), some_tokens()
+    with torch.no_grad():
+        expected = model(tokens, output_hidden_states=True)
+    logits, outputs = walk(as_stream(model), tokens)
+    assert torch.equal(logits, expected.logits)
+    for index, output in enumerate(outputs[:-1]):
+        assert torch.equal(output.hidden, expected.hidden_states[index + 1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attending_alone_gives_the_same_attention(family):
+    stream, tokens = as_stream(tiny(family)), some_tokens()
+    hidden = stream.embed(tokens)
+    with stream.open_layer(0) as layer, torch.no_grad():
+        whole, part = layer(hidden), layer.attend(hidden)
+    assert part.hidden is None
+    assert torch.equal(whole.attention, part.attention)
+    assert torch.equal(whole.attention_input, part.attention_input)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - NO_MAPS))
+def test_queries_keys_and_heads_explain_the_attention(family):
+    """Maps from the captured queries and keys are the model's own, and head contributions add up to its output."""
+    model, tokens = tiny(family, attn_implementation="eager"), some_tokens()
+    with torch.no_grad():
+        maps = model(tokens, output_attentions=True).attentions
+    _, outputs = walk(as_stream(model), tokens)
+    for output, weights in zip(outputs, maps, strict=True):
+        profile = distance_profile(output.query, output.key, output.scale, window=output.window, softcap=output.softcap)
+        rows = torch.stack([weights.mean(0).diagonal(-d, 1, 2).sum(1) for d in range(weights.shape[-1])], 1)
+        torch.testing.assert_close(profile.float(), rows / weights.shape[-1], rtol=1e-5, atol=1e-6)
+        summed = torch.einsum("bthd,ehd->bte", output.mixed, output.output_weight)
+        difference = output.attention - summed
+        # all that is left is the output projection's bias, the same everywhere
+        torch.testing.assert_close(difference, difference[:1, :1].expand_as(difference), rtol=0, atol=1e-5)
+
+
+def test_a_family_outside_the_interface_gives_outputs_without_maps():
+    _, outputs = walk(as_stream(tiny("bloom")), some_tokens())
+    assert all(output.query is None and output.mixed is None for output in outputs)
+
+
+def test_the_model_is_left_as_it_was():
+    model, tokens = tiny("llama").train(), some_tokens()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    implementation, layers = model.config._attn_implementation, list(model.model.layers)
+    stream = as_stream(model, dtype=torch.float64)
+    walk(stream, tokens)
+    walk(as_stream(model), tokens)
+    as_stream(model).cache_bytes_per_token()
+    assert model.config._attn_implementation == implementation
+    assert list(model.model.layers) == layers
+    assert all(part.training for part in model.modules())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == before[name].dtype, name
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_dropout_is_off_in_a_stream():
+    model, tokens = tiny("llama", attention_dropout=0.5).train(), some_tokens()
+    first, second = walk(as_stream(model), tokens)[0], walk(as_stream(model), tokens)[0]
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", "mixtral"])
+def test_a_stream_in_another_dtype_is_the_model_cast(family):
+    model, tokens = tiny(family), some_tokens()
+    with torch.no_grad():
+        expected = model(tokens).logits
+    logits, outputs = walk(as_stream(model, dtype=torch.float64), tokens)
+    assert logits.dtype == torch.float64
+    assert outputs[0].query.dtype == torch.float64
+    torch.testing.assert_close(logits.float(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_is_what_from_pretrained_in_bfloat16_computes(tmp_path):
+    model, tokens = tiny("llama"), some_tokens()
+    model.save_pretrained(tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = stock(tokens).logits
+    assert torch.equal(walk(as_stream(model, dtype=torch.bfloat16), tokens)[0], expected)
+
+
+def test_cache_bytes_are_those_of_the_formulas():
+    layers, dim, heads = 3, 8, 4
+    for groups in (4, 2, 1):
+        stream = as_stream(tiny("llama", num_key_value_heads=groups))
+        assert stream.cache_bytes_per_token() == 2 * layers * groups * dim * 4
+    assert as_stream(tiny("gpt2")).cache_bytes_per_token() == 2 * layers * heads * dim * 4
+    assert as_stream(tiny("llama").bfloat16()).cache_bytes_per_token() == 2 * layers * 2 * dim * 2
+
+
+def test_cache_bytes_of_latent_attention_are_what_the_cache_really_holds():
+    model = tiny("deepseek_v3")
+    with torch.no_grad():
+        cache = model(some_tokens(1, 7), use_cache=True).past_key_values
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert as_stream(model).cache_bytes_per_token() == held // 7
+    if hasattr(model.model.layers[0].self_attn, "expand_kv"):  # transformers that caches the latent itself
+        assert held // 7 == 3 * (12 + 4) * 4
+
+
+def test_tensors_are_counted_once():
+    tensor = torch.zeros(3, 2)
+    assert tensor_bytes({"a": [tensor, tensor], "b": (torch.zeros(2, dtype=torch.float16), 7)}) == 24 + 4
+
+
+def test_what_is_not_a_decoder_is_named():
+    with pytest.raises(ValueError, match="model: expected a transformers model or a LayerStream, found int"):
+        as_stream(3)
+    with pytest.raises(ValueError, match="model: expected a list of None decoder layers in Linear, found none"):
+        as_stream(nn.Linear(2, 2))

@@ -1,0 +1,331 @@
+"""Conversions end to end: what is written, that transformers takes it, and that a wrong request writes nothing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.data import demo_folder
+from kvfold.convert.errors import InputError
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory):
+    """A tiny Llama in three shards, with a tokenizer, a licence and a card, and an old-style config."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="100KB")
+    text = json.loads((folder / "config.json").read_text())
+    text["rope_theta"], text["torch_dtype"] = 10000.0, text.pop("dtype")
+    text["transformers_version"], text["my_own_key"] = "4.30.0", {"kept": [1, 2]}
+    (folder / "config.json").write_text(json.dumps(text))
+    (folder / "LICENSE").write_text("a licence")
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# Tiny\n")
+    return folder
+
+
+@pytest.fixture
+def model(source, tmp_path):
+    """A copy of ``source`` that a test may damage."""
+    return Path(shutil.copytree(source, tmp_path / "model"))
+
+
+def convert(model, out, **options):
+    options = {"to": "gqa", "kv_heads": 2, "method": "mean", "quiet": True, **options}
+    if options["to"] == "mqa":
+        options.pop("kv_heads")
+    return convert_checkpoint(ConvertRequest(model=str(model), out=str(out), **options))
+
+
+def tensors(folder):
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def refused(model, out, **options):
+    """The error text; also asserts that nothing was left beside the model."""
+    before = sorted(out.parent.glob("*"))
+    with pytest.raises(InputError) as caught:
+        convert(model, out, **options)
+    assert sorted(out.parent.glob("*")) == before
+    return str(caught.value)
+
+
+def test_only_keys_and_values_change(source, tmp_path):
+    convert(source, tmp_path / "out", kv_heads=2)
+    before, after = tensors(source), tensors(tmp_path / "out")
+    assert set(before) == set(after)
+    for name, value in before.items():
+        if "k_proj" in name or "v_proj" in name:
+            pooled = value.view(2, 4, 8, 64).mean(1).reshape(16, 64)
+            torch.testing.assert_close(after[name], pooled, rtol=0, atol=1e-7)
+        else:
+            assert torch.equal(after[name], value), name
+
+
+def test_config_is_edited_not_rewritten(source, tmp_path):
+    convert(source, tmp_path / "out", kv_heads=2)
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "out"))
+    assert after.pop("num_key_value_heads") == 2
+    assert before.pop("num_key_value_heads") == 8
+    assert after == before
+    assert list(after) == list(before)
+
+
+def test_side_files(source, tmp_path):
+    convert(source, tmp_path / "out")
+    out = tmp_path / "out"
+    assert (out / "LICENSE").read_text() == "a licence"
+    assert (out / "tokenizer_config.json").exists()
+    assert (out / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
+    assert "license: mit" in (out / "README.md").read_text()
+    record = json.loads((out / "kvfold.json").read_text())
+    assert record["request"]["kv_heads"] == 2
+    assert record["numbers_cached_per_token_and_layer"] == {"from": 128, "to": 32}
+    assert record["tensors"]["model.norm.weight"] == {"origin": "copied", "from": ["model.norm.weight"]}
+    assert record["tensors"]["model.layers.1.self_attn.k_proj.weight"]["origin"] == "mean"
+    assert set(record["tensors"]) == set(tensors(out))
+
+
+def test_equal_requests_give_equal_bytes(source, tmp_path):
+    moved = shutil.copytree(source, tmp_path / "elsewhere" / source.name)
+    convert(source, tmp_path / "a")
+    convert(moved, tmp_path / "b", overwrite=True)
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
+
+
+def test_shards_and_index(source, tmp_path):
+    convert(source, tmp_path / "one")
+    assert [file.name for file in (tmp_path / "one").glob("*.safetensors*")] == ["model.safetensors"]
+    convert(source, tmp_path / "many", max_shard_size="60KB")
+    files = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 2
+    assert all(file.stat().st_size <= 60_000 for file in files)
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    one, many = tensors(tmp_path / "one"), tensors(tmp_path / "many")
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in one.values())
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("bfloat16", torch.bfloat16), ("float16", torch.float16)])
+def test_stored_dtype(source, tmp_path, dtype, stored):
+    convert(source, tmp_path / "out", dtype=dtype)
+    assert {value.dtype for value in tensors(tmp_path / "out").values()} == {stored}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["torch_dtype"] == dtype
+    assert "dtype" not in config
+
+
+def test_tied_weights_stay_tied(source, tmp_path):
+    convert(source, tmp_path / "out")
+    assert "lm_head.weight" not in tensors(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_as_many_heads_as_before_is_bit_identical(source, tmp_path):
+    convert(source, tmp_path / "out", kv_heads=8, allow_growth=True)
+    before, after = tensors(source), tensors(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_methods_first_and_random(source, tmp_path):
+    convert(source, tmp_path / "first", method="first", kv_heads=4)
+    name = "model.layers.2.self_attn.v_proj.weight"
+    heads = tensors(source)[name].view(8, 8, 64)
+    assert torch.equal(tensors(tmp_path / "first")[name].view(4, 8, 64), heads[::2])
+    for seed, folder in ((1, "a"), (1, "b"), (2, "c")):
+        convert(source, tmp_path / folder, method="random", seed=seed)
+    a, b, c = (tensors(tmp_path / folder)[name] for folder in "abc")
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+    assert 0.015 < a.std() < 0.025  # LlamaConfig's initializer range is 0.02
+
+
+def test_gqa_sources_fold_further(source, tmp_path):
+    convert(source, tmp_path / "four", kv_heads=4)
+    convert(tmp_path / "four", tmp_path / "one", to="mqa")
+    convert(source, tmp_path / "direct", to="mqa")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    torch.testing.assert_close(tensors(tmp_path / "one")[name], tensors(tmp_path / "direct")[name])
+
+
+def test_legacy_checkpoints(source, tmp_path):
+    legacy = tmp_path / "legacy"
+    shutil.copytree(source, legacy, ignore=shutil.ignore_patterns("*.safetensors*"))
+    torch.save(tensors(source), legacy / "pytorch_model.bin")
+    convert(legacy, tmp_path / "a")
+    convert(source, tmp_path / "b")
+    a, b = tensors(tmp_path / "a"), tensors(tmp_path / "b")
+    assert all(torch.equal(a[name], b[name]) for name in b)
+    assert set(a) == set(b)
+
+
+def test_a_stranger_uses_it_in_plain_transformers(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    out = tmp_path / "out"
+    convert(demo_folder(), out, kv_heads=4)
+    model, loading = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    prompt = tokenizer("The function returns", return_tensors="pt")
+    generated = model.generate(**prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert generated.shape[1] == prompt["input_ids"].shape[1] + 8
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
+    ids = prompt["input_ids"]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+    before = model.model.layers[0].self_attn.k_proj.weight.detach().clone()
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "run"), max_steps=1, report_to=[], use_cpu=True, per_device_train_batch_size=2
+    )
+    rows = [{"input_ids": list(range(10, 26)), "labels": list(range(10, 26))}] * 2
+    Trainer(model=model, args=arguments, train_dataset=rows).train()
+    assert not torch.equal(before, model.model.layers[0].self_attn.k_proj.weight)
+
+
+# What is wrong with a request or a checkpoint: exit 2, nothing written.
+
+
+def test_numbers_of_heads(source, tmp_path):
+    out = tmp_path / "out"
+    assert "does not divide the 8 key/value heads; possible here: 4, 2, 1" in refused(source, out, kv_heads=3)
+    assert "more than the 8 query heads" in refused(source, out, kv_heads=16)
+    assert "has 8 key/value heads already" in refused(source, out, kv_heads=8)
+    convert(source, tmp_path / "one", to="mqa")
+    for options in ({"to": "mqa"}, {"kv_heads": 1}, {"kv_heads": 2}):
+        message = "the model is MQA already, with one key/value head, so nothing would shrink; `kvfold inspect` lists"
+        assert message in refused(tmp_path / "one", out, **options)
+
+
+def test_out_in_the_wrong_place(source, tmp_path, model):
+    (tmp_path / "there").mkdir()
+    assert "--overwrite" in refused(source, tmp_path / "there")
+    assert "expected OUT outside MODEL" in refused(model, model / "out")
+    assert "make it first" in refused(source, tmp_path / "none" / "out")
+
+
+def test_missing_and_unknown_models(tmp_path, model):
+    assert "no such folder" in refused(tmp_path / "nothing", tmp_path / "out")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "whale"}))
+    text = refused(model, tmp_path / "out")
+    assert "model_type 'whale' is not supported" in text
+    assert "llama" in text
+    assert "qwen3" in text
+    (model / "config.json").unlink()
+    assert "config.json" in refused(model, tmp_path / "out")
+
+
+def test_quantised_checkpoints(tmp_path, model):
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq"}
+    (model / "config.json").write_text(json.dumps(config))
+    assert "quantised checkpoint (quantization_config, method 'gptq')" in refused(model, tmp_path / "out")
+
+
+def test_truncated_file_and_missing_shard(tmp_path, model):
+    first, second = sorted(model.glob("*.safetensors"))[:2]
+    first.write_bytes(first.read_bytes()[:-100])
+    second.unlink()
+    text = refused(model, tmp_path / "out")
+    assert f"{first.name}: truncated" in text
+    assert second.name in text
+
+
+def edit_tensors(model, change):
+    """Rewrite the checkpoint as one file after ``change(tensors)``."""
+    values = tensors(model)
+    for file in model.glob("*.safetensors*"):
+        file.unlink()
+    change(values)
+    save_file(values, model / "model.safetensors")
+
+
+def test_missing_extra_and_misshapen_tensors_are_all_listed(tmp_path, model):
+    def change(values):
+        del values["model.layers.0.self_attn.k_proj.weight"]
+        values["model.layers.7.mlp.up_proj.weight"] = torch.zeros(2)
+        values["model.norm.weight"] = torch.zeros(63)
+
+    edit_tensors(model, change)
+    text = refused(model, tmp_path / "out")
+    assert "missing: model.layers.0.self_attn.k_proj.weight [64, 64]" in text
+    assert "unexpected: model.layers.7.mlp.up_proj.weight [2]" in text
+    assert "wrong shape: model.norm.weight is [63], expected [64]" in text
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_weights_that_are_pooled(tmp_path, model, bad):
+    def change(values):
+        values["model.layers.1.self_attn.v_proj.weight"][3, 4] = bad
+
+    edit_tensors(model, change)
+    text = refused(model, tmp_path / "out")
+    assert "'model.layers.1.self_attn.v_proj.weight' in model.safetensors: expected finite numbers, found 1 NaN" in text
+
+
+def test_too_small_a_disk(source, tmp_path, monkeypatch):
+    real = shutil.disk_usage
+
+    def small(path):
+        return real(path)._replace(free=1000)
+
+    monkeypatch.setattr(shutil, "disk_usage", small)
+    assert "too little disk space" in refused(source, tmp_path / "out")
+
+
+def test_overwrite_replaces(source, tmp_path):
+    convert(source, tmp_path / "out", kv_heads=4)
+    convert(source, tmp_path / "out", kv_heads=2, overwrite=True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_key_value_heads"] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.log"]
+    assert len((tmp_path / "out.log").read_text().splitlines()) == 2
+
+
+def test_written_files_are_plain_safetensors(source, tmp_path):
+    convert(source, tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize(
+    ("method", "kv_heads", "expected"),
+    [("mean", 4, 86.360), ("mean", 2, 366.552), ("mean", 1, 770.966), ("first", 4, 99.299), ("first", 2, 230.381)],
+)
+def test_published_baselines_on_the_reference_model(reference, tmp_path, method, kv_heads, expected):
+    """Perplexities of an independent implementation of the baselines on the same model and text."""
+    from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
+
+    tokenizer = AutoTokenizer.from_pretrained(reference / "llama-mha")
+    tokens = token_windows(tokenizer, (reference / "evaluation.txt").read_text(encoding="utf-8"), 48, 256)
+    convert(reference / "llama-mha", tmp_path / "out", method=method, kv_heads=kv_heads)
+    assert checkpoint_perplexity(tmp_path / "out", tokens) == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_card_tells_a_cast_from_a_copy(source, tmp_path):
+    convert(source, tmp_path / "kept")
+    convert(source, tmp_path / "cast", dtype="float16")
+    assert "Everything else is the source's, byte for byte." in (tmp_path / "kept" / "README.md").read_text()
+    assert "Everything else is the source's, stored as float16." in (tmp_path / "cast" / "README.md").read_text()

@@ -1,0 +1,81 @@
+"""``--refine`` end to end, on the small trained checkpoint that ships with kvfold."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.data import demo_folder
+from kvfold.convert.targets.deepseek.tensors import CONSTANT, norm_weight
+
+QUICK = {"samples": 12, "seq_len": 64, "quiet": True}
+ENOUGH = {"samples": 48, "seq_len": 64, "quiet": True}
+GQA = {"to": "gqa", "kv_heads": 2, "group": "contiguous"}
+LATENT = {"to": "mla", "kv_rank": 24, "rope_dim": 16}
+
+
+def convert(out, **options):
+    convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(out), **{**QUICK, **options}))
+    return json.loads((out / "kvfold.json").read_text())
+
+
+def tensors(folder):
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize("options", [GQA, LATENT], ids=["gqa", "mla"])
+def test_refinement_brings_the_model_closer(tmp_path, options):
+    plain = convert(tmp_path / "plain", **ENOUGH, **options)
+    refined = convert(tmp_path / "refined", **ENOUGH, **options, refine=30)
+    assert "refinement" not in plain
+    assert [layer["steps"] for layer in refined["refinement"]] == [30] * 4
+    assert all(layer["after"] <= layer["before"] for layer in refined["refinement"])
+    assert refined["drift"]["kl"]["value"] < 0.9 * plain["drift"]["kl"]["value"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"to": "mqa", "method": "mean"}, {**LATENT, "method": "svd"}, {**LATENT, "layout": "engine"}],
+    ids=["mean", "svd", "engine"],
+)
+def test_any_start_can_be_refined(tmp_path, options):
+    record = convert(tmp_path / "out", **options, refine=12)
+    first = record["refinement"][0]
+    assert first["kept"] == 12
+    assert first["after"] < 0.98 * first["before"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_constant_channel_stays_what_it_is(tmp_path, dtype):
+    record = convert(tmp_path / "out", **LATENT, dtype=dtype, q_rank=48, refine=12)
+    assert record["refinement"][0]["kept"]
+    found = tensors(tmp_path / "out")
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(4):
+        for projection, norm, rank in (("kv_a_proj_with_mqa", "kv_a", 24), ("q_a_proj", "q_a", 48)):
+            module = f"model.layers.{layer}.self_attn"
+            weight, bias = (found[f"{module}.{projection}.{kind}"].float() for kind in ("weight", "bias"))
+            gain = found[f"{module}.{norm}_layernorm.weight"].float()
+            assert bias[rank - 1] == CONSTANT
+            assert not weight[rank - 1].any()
+            assert gain.tolist() == [norm_weight(rank)] * rank
+            inputs = torch.randn(64, weight.shape[1], generator=generator)
+            latent = (torch.nn.functional.linear(inputs, weight) + bias)[:, : rank - 1]
+            # what the norm sees beside the constant; its relative effect is half of this
+            assert float(latent.square().sum(1).mean()) / CONSTANT**2 < 2e-4
+
+
+def test_equal_requests_give_equal_bytes_and_the_error_of_every_layer_is_told(tmp_path, capsys):
+    told = []
+    for name, quiet in (("one", False), ("two", True)):
+        convert(tmp_path / name, to="mqa", group="contiguous", refine=3, quiet=quiet)
+        told.append(capsys.readouterr().err)
+    for file in (tmp_path / "one").iterdir():
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
+    lines = [line for line in told[0].splitlines() if line.startswith("refined layer")]
+    assert [line.split(":")[0] for line in lines] == [f"refined layer {n}/4" for n in (1, 2, 3, 4)]
+    assert " error 0." in lines[0]
+    assert " -> 0." in lines[0]
+    assert told[1] == ""

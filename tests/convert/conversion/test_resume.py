@@ -1,0 +1,141 @@
+"""``--resume``: runs killed with SIGKILL go on at their last finished layer and give the bytes of an unbroken run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.conversion import journal
+from kvfold.convert.data import demo_folder
+
+OPTIONS = {
+    "mqa": {"to": "mqa", "group": "contiguous", "refine": 3},
+    "mla": {"to": "mla", "kv_rank": 24, "rope_dim": 16, "refine": 3},
+}
+QUICK = {"samples": 12, "seq_len": 48, "quiet": True}
+
+# Kills itself when it has noted so many layers (or, for 0, before the first), or while it copies the rest.
+CHILD = r"""
+import json, os, signal, sys
+import torch
+torch.set_num_threads(1)
+from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.conversion import fold as calibrated, journal, latent as latent_run
+from kvfold.convert.io import shards
+
+options, layers = json.loads(sys.argv[1]), int(sys.argv[2])
+note, made = journal.Journal.note, [0]
+
+def noted(self, layer, notes):
+    if made[0] == layers:
+        os.kill(os.getpid(), signal.SIGKILL)
+    note(self, layer, notes)
+    made[0] += 1
+    print("layer", layer, flush=True)
+
+journal.Journal.note = noted
+if layers == 4:
+    shards.ShardWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+convert_checkpoint(ConvertRequest(**options))
+"""
+
+
+def child(options, layers):
+    found = subprocess.run(
+        [sys.executable, "-c", CHILD, json.dumps(options), str(layers)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return found.returncode, found.stdout.split("\n")[:-1], found.stderr
+
+
+def request(tmp_path, name, **options):
+    return {"model": str(demo_folder()), "out": str(tmp_path / "out"), **QUICK, **OPTIONS[name], **options}
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+KILLS = {
+    "mqa": [(1, ["layer 0"]), (2, ["layer 1", "layer 2"]), (4, ["layer 3"])],  # the last one while copying the rest
+    "mla": [(2, ["layer 0", "layer 1"])],
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_killed_run_goes_on_at_its_last_finished_layer(tmp_path, name):
+    options = request(tmp_path, name, resume=True)
+    for layers, made in KILLS[name]:
+        status, printed, _ = child(options, layers)
+        assert status == -signal.SIGKILL
+        assert printed == made
+        assert not (tmp_path / "out").exists()
+    status, _, errors = child(options, 99)
+    assert status == 0, errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.log"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        convert_checkpoint(ConvertRequest(**{**options, "out": str(tmp_path / "unbroken"), "resume": False}))
+    finally:
+        torch.set_num_threads(threads)
+    assert contents(tmp_path / "out") == contents(tmp_path / "unbroken")
+
+
+def test_only_an_equal_request_with_resume_goes_on(tmp_path, monkeypatch, capsys):
+    options = request(tmp_path, "mqa", resume=True, quiet=False)
+    noted = []
+    note = journal.Journal.note
+
+    def stop(self, layer, notes):
+        if len(noted) == 1:
+            raise RuntimeError("enough")
+        note(self, layer, notes)
+        noted.append(layer)
+
+    monkeypatch.setattr(journal.Journal, "note", stop)
+    for changes, first in (({}, 0), ({}, 1), ({"seed": 1}, 0), ({"resume": False, "seed": 1}, 0)):
+        noted.clear()
+        with pytest.raises(RuntimeError, match="enough"):
+            convert_checkpoint(ConvertRequest(**{**options, **changes}))
+        assert noted == [first]
+        anew = "--resume: what a killed run left here is of other options" in capsys.readouterr().err
+        assert anew == (changes == {"seed": 1})
+    assert not list(tmp_path.iterdir())  # without --resume nothing is left
+
+
+def test_an_error_during_a_resumable_run_keeps_what_was_done(tmp_path, monkeypatch):
+    from kvfold.convert.conversion import run
+
+    def fail(*arguments):
+        raise RuntimeError("the disk went away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_write_side_files", fail)
+        with pytest.raises(RuntimeError, match="went away"):
+            convert_checkpoint(ConvertRequest(**request(tmp_path, "mqa", resume=True)))
+    assert not (tmp_path / "out").exists()
+    assert len(list(tmp_path.glob(".out.kvfold-*"))) == 1
+    convert_checkpoint(ConvertRequest(**request(tmp_path, "mqa", resume=True)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.log"]
+    assert not [name for name in contents(tmp_path / "out") if "journal" in name]
+
+
+def test_a_method_without_layers_to_go_on_from_says_so_and_starts(tmp_path, capsys):
+    options = {"model": str(demo_folder()), "to": "mqa", "method": "mean", "resume": True}
+    left = tmp_path / ".out.kvfold-00000000"
+    left.mkdir()
+    convert_checkpoint(ConvertRequest(**options, out=str(tmp_path / "out")))
+    assert capsys.readouterr().err.startswith("--resume: --method mean reads no text")
+    assert (tmp_path / "out" / "config.json").is_file()
+    assert not left.exists()
+    convert_checkpoint(ConvertRequest(**options, out=str(tmp_path / "quiet"), quiet=True))
+    assert capsys.readouterr().err == ""

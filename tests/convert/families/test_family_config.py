@@ -1,0 +1,236 @@
+"""Reading configs: spellings, defaults of the stock classes, errors that name the key, and problems with tensors."""
+
+import json
+import time
+from dataclasses import dataclass
+
+import pytest
+from transformers import AutoConfig
+
+from kvfold.convert.errors import InputError
+from kvfold.convert.families.model import family_of, supported, tensor_problems
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+}
+
+
+@dataclass(frozen=True)
+class Header:
+    shape: tuple[int, ...]
+
+
+def headers(config: dict) -> dict[str, Header]:
+    return {name: Header(shape) for name, shape in family_of(config).expected_tensors(config).items()}
+
+
+def test_an_old_llama_config_without_newer_keys():
+    geometry = family_of(LLAMA).geometry(LLAMA)
+    assert (geometry.heads, geometry.kv_heads, geometry.head_dim, geometry.rotary_dims) == (32, 32, 128, 128)
+    assert (geometry.layers, geometry.model_dim, geometry.positions) == (2, 4096, 2048)
+    assert geometry.initializer_range == 0.02
+    assert family_of(LLAMA).geometry({**LLAMA, "head_dim": None, "num_key_value_heads": None}) == geometry
+
+
+@pytest.mark.parametrize("name", supported())
+def test_missing_keys_have_the_defaults_of_the_stock_class(name):
+    """A config with only the sizes that kvfold insists on means to kvfold what it means to transformers."""
+    sizes = {key: LLAMA[key] for key in LLAMA if key not in ("model_type", "architectures")} | {"pad_token_id": 0}
+    stock = AutoConfig.for_model(name, **sizes)
+    config = {"model_type": name, **sizes}
+    family = family_of(config)
+    geometry, values = family.geometry(config), family.values(config)
+    assert geometry.kv_heads == (stock.num_key_value_heads or stock.num_attention_heads)
+    assert geometry.head_dim == (getattr(stock, "head_dim", None) or 128)
+    assert geometry.positions == stock.max_position_embeddings
+    for key in family.spec.config:
+        if hasattr(stock, key) and key not in ("layer_types", "no_rope_layers", "mlp_only_layers", "sliding_window"):
+            assert values[key] == (getattr(stock, key) or values[key]), key
+    types = getattr(stock, "layer_types", None) or [None] * geometry.layers
+    assert [family.layer(config, index).type for index in range(geometry.layers)] == types
+
+
+@pytest.mark.parametrize(("name", "alias"), [("mixtral", "num_experts"), ("qwen3_moe", "num_local_experts")])
+def test_either_spelling_of_the_number_of_experts(name, alias, tiny_family):
+    config = json.loads((tiny_family(name) / "config.json").read_text())
+    expected = family_of(config).expected_tensors(config)
+    for key in ("num_experts", "num_local_experts"):
+        config.pop(key, None)
+    assert family_of(config).expected_tensors({**config, alias: 4}) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "config.json: hidden_size is null; model_type 'llama' needs a positive whole number"),
+        ({"num_hidden_layers": "2"}, "config.json: num_hidden_layers must be a positive whole number, found '2'"),
+        ({"num_key_value_heads": 0}, "config.json: num_key_value_heads must be a positive whole number, found 0"),
+        ({"num_attention_heads": True}, "config.json: num_attention_heads must be a positive whole number, found True"),
+        ({"initializer_range": float("nan")}, "config.json: initializer_range must be a number, found nan"),
+        (
+            {"num_key_value_heads": 5},
+            "config.json: num_key_value_heads is 5, which does not divide the 32 query heads; a divisor was expected",
+        ),
+        (
+            {"head_dim": 5},
+            "config.json: 5 of 5 dims of a head rotate; an even number above 0 was expected "
+            "(head_dim, partial_rotary_factor)",
+        ),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_names_its_key(changes, message):
+    config = {**LLAMA, **changes}
+    with pytest.raises(InputError) as caught:
+        family_of(config).geometry(config)
+    assert str(caught.value) == message
+
+
+def test_a_missing_size_is_an_error_that_names_it():
+    config = {key: value for key, value in LLAMA.items() if key != "vocab_size"}
+    with pytest.raises(InputError) as caught:
+        family_of(config).geometry(config)
+    assert str(caught.value) == "config.json: vocab_size is missing; model_type 'llama' needs a positive whole number"
+
+
+def test_a_flag_that_is_no_flag():
+    config = {**LLAMA, "attention_bias": "no"}
+    with pytest.raises(InputError, match="attention_bias must be true or false, found 'no'"):
+        family_of(config).expected_tensors(config)
+
+
+def test_layer_types_of_the_wrong_length_or_kind():
+    config = {**LLAMA, "model_type": "qwen2", "architectures": None, "num_key_value_heads": 32}
+    with pytest.raises(InputError, match="layer_types must have one entry for each of 2 layers, found 1"):
+        family_of(config).layer({**config, "layer_types": ["full_attention"]}, 0)
+    with pytest.raises(InputError) as caught:
+        family_of(config).layer({**config, "layer_types": ["full_attention", "linear_attention"]}, 1)
+    assert str(caught.value) == (
+        "config.json: layer 1 is 'linear_attention'; model_type 'qwen2' is supported with 'full_attention' and "
+        "'sliding_attention'"
+    )
+
+
+@pytest.mark.parametrize("model_type", ["bert", "gpt2", "", None])
+def test_an_unsupported_family_lists_the_supported_ones(model_type):
+    with pytest.raises(InputError) as caught:
+        family_of({"model_type": model_type})
+    known = ", ".join(supported())
+    assert str(caught.value) == f"config.json: model_type {model_type!r} is not supported; expected one of: {known}"
+
+
+@pytest.mark.parametrize(
+    ("config", "towers"),
+    [
+        ({"model_type": "gemma3", "text_config": {}, "vision_config": {}}, "text_config, vision_config"),
+        ({"model_type": "qwen2_5_vl", "vision_config": {}}, "vision_config"),
+        ({"model_type": "llama", "text_config": {"model_type": "llama"}}, "text_config"),
+        ({"model_type": "qwen2_audio", "audio_config": {}, "text_config": {}}, "audio_config, text_config"),
+    ],
+)
+def test_a_wrapper_of_a_language_model_is_refused_as_such(config, towers):
+    with pytest.raises(InputError) as caught:
+        family_of(config)
+    message = str(caught.value)
+    assert message.startswith(
+        f"config.json: model_type {config['model_type']!r} is not supported: it wraps a language model ({towers}); "
+        "expected a plain decoder of one of: cohere, gemma,"
+    )
+
+
+def test_another_head_is_refused():
+    with pytest.raises(InputError) as caught:
+        family_of({**LLAMA, "architectures": ["LlamaForSequenceClassification"]})
+    assert str(caught.value) == (
+        "config.json: architectures is ['LlamaForSequenceClassification']; for model_type 'llama' LlamaForCausalLM "
+        "was expected: other heads are not supported"
+    )
+
+
+def test_tensor_problems_are_all_listed_in_the_terms_of_the_files():
+    config = {
+        **LLAMA,
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_key_value_heads": 8,
+        "num_local_experts": 2,
+    }
+    family, tensors = family_of(config), headers(config)
+    assert tensor_problems(family, config, tensors) == []
+    del tensors["model.layers.1.block_sparse_moe.experts.1.w1.weight"], tensors["lm_head.weight"]
+    tensors["model.layers.0.self_attn.k_proj.weight"] = Header((512, 4096))
+    tensors["model.layers.0.block_sparse_moe.experts.2.w1.weight"] = Header((3, 4))
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = Header((64,))
+    assert tensor_problems(family, config, tensors) == [
+        "missing: model.layers.1.block_sparse_moe.experts.1.w1.weight [11008, 4096]",
+        "missing: lm_head.weight [32000, 4096]",
+        "wrong shape: model.layers.0.self_attn.k_proj.weight is [512, 4096], expected [1024, 4096]",
+        "unexpected: model.layers.0.block_sparse_moe.experts.2.w1.weight [3, 4]",
+    ]
+
+
+def test_a_tied_head_may_be_in_the_file_or_not():
+    config = {**LLAMA, "tie_word_embeddings": True}
+    family, tensors = family_of(config), headers(config)
+    assert "lm_head.weight" not in tensors
+    assert tensor_problems(family, config, {**tensors, "lm_head.weight": Header((32000, 4096))}) == []
+    untied = {**config, "tie_word_embeddings": False}
+    assert tensor_problems(family, untied, tensors) == ["missing: lm_head.weight [32000, 4096]"]
+
+
+HUB = {
+    # tensors that the published checkpoints hold besides those that their names share with llama
+    "mixtral": [
+        "model.layers.3.block_sparse_moe.gate.weight",
+        "model.layers.3.block_sparse_moe.experts.3.w2.weight",
+    ],
+    "qwen2_moe": [
+        "model.layers.3.mlp.gate.weight",
+        "model.layers.3.mlp.experts.3.up_proj.weight",
+        "model.layers.3.mlp.shared_expert.down_proj.weight",
+        "model.layers.3.mlp.shared_expert_gate.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.1.mlp.gate_proj.weight",
+        "model.layers.3.self_attn.q_proj.bias",
+    ],
+    "qwen3_moe": ["model.layers.3.mlp.experts.0.down_proj.weight", "model.layers.3.self_attn.q_norm.weight"],
+    "qwen2": ["model.layers.0.self_attn.v_proj.bias"],
+    "phi": ["model.final_layernorm.bias", "lm_head.bias", "model.layers.0.self_attn.dense.bias"],
+    "phi3": ["model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.gate_up_proj.weight"],
+    "starcoder2": ["model.layers.0.mlp.c_fc.bias", "model.norm.bias"],
+    "stablelm": ["model.layers.0.self_attn.k_layernorm.norms.7.weight", "model.norm.bias"],
+    "gemma2": ["model.layers.0.pre_feedforward_layernorm.weight"],
+    "olmo2": ["model.layers.0.post_feedforward_layernorm.weight", "model.layers.0.self_attn.k_norm.weight"],
+    "nemotron": ["model.layers.0.input_layernorm.bias", "model.norm.bias"],
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_names_are_those_of_published_checkpoints(name, tiny_family):
+    config = json.loads((tiny_family(name) / "config.json").read_text())
+    config["num_hidden_layers"] = 4
+    config.pop("layer_types", None)
+    assert set(HUB[name]) <= set(family_of(config).expected_tensors(config))
+
+
+def test_a_checkpoint_of_eighteen_thousand_tensors_is_checked_at_once():
+    config = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    }
+    tensors = headers(config)
+    assert len(tensors) == 48 * (128 * 3 + 1 + 2 + 6) + 3
+    start = time.process_time()
+    assert tensor_problems(family_of(config), config, tensors) == []
+    assert time.process_time() - start < 1.0

@@ -1,0 +1,201 @@
+"""The family files: a strict schema, every key read, and a small safe language for shapes and conditions."""
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from kvfold.convert.families import expressions, schema
+from kvfold.convert.families import model as family_module
+from kvfold.convert.families.model import Family, attention_names, load_family, supported, tensor_problems
+from kvfold.convert.families.rope import rope_table
+from kvfold.convert.families.rotary import layer_rotary
+from kvfold.convert.families.values import Values
+
+FOLDER = Path(family_module.__file__).parent
+
+PROMISED = [
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
+    *("phi", "phi3", "olmo", "olmo2", "stablelm", "starcoder2", "granite", "smollm3", "cohere", "nemotron"),
+]
+
+
+def table(name: str) -> dict:
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def test_the_families_are_those_promised():
+    assert supported() == sorted(PROMISED)
+
+
+@pytest.mark.parametrize("name", supported())
+def test_a_file_is_named_for_its_model_type(name):
+    assert load_family(name).model_type == name == table(name)["model_type"]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        (),
+        ("config", "head_dim"),
+        ("sizes",),
+        ("attention",),
+        ("attention", "norm"),
+        ("rotary",),
+        ("rotary", "by_type", "full_attention"),
+        ("block",),
+        ("tensors", 0),
+        ("tolerated", 0),
+    ],
+)
+def test_an_unknown_key_is_an_error_that_names_its_place(place):
+    data = table("gemma3_text")
+    inner = data
+    for step in place:
+        inner = inner[step]
+    inner["colour"] = "blue"
+    where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).lstrip(".")
+    with pytest.raises(ValueError, match="unknown key colour; known: ") as caught:
+        schema.parse_family(data, "x.json")
+    assert str(caught.value).startswith(f"x.json: {where}: unknown key" if where else "x.json: unknown key")
+
+
+def test_a_missing_key_is_an_error_that_names_its_place():
+    data = table("llama")
+    del data["attention"]["scale"], data["attention"]["o"]
+    with pytest.raises(ValueError, match=r"^x.json: attention: missing key o, scale$"):
+        schema.parse_family(data, "x.json")
+
+
+@pytest.mark.parametrize("name", supported())
+def test_every_key_of_every_file_is_read(name, tiny_family, monkeypatch):
+    """Asks a family everything that kvfold asks, and sees that no part of its file was left unread."""
+    data, read = table(name), defaultdict(set)
+    family = Family(schema.parse_family(data, name))
+    for spec in (schema.FamilySpec, schema.Key, schema.Sizes, schema.Norm, schema.Attention, schema.Rope):
+        record(spec, read, monkeypatch)
+    for spec in (schema.RopeOfType, schema.BlockSpec, schema.TensorSpec, schema.Tolerated):
+        record(spec, read, monkeypatch)
+    get = Values.__getitem__
+    monkeypatch.setattr(Values, "__getitem__", lambda self, key: (read["config"].add(key), get(self, key))[1])
+    config = json.loads((tiny_family(name) / "config.json").read_text())
+    ask_everything(family, config)
+    ask_everything(family, {**config, "tie_word_embeddings": True, "layer_types": None})
+    rope_table(family, {**config, "rope_scaling": {"type": "yarn"}})
+    optional = {key for key in data["config"] if {"default", "otherwise"} & data["config"][key].keys()}
+    absent = optional - {"num_key_value_heads"}
+    ask_everything(family, {key: value for key, value in config.items() if key not in absent})
+    nulls = {key for key in data["config"] if {"nullable", "otherwise"} & data["config"][key].keys()}
+    ask_everything(family, {**config, **dict.fromkeys(nulls)})
+
+    def unread(part: dict, spec: type) -> set[str]:
+        return set(part) - read[spec.__name__]
+
+    assert not unread(data, schema.FamilySpec)
+    assert not set(data["config"]) - read["config"]
+    assert not any(unread(key, schema.Key) for key in data["config"].values())
+    assert not unread(data["sizes"], schema.Sizes)
+    assert not unread(data["attention"], schema.Attention)
+    assert not unread(data["attention"].get("norm", {}), schema.Norm)
+    assert not unread(data["rotary"], schema.Rope)
+    assert not any(unread(own, schema.RopeOfType) for own in data["rotary"].get("by_type", {}).values())
+    assert not unread(data["block"], schema.BlockSpec)
+    assert not any(unread(tensor, schema.TensorSpec) for tensor in data["tensors"])
+    assert not any(unread(extra, schema.Tolerated) for extra in data["tolerated"])
+
+
+def record(spec: type, read: dict, monkeypatch) -> None:
+    known = {item.name for item in fields(spec)}
+
+    def getattribute(self, name):
+        if name in known:
+            read[spec.__name__].add(name)
+        return object.__getattribute__(self, name)
+
+    monkeypatch.setattr(spec, "__getattribute__", getattribute)
+
+
+def ask_everything(family: Family, config: dict) -> None:
+    from torch import zeros
+
+    from kvfold.convert.families.layout import read_layer, write_layer
+
+    assert family.model_type
+    assert family.architecture
+    assert family.accepts_fewer_kv_heads
+    geometry = family.geometry(config)
+    family.block(config)
+    family.tensor_names(config)
+    family.kv_config(config, 1)
+    expected = family.expected_tensors(config)
+    tensor_problems(family, config, {"model.layers.0.self_attn.rotary_emb.inv_freq": zeros(1)})
+    for index in range(geometry.layers):
+        family.layer(config, index)
+        layer_rotary(family, config, index)
+        attention_names(family, config, index)
+        write_layer(family, config, index, read_layer(family, config, index, lambda name: zeros(expected[name])))
+
+
+@pytest.mark.parametrize("name", supported())
+def test_expressions_refer_to_keys_of_the_file(name):
+    data = table(name)
+    known = {*data["config"], "layer", "layer_type", "sparse"}
+    literal = {"module", "layout", "storage", "q", "k", "v", "o", "qkv", "kind", "extent"}
+    parts = [
+        *data["sizes"].values(),
+        *(value for key, value in data["attention"].items() if key not in literal and isinstance(value, str)),
+        *(value for key, value in data["attention"].get("norm", {}).items() if key not in literal),
+        data["rotary"].get("rotates"),
+        *(value for key, value in data["block"].items() if key not in ("norm", "mlp")),
+        *(key["otherwise"] for key in data["config"].values() if "otherwise" in key),
+        *(size for tensor in data["tensors"] for size in tensor["shape"]),
+        *(tensor.get(key) for tensor in data["tensors"] for key in ("when", "each")),
+        *(extra.get("when") for extra in data["tolerated"]),
+    ]
+    assert set().union(*(expressions.names(part) for part in parts)) <= known
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("a * b + 1", 7),
+        ("2 ** a // b", 1),
+        ("-a % b", 1),
+        ("a / b", 2 / 3),
+        ("items[a] if a < b <= 3 else None", "z"),
+        ("not a or items", ["x", "y", "z"]),
+        ("a and 0", 0),
+        ("'x' in items and 'q' not in items", True),
+        ("missing if a is None else 1", 1),
+        (True, True),
+        (5, 5),
+        (None, None),
+    ],
+)
+def test_the_language(expression, value):
+    assert expressions.evaluate(expression, {"a": 2, "b": 3, "items": ["x", "y", "z"]}) == value
+
+
+@pytest.mark.parametrize("expression", ["__import__('os')", "a.b", "[1 for x in y]", "lambda: 1", "f'{a}'", "a @ b"])
+def test_nothing_else_is_in_the_language(expression):
+    with pytest.raises(ValueError, match="is not part of the language of family files"):
+        expressions.names(expression)
+    with pytest.raises((ValueError, KeyError)):
+        expressions.evaluate(expression, {"a": 1})
+
+
+def test_a_malformed_expression_is_named():
+    with pytest.raises(ValueError, match=r"^'a \+' is not an expression: "):
+        expressions.names("a +")
+
+
+def test_reading_families_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys; from kvfold.convert.families.model import *; [load_family(n) for n in supported()]; "
+        "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

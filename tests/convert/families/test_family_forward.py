@@ -1,0 +1,189 @@
+"""A decoder written from nothing but the family files computes what the stock class computes.
+
+So the files are right about scales, windows, soft caps, norms, rotary embeddings and the order of a layer's parts.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+from transformers.activations import ACT2FN
+from transformers.cache_utils import DynamicCache
+
+from kvfold.convert.families.layout import read_layer
+from kvfold.convert.families.model import family_of, supported
+from kvfold.convert.families.rotary import layer_rotary
+
+
+def normalise(x: Tensor, kind: str, eps: float) -> Tensor:
+    x = x - x.mean(-1, keepdim=True) if kind == "layer" else x
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def head_norm(x: Tensor, norm) -> Tensor:  # [B, T, heads, D]
+    if norm is None:
+        return x
+    flat = normalise(x.flatten(2), norm.kind, norm.eps).view_as(x)
+    x = flat if norm.extent == "flat" else normalise(x, norm.kind, norm.eps)
+    x = x * (norm.weight + norm.offset)
+    return x if norm.bias is None else x + norm.bias
+
+
+def rotate(x: Tensor, rotary) -> Tensor:  # [B, T, heads, D], half-split
+    angles = torch.arange(x.shape[1], dtype=torch.float64)[:, None, None] * rotary.theta  # [T, 1, D_rot / 2]
+    cos, sin = (rotary.amplitude * angles.cos()).float(), (rotary.amplitude * angles.sin()).float()
+    a, b = x[..., : rotary.dims // 2], x[..., rotary.dims // 2 : rotary.dims]
+    return torch.cat((a * cos - b * sin, a * sin + b * cos, x[..., rotary.dims :]), -1)
+
+
+class Decoder:
+    def __init__(self, folder, stock):
+        self.config = json.loads((folder / "config.json").read_text())
+        self.tensors = load_file(folder / "model.safetensors")
+        self.family = family_of(self.config)
+        self.block = self.family.block(self.config)
+        self.names = self.family.tensor_names(self.config)
+        self.stock = stock
+
+    def role(self, role: str, layer: int | None = None) -> Tensor | None:
+        names = self.names.get((role, layer))
+        return None if names is None else self.tensors[names[0]]
+
+    def linear(self, x: Tensor, role: str, layer: int | None = None) -> Tensor:
+        return functional.linear(x, self.role(role, layer), self.role(f"{role}_bias", layer))
+
+    def norm(self, x: Tensor, role: str, layer: int | None = None) -> Tensor:
+        x = normalise(x, self.block.norm, self.block.norm_eps)
+        if not self.block.norm_weight:
+            return x
+        x = x * (self.role(role, layer) + self.block.norm_offset)
+        return x + self.role(f"{role}_bias", layer) if self.block.norm_bias else x
+
+    def attention(self, x: Tensor, layer: int) -> Tensor:
+        weights = read_layer(self.family, self.config, layer, self.tensors.__getitem__)
+        how, rotary = self.family.layer(self.config, layer), layer_rotary(self.family, self.config, layer)
+
+        def project(weight: Tensor, bias: Tensor | None) -> Tensor:
+            y = torch.einsum("bte,hde->bthd", x, weight) + (0 if bias is None else bias)
+            return y if how.clip is None else y.clamp(-how.clip, how.clip)
+
+        q = rotate(head_norm(project(weights.q, weights.q_bias), weights.q_norm), rotary)
+        k = rotate(head_norm(project(weights.k, weights.k_bias), weights.k_norm), rotary)
+        v = project(weights.v, weights.v_bias)
+        k, v = (y.repeat_interleave(weights.heads // weights.kv_heads, 2) for y in (k, v))
+        scores = torch.einsum("bthd,bshd->bhts", q, k) * how.scale
+        scores = scores if how.softcap is None else how.softcap * torch.tanh(scores / how.softcap)
+        distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+        hidden = (distance.abs() >= (how.window or math.inf)) | ((distance < 0) & how.causal)
+        mixed = torch.einsum("bhts,bshd->bthd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        out = torch.einsum("bthd,ehd->bte", mixed, weights.o)
+        return out if weights.o_bias is None else out + weights.o_bias
+
+    def mlp(self, x: Tensor, layer: int) -> Tensor:
+        if self.family.layer(self.config, layer).sparse:
+            return self.stock.model.layers[layer].mlp(x)
+        act = ACT2FN[self.block.activation]
+        if self.block.mlp == "plain":
+            return self.linear(act(self.linear(x, "up", layer)), "down", layer)
+        if self.block.mlp == "gated_fused":
+            gate, up = self.linear(x, "gate_up", layer).chunk(2, -1)
+        else:
+            gate, up = self.linear(x, "gate", layer), self.linear(x, "up", layer)
+        return self.linear(act(gate) * up, "down", layer)
+
+    def layer(self, x: Tensor, layer: int) -> Tensor:
+        order, scale = self.block.order, self.block.residual_scale
+        if order == "parallel":
+            normed = self.norm(x, "attention_norm", layer)
+            return x + self.attention(normed, layer) + self.mlp(normed, layer)
+        for name, part in (("attention", self.attention), ("mlp", self.mlp)):
+            y = part(x if order == "post" else self.norm(x, f"{name}_norm", layer), layer)
+            x = x + scale * (self.norm(y, f"{name}_post_norm", layer) if order in ("post", "sandwich") else y)
+        return x
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        x = self.role("embedding")[tokens] * self.block.embedding_scale
+        for layer in range(self.family.geometry(self.config).layers):
+            x = self.layer(x, layer)
+        head = self.role("embedding") if self.block.tied else self.role("head")
+        logits = functional.linear(self.norm(x, "final_norm"), head, self.role("head_bias")) * self.block.logit_scale
+        cap = self.block.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+VARIANTS = [
+    ("llama", {"tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False}),
+    ("llama", {"hidden_size": 48, "head_dim": 10}),
+    ("mistral", {"sliding_window": None}),
+    ("qwen2", {"use_sliding_window": False}),
+    ("qwen2_moe", {"qkv_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1}),
+    ("qwen3", {"attention_bias": True, "layer_types": ["sliding_attention", "full_attention"]}),
+    ("gemma", {"tie_word_embeddings": False, "hidden_act": "gelu"}),
+    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}),
+    ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    ("gemma3_text", {"final_logit_softcapping": 3.0, "sliding_window_pattern": 1}),
+    ("gemma3_text", {"use_bidirectional_attention": True, "sliding_window": 6}),
+    ("phi", {"qk_layernorm": False, "partial_rotary_factor": 0.75}),
+    ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": None}),
+    ("olmo", {"clip_qkv": None, "attention_bias": True}),
+    ("stablelm", {"use_parallel_residual": True, "qk_layernorm": False, "use_qkv_bias": False}),
+    ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    ("smollm3", {"no_rope_layers": [0, 1], "attention_bias": True}),
+    ("cohere", {"use_qk_norm": False, "logit_scale": 2.0, "tie_word_embeddings": False}),
+    ("nemotron", {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}),
+]
+
+
+ALL = [
+    *((name, changes) for name in supported() for changes in ({}, {"num_key_value_heads": 2})),
+    *((name, {key: 0.2}) for name, key in (("phi", "layer_norm_eps"), ("stablelm", "layer_norm_eps"))),
+    ("cohere", {"layer_norm_eps": 0.2}),
+    *VARIANTS,
+]
+
+
+def check(folder: Path) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    tokens = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(6))
+    with torch.no_grad():
+        torch.testing.assert_close(Decoder(folder, stock)(tokens), stock(tokens).logits, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(("name", "changes"), ALL, ids=str)
+def test_a_decoder_written_from_the_family_file_agrees_with_the_stock_class(name, changes, tiny_family):
+    check(tiny_family(name, **changes))
+
+
+@pytest.mark.parametrize("name", supported())
+def test_it_agrees_with_every_flag_the_other_way_and_an_eps_that_is_felt(name, tiny_family):
+    config = json.loads((tiny_family(name) / "config.json").read_text())
+    keys = family_of(config).spec.config
+    flags = {key: not config.get(key, entry.default) for key, entry in keys.items() if entry.type == "flag"}
+    flags.pop("use_bidirectional_attention", None)  # what gemma then does depends on the attention implementation
+    check(tiny_family(name, **flags, **{key: 0.2 for key in keys if key.endswith(("_eps", "_epsilon"))}))
+
+
+@pytest.mark.parametrize("name", supported())
+def test_windows_are_those_of_the_stock_cache(name, tiny_family):
+    folder = tiny_family(name)
+    config = json.loads((folder / "config.json").read_text())
+    family = family_of(config)
+    stock = AutoModelForCausalLM.from_pretrained(folder).config
+    cache = DynamicCache(config=stock)
+    windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
+    assert [family.layer(config, index).window for index in range(len(windows))] == windows
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_layers_that_look_both_ways_say_so(name, both_ways, tiny_family):
+    folder = tiny_family(name, use_bidirectional_attention=both_ways)
+    config = json.loads((folder / "config.json").read_text())
+    stock = AutoModelForCausalLM.from_pretrained(folder)
+    assert family_of(config).layer(config, 0).causal == stock.model.layers[0].self_attn.is_causal == (not both_ways)

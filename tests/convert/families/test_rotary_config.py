@@ -1,0 +1,228 @@
+"""Rotary frequencies against transformers, in the spelling of transformers 5 and in the older one."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from kvfold.convert.errors import InputError
+from kvfold.convert.families.model import family_of, supported
+from kvfold.convert.families.rotary import layer_rotary
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+}
+FREQUENCIES = {"rtol": 2e-6, "atol": 0.0}  # transformers computes them in float32
+SCALED = {
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 1024},
+    "longrope": {
+        "short_factor": [1.0 + i / 8 for i in range(32)],
+        "long_factor": [1.0 + i / 8 for i in range(32)],
+        "original_max_position_embeddings": 1024,
+    },
+}
+YARNS = [
+    {"beta_fast": 16, "beta_slow": 2},
+    {"attention_factor": 1.25},
+    {"mscale": 0.7, "mscale_all_dim": 0.4},
+    {"truncate": False},
+]
+
+
+def old_spelling(config: dict) -> dict:
+    """The config with rope as files before transformers 5 have it: rope_theta beside rope_scaling."""
+    table = dict(config["rope_parameters"])
+    rest = {key: value for key, value in config.items() if key != "rope_parameters"}
+    old = {"rope_theta": table.pop("rope_theta")}
+    if "partial_rotary_factor" in table:
+        old["partial_rotary_factor"] = table.pop("partial_rotary_factor")
+    kind = table.pop("rope_type")
+    return rest | old | {"rope_scaling": None if kind == "default" else {"type": kind, **table}}
+
+
+def both_spellings(config: dict) -> list[dict]:
+    return [config, old_spelling(config)]
+
+
+def check(config: dict, frequencies: torch.Tensor, amplitude: float) -> None:
+    rotary = layer_rotary(family_of(config), config, 0)
+    torch.testing.assert_close(rotary.theta, frequencies.double(), **FREQUENCIES)
+    assert rotary.amplitude == pytest.approx(amplitude, rel=1e-12)
+    assert family_of(config).geometry(config).rotary_dims == rotary.dims
+
+
+@pytest.mark.parametrize("name", supported())
+def test_every_family_rotates_as_its_stock_class(name, tiny_family):
+    folder = tiny_family(name)
+    config = json.loads((folder / "config.json").read_text())
+    family = family_of(config)
+    stock = AutoModelForCausalLM.from_pretrained(folder)
+    for layer in range(family.geometry(config).layers):
+        how, rotary = family.layer(config, layer), layer_rotary(family, config, layer)
+        prefix = f"{how.type}_" if name == "gemma3_text" else ""
+        if not getattr(stock.model.layers[layer].self_attn, "use_rope", True):
+            assert rotary.dims == 0
+            continue
+        frequencies = getattr(stock.model.rotary_emb, f"{prefix}inv_freq")
+        torch.testing.assert_close(rotary.theta, frequencies.double(), **FREQUENCIES)
+        assert rotary.amplitude == 1.0
+
+
+@pytest.mark.parametrize("name", supported())
+def test_without_a_word_in_the_config_the_class_decides(name):
+    config = {"model_type": name, **SIZES, "head_dim": 64, "pad_token_id": 0, "sliding_window_pattern": 2}
+    config["num_hidden_layers"] = 2
+    stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
+    family = family_of(config)
+    for layer in range(2):
+        kind = family.layer(config, layer).type
+        table = stock.rope_parameters[kind] if name == "gemma3_text" else stock.rope_parameters
+        dims = int(64 * table.get("partial_rotary_factor", 1.0))
+        expected = table["rope_theta"] ** -(torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+        torch.testing.assert_close(layer_rotary(family, config, layer).theta, expected)
+
+
+def test_phi3_was_made_for_4096_tokens_unless_it_says_otherwise():
+    factors = [2.0] * 32
+    scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    config = {"model_type": "phi3", **SIZES, "max_position_embeddings": 131072, "pad_token_id": 0}
+    config["rope_scaling"] = scaling
+    stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
+    check(config, *ROPE_INIT_FUNCTIONS["longrope"](stock, None))
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_types_in_both_spellings(kind):
+    table = {"rope_type": kind, "rope_theta": 50000.0, **SCALED[kind]}
+    config = {"model_type": "llama", **SIZES, "rope_parameters": table}
+    stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
+    expected = ROPE_INIT_FUNCTIONS[kind](stock, None)
+    for spelling in both_spellings(config):
+        check(spelling, *expected)
+        reread = AutoConfig.for_model(**json.loads(json.dumps(spelling)))
+        torch.testing.assert_close(ROPE_INIT_FUNCTIONS[kind](reread, None)[0], expected[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("extra", YARNS)
+def test_yarn_options(extra):
+    table = {"rope_type": "yarn", "rope_theta": 1e6, **SCALED["yarn"], **extra}
+    config = {"model_type": "qwen2", **SIZES, "rope_parameters": table}
+    stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
+    check(config, *ROPE_INIT_FUNCTIONS["yarn"](stock, None))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("phi", "linear"), ("stablelm", "yarn"), ("nemotron", "llama3")])
+def test_a_part_of_the_head_that_is_scaled(name, kind):
+    table = {"rope_type": kind, "rope_theta": 20000.0, **SCALED[kind]}
+    config = {"model_type": name, **SIZES, "rope_parameters": table, "partial_rotary_factor": 0.5}
+    stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
+    expected = ROPE_INIT_FUNCTIONS[kind](stock, None)
+    assert expected[0].numel() == 16
+    check(config, *expected)
+    check(old_spelling(config), *expected)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+def test_phi3_has_one_scaled_type_under_three_names_and_its_own_original_length(kind):
+    factors = [1.0 + i / 4 for i in range(24)]
+    scaling = {"type": kind, "short_factor": factors, "long_factor": factors, "original_max_position_embeddings": 512}
+    config = {
+        "model_type": "phi3",
+        **SIZES,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": scaling,
+        "original_max_position_embeddings": 512,
+        "pad_token_id": 0,
+    }
+    stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
+    check(config, *ROPE_INIT_FUNCTIONS["longrope"](stock, None))
+
+
+def test_longrope_with_two_sets_needs_a_choice():
+    table = {"rope_type": "longrope", "rope_theta": 1e4, **SCALED["longrope"], "long_factor": [3.0] * 32}
+    config = {"model_type": "llama", **SIZES, "rope_parameters": table}
+    family = family_of(config)
+    with pytest.raises(InputError) as caught:
+        layer_rotary(family, config, 0)
+    assert str(caught.value) == (
+        "config.json: rope_type 'longrope' has other frequencies for texts up to 1024 tokens than beyond; frequencies "
+        "that hold for both were expected (equal short_factor and long_factor), or a choice of one of them"
+    )
+    stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
+    for context, length in (("short", 1024), ("long", 1025)):
+        frequencies, amplitude = ROPE_INIT_FUNCTIONS["longrope"](stock, None, seq_len=length)
+        rotary = layer_rotary(family, config, 0, context)
+        torch.testing.assert_close(rotary.theta, frequencies.double(), **FREQUENCIES)
+        assert rotary.amplitude == pytest.approx(amplitude)
+
+
+def test_gemma3_scales_its_global_layers_alone():
+    config = {
+        "model_type": "gemma3_text",
+        **SIZES,
+        "num_hidden_layers": 6,
+        "head_dim": 64,
+        "rope_theta": 2e6,
+        "rope_local_base_freq": 5000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
+    new = {key: value for key, value in config.items() if not key.startswith("rope")}
+    new["rope_parameters"] = stock.rope_parameters
+    exponents = -torch.arange(0, 64, 2, dtype=torch.float64) / 64
+    for spelling in (config, new):
+        family = family_of(spelling)
+        torch.testing.assert_close(layer_rotary(family, spelling, 0).theta, 5000.0**exponents)
+        torch.testing.assert_close(layer_rotary(family, spelling, 5).theta, 2e6**exponents / 8)
+        expected, _ = ROPE_INIT_FUNCTIONS["linear"](stock, None, layer_type="full_attention")
+        torch.testing.assert_close(layer_rotary(family, spelling, 5).theta, expected.double(), **FREQUENCIES)
+
+
+def test_dynamic_scaling_is_refused():
+    config = {"model_type": "llama", **SIZES, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    with pytest.raises(InputError) as caught:
+        layer_rotary(family_of(config), config, 0)
+    assert str(caught.value) == (
+        "config.json: rope_type 'dynamic' has no frequencies that hold for every length of text; expected one of "
+        "default, linear, llama3, yarn, longrope"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        (
+            {"rope_scaling": {"type": "linear"}},
+            "config.json: factor of the rotary embedding must be a number above 0, found None",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}},
+            "config.json: rope_theta of the rotary embedding must be a number above 0, found '1e4'",
+        ),
+        ({"rope_scaling": "linear"}, "config.json: rope_scaling must be an object or null, found 'linear'"),
+        (
+            {"rope_scaling": {**SCALED["longrope"], "type": "longrope", "long_factor": [1.0]}},
+            "config.json: long_factor must be a list of 32 numbers, one per rotary pair, found 1",
+        ),
+    ],
+)
+def test_errors_name_the_key(rope, message):
+    config = {"model_type": "llama", **SIZES, **rope}
+    with pytest.raises(InputError) as caught:
+        layer_rotary(family_of(config), config, 0)
+    assert str(caught.value) == message

@@ -1,0 +1,109 @@
+"""A config.json with a wrong value ends a calibrated conversion with an error that names it, whoever reads it first."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.data import demo_folder
+from kvfold.convert.errors import InputError
+from kvfold.convert.measure.drift import drift_checkpoints
+
+TEXT = "def function(argument): return a value of the list. "
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "few.txt"
+    file.write_text(TEXT * 60)
+    return file
+
+
+def with_config(source, folder, **changes):
+    """A copy of ``source`` with other values in its config and the demo's tokenizer."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(demo_folder() / name, folder / name)
+    return folder
+
+
+def convert(model, out, text, **options):
+    options = {"to": "mqa", "group": "contiguous", **options}
+    request = {"model": str(model), "out": str(out), "calibration": str(text), "samples": 1, "seq_len": 8, **options}
+    return convert_checkpoint(ConvertRequest(**request, quiet=True))
+
+
+def rope(**values):
+    return {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", **values}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "nope"}, r"hidden_act must be an activation .* such as silu, .*, found 'nope' \(KeyError"),
+        ({"hidden_act": 5}, "hidden_act must be a string, found 5"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps must be a number, found 'x'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number, found nan"),
+        ({"architectures": 5}, "architectures must be a list of strings, found 5"),
+        ({"architectures": ["LlamaForCausalLM", 5]}, "architectures must be a list of strings"),
+        (
+            {"rope_parameters": None, "rope_theta": "x"},
+            "rope_theta of the rotary .* must be a number above 0, found 'x'",
+        ),
+        (rope(rope_theta="x"), "rope_theta of the rotary .* must be a number above 0, found 'x'"),
+        (rope(rope_theta=None), "rope_theta of the rotary .* must be a number above 0, found None"),
+        (rope(rope_type=["x"]), r"rope_type must be a string, found \['x'\]"),
+        (rope(rope_type="x"), "rope_parameters must be a value that a llama model takes, found {.*'rope_type': 'x'"),
+        ({"dtype": "x"}, "dtype must be a value that a llama model takes, found 'x'"),
+        ({"attention_dropout": "x"}, "attention_dropout must be a value that a llama model takes, found 'x'"),
+        ({"pad_token_id": 10**6}, "pad_token_id must be a value that a llama model takes, found 1000000"),
+    ],
+)
+def test_a_wrong_value_is_named(tmp_path, text, changes, message):
+    model = with_config(demo_folder(), tmp_path / "model", **changes)
+    with pytest.raises(InputError, match=f"config.json: {message}"):
+        convert(model, tmp_path / "out", text)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gemma2", {"sliding_window": None}, "could not find a `sliding_window`"),
+        ("gemma2", {"query_pre_attn_scalar": -1}, r"the scale of scores, query_pre_attn_scalar \*\* -0.5, must be"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, r"the scale of scores, query_pre_attn_scalar \*\* -0.5, must be"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": 5}},
+            "full_attention must be an object or null",
+        ),
+        ("mixtral", {"num_local_experts": 10**9}, "config.json tells of 1000000000 experts, the files hold"),
+    ],
+)
+def test_what_only_some_families_have(tmp_path, text, tiny_family, family, changes, message):
+    source = tiny_family(family, vocab_size=2048)
+    with pytest.raises(InputError, match=f"(?i){message}"):
+        convert(with_config(source, tmp_path / "model", **changes), tmp_path / "out", text)
+
+
+def test_the_auxiliary_loss_of_experts_is_not_asked_for(tmp_path, text, tiny_family):
+    source = tiny_family("mixtral", vocab_size=2048)
+    model = with_config(source, tmp_path / "model", output_router_logits=True)
+    convert(model, tmp_path / "out", text)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["output_router_logits"] is True
+
+
+def test_a_method_that_reads_no_text_checks_types_too(tmp_path):
+    model = with_config(demo_folder(), tmp_path / "model", rms_norm_eps="x")
+    with pytest.raises(InputError, match="rms_norm_eps must be a number, found 'x'"):
+        convert(model, tmp_path / "out", None, method="mean", group=None, calibration=None)
+
+
+def test_drift_says_whose_config_it_is(tmp_path):
+    bad = with_config(demo_folder(), Path(tmp_path / "bad"), hidden_act="nope")
+    with pytest.raises(InputError, match=r"bad: config.json: hidden_act must be an activation that transformers knows"):
+        drift_checkpoints(str(demo_folder()), str(bad), samples=1, seq_len=16)

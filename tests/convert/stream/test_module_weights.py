@@ -1,0 +1,121 @@
+"""Parameters from stored tensors, by transformers' own conversions."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.core_model_loading import Chunk, Concatenate, WeightConverter, WeightRenaming
+
+from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.stream import weight_map as module_weights
+from kvfold.convert.stream.skeleton import empty_model
+from kvfold.convert.stream.weight_map import WeightMap
+
+CONFIG = LlamaConfig(
+    vocab_size=7,
+    hidden_size=8,
+    intermediate_size=12,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+).to_dict()
+FUSED = WeightConverter(
+    source_patterns="self_attn.qkv.weight",
+    target_patterns=["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+    operations=[Chunk(dim=0)],
+)
+JOINED = WeightConverter(
+    source_patterns=["mlp.low.weight", "mlp.high.weight"],
+    target_patterns="mlp.up_proj.weight",
+    operations=[Concatenate(dim=0)],
+)
+
+
+@pytest.fixture
+def model() -> Any:
+    return empty_model(CONFIG, torch.float32)
+
+
+def conversions(monkeypatch: pytest.MonkeyPatch, *entries: Any) -> None:
+    monkeypatch.setattr(module_weights, "get_model_conversion_mapping", lambda model: list(entries))
+
+
+def stored(model: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {name: torch.randn(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def load(weights: WeightMap, tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for recipe in weights.under(prefix):
+        found |= weights.load(recipe, tensors.__getitem__, torch.float32, "cpu")
+    return found
+
+
+def test_a_fused_tensor_gives_several_parameters(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversions(monkeypatch, FUSED)
+    tensors = stored(model)
+    parts = [tensors.pop(f"model.layers.1.self_attn.{name}_proj.weight") for name in "qkv"]
+    tensors["model.layers.1.self_attn.qkv.weight"] = torch.cat(parts)
+    found = load(WeightMap(model, tensors), tensors, "model.layers.1.")
+    assert len(found) == 9
+    for name, part in zip("qkv", parts, strict=True):
+        assert torch.equal(found[f"model.layers.1.self_attn.{name}_proj.weight"], part)
+
+
+def test_several_tensors_make_one_parameter_in_the_converters_order(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversions(monkeypatch, JOINED)
+    tensors = stored(model)
+    whole = tensors.pop("model.layers.0.mlp.up_proj.weight")
+    tensors["model.layers.0.mlp.low.weight"], tensors["model.layers.0.mlp.high.weight"] = whole[:5], whole[5:]
+    found = load(WeightMap(model, tensors), tensors, "model.layers.0.")
+    assert torch.equal(found["model.layers.0.mlp.up_proj.weight"], whole)
+
+
+def test_renamed_tensors_are_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversions(monkeypatch, WeightRenaming(".feed_forward.", ".mlp."))
+    tensors = {name.replace(".mlp.", ".feed_forward."): tensor for name, tensor in stored(model).items()}
+    found = load(WeightMap(model, tensors), tensors, "model.layers.0.mlp")
+    assert sorted(name.split(".")[-2] for name in found) == ["down_proj", "gate_proj", "up_proj"]
+
+
+def test_a_base_models_file_lacks_the_prefix(model: Any) -> None:
+    tensors = {name.removeprefix("model."): tensor for name, tensor in stored(model).items()}
+    found = load(WeightMap(model, tensors), tensors, "model.layers.1.")
+    assert torch.equal(found["model.layers.1.mlp.up_proj.weight"], tensors["layers.1.mlp.up_proj.weight"])
+
+
+def test_two_tensors_for_one_parameter_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversions(monkeypatch, WeightRenaming(".feed_forward.", ".mlp."))
+    names = [*stored(model), "model.layers.0.feed_forward.up_proj.weight"]
+    with pytest.raises(
+        KvfoldError, match=r"2 tensors of the checkpoint are all model\.layers\.0\.mlp\.up_proj\.weight"
+    ):
+        WeightMap(model, names)
+
+
+def test_a_parameter_stored_whole_and_in_parts_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversions(monkeypatch, JOINED)
+    with pytest.raises(KvfoldError, match=r"mlp\.up_proj\.weight is stored both whole and in parts"):
+        WeightMap(model, [*stored(model), "model.layers.0.mlp.low.weight"])
+
+
+def test_a_split_of_the_wrong_size_is_refused(model: Any) -> None:
+    tensors = stored(model)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].T
+    with pytest.raises(InputError, match=rf"{name} has shape \[12, 8\] by config.json, but {name} gives \[8, 12\]"):
+        load(WeightMap(model, tensors), tensors, "model.layers.0.")
+
+
+def test_tied_parameters_come_from_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    tied = empty_model({**CONFIG, "tie_word_embeddings": True}, torch.float32)
+    names = [name for name in tied.state_dict() if name != "lm_head.weight"]
+    weights = WeightMap(tied, names)
+    assert weights.source_of("lm_head.weight").sources == ("model.embed_tokens.weight",)
+    with pytest.raises(InputError, match="lacks tensors for 1 parameters of LlamaForCausalLM"):
+        WeightMap(tied, [name for name in names if "norm" not in name]).source_of("model.norm.weight")

@@ -1,0 +1,327 @@
+"""A checkpoint's stream computes what the stock model computes, for every family, one layer at a time."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from kvfold.convert.errors import InputError
+from kvfold.convert.families.model import supported
+from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.stream.stream import CheckpointStream
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+WINDOW = {"sliding_window": 5}
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW},
+    "qwen3": {"head_dim": 12},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12},
+    "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 0.5, **WINDOW},
+    "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window_pattern": 3, **WINDOW},
+    "deepseek_v3": {**LATENT, "first_k_dense_replace": 3, "q_lora_rank": 20, "attention_bias": True},
+    "deepseek_v3-experts": {
+        **LATENT,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 24,
+    },
+}
+ROPE: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 3.0},
+    "yarn": {"factor": 3.0, "original_max_position_embeddings": 8},
+    "llama3": {
+        "factor": 3.0,
+        "original_max_position_embeddings": 8,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+    "longrope": {
+        "factor": 3.0,
+        "original_max_position_embeddings": 8,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 2.1, 2.2, 2.3],
+    },
+}
+
+
+def tiny(family: str, **changes: Any) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
+    """A random model of ``family`` with its config.json and its tensors as they would be stored."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family.split("-")[0], **{**SMALL, **MODELS[family], **changes})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(
+                torch.randn_like(parameter) * 0.2 if parameter.dim() == 1 else torch.randn_like(parameter) * 0.1
+            )
+    stored = revert_weight_conversion(model, model.state_dict())
+    if config.tie_word_embeddings:
+        stored.pop("lm_head.weight")
+    return model, config.to_dict(), {name: tensor.detach().clone() for name, tensor in stored.items()}
+
+
+def run(stream: CheckpointStream, tokens: Tensor) -> Tensor:
+    hidden = stream.embed(tokens)
+    for index in range(stream.layers):
+        with stream.open_layer(index) as layer, torch.no_grad():
+            hidden = layer(hidden).hidden
+    return stream.logits(hidden)
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randint(0, SMALL["vocab_size"], (3, 17), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [(name, {"num_key_value_heads": 2}) for name in supported()]
+    + [
+        ("llama", {"tie_word_embeddings": True, "hidden_size": 48, "head_dim": 10}),
+        ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("stablelm", {"use_parallel_residual": True, "qk_layernorm": False}),
+        ("qwen2_moe", {"mlp_only_layers": [], "decoder_sparse_step": 1}),
+    ],
+    ids=str,
+)
+def test_logits_of_every_family_equal_the_stock_forward(family: str, changes: Any, tiny_family: Any) -> None:
+    folder = tiny_family(family, **changes)
+    tokens = torch.randint(3, 97, (3, 17), generator=torch.Generator().manual_seed(1))
+    # eager: with some transformers, gemma2's default attention leaves out its soft cap
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = stock(tokens).logits
+    checkpoint = open_checkpoint(str(folder))
+    found = run(CheckpointStream(checkpoint.config, checkpoint.read, checkpoint.tensors), tokens)
+    checkpoint.close()
+    assert expected.std() > 0.05
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v3-experts"])
+def test_logits_of_latent_students_equal_the_stock_forward(model_type: str, tokens: Tensor) -> None:
+    model, config, stored = tiny(model_type)
+    with torch.no_grad():
+        expected = model(tokens).logits
+    found = run(CheckpointStream(config, stored.__getitem__, stored), tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_rotary_frequencies_are_those_of_the_stock_model(kind: str, tokens: Tensor) -> None:
+    model, config, stored = tiny("llama", rope_parameters={"rope_type": kind, "rope_theta": 100.0, **ROPE[kind]})
+    stream = CheckpointStream(config, stored.__getitem__, stored)
+    plain = CheckpointStream(tiny("llama")[1], stored.__getitem__, stored)
+    with torch.no_grad():
+        expected = model(tokens).logits
+    torch.testing.assert_close(run(stream, tokens), expected, rtol=1e-5, atol=1e-5)
+    assert (run(plain, tokens) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_cache_bytes_are_those_of_the_cache_that_the_stock_model_fills(family: str, tokens: Tensor) -> None:
+    model, config, stored = tiny(family)
+    short = tokens[:1, :2]
+    with torch.no_grad():
+        cache = model(short, use_cache=True).past_key_values
+    held = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
+    stream = CheckpointStream({**config, "dtype": "float32"}, stored.__getitem__, stored)
+    assert stream.cache_bytes_per_token() == held // short.numel()
+    assert stream.to(dtype=torch.bfloat16).cache_bytes_per_token() == held // short.numel()
+    halved = CheckpointStream({**config, "dtype": "bfloat16"}, stored.__getitem__, stored)
+    assert halved.cache_bytes_per_token() == held // short.numel() // 2
+
+
+def test_a_layer_shows_what_its_attention_was_given_and_made(tokens: Tensor) -> None:
+    model, config, stored = tiny("qwen3")
+    stream = CheckpointStream(config, stored.__getitem__, stored)
+    seen: dict[str, Tensor] = {}
+
+    def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        seen.update(given=kwargs["hidden_states"], made=output[0], weights=output[1])
+
+    model.set_attn_implementation("eager")
+    model.model.layers[1].self_attn.register_forward_hook(after, with_kwargs=True)
+    with torch.no_grad():
+        hidden = model(tokens, output_hidden_states=True).hidden_states[1]
+    with stream.open_layer(1) as layer:
+        whole, only = layer(hidden), layer.attend(hidden)
+    assert whole.hidden is not None
+    assert only.hidden is None
+    for output in (whole, only):
+        torch.testing.assert_close(output.attention_input, seen["given"])
+        torch.testing.assert_close(output.attention, seen["made"])
+        scores = output.scale * output.query @ output.key.repeat_interleave(3, 1).mT
+        maps = scores.masked_fill(torch.ones(17, 17).triu(1).bool(), -torch.inf).softmax(-1)
+        torch.testing.assert_close(maps, seen["weights"])
+        by_head = torch.einsum("bthd,ehd->bte", output.mixed, output.output_weight)
+        torch.testing.assert_close(by_head, output.attention)
+
+
+def test_windows_and_softcaps_are_reported(tokens: Tensor) -> None:
+    _, config, stored = tiny("gemma2")
+    stream = CheckpointStream(config, stored.__getitem__, stored)
+    found = []
+    hidden = stream.embed(tokens)
+    for index in range(stream.layers):
+        with stream.open_layer(index) as layer:
+            output = layer.attend(hidden)
+        found.append((output.window, output.softcap, output.scale))
+    assert found == [(5, 0.5, 12**-0.5), (None, 0.5, 12**-0.5), (5, 0.5, 12**-0.5)]
+
+
+def test_only_the_open_layer_is_in_memory(tokens: Tensor) -> None:
+    _, config, stored = tiny("mixtral")
+    read: list[str] = []
+
+    def reading(name: str) -> Tensor:
+        read.append(name)
+        return stored[name]
+
+    stream = CheckpointStream(config, reading, stored)
+    hidden = stream.embed(tokens)
+    read.clear()
+    with stream.open_layer(1) as layer:
+        layer(hidden)
+        assert all(".layers.1." in name for name in read)
+        assert len(read) == len(set(read)) == sum(".layers.1." in name for name in stored)
+        held = layer.tensors
+        assert held
+    assert not held
+    assert not stream._loaded
+    assert stream._table is None
+    assert all(parameter.is_meta for block in stream._blocks for parameter in block.parameters())
+    assert all(parameter.is_meta for parameter in stream.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "shared"), [("llama", "mlp.up_proj.weight"), ("mixtral", "mlp.experts.gate_up_proj")]
+)
+def test_a_student_reads_its_own_tensors_first_and_shares_the_rest(family: str, shared: str, tokens: Tensor) -> None:
+    source_model, config, stored = tiny(family)
+    others = dict(source_model.named_parameters())
+    expected_model, changed_config, changed = tiny(family, num_key_value_heads=3)
+    new = {name: changed[name] for name in changed if "self_attn" in name}
+    read: list[str] = []
+
+    def overlay(name: str) -> Tensor:
+        read.append(name)
+        return new[name] if name in new else stored[name]
+
+    source = CheckpointStream(config, stored.__getitem__, stored)
+    student = CheckpointStream(changed_config, overlay, stored, twin=source, changed=new)
+    with source.open_layer(0) as before, student.open_layer(0) as after:
+        assert after.tensors[shared] is before.tensors[shared]
+        assert set(read) == {name for name in new if ".layers.0." in name}
+    with torch.no_grad():
+        for name, parameter in expected_model.named_parameters():
+            if "self_attn" not in name:
+                parameter.copy_(others[name])
+        torch.testing.assert_close(run(student, tokens), expected_model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_partner_tensors_may_lie_in_different_shards(tmp_path: Path, tokens: Tensor) -> None:
+    model, _, _ = tiny("qwen3_moe")
+    model.save_pretrained(tmp_path, max_shard_size="3KB")
+    checkpoint = open_checkpoint(str(tmp_path))
+    experts = [info.file for name, info in checkpoint.tensors.items() if "layers.0.mlp.experts" in name]
+    assert len(experts) == 12
+    assert len(set(experts)) > 2
+    stream = CheckpointStream(checkpoint.config, checkpoint.read, checkpoint.tensors)
+    with torch.no_grad():
+        torch.testing.assert_close(run(stream, tokens), model(tokens).logits, rtol=1e-5, atol=1e-5)
+    checkpoint.close()
+
+
+def test_a_longer_text_after_a_shorter_one_gets_its_own_masks(tokens: Tensor) -> None:
+    model, config, stored = tiny("gemma3_text")
+    stream = CheckpointStream(config, stored.__getitem__, stored)
+    for part in (tokens[:, :6], tokens, tokens[:1, :3]):
+        with torch.no_grad():
+            torch.testing.assert_close(run(stream, part), model(part).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_lower_precision_is_the_stock_model_loaded_in_that_precision(tmp_path: Path, tokens: Tensor) -> None:
+    model, config, stored = tiny("llama")
+    model.save_pretrained(tmp_path)
+    stream = CheckpointStream(config, stored.__getitem__, stored).to(dtype=torch.bfloat16)
+    assert stream.dtype == torch.bfloat16
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)(tokens).logits
+    torch.testing.assert_close(run(stream, tokens), expected)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_float64_is_nearer_to_the_truth_for_every_kind_of_layer(family: str, tokens: Tensor) -> None:
+    _, config, stored = tiny(family)
+    stream = CheckpointStream(config, stored.__getitem__, stored)
+    exact = run(stream.to(dtype=torch.float64), tokens)
+    assert exact.dtype == torch.float64
+    torch.testing.assert_close(run(stream, tokens).double(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_missing_tensors_are_listed() -> None:
+    _, config, stored = tiny("mixtral")
+    gone = [name for name in stored if "layers.2" in name and ("w2" in name or "q_proj" in name)]
+    stream = CheckpointStream(config, stored.__getitem__, set(stored) - set(gone))
+    with pytest.raises(InputError) as caught, stream.open_layer(2):
+        pass
+    assert caught.value.message == "the checkpoint lacks tensors for 2 parameters of MixtralForCausalLM"
+    assert set(caught.value.details) == {
+        "model.layers.2.mlp.experts.down_proj",
+        "model.layers.2.self_attn.q_proj.weight",
+    }
+
+
+def test_a_misshapen_tensor_is_named() -> None:
+    _, config, stored = tiny("llama")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    stored[name] = stored[name][:-1]
+    stream = CheckpointStream(config, stored.__getitem__, stored)
+    with pytest.raises(InputError, match=rf"{name} has shape \[16, 48\] by config.json, but {name} gives \[15, 48\]"):
+        stream.open_layer(0).__enter__()
+
+
+def test_unknown_model_types_are_refused() -> None:
+    with pytest.raises(InputError, match="model_type 'nonesuch' is not one that this transformers knows"):
+        CheckpointStream({"model_type": "nonesuch"}, dict[str, Tensor]().__getitem__, [])
+
+
+def test_gradients_reach_the_tensors_that_are_put_in_place_of_a_layers(tokens: Tensor) -> None:
+    _, config, stored = tiny("gemma2")
+    stream = CheckpointStream(config, stored.__getitem__, stored)
+    hidden = stream.embed(tokens)
+    with stream.open_layer(0) as layer:
+        name = "self_attn.k_proj.weight"
+        layer.tensors[name] = layer.tensors[name].clone().requires_grad_()
+        target = layer.attend(hidden).attention.detach() + 1
+        (layer.attend(hidden).attention - target).square().sum().backward()
+        gradient = layer.tensors[name].grad
+    assert gradient is not None
+    assert gradient.abs().max() > 0

@@ -1,0 +1,320 @@
+"""What DeepSeek layouts refuse, and that ``engine`` is what inference engines read."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from kvfold.convert.families.model import family_of
+from kvfold.convert.targets.deepseek.config import (
+    LatentTarget,
+    deepseek_config,
+    deepseek_shapes,
+    plain_base,
+    rope_config,
+)
+from kvfold.convert.targets.deepseek.problems import context, latent_problems, model_problems
+from kvfold.convert.targets.deepseek.tensors import CONSTANT, deepseek_tensors, interleave, norm_weight
+from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+}
+
+
+def config_of(model_type, **changes):
+    config = AutoConfig.for_model(model_type, **{**SIZES, "pad_token_id": None, **changes})
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+def problems(model_type="llama", target=None, *, allow_growth=False, **changes):
+    config = config_of(model_type, **changes)
+    target = target or LatentTarget(16, 8)
+    return latent_problems(family_of(config), config, target, allow_growth=allow_growth)
+
+
+def test_a_llama_can_become_both_layouts():
+    for layout in ("deepseek", "engine"):
+        assert problems(target=LatentTarget(16, 8, layout=layout)) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        (LatentTarget(16, 7), "--rope-dim 7: rotary dims come in pairs; expected an even number, such as 8"),
+        (LatentTarget(16, 0), "--rope-dim 0: DeepSeek layouts need 2 at least; expected an even number from 2 to 32"),
+        (LatentTarget(16, 34), "--rope-dim 34: 8 dims of a head rotate, 4 key/value heads; expected at most 32"),
+        (
+            LatentTarget(16, 10, layout="engine"),
+            "--rope-dim 10: 8 dims of a head rotate, one pair per frequency; expected at most 8",
+        ),
+        (LatentTarget(1, 8), "--kv-rank 1: expected at least 2, one of them constant"),
+        (
+            LatentTarget(56, 8),
+            "--kv-rank 56 --rope-dim 8: that caches 64 numbers per token and layer, the model now caches 64; expected "
+            "fewer together (--allow-growth converts all the same)",
+        ),
+        (LatentTarget(16, 8, 66), "--q-rank 66: expected 2 to 65, which loses nothing"),
+    ],
+)
+def test_sizes_that_cannot_be(target, text):
+    assert problems(target=target) == [text]
+
+
+def test_growth_is_for_those_who_ask_for_it():
+    assert problems(target=LatentTarget(64, 32), allow_growth=True) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "text"),
+    [
+        (
+            "qwen3",
+            {"head_dim": 8},
+            "--to mla: qwen3 normalises queries and keys (QK-norm), so its keys are no linear function of a latent; "
+            "--to gqa works",
+        ),
+        (
+            "mistral",
+            {"sliding_window": 32},
+            "--to mla: mistral has 2 of 2 layers that see 32 positions back, fewer than the context of 128 "
+            "(max_position_embeddings); MLA has no windows; --to gqa works",
+        ),
+        (
+            "llama",
+            {"mlp_bias": True},
+            "--to mla: llama has biases in its MLPs (down_bias, gate_bias, up_bias), the stock DeepSeek class has none"
+            "; --to gqa works",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+            "--to mla: llama has rope_type 'dynamic', expected one whose frequencies are fixed "
+            "(default, linear, llama3, yarn, longrope); --to gqa works",
+        ),
+        (
+            "starcoder2",
+            {},
+            "--to mla: starcoder2 layers use LayerNorm, the stock DeepSeek class has RMSNorm only; --to gqa works",
+        ),
+        (
+            "granite",
+            {"residual_multiplier": 0.5},
+            "--to mla: granite has a residual scale of 0.5, the stock DeepSeek class has none; --to gqa works",
+        ),
+    ],
+)
+def test_models_that_no_stock_class_can_hold(model_type, changes, text):
+    config = config_of(model_type, **changes)
+    assert text in model_problems(family_of(config), config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "text"),
+    [
+        (
+            "qwen2",
+            {},
+            "--layout engine: qwen2 has biases on queries, keys and values, which engines do not read; "
+            "use --layout deepseek",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+            "--layout engine: rope_type is 'linear', engines take 'default' only; use --layout deepseek",
+        ),
+        (
+            "llama",
+            {"hidden_act": "gelu"},
+            "--layout engine: the activation is 'gelu', engines take 'silu' only; use --layout deepseek",
+        ),
+    ],
+)
+def test_what_engines_do_not_read(model_type, changes, text):
+    assert problems(model_type, LatentTarget(16, 8, layout="engine"), **changes) == [text]
+    assert problems(model_type, LatentTarget(16, 8), **changes) == []
+
+
+def test_longrope_is_cut_to_its_short_range_unless_both_are_equal():
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    short, long = [1.0] * 4, [2.0] * 4
+    config = config_of("llama", rope_parameters={**rope, "short_factor": short, "long_factor": long})
+    assert context(family_of(config), config) == 32
+    config = config_of("llama", rope_parameters={**rope, "short_factor": short, "long_factor": short})
+    assert context(family_of(config), config) == 128
+
+
+# What the DeepSeek loaders of inference engines read of a dense layer without a query latent:
+#   vLLM       vllm/model_executor/models/deepseek_v2.py       at 002d6073aa03
+#   SGLang     python/sglang/srt/models/deepseek_v2.py         at 00114aef19bb
+#   llama.cpp  conversion/deepseek.py                          at 01a723dc630d
+# All three make their projections without biases, take interleaved rotary dims and norm the latent. llama.cpp's
+# src/models/deepseek2.cpp asks for a query latent unless a model has 26, 27 or (with 128256 tokens) 48 layers.
+ENGINE_LAYER = {
+    "input_layernorm.weight": "E",
+    "post_attention_layernorm.weight": "E",
+    "mlp.gate_proj.weight": "I E",
+    "mlp.up_proj.weight": "I E",
+    "mlp.down_proj.weight": "E I",
+    "self_attn.kv_a_proj_with_mqa.weight": "R+P E",
+    "self_attn.kv_a_layernorm.weight": "R",
+    "self_attn.kv_b_proj.weight": "H*(N+D) R",
+    "self_attn.o_proj.weight": "E H*D",
+}
+ENGINE_QUERIES = {
+    None: {"self_attn.q_proj.weight": "H*(N+P) E"},
+    24: {
+        "self_attn.q_a_proj.weight": "Q E",
+        "self_attn.q_a_layernorm.weight": "Q",
+        "self_attn.q_b_proj.weight": "H*(N+P) Q",
+    },
+}
+ENGINE_MODEL = {"model.embed_tokens.weight": "V E", "model.norm.weight": "E", "lm_head.weight": "V E"}
+ENGINE_KEYS = {
+    "vLLM": """
+        hidden_size num_hidden_layers num_attention_heads qk_nope_head_dim qk_rope_head_dim v_head_dim kv_lora_rank
+        q_lora_rank max_position_embeddings rms_norm_eps rope_parameters n_routed_experts n_shared_experts hidden_act
+        first_k_dense_replace moe_layer_freq intermediate_size vocab_size routed_scaling_factor tie_word_embeddings""",
+    "SGLang": """
+        hidden_size num_hidden_layers num_attention_heads qk_nope_head_dim qk_rope_head_dim v_head_dim kv_lora_rank
+        q_lora_rank rope_theta rope_scaling max_position_embeddings rms_norm_eps n_routed_experts n_shared_experts
+        n_group first_k_dense_replace moe_layer_freq intermediate_size hidden_act vocab_size
+        num_nextn_predict_layers""",
+    "llama.cpp": """
+        hidden_size num_hidden_layers num_attention_heads num_key_value_heads first_k_dense_replace kv_lora_rank
+        q_lora_rank vocab_size qk_nope_head_dim qk_rope_head_dim v_head_dim moe_intermediate_size n_routed_experts
+        n_shared_experts routed_scaling_factor norm_topk_prob rms_norm_eps rope_theta intermediate_size
+        num_experts_per_tok""",
+}
+
+
+@pytest.mark.parametrize("q_rank", [None, 24])
+@pytest.mark.parametrize("tied", [True, False])
+def test_engine_layout_holds_what_the_loaders_read_and_nothing_else(q_rank, tied):
+    config = config_of("llama", tie_word_embeddings=tied)
+    shapes = deepseek_shapes(family_of(config), config, LatentTarget(16, 8, q_rank, "engine"))
+    sizes = {"E": 64, "I": 96, "H": 8, "N": 8, "D": 8, "R": 16, "P": 8, "V": 100, "Q": q_rank}
+    table = ENGINE_LAYER | ENGINE_QUERIES[q_rank]
+    expected = {
+        f"model.layers.{layer}.{name}": shape for layer in range(2) for name, shape in table.items()
+    } | ENGINE_MODEL
+    spelled = {name: tuple(eval(size, sizes) for size in shape.split()) for name, shape in expected.items()}
+    assert {name: shape for name, (shape, _) in shapes.items()} == spelled
+    assert shapes["lm_head.weight"][1] == ("model.embed_tokens.weight" if tied else "lm_head.weight")
+
+
+@pytest.mark.parametrize("engine", ENGINE_KEYS)
+def test_engine_config_answers_every_key_that_the_loaders_ask(engine):
+    config = config_of("llama", tie_word_embeddings=True)
+    written = deepseek_config(
+        family_of(config), config, LatentTarget(16, 8, layout="engine"), [1.0, 0.1, 0.01, 0.001], dtype="bfloat16"
+    )
+    assert [key for key in ENGINE_KEYS[engine].split() if key not in written] == []
+    # The conditions under which each of them makes a layer dense, its rope plain and its attention multi-head.
+    assert written["first_k_dense_replace"] == written["num_hidden_layers"] == 2
+    assert written["rope_parameters"] == {"rope_type": "default", "rope_theta": written["rope_theta"]}
+    assert written["rope_scaling"] is None
+    assert written["num_key_value_heads"] == written["num_attention_heads"] == 8
+    assert (written["hidden_act"], written["attention_bias"], written["tie_word_embeddings"]) == ("silu", False, False)
+    assert written["num_nextn_predict_layers"] == 0
+
+
+def test_embeddings_stay_tied_in_the_deepseek_layout():
+    config = config_of("llama", tie_word_embeddings=True)
+    assert "lm_head.weight" not in deepseek_shapes(family_of(config), config, LatentTarget(16, 8))
+
+
+def test_plain_rope_is_recognised_and_anything_else_is_longrope():
+    plain = [500000.0 ** (-index / 4) for index in range(4)]
+    assert plain_base(plain) == pytest.approx(500000.0)
+    assert plain_base([1.0]) == 10000.0
+    for other in ([0.5, 0.25], [1.0, 1.0, 0.1], [*plain[:3], plain[3] * 1.001]):
+        assert plain_base(other) is None
+        table = rope_config(other, 512)["rope_parameters"]
+        assert table["short_factor"] == table["long_factor"]
+        inverse = [1 / (f * 10000.0 ** (i / len(other))) for i, f in enumerate(table["short_factor"])]
+        assert inverse == pytest.approx(other, rel=1e-12)
+
+
+def random_latent(rank=5, rope=4, query=False, bias=True):
+    generator = torch.Generator().manual_seed(0)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    return LatentWeights(
+        down=rand(rank, 16),
+        rope_key=rand(rope, 16),
+        q_nope=rand(2, 8, 16),
+        q_rope=rand(2, rope, 16),
+        uk=rand(2, 8, rank),
+        uv=rand(2, 8, rank),
+        o=rand(16, 2, 8),
+        theta=torch.ones(rope // 2, dtype=torch.float64),
+        scale=8**-0.5,
+        down_bias=rand(rank) if bias else None,
+        query=QueryLatent(rand(6, 16), rand(2, 8, 6), rand(2, rope, 6)) if query else None,
+    )
+
+
+@pytest.mark.parametrize("rank", [5, 47, 511, 2000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_holds_the_constant_and_its_norm_exactly(rank, dtype):
+    weight = norm_weight(rank + 1)
+    for value in (CONSTANT, weight):
+        assert torch.tensor(value, dtype=dtype).item() == value
+    remainder = CONSTANT / (rank + 1) ** 0.5 / weight
+    assert 0.7 < remainder < 1.42
+    stored = deepseek_tensors(random_latent(rank), 0, LatentTarget(rank + 1, 4))
+    assert stored["model.layers.0.self_attn.kv_a_proj_with_mqa.bias"][rank].to(dtype).item() == CONSTANT
+    assert not stored["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"][rank].any()
+    assert (stored["model.layers.0.self_attn.kv_a_layernorm.weight"] == weight).all()
+
+
+def test_constant_channel_undoes_the_norm():
+    latent, target = random_latent(), LatentTarget(6, 4)
+    latent = latent.map(lambda tensor: tensor / 10)  # about unit energy
+    stored = {
+        name.removeprefix("model.layers.0.self_attn."): t.double()
+        for name, t in deepseek_tensors(latent, 0, target).items()
+    }
+    x = torch.randn(100, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    c = (x @ stored["kv_a_proj_with_mqa.weight"].T + stored["kv_a_proj_with_mqa.bias"])[:, :6]
+    normed = c / c.square().mean(-1, keepdim=True).add(1e-6).sqrt() * stored["kv_a_layernorm.weight"]
+    expected = (x @ latent.down.double().T + latent.down_bias.double()) @ torch.cat([latent.uk, latent.uv], 1).flatten(
+        0, 1
+    ).double().T
+    error = (normed @ stored["kv_b_proj.weight"].T - expected).abs().max() / expected.abs().max()
+    assert error < 1e-5
+
+
+def test_rotary_rows_are_stored_in_pairs():
+    assert interleave(torch.tensor([0, 1, 2, 10, 11, 12]), 0).tolist() == [0, 10, 1, 11, 2, 12]
+
+
+@pytest.mark.parametrize(
+    ("latent", "target", "text"),
+    [
+        (random_latent(), LatentTarget(7, 4), "latent: expected 6 channels and 4 rotary dims, found 5 and 4"),
+        (
+            random_latent(),
+            LatentTarget(5, 4, layout="engine"),
+            "latent: layout engine has no place for biases, found down_bias",
+        ),
+        (
+            LatentWeights(**{**vars(random_latent()), "q_nope_bias": torch.zeros(2, 8)}),
+            LatentTarget(6, 4),
+            r"latent: a bias on the queries needs a query latent \(transforms/query_latent.py\), found none",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_their_layout(latent, target, text):
+    with pytest.raises(ValueError, match=text):
+        deepseek_tensors(latent, 0, target)

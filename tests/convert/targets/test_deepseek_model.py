@@ -1,0 +1,370 @@
+"""Converted layers in the stock DeepSeek class: tiny models of every supported kind, loaded and run by transformers."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Trainer, TrainingArguments
+
+from kvfold.convert.families.layout import read_layer
+from kvfold.convert.families.model import family_of
+from kvfold.convert.families.rotary import layer_rotary
+from kvfold.convert.targets.deepseek.config import NORM_EPS, LatentTarget, deepseek_config, deepseek_shapes, query_rank
+from kvfold.convert.targets.deepseek.problems import context, latent_problems
+from kvfold.convert.targets.deepseek.tensors import block_tensors, deepseek_tensors
+from kvfold.convert.transforms.latent.latent import to_latent
+from kvfold.convert.transforms.latent.norm import live_norm
+from kvfold.convert.transforms.latent.queries import query_latent
+from kvfold.convert.transforms.latent.slots import choose_slots, plain_slots, survey
+from kvfold.convert.transforms.weights import LayerStatistics
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 101,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.25,
+}
+MODELS = {
+    "mha": ("llama", {"num_key_value_heads": 4}),
+    "gqa": ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "wide-heads": ("mistral", {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": None}),
+    "biased": ("qwen2", {"num_key_value_heads": 2}),
+    "output-bias": ("llama", {"num_key_value_heads": 2, "attention_bias": True}),
+    "partial": ("phi3", {"num_key_value_heads": 2, "partial_rotary_factor": 0.5, "sliding_window": None}),
+    "unrotated-layer": ("smollm3", {"num_key_value_heads": 2, "no_rope_layers": [1, 0], "use_sliding_window": False}),
+    "llama3": (
+        "llama",
+        {
+            "num_key_value_heads": 2,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "yarn": (
+        "llama",
+        {
+            "num_key_value_heads": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+}
+
+
+def source_model(name):
+    model_type, changes = MODELS[name]
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(model_type, **{**TINY, **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("bias"):
+                parameter.normal_(0, 0.5)
+            elif "norm" in key:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def source_config(model):
+    return json.loads(model.config.to_json_string(use_diff=False))
+
+
+def attention_statistics(model, tokens):
+    """Every layer's attention inputs, and their second moments with a profile that favours the near past."""
+    seen = {}
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs, index=index: seen.__setitem__(index, kwargs.get("hidden_states", (args or [0])[0])),
+            with_kwargs=True,
+        )
+        for index, layer in enumerate(model.model.layers)
+    ]
+    with torch.no_grad():
+        model(tokens)
+    for hook in hooks:
+        hook.remove()
+    profile = torch.arange(tokens.shape[1], 0, -1).double()
+    profile = (profile / profile.sum()).expand(model.config.num_attention_heads, -1)
+    flat = [seen[index].flatten(0, 1).double() for index in range(len(seen))]
+    return flat, [LayerStatistics(x.T @ x / len(x), x.mean(0), len(x), profile) for x in flat]
+
+
+class LatentAttention(nn.Module):
+    """The formula of ``LatentWeights``, written out in float64."""
+
+    def __init__(self, latent, normed=False):
+        super().__init__()
+        self.latent = latent.map(torch.Tensor.double)
+        self.normed = normed
+
+    def norm(self, rows):
+        return rows / rows.square().mean(-1, keepdim=True).add(NORM_EPS).sqrt() if self.normed else rows
+
+    def forward(self, hidden_states, **_):
+        w, x = self.latent, hidden_states
+        c = self.norm(x @ w.down.T + (0 if w.down_bias is None else w.down_bias))
+        key = turn(x @ w.rope_key.T + (0 if w.rope_key_bias is None else w.rope_key_bias), w.theta)
+        source, q_nope, q_rope = (x, w.q_nope, w.q_rope)
+        if w.query is not None:
+            source, q_nope, q_rope = self.norm(x @ w.query.down.T), w.query.q_nope, w.query.q_rope
+        out = 0 if w.o_bias is None else w.o_bias
+        for head in range(w.heads):
+            nope = source @ q_nope[head].T + (0 if w.q_nope_bias is None else w.q_nope_bias[head])
+            rope = source @ q_rope[head].T + (0 if w.q_rope_bias is None else w.q_rope_bias[head])
+            score = nope @ (c @ w.uk[head].T).mT + turn(rope, w.theta) @ key.mT
+            future = torch.ones_like(score, dtype=torch.bool).triu(1)
+            mixed = (score * w.scale).masked_fill(future, -math.inf).softmax(-1) @ (c @ w.uv[head].T)
+            out = out + mixed @ w.o[:, head].T
+        return out, None
+
+
+def turn(rows, theta):
+    """RoPE on half-split ``rows [B, T, P]``."""
+    real, imaginary = rows.chunk(2, -1)
+    angle = torch.arange(rows.shape[1], dtype=torch.float64)[:, None] * theta
+    turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def convert(model, target, folder, dtype=torch.float32):
+    """Converts a loaded tiny model and writes it; returns the layers' LatentWeights."""
+    config = source_config(model)
+    family = family_of(config)
+    assert latent_problems(family, config, target, allow_growth=True) == []
+    inputs, statistics = attention_statistics(
+        model, torch.randint(0, 101, (64, 24), generator=torch.Generator().manual_seed(1))
+    )
+    read = model.state_dict().__getitem__
+    layers = range(family.geometry(config).layers)
+    weights = [read_layer(family, config, layer, read) for layer in layers]
+    rotaries = [layer_rotary(family, config, layer) for layer in layers]
+    surveys = [survey(*parts) for parts in zip(weights, statistics, rotaries, strict=True)]
+    choose = choose_slots if target.constant else plain_slots
+    slots = choose(surveys, target.rope_dim)
+    latents, rank = [], query_rank(family, config, target)
+    for layer in layers:
+        scale = family.layer(config, layer).scale
+        parts = weights[layer], statistics[layer], rotaries[layer]
+        latent = to_latent(*parts, slots, target.channels, scale=scale, centred=target.constant)
+        latent = latent if rank is None else query_latent(latent, statistics[layer], rank - target.constant)
+        latents.append(latent if target.constant else live_norm(latent, inputs[layer]))
+    tensors = {}
+    for layer, latent in enumerate(latents):
+        tensors |= deepseek_tensors(latent, layer, target) | block_tensors(family, config, layer, read)
+    shapes = deepseek_shapes(family, config, target)
+    tensors |= {name: read(source) for name, (_, source) in shapes.items() if source is not None}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        name: item[0] for name, item in shapes.items()
+    }
+    written = deepseek_config(
+        family,
+        config,
+        target,
+        slots.theta.tolist(),
+        dtype=str(dtype).removeprefix("torch."),
+        positions=context(family, config),
+    )
+    save_file(
+        {name: tensor.to(dtype).contiguous().clone() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    (folder / "config.json").write_text(json.dumps(written))
+    return latents
+
+
+def load(folder, **options):
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def full(model):
+    """A target that loses nothing: every rotary pair of every key head has a slot."""
+    config = source_config(model)
+    size = family_of(config).geometry(config)
+    rows = 2 * size.kv_heads * size.head_dim
+    return LatentTarget(min(rows, size.model_dim) + 1, size.kv_heads * size.rotary_dims)
+
+
+def logits(model, tokens):
+    with torch.no_grad():
+        return model(tokens).logits.double()
+
+
+TOKENS = torch.randint(0, 101, (2, 40), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_full_rank_gives_the_logits_of_the_source(name, tmp_path):
+    model = source_model(name)
+    convert(model, full(model), tmp_path)
+    error = (logits(load(tmp_path), TOKENS) - logits(model, TOKENS)).abs().max()
+    assert error < 1e-4
+
+
+@pytest.mark.parametrize("name", ["mha", "gqa", "biased", "partial", "unrotated-layer", "yarn"])
+def test_stock_class_computes_what_latent_weights_say(name, tmp_path):
+    model = source_model(name)
+    latents = convert(model, LatentTarget(9, 6), tmp_path)
+    exact = logits(model, TOKENS)
+    for layer, latent in zip(model.model.layers, latents, strict=True):
+        layer.self_attn = LatentAttention(latent)
+    expected = logits(model, TOKENS)
+    assert (expected - exact).abs().max() > 1e-2  # the target is small enough to change something
+    assert (logits(load(tmp_path), TOKENS) - expected).abs().max() < 1e-4
+
+
+def test_query_latent_of_full_rank_changes_nothing(tmp_path):
+    model = source_model("gqa")
+    plain, latent = tmp_path / "plain", tmp_path / "latent"
+    for folder, q_rank in ((plain, None), (latent, 33)):
+        folder.mkdir()
+        convert(model, LatentTarget(9, 6, q_rank), folder)
+    loaded = load(latent)
+    assert loaded.config.q_lora_rank == 33
+    assert (logits(load(plain), TOKENS) - logits(loaded, TOKENS)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("q_rank", [None, 20])
+def test_engine_layout_computes_what_normed_latents_say(q_rank, tmp_path):
+    model = source_model("gqa")
+    latents = convert(model, LatentTarget(9, 6, q_rank, "engine"), tmp_path)
+    loaded = load(tmp_path)
+    assert loaded.config.rope_parameters["rope_type"] == "default"
+    assert [name for name, _ in loaded.named_parameters() if name.endswith("bias")] == []
+    for layer, latent in zip(model.model.layers, latents, strict=True):
+        layer.self_attn = LatentAttention(latent, normed=True)
+    assert (logits(loaded, TOKENS) - logits(model, TOKENS)).abs().max() < 1e-4
+
+
+def test_live_norm_leaves_a_full_query_latent_alone(tmp_path):
+    """Attention inputs come out of a norm: at full rank the latent's length can be exactly constant."""
+    model = source_model("gqa")
+    plain, latent = tmp_path / "plain", tmp_path / "latent"
+    for folder, q_rank in ((plain, None), (latent, 32)):
+        folder.mkdir()
+        convert(model, LatentTarget(9, 6, q_rank, "engine"), folder)
+    exact = logits(load(plain), TOKENS)
+    assert (logits(load(latent), TOKENS) - exact).norm() < 0.05 * exact.norm()
+
+
+def test_cache_holds_rank_plus_rope_numbers_per_token_and_layer(tmp_path):
+    model = source_model("gqa")
+    convert(model, LatentTarget(9, 6), tmp_path)
+    loaded = load(tmp_path)
+    cache = DynamicCache(config=loaded.config)
+    with torch.no_grad():
+        loaded(TOKENS, past_key_values=cache)
+    held = [layer.keys.numel() + layer.values.numel() for layer in cache.layers]
+    assert held == [TOKENS.numel() * (9 + 6)] * 2
+
+
+def test_generates_the_same_with_and_without_cache(tmp_path):
+    model = source_model("mha")
+    convert(model, LatentTarget(17, 12), tmp_path)
+    loaded = load(tmp_path)
+    options = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(TOKENS[:, :9]),
+    }
+    cached = loaded.generate(TOKENS[:, :9], use_cache=True, **options)
+    assert cached.shape[1] > 9
+    assert torch.equal(cached, loaded.generate(TOKENS[:, :9], use_cache=False, **options))
+
+
+def test_save_pretrained_round_trips(tmp_path):
+    model = source_model("biased")
+    (tmp_path / "first").mkdir()
+    convert(model, LatentTarget(9, 6), tmp_path / "first")
+    first = load(tmp_path / "first")
+    first.save_pretrained(tmp_path / "second")
+    assert torch.equal(logits(load(tmp_path / "second"), TOKENS), logits(first, TOKENS))
+
+
+def test_trains_with_trainer(tmp_path):
+    model = source_model("gqa")
+    (tmp_path / "model").mkdir()
+    convert(model, LatentTarget(9, 6), tmp_path / "model")
+    student = load(tmp_path / "model").train()
+    before = student.model.layers[0].self_attn.kv_b_proj.weight.detach().clone()
+    data = [{"input_ids": row, "labels": row} for row in TOKENS]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        report_to=[],
+        use_cpu=True,
+    )
+    loss = Trainer(model=student, args=arguments, train_dataset=data).train().training_loss
+    assert math.isfinite(loss)
+    assert not torch.equal(before, student.model.layers[0].self_attn.kv_b_proj.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_changes_the_conversion_no_more_than_the_source(dtype, tmp_path):
+    model = source_model("gqa")
+    convert(model, full(model), tmp_path, dtype)
+    exact = logits(model, TOKENS)
+    low = (logits(load(tmp_path, dtype=dtype), TOKENS) - exact).norm()
+    floor = (logits(model.to(dtype), TOKENS) - exact).norm()
+    assert low < 2 * floor
+
+
+def test_frequencies_of_the_stock_class_are_the_chosen_ones(tmp_path):
+    model = source_model("llama3")
+    latents = convert(model, LatentTarget(9, 6), tmp_path)
+    loaded = load(tmp_path)
+    torch.testing.assert_close(loaded.model.rotary_emb.inv_freq.double(), latents[0].theta, rtol=1e-6, atol=0)
+    with torch.no_grad():
+        loaded(TOKENS)  # the first pass may swap short for long factors
+    torch.testing.assert_close(loaded.model.rotary_emb.inv_freq.double(), latents[0].theta, rtol=1e-6, atol=0)
+    assert loaded.model.rotary_emb.attention_scaling == 1.0
+
+
+def test_loading_says_nothing(tmp_path, caplog, capfd):
+    model = source_model("biased")
+    convert(model, LatentTarget(9, 6), tmp_path)
+    capfd.readouterr()
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    said = [record.getMessage() for record in caplog.records]
+    captured = capfd.readouterr()
+    assert said == []
+    assert not [
+        word
+        for word in ("warn", "unexpected", "missing", "not initialized")
+        if word in (captured.out + captured.err).lower()
+    ]
+
+
+def test_every_config_key_survives_the_stock_class(tmp_path):
+    model = source_model("gqa")
+    convert(model, LatentTarget(9, 6), tmp_path)
+    wrote = json.loads((tmp_path / "config.json").read_text())
+    read = AutoConfig.from_pretrained(tmp_path)
+    respelled = {"architectures", "dtype", "torch_dtype", "rope_scaling", "rope_parameters", "rope_theta"}
+    assert {key for key in wrote.keys() - respelled if getattr(read, key) != wrote[key]} == set()
+    assert {key: read.rope_parameters[key] for key in wrote["rope_parameters"]} == wrote["rope_parameters"]

@@ -1,0 +1,348 @@
+"""Calibration text: what is drawn from which files, how sequences begin and end, and what is refused."""
+
+import hashlib
+import json
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from kvfold.convert.errors import InputError
+from kvfold.convert.text import documents
+from kvfold.convert.text import windows as text
+from kvfold.convert.text.windows import BUILT_IN, CalibrationTokens, held_out_count, load_calibration, prefix_tokens
+
+BOS, EOS = 256, 257
+
+
+def byte_tokenizer(bos: bool = True, eos: bool = True, closes: bool = False, chat: bool = False) -> Any:
+    """One token per byte; ``closes`` also ends every text with EOS."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: index for index, char in enumerate(alphabet)} | {"<s>": BOS, "</s>": EOS}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    if bos:
+        template = "<s> $A </s>" if closes else "<s> $A"
+        backend.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=[("<s>", BOS), ("</s>", EOS)]
+        )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>" if eos else None, model_max_length=64
+    )
+    if chat:
+        tokenizer.chat_template = (
+            "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{{ eos_token }}"
+        )
+    return tokenizer
+
+
+def numbers(count: int, start: int = 0) -> str:
+    """Text in which every stretch of six characters occurs once."""
+    return " ".join(f"{number:05d}" for number in range(start, start + count))
+
+
+def decoded(tokens: CalibrationTokens, tokenizer: Any) -> list[str]:
+    rows = torch.cat([tokens.calibration, tokens.held_out])
+    return [tokenizer.decode(row[1:]) for row in rows]
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return byte_tokenizer()
+
+
+def lines(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_sequences_begin_with_bos_and_are_pieces_of_the_text_that_never_overlap(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "some.txt"
+    path.write_text(numbers(400))
+    found = load_calibration(str(path), tokenizer, samples=20, seq_len=62)
+    assert found.calibration.shape == (20, 62)
+    assert found.held_out.shape == (8, 62)
+    assert found.calibration.dtype == torch.int64
+    assert (found.calibration[:, 0] == BOS).all()
+    assert (found.held_out[:, 0] == BOS).all()
+    assert found.source == "some.txt"
+    assert found.digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    places = sorted(path.read_text().index(piece) for piece in decoded(found, tokenizer))
+    assert all(after - before >= 61 for before, after in pairwise(places))
+
+
+def test_the_seed_chooses(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "some.txt"
+    path.write_text(numbers(400))
+    first, again, other = (load_calibration(str(path), tokenizer, 5, 31, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first.calibration, again.calibration)
+    assert torch.equal(first.held_out, again.held_out)
+    assert not torch.equal(first.calibration, other.calibration)
+
+
+@pytest.mark.parametrize(("samples", "kept"), [(1, 8), (64, 8), (65, 9), (128, 16), (1000, 125)])
+def test_an_eighth_and_at_least_eight_are_kept_aside(samples: int, kept: int) -> None:
+    assert held_out_count(samples) == kept
+
+
+def test_the_number_kept_aside_can_be_given(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "some.txt"
+    path.write_text(numbers(100))
+    found = load_calibration(str(path), tokenizer, 4, 31, kept_aside=0)
+    assert found.held_out.shape == (0, 31)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, [BOS]), ({"closes": True}, [BOS]), ({"bos": False}, [])],
+    ids=["bos", "bos and eos", "none"],
+)
+def test_prefix_is_what_the_tokenizer_puts_first(options: dict[str, bool], expected: list[int]) -> None:
+    assert prefix_tokens(byte_tokenizer(**options)) == expected
+
+
+def test_a_tokenizer_without_bos_gives_whole_sequences_of_text(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(bos=False)
+    path = tmp_path / "some.txt"
+    path.write_text(numbers(100))
+    found = load_calibration(str(path), tokenizer, 2, 30)
+    assert all(tokenizer.decode(row) in path.read_text() for row in found.calibration)
+
+
+def test_sequences_of_long_documents_stay_inside_them(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(eos=False)
+    rows = [{"text": numbers(30, start=1000 * index)} for index in range(10)]
+    found = load_calibration(lines(tmp_path / "rows.jsonl", rows), tokenizer, 10, 61)
+    for piece in decoded(found, tokenizer):
+        assert any(piece in row["text"] for row in rows)
+
+
+def test_short_documents_are_packed_with_eos_between(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"text": f"document {index:03d}"} for index in range(60)]
+    found = load_calibration(lines(tmp_path / "rows.jsonl", rows), tokenizer, 6, 41)
+    joined = "</s>".join(row["text"] for row in rows) + "</s>"
+    for piece in decoded(found, tokenizer):
+        assert piece in joined
+        assert 2 <= piece.count("</s>") <= 4
+
+
+def test_the_rest_of_a_long_document_is_packed_too(tokenizer: Any) -> None:
+    long, short = torch.arange(25), torch.arange(100, 103)
+    windows = text.cut([long, short], 10, EOS)
+    assert windows.tolist() == [
+        list(range(10)),
+        list(range(10, 20)),
+        [20, 21, 22, 23, 24, EOS, 100, 101, 102, EOS],
+    ]
+    assert text.cut([long, short], 10, None).tolist() == windows[:2].tolist()
+
+
+def test_messages_go_through_the_chat_template_and_get_one_bos(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(chat=True)
+    rows = [{"messages": [{"role": "user", "content": numbers(4, 10 * n)}]} for n in range(40)]
+    found = load_calibration(lines(tmp_path / "chats.jsonl", rows), tokenizer, 10, 21)
+    everything = torch.cat([found.calibration, found.held_out])
+    assert (everything == BOS).sum(1).tolist() == [1] * 18
+    assert any(piece.startswith("[user]") for piece in decoded(found, tokenizer))
+
+
+def test_messages_need_a_chat_template(tmp_path: Path, tokenizer: Any) -> None:
+    spec = lines(tmp_path / "chats.jsonl", [{"text": "fine"}, {"messages": [{"role": "user", "content": "hello"}]}])
+    with pytest.raises(InputError) as caught:
+        load_calibration(spec, tokenizer, 1, 8)
+    assert caught.value.message == (
+        f"{spec}, line 2: the tokenizer's chat template does not take these messages: "
+        "it has none; give rows with `text` instead"
+    )
+
+
+def test_too_little_text_says_what_is_needed_and_found(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("x" * 1000)
+    with pytest.raises(InputError) as caught:
+        load_calibration(str(path), tokenizer, 128, 512)
+    assert caught.value.message == (
+        "short.txt: too little text: 144 sequences of 512 tokens need 73728 tokens, found 1000 in 1 document, "
+        "enough for 1 sequences; give more text, or lower --samples or --seq-len"
+    )
+
+
+def test_too_little_text_names_a_missing_eos_token(tmp_path: Path) -> None:
+    spec = lines(tmp_path / "rows.jsonl", [{"text": "short"}] * 500)
+    with pytest.raises(InputError, match=r"short documents cannot be packed: the tokenizer has no EOS token"):
+        load_calibration(spec, byte_tokenizer(eos=False), 1, 32)
+
+
+def test_a_sequence_must_have_room_for_text(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(InputError, match="--seq-len: expected more than the 1 tokens that begin every text, found 1"):
+        load_calibration(None, tokenizer, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ("{broken", "expected a JSON object, found invalid JSON: Expecting property name enclosed in double quotes"),
+        ("[1, 2]", "expected an object with a string `text` or a list `messages`, found a list"),
+        ('{"body": "x"}', "expected an object with a string `text` or a list `messages`, found the fields body"),
+        ('{"text": 3}', "expected an object with a string `text` or a list `messages`, found the fields text"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_line(tmp_path: Path, tokenizer: Any, row: str, complaint: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "fine"}\n\n' + row + "\n")
+    with pytest.raises(InputError) as caught:
+        load_calibration(str(path), tokenizer, 1, 8)
+    assert caught.value.message == f"{path}, line 3: {complaint}"
+
+
+@pytest.mark.parametrize("name", ["some.txt", "some.jsonl"])
+def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path: Path, tokenizer: Any, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"plain\nmore\ncaf\xe9\n")
+    with pytest.raises(InputError) as caught:
+        load_calibration(str(path), tokenizer, 1, 8)
+    assert caught.value.message == (f"{path}, line 3: expected UTF-8 text, found byte 0xe9; convert the file to UTF-8")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "some.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + b"ab" * 100)
+    assert set("".join(decoded(load_calibration(str(path), tokenizer, 4, 11), tokenizer))) == {"a", "b"}
+
+
+def test_missing_files_and_other_kinds_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(InputError, match=r"--calibration: no file .*nothing\.txt"):
+        load_calibration(str(tmp_path / "nothing.txt"), tokenizer, 1, 8)
+    (tmp_path / "some.csv").write_text("a,b")
+    with pytest.raises(InputError, match=r"expected a \.txt or \.jsonl file or the name of a dataset"):
+        load_calibration(str(tmp_path / "some.csv"), tokenizer, 1, 8)
+
+
+def test_the_built_in_text_is_enough_for_the_default_request(tokenizer: Any) -> None:
+    found = load_calibration(None, tokenizer, 128, 512)
+    assert found.source == BUILT_IN == "the built-in standard-library text"
+    assert found.calibration.shape == (128, 512)
+    assert len(found.digest) == 64
+
+
+def test_datasets_by_name_need_the_package(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError) as caught:
+        load_calibration("someone/something", tokenizer, 1, 8)
+    assert caught.value.message == (
+        "--calibration someone/something: expected a .txt or .jsonl file or the name of a dataset, found no such file, "
+        "and datasets, by name or in a folder, need the datasets package: pip install 'kvfold[data]'"
+    )
+
+
+@pytest.mark.parametrize("name", ["folder", "folder.txt"])
+def test_a_folder_is_named_as_one(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / name).mkdir()
+    expected = r": expected a .txt or .jsonl file or the name of a dataset, found a folder, and datasets, "
+    with pytest.raises(InputError, match=re.escape(f"--calibration {tmp_path / name}") + expected):
+        load_calibration(str(tmp_path / name), tokenizer, 1, 8)
+
+
+@pytest.mark.parametrize("name", ["nothing.txt", "some.csv", "folder", "someone/something"])
+def test_errors_name_the_option_that_gave_the_text(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some.csv").write_text("a,b")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError) as caught:
+        load_calibration(name, tokenizer, 1, 8, split="heldout", option="--text")
+    assert str(caught.value).startswith("--text")
+    assert "--calibration" not in str(caught.value)
+
+
+class Rows(list):
+    def shuffle(self, seed: int, buffer_size: int) -> "Rows":
+        self.seed = seed
+        return self
+
+
+class FakeDatasets:
+    """The part of the datasets package that is used, over rows in memory."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows, self.asked = rows, ()
+
+    def load_dataset(self, name: str, config: str | None, *, split: str, streaming: bool) -> Rows:
+        self.asked = (name, config, split, streaming)
+        if not self.rows:
+            raise FileNotFoundError(f"Couldn't find {name}\nsecond line")
+        return self.rows
+
+
+def test_a_dataset_is_streamed_shuffled_by_the_seed(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDatasets(Rows({"text": numbers(20, 100 * n)} for n in range(50)))
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    found = load_calibration("someone/something:v2", tokenizer, 4, 31, seed=7)
+    assert fake.asked == ("someone/something", "v2", "train", True)
+    assert fake.rows.seed == 7
+    assert found.source == "dataset someone/something:v2"
+    assert found.calibration.shape == (4, 31)
+
+
+def test_a_dataset_that_is_not_there_or_has_other_fields(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", FakeDatasets(Rows()))
+    with pytest.raises(InputError, match=r"and no dataset: Couldn't find someone/something$"):
+        load_calibration("someone/something", tokenizer, 1, 8)
+    monkeypatch.setitem(sys.modules, "datasets", FakeDatasets(Rows([{"body": 1}])))
+    with pytest.raises(InputError, match=r"--calibration someone/something, row 0: expected .* found the fields body"):
+        load_calibration("someone/something", tokenizer, 1, 8)
+
+
+@pytest.mark.parametrize("name", ["big.txt", "big.jsonl"])
+def test_a_big_file_is_read_in_parts_from_all_over(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(documents, "_CELL", 4096)
+    monkeypatch.setattr(text, "_READ_AT_LEAST", 1 << 14)
+    path = tmp_path / name
+    rows = [numbers(10, 10 * n) for n in range(4000)]
+    path.write_text("".join(f"{row}\n" if name == "big.txt" else json.dumps({"text": row}) + "\n" for row in rows))
+    seen = []
+    parse = documents._File._parse
+    monkeypatch.setattr(
+        documents._File, "_parse", lambda self, start, raw: seen.append(len(raw)) or parse(self, start, raw)
+    )
+    found = load_calibration(str(path), tokenizer, 8, 61)
+    assert sum(seen) <= 1 << 14 < path.stat().st_size / 10
+    everything = "\n".join(rows)
+    places = []
+    for piece in decoded(found, tokenizer):
+        part = max(piece.replace("</s>", "\n").split("\n"), key=len)
+        assert part in everything
+        places.append(everything.index(part) / len(everything))
+    assert max(places) - min(places) > 0.3
+
+
+def test_more_of_a_big_file_is_read_when_the_first_parts_are_too_little(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "_CELL", 64)
+    monkeypatch.setattr(text, "_READ_AT_LEAST", 64)
+    monkeypatch.setattr(text, "_BYTES_PER_TOKEN", 0)
+    path = tmp_path / "big.txt"
+    path.write_text("\n".join(numbers(1, n) for n in range(2000)))
+    assert load_calibration(str(path), tokenizer, 40, 31).calibration.shape == (40, 31)
+
+
+def test_long_texts_are_tokenised_in_blocks_without_loss(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "_BLOCK", 50)
+    for whole in (numbers(100), "x" * 333, "line\n" * 77):
+        blocks = list(text._blocks(whole))
+        assert "".join(blocks) == whole
+        assert max(map(len, blocks)) <= 50
+        assert len(blocks) > 6

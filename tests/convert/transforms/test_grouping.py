@@ -1,0 +1,134 @@
+"""Which heads share: partitions found, and the judge's last word."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvfold.convert.transforms.fold import grouping, principal
+from kvfold.convert.transforms.fold.moments import layer_moments
+from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
+
+E, D, TOKENS = 48, 8, 20
+ROTARY = Rotary(100.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D))
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / math.sqrt(shape[-1])
+
+
+def make(kv_heads: int, repeat: int = 1) -> AttentionWeights:
+    heads = kv_heads * repeat
+    return AttentionWeights(
+        q=normal(0, heads, D, E), k=normal(1, kv_heads, D, E), v=normal(2, kv_heads, D, E), o=normal(3, E, heads, D)
+    )
+
+
+def alike(pairs: list[tuple[int, int]], repeat: int = 1) -> AttentionWeights:
+    """Random heads of which the pairs given hold the same keys and values, up to a little noise."""
+    weights = make(2 * len(pairs), repeat)
+    k, v = weights.k.clone(), weights.v.clone()
+    for i, j in pairs:
+        k[j], v[j] = k[i] + 0.01 * k[j], v[i] + 0.01 * v[j]
+    return replace(weights, k=k, v=v)
+
+
+def statistics(heads: int) -> LayerStatistics:
+    mix = normal(4, E, E)
+    profile = torch.rand(heads, TOKENS, generator=torch.Generator().manual_seed(5), dtype=torch.float64) ** 4
+    return LayerStatistics(mix @ mix.T + torch.eye(E) / 50, normal(6, E), 1000, profile / profile.sum(1, keepdim=True))
+
+
+def test_contiguous_keeps_the_order():
+    assert grouping.contiguous(8, 4) == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert grouping.contiguous(6, 1) == (tuple(range(6)),)
+
+
+@pytest.mark.parametrize("groups", [0, 3, 16, -1])
+def test_contiguous_refuses_uneven_groups(groups: int):
+    with pytest.raises(ValueError, match=f"groups: expected a divisor of 8 KV heads, found {groups}"):
+        grouping.contiguous(8, groups)
+
+
+@pytest.mark.parametrize("repeat", [1, 2])
+def test_finds_the_heads_that_are_alike(repeat: int):
+    pairs = [(0, 5), (1, 3), (2, 7), (4, 6)]
+    weights = alike(pairs, repeat)
+    found = grouping.candidates(weights, statistics(8 * repeat), ROTARY, 4)
+    assert found[0] == grouping.contiguous(8, 4)
+    assert tuple(pairs) in found
+
+
+def test_finds_groups_of_four():
+    weights = make(8)
+    members = ((0, 3, 5, 6), (1, 2, 4, 7))
+    k, v = weights.k.clone(), weights.v.clone()
+    for group in members:
+        for head in group:
+            k[head], v[head] = k[group[0]] + 0.02 * normal(head, D, E), v[group[0]] + 0.02 * normal(head, D, E)
+    assert members in grouping.candidates(replace(weights, k=k, v=v), statistics(8), ROTARY, 2)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_candidates_are_few_distinct_partitions(groups: int):
+    found = grouping.candidates(make(8), statistics(8), ROTARY, groups)
+    assert found[0] == grouping.contiguous(8, groups)
+    assert len(set(found)) == len(found) <= 4
+    for partition in found:
+        principal.check_partition(partition, 8)
+        assert partition == tuple(sorted(tuple(sorted(group)) for group in partition))
+
+
+def test_pair_losses_are_symmetric_and_small_for_twins():
+    losses = grouping.pair_losses(layer_moments(alike([(0, 2), (1, 3)]), statistics(4), ROTARY))
+    for loss in losses:
+        assert torch.equal(loss, loss.mT)
+        assert torch.equal(loss.diagonal(), torch.zeros(4, dtype=loss.dtype))
+        twins = {frozenset(pair): loss[pair].item() for pair in ((0, 2), (1, 3))}
+        others = [loss[i, j].item() for i, j in itertools.combinations(range(4), 2) if frozenset((i, j)) not in twins]
+        assert max(twins.values()) < 0.01 * min(others)
+
+
+def test_swaps_end_where_no_swap_helps():
+    loss = torch.rand(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    loss = (loss + loss.mT).fill_diagonal_(0)
+
+    def total(partition: grouping.Partition) -> float:
+        return sum(loss[i, j].item() for group in partition for i, j in itertools.combinations(group, 2))
+
+    start = grouping.contiguous(8, 2)
+    end = grouping._swapped(loss, start)
+    assert total(end) < total(start)
+    for a, b in itertools.product(*end):
+        moved = tuple(tuple({a: b, b: a}.get(head, head) for head in group) for group in end)
+        assert total(moved) >= total(end) - 1e-9
+
+
+def test_the_judge_has_the_last_word():
+    partitions = [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2))]
+    weights = {partition: make(2) for partition in partitions}
+    asked = dict(zip((id(weights[partition]) for partition in partitions), (0.3, 0.1, 0.1), strict=True))
+    choice = grouping.choose(partitions, lambda folded: asked[id(folded)], lambda partition: weights[partition])
+    assert choice.groups == partitions[1]  # the first of equals
+    assert choice.weights is weights[partitions[1]]
+    assert choice.errors == dict(zip(partitions, (0.3, 0.1, 0.1), strict=True))
+
+
+def test_similar_is_the_judged_best_of_the_candidates():
+    pairs = [(0, 5), (1, 3), (2, 7), (4, 6)]
+    weights, measured = alike(pairs), statistics(8)
+    wanted = principal.fold(weights, measured, ROTARY, pairs, context=100)
+    choice = grouping.similar(
+        weights, measured, ROTARY, 4, lambda folded: (folded.k - wanted.k).norm().item(), context=100
+    )
+    assert choice.groups == tuple(pairs)
+    assert torch.equal(choice.weights.k, wanted.k)
+    assert choice.errors[grouping.contiguous(8, 4)] > 0
+
+
+def test_no_candidates_are_refused():
+    with pytest.raises(ValueError, match="partitions: expected at least one, found none"):
+        grouping.choose([], lambda folded: 0.0, lambda partition: make(2))

@@ -1,0 +1,266 @@
+"""Latent attention from statistics: moments against drawn samples, identities, and that fitting fits."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvfold.convert.transforms.latent import als as latent_fit
+from kvfold.convert.transforms.latent import slots as rope_slots
+from kvfold.convert.transforms.latent.kernels import Turning, kernels
+from kvfold.convert.transforms.latent.latent import to_latent
+from kvfold.convert.transforms.latent.queries import query_latent
+from kvfold.convert.transforms.latent.svd import svd_latent
+from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
+
+THETA = torch.tensor([1.0, 0.3, 0.05, 0.01], dtype=torch.float64)
+
+
+def random_layer(heads=4, kv_heads=2, dim=8, model=24, bias=False, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) / math.sqrt(shape[-1])
+
+    weights = AttentionWeights(
+        rand(heads, dim, model) * 2,
+        rand(kv_heads, dim, model) * 2,
+        rand(kv_heads, dim, model),
+        rand(model, heads, dim),
+        q_bias=rand(heads, dim) if bias else None,
+        k_bias=rand(kv_heads, dim) if bias else None,
+        v_bias=rand(kv_heads, dim) if bias else None,
+        o_bias=rand(model) if bias else None,
+    )
+    x = rand(160, model) * math.sqrt(model) @ rand(model, model) + rand(model)
+    profile = rand(heads, 12).softmax(1)
+    return weights, LayerStatistics(x.T @ x / 160, x.mean(0), 160, profile), x
+
+
+def turned(rows, theta, dims=None):
+    """RoPE on half-split ``rows [T, n]``, whose first ``2 len(theta)`` dims rotate."""
+    half = len(theta)
+    angle = torch.arange(rows.shape[0], dtype=torch.float64)[:, None] * theta
+    pair = torch.complex(rows[:, :half], rows[:, half : 2 * half]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([pair.real, pair.imag, rows[:, 2 * half :]], 1)
+
+
+def source_output(weights, theta, x, amplitude=1.0):
+    out, group = torch.zeros_like(x), weights.heads // weights.kv_heads
+    for head in range(weights.heads):
+        q, k, v = (
+            x @ part[index].T + (0 if bias is None else bias[index])
+            for part, bias, index in (
+                (weights.q, weights.q_bias, head),
+                (weights.k, weights.k_bias, head // group),
+                (weights.v, weights.v_bias, head // group),
+            )
+        )
+        factor = torch.ones(q.shape[1], dtype=torch.float64)
+        factor[: 2 * len(theta)] = amplitude
+        out += (
+            causal(turned(q, theta) * factor @ (turned(k, theta) * factor).T * weights.head_dim**-0.5)
+            @ v
+            @ weights.o[:, head].T
+        )
+    return out if weights.o_bias is None else out + weights.o_bias
+
+
+def latent_output(latent, x, normalised=False):
+    c = x @ latent.down.T + (0 if latent.down_bias is None else latent.down_bias)
+    c = c / c.square().mean(-1, keepdim=True).sqrt() if normalised else c
+    key = turned(x @ latent.rope_key.T + (0 if latent.rope_key_bias is None else latent.rope_key_bias), latent.theta)
+    out = torch.zeros_like(x)
+    for head in range(latent.heads):
+        nope = x @ latent.q_nope[head].T + (0 if latent.q_nope_bias is None else latent.q_nope_bias[head])
+        rope = x @ latent.q_rope[head].T + (0 if latent.q_rope_bias is None else latent.q_rope_bias[head])
+        score = (nope @ (c @ latent.uk[head].T).T + turned(rope, latent.theta) @ key.T) * latent.scale
+        out += causal(score) @ (c @ latent.uv[head].T) @ latent.o[:, head].T
+    return out if latent.o_bias is None else out + latent.o_bias
+
+
+def causal(score):
+    return score.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
+
+
+def convert(weights, statistics, rotary, rope_dim, rank, **options):
+    slots = rope_slots.choose_slots([rope_slots.survey(weights, statistics, rotary)], rope_dim)
+    return to_latent(weights, statistics, rotary, slots, rank, **options)
+
+
+def relative(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def test_moments_are_those_of_inputs_at_random_distances():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 5, generator=generator, dtype=torch.float64) + 1
+    rows = torch.randn(7, 5, generator=generator, dtype=torch.float64)
+    other = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    profile = torch.rand(1, 9, generator=generator, dtype=torch.float64)
+    profile = profile / profile.sum()
+    left, right = (
+        Turning.of(torch.tensor([0.9, 0.2], dtype=torch.float64), 3),
+        Turning.of(torch.tensor([0.5], dtype=torch.float64), 1),
+    )
+    seen_left, seen_right, weight = [], [], []
+    for distance, p in enumerate(profile[0]):
+        for turning, matrix, seen in ((left, rows, seen_left), (right, other, seen_right)):
+            angle = turning.omega * distance
+            seen.append(x @ (angle.cos()[:, None] * matrix + angle.sin()[:, None] * turning.turn(matrix)).T)
+        weight.append(torch.full((40,), p / 40, dtype=torch.float64))
+    y, z, weight = torch.cat(seen_left), torch.cat(seen_right), torch.cat(weight)
+    expected = (y * weight[:, None]).T @ z - torch.outer(weight @ y, weight @ z)
+    mean, covariance = x.mean(0), torch.cov(x.T, correction=0)
+    kernel = next(kernels(left, right, profile))
+    torch.testing.assert_close(kernel.apply(rows @ covariance @ other.T, rows @ mean, other @ mean), expected)
+
+
+def test_pull_is_the_adjoint_of_the_moments():
+    generator = torch.Generator().manual_seed(1)
+    turning = Turning.of(torch.tensor([0.9, 0.2], dtype=torch.float64), 2)
+    kernel = next(kernels(turning, turning, torch.rand(1, 5, generator=generator, dtype=torch.float64)))
+    weight, product, rows = (torch.randn(6, 6, generator=generator, dtype=torch.float64) for _ in range(3))
+    zero = torch.zeros(6, dtype=torch.float64)
+    left = (weight * kernel.apply(product @ rows.T, zero, zero)).sum()
+    assert left.item() == pytest.approx((kernel.pull(weight, moving=False) @ rows * product).sum().item())
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rotary", [Rotary(THETA), Rotary(THETA[:2], amplitude=1.2), Rotary(THETA[:0])])
+def test_enough_rank_is_exact(kv_heads, bias, rotary):
+    weights, statistics, x = random_layer(kv_heads=kv_heads, bias=bias)
+    slots = rope_slots.Slots((kv_heads,) * len(rotary.theta), rotary.theta.repeat_interleave(kv_heads))
+    if not rotary.dims:
+        slots = rope_slots.Slots((1, 1, 1, 0), THETA[:3])  # rotary rows are there, and zero
+    latent = to_latent(weights, statistics, rotary, slots, 24)
+    assert (
+        relative(latent_output(latent, x[:20]), source_output(weights, rotary.theta, x[:20], rotary.amplitude)) < 1e-8
+    )
+    assert rotary.dims or not latent.rope_key.any()
+
+
+def test_rank_above_what_there_is_leaves_channels_empty():
+    weights, statistics, x = random_layer(model=64, kv_heads=2)
+    slots = rope_slots.Slots((2,) * 4, THETA.repeat_interleave(2))
+    latent = to_latent(weights, statistics, Rotary(THETA), slots, 30)  # the values have 16 dims, keys none left
+    assert relative(latent_output(latent, x[:20]), source_output(weights, THETA, x[:20])) < 1e-6
+    assert latent.down.isfinite().all()
+
+
+def test_identical_heads_need_one_head():
+    weights, statistics, x = random_layer(kv_heads=4)
+    weights = replace(weights, k=weights.k[:1].expand(4, -1, -1), v=weights.v[:1].expand(4, -1, -1))
+    latent = to_latent(weights, statistics, Rotary(THETA), rope_slots.Slots((1,) * 4, THETA), 8)
+    assert relative(latent_output(latent, x[:20]), source_output(weights, THETA, x[:20])) < 1e-6
+
+
+def test_biases_without_use_do_not_appear():
+    weights, statistics, _ = random_layer()
+    latent = convert(weights, statistics, Rotary(THETA), 4, 6, centred=False)
+    assert [name for name, value in vars(latent).items() if name.endswith("bias") and value is not None] == []
+
+
+def test_latent_has_unit_energy_and_mean_zero():
+    weights, statistics, x = random_layer()
+    latent = convert(weights, statistics, Rotary(THETA), 4, 6)
+    c = x @ latent.down.T + latent.down_bias
+    assert c.square().sum(1).mean().item() == pytest.approx(1, rel=1e-6)
+    assert c.mean(0).abs().max() < 1e-9
+
+
+def test_rounds_converge():
+    weights, statistics, _ = random_layer()
+    rotary, slots = Rotary(THETA), rope_slots.Slots((1, 1, 0, 0), THETA[:2])
+    maps = [
+        latent.uv @ latent.down
+        for latent in (to_latent(weights, statistics, rotary, slots, 5, rounds=rounds) for rounds in (1, 2, 30, 31))
+    ]
+    assert relative(maps[3], maps[2]) < 0.5 * relative(maps[1], maps[0])
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize(("rope_dim", "rank"), [(4, 8), (8, 8), (4, 14)])
+def test_every_round_lessens_the_error_it_is_about(rope_dim, rank, centred):
+    """Over inputs and distances that are independent, as the fit assumes, and as the tokens here are."""
+    weights, statistics, x = random_layer(seed=3)
+    options = {"centred": centred}
+    errors = [
+        output_error(
+            weights,
+            convert(weights, statistics, Rotary(THETA), rope_dim, rank, rounds=rounds, **options),
+            statistics,
+            x,
+        )
+        for rounds in (0, 1, 4, 16)
+    ]
+    assert errors[0] > errors[1] > errors[2] > errors[3]
+
+
+def output_error(weights, latent, statistics, x):
+    """Errors of scores, by the output that an average head makes, and errors of values."""
+    heads, group = weights.heads, weights.heads // weights.kv_heads
+    values = torch.stack([x @ weights.v[head // group].T for head in range(heads)])
+    c = x @ latent.down.T + (0 if latent.down_bias is None else latent.down_bias)
+    wrong = torch.stack([c @ latent.uv[head].T for head in range(heads)]) - values
+    wrong = wrong - wrong.mean(1, keepdim=True) if latent.down_bias is not None else wrong
+    out, lost = (
+        sum(output_energy(rows[head], weights.o[:, head]) for head in range(heads))
+        for rows in (values - values.mean(1, keepdim=True), wrong)
+    )
+    scores = score_error(weights, latent, statistics, x) * latent.scale**2
+    return (scores * out / heads + latent_fit.VALUE_WEIGHT * lost).item()
+
+
+def output_energy(rows, o):
+    return (rows @ o.T).square().sum(1).mean()
+
+
+def score_error(weights, latent, statistics, x):
+    """Squared error of scores about each query's mean, summed over heads, queries and keys at distances drawn apart."""
+    error, group = 0.0, weights.heads // weights.kv_heads
+    profile = rope_slots.mixed_profile(statistics, latent_fit.UNIFORM)
+    c = x @ latent.down.T
+    for head in range(weights.heads):
+        means, squares = [], []
+        for distance, p in enumerate(profile[head]):
+            own = back(x @ weights.k[head // group].T, THETA * distance)
+            shift = 0 if latent.rope_key_bias is None else latent.rope_key_bias
+            shared = back(x @ latent.rope_key.T + shift, latent.theta * distance)
+            wanted = (x @ weights.q[head].T) @ own.T
+            found = (x @ latent.q_nope[head].T) @ (c @ latent.uk[head].T).T
+            found = found + (x @ latent.q_rope[head].T) @ shared.T
+            means.append(p * (found - wanted).mean(1))
+            squares.append(p * (found - wanted).square().mean(1))
+        error = error + (torch.stack(squares).sum(0) - torch.stack(means).sum(0).square()).mean()
+    return error
+
+
+def back(rows, angle):
+    """``rows`` as seen from positions on at which their pairs have turned by ``angle``."""
+    half = len(angle)
+    pair = torch.complex(rows[:, :half], rows[:, half:]) * torch.polar(torch.ones_like(angle), -angle)
+    return torch.cat([pair.real, pair.imag], 1)
+
+
+def test_svd_is_exact_at_full_rank_and_worse_than_statistics_below():
+    weights, statistics, x = random_layer(bias=True)
+    expected = source_output(weights, THETA, x[:20])
+    full = svd_latent(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 2, 16), 24)
+    assert relative(latent_output(full, x[:20]), expected) < 1e-8
+    small = svd_latent(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 2, 4), 8)
+    fitted = convert(weights, statistics, Rotary(THETA), 4, 8)
+    assert relative(latent_output(fitted, x[:20]), expected) < relative(latent_output(small, x[:20]), expected)
+
+
+def test_query_latent_is_exact_at_full_rank_and_smaller_below():
+    weights, statistics, _ = random_layer(bias=True)
+    latent = convert(weights, statistics, Rotary(THETA), 4, 8)
+    for rank, limit in ((24, 1e-8), (12, None)):
+        query = query_latent(latent, statistics, rank).query
+        assert query.down.shape == (rank, 24)
+        found = torch.cat([query.q_nope, query.q_rope], 1) @ query.down
+        error = relative(found, torch.cat([latent.q_nope, latent.q_rope], 1))
+        assert error < limit if limit else 1e-3 < error < 1

@@ -1,0 +1,82 @@
+"""Latents of constant length, which a live norm leaves alone."""
+
+import pytest
+import torch
+
+from kvfold.convert.transforms.latent.norm import constant_length, live_norm
+from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
+
+
+def random_latent(rank=6, model=16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return LatentWeights(
+        down=rand(rank, model),
+        rope_key=rand(2, model),
+        q_nope=rand(2, 4, model),
+        q_rope=rand(2, 2, model),
+        uk=rand(2, 4, rank),
+        uv=rand(2, 4, rank),
+        o=rand(model, 2, 4),
+        theta=torch.ones(1, dtype=torch.float64),
+        scale=0.5,
+    )
+
+
+def normed_inputs(gain, tokens=4000):
+    """What an RMSNorm of weight ``gain`` puts out: on an ellipsoid."""
+    x = torch.randn(tokens, len(gain), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return x / x.square().mean(-1, keepdim=True).sqrt() * gain
+
+
+def rms(rows):
+    return rows.square().mean(-1).sqrt()
+
+
+def test_full_rank_latent_of_normed_inputs_has_constant_length():
+    """The inverse of the norm's weight gives every token the same length, and it is found."""
+    gain = torch.linspace(0.5, 2, 16, dtype=torch.float64)
+    down = torch.randn(16, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    inputs = normed_inputs(gain)
+    forth, back = constant_length(down, inputs)
+    torch.testing.assert_close(forth @ back, torch.eye(16, dtype=torch.float64), atol=1e-9, rtol=0)
+    length = rms(normed_inputs(gain, 500) @ down.T @ forth.T)
+    assert length.mean().item() == pytest.approx(1, rel=1e-3)
+    assert length.std() < 1e-3 < rms(inputs @ down.T).std() / rms(inputs @ down.T).mean()
+
+
+def test_length_varies_less_than_in_any_single_scale():
+    gain = torch.linspace(0.5, 2, 16, dtype=torch.float64)
+    down = torch.randn(6, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    forth, _ = constant_length(down, normed_inputs(gain))
+    before, after = (rms(normed_inputs(gain, 500) @ matrix.T) for matrix in (down, forth @ down))
+    assert after.std() / after.mean() < 0.9 * before.std() / before.mean()
+
+
+def test_few_tokens_do_no_harm():
+    down = torch.randn(12, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    inputs = normed_inputs(torch.ones(16, dtype=torch.float64))
+    forth, back = constant_length(down, inputs[:20])
+    torch.testing.assert_close(forth @ back, torch.eye(12, dtype=torch.float64), atol=1e-8, rtol=0)
+    fresh = rms(inputs[1000:] @ down.T @ forth.T)
+    assert fresh.std() / fresh.mean() < 1
+
+
+def test_new_coordinates_change_nothing_that_is_read():
+    latent = random_latent()
+    query = QueryLatent(latent.down[:5], latent.q_nope[..., :5], latent.q_rope[..., :5])
+    latent = LatentWeights(**{**vars(latent), "query": query})
+    found = live_norm(latent, normed_inputs(torch.ones(16, dtype=torch.float64), 500))
+    for name in ("uk", "uv"):
+        torch.testing.assert_close(getattr(found, name) @ found.down, getattr(latent, name) @ latent.down)
+    for name in ("q_nope", "q_rope"):
+        torch.testing.assert_close(getattr(found.query, name) @ found.query.down, getattr(query, name) @ query.down)
+
+
+def test_centred_latents_are_refused():
+    latent = LatentWeights(**{**vars(random_latent()), "down_bias": torch.zeros(6)})
+    with pytest.raises(ValueError, match=r"expected one that is not centred .* found down_bias"):
+        live_norm(latent, torch.randn(10, 16))

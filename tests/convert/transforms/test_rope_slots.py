@@ -1,0 +1,122 @@
+"""Rotary slots: energies by hand, the choice among layers, and what plain RoPE can say."""
+
+import math
+
+import pytest
+import torch
+
+from kvfold.convert.targets.deepseek.config import plain_base
+from kvfold.convert.transforms.latent import slots as rope_slots
+from kvfold.convert.transforms.latent.slots import LayerSurvey
+from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
+
+
+def random_layer(heads=4, kv_heads=2, dim=8, model=12, seed=0, bias=False):
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    weights = AttentionWeights(
+        rand(heads, dim, model),
+        rand(kv_heads, dim, model),
+        rand(kv_heads, dim, model),
+        rand(model, heads, dim),
+        q_bias=rand(heads, dim) if bias else None,
+        k_bias=rand(kv_heads, dim) if bias else None,
+        v_bias=rand(kv_heads, dim) if bias else None,
+    )
+    x = rand(200, model) @ rand(model, model) + rand(model)
+    profile = rand(heads, 16).softmax(1)
+    return weights, LayerStatistics(x.T @ x / 200, x.mean(0), 200, profile), x
+
+
+def test_energies_are_those_of_the_keys_that_the_tokens_give():
+    weights, statistics, x = random_layer(bias=True)
+    rotary = Rotary(torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64), amplitude=1.5)  # 6 of 8 dims rotate
+    found = rope_slots.survey(weights, statistics, rotary)
+    for pair in range(3):
+        q = (x @ weights.q.mT + weights.q_bias[:, None]) * 1.5
+        k = (x @ weights.k.mT + weights.k_bias[:, None]) * 1.5
+        q, k = (torch.complex(part[..., pair], part[..., pair + 3]) for part in (q, k))  # [heads, tokens]
+        scale = q.abs().square().mean(1).reshape(2, 2).sum(1).sqrt()
+        k = scale[:, None] * k
+        expected = torch.linalg.eigvalsh(k @ k.mH / k.shape[1]).flip(0)
+        torch.testing.assert_close(found.energy[pair], expected)
+
+
+def test_gain_is_the_mean_turn_over_the_profile():
+    weights, statistics, _ = random_layer()
+    theta = torch.tensor([0.7, 0.02], dtype=torch.float64)
+    gains = rope_slots.pair_gains(statistics, Rotary(theta), uniform=0.25)
+    flat = [(16 - distance) / (16 * 17 / 2) for distance in range(16)]
+    for head in range(weights.heads):
+        for pair, angle in enumerate(theta.tolist()):
+            mixed = [0.75 * statistics.profile[head, d].item() + 0.25 * flat[d] for d in range(16)]
+            expected = sum(p * complex(math.cos(angle * d), -math.sin(angle * d)) for d, p in enumerate(mixed))
+            assert abs(gains[head, pair].item() - expected) < 1e-12
+
+
+def test_choice_takes_the_worth_of_all_layers():
+    theta = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
+    survives = torch.zeros(3, dtype=torch.float64)
+    first = LayerSurvey(torch.tensor([[4.0, 3.0], [1.0, 0.0], [1.0, 1.0]], dtype=torch.float64), survives, theta)
+    second = LayerSurvey(torch.tensor([[0.0, 0.0], [90.0, 0.0], [10.0, 0.0]], dtype=torch.float64), survives, theta)
+    chosen = rope_slots.choose_slots([first, second], 6)
+    assert chosen.counts == (2, 1, 0)  # worth .4 .3 | 1.0 0 | .2 .1
+    assert chosen.theta.tolist() == [1.0, 1.0, 0.5]
+
+
+def test_what_survives_without_rotation_is_not_bought():
+    theta = torch.tensor([1.0, 0.001], dtype=torch.float64)
+    energy = torch.tensor([[1.0], [5.0]], dtype=torch.float64)
+    chosen = rope_slots.choose_slots([LayerSurvey(energy, torch.tensor([0.1, 0.99], dtype=torch.float64), theta)], 2)
+    assert chosen.counts == (1, 0)
+
+
+def test_layers_without_rotation_have_no_say():
+    theta = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    energy, none = torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
+    rotating = LayerSurvey(energy, torch.zeros(2, dtype=torch.float64), theta)
+    weights, statistics, _ = random_layer(kv_heads=1)
+    still = rope_slots.survey(weights, statistics, Rotary(none))
+    assert rope_slots.choose_slots([still, rotating], 2).counts == (0, 1)
+
+
+def test_stride_is_uniform_and_fills_up_evenly():
+    theta = torch.arange(8, 0, -1, dtype=torch.float64)
+    assert rope_slots.stride_slots(theta, 2, 8).counts == (1, 0, 1, 0, 1, 0, 1, 0)
+    assert rope_slots.stride_slots(theta, 2, 24).counts == (2, 1, 2, 1, 2, 1, 2, 1)
+    with pytest.raises(ValueError, match=r"rope_dim: at most 16 \(2 x 8 pairs x 1 heads\), found 18"):
+        rope_slots.stride_slots(theta, 1, 18)
+
+
+@pytest.mark.parametrize(
+    ("heavy", "counts", "base"),
+    [(1, (1, 1, 1, 0, 0, 0, 0, 0), 10000 ** (3 / 8)), (3, (1, 0, 0, 1, 0, 0, 1, 0), 10000 ** (9 / 8))],
+)
+def test_plain_slots_take_the_step_that_is_worth_most(heavy, counts, base):
+    theta = 10000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
+    energy = torch.full((8, 1), 0.1, dtype=torch.float64)
+    energy[[heavy, 2 * heavy]] = 1.0
+    chosen = rope_slots.plain_slots([LayerSurvey(energy, torch.zeros(8, dtype=torch.float64), theta)], 6)
+    assert chosen.counts == counts
+    assert plain_base(chosen.theta.tolist()) == pytest.approx(base, rel=1e-9)
+
+
+def test_plain_slots_are_at_most_one_per_frequency():
+    theta = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    survey = LayerSurvey(torch.ones(2, 4, dtype=torch.float64), torch.zeros(2, dtype=torch.float64), theta)
+    with pytest.raises(ValueError, match="rope_dim: at most 4, one slot per frequency, found 6"):
+        rope_slots.plain_slots([survey], 6)
+
+
+def test_profiles_are_stretched_over_the_whole_context():
+    seen = LayerStatistics(torch.eye(4), torch.zeros(4), 10, torch.tensor([[0.75, 0.25]], dtype=torch.float64))
+    profile = rope_slots.over_context(seen, 64).profile
+    assert profile.shape == (1, 64)
+    torch.testing.assert_close(profile.sum(1), torch.ones(1, dtype=torch.float64))
+    assert bool((profile > 0).all())
+    assert bool((profile.diff() < 0).all())
+    assert profile[0, 0] > 0.75 * (1 - rope_slots.TAIL)
+    assert rope_slots.over_context(seen, 1).profile.shape == (1, 2)

@@ -1,0 +1,426 @@
+"""Uptraining from end to end: what ``convert`` writes trains as it is, and comes back in the layout it had."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.data import read_documents
+from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.targets.deepseek.tensors import CONSTANT
+from kvfold.convert.uptrain import trainer as uptrain_trainer
+from kvfold.convert.uptrain.__main__ import main
+from kvfold.convert.uptrain.constant import ConstantChannel
+from kvfold.convert.uptrain.plot import draw_curve, read_log
+from kvfold.convert.uptrain.rates import relative_groups, tensor_sizes
+from kvfold.convert.uptrain.request import UptrainRequest
+from kvfold.convert.uptrain.run import uptrain
+
+ROOT = Path(__file__).resolve().parents[3]
+TARGETS = {
+    "gqa": {"to": "gqa", "kv_heads": 2, "method": "mean"},
+    "mqa": {"to": "mqa", "method": "mean"},
+    "deepseek": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd"},
+    "queries": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "q_rank": 40, "method": "svd"},
+    "engine": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "layout": "engine", "samples": 16, "seq_len": 32},
+}
+QUICK = {"steps": 20, "batch_tokens": 512, "seq_len": 64, "micro_batch": 8, "lr": 0.03, "eval_sequences": 8}
+QUICK |= {"eval_every": 10, "log_every": 1, "device": "cpu", "quiet": True}
+
+
+def letters(folder):
+    """A tokenizer of characters for the 97 tokens of the tiny models."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {name: i for i, name in enumerate(["<pad>", "<s>", "</s>", "<unk>"])}
+    vocabulary |= {chr(32 + i): 4 + i for i in range(91)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
+    ).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("\n".join(read_documents("heldout"))[:200_000])
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(tiny_family, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source") / "tiny"
+    shutil.copytree(tiny_family("llama", attention_bias=False, mlp_bias=False), folder)
+    letters(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(source, text, tmp_path_factory):
+    """``converted("gqa")``: a folder as ``convert`` writes it."""
+    parent = tmp_path_factory.mktemp("converted")
+
+    def folder(target):
+        out = parent / target
+        if not out.exists():
+            options = {"calibration": str(text)} if target == "engine" else {}
+            convert_checkpoint(ConvertRequest(str(source), str(out), **TARGETS[target], **options, quiet=True))
+        return out
+
+    return folder
+
+
+def train(model, out, text, **options):
+    return uptrain(UptrainRequest(model=str(model), out=str(out), text=str(text), **{**QUICK, **options}))
+
+
+def losses(done):
+    return [row["loss"] for row in done.rows if "loss" in row]
+
+
+def tensors(folder):
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_converted_checkpoint_is_ready_to_train(converted, target):
+    model = AutoModelForCausalLM.from_pretrained(converted(target), dtype="auto")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.config.use_cache is True
+    tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    dead = [name for name, parameter in model.named_parameters() if not parameter.grad.any()]
+    assert dead == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_twenty_steps_of_every_target(converted, text, tmp_path, target):
+    start, out = converted(target), tmp_path / "out"
+    done = train(start, out, text)
+    found = losses(done)
+    assert len(found) == 20
+    assert max(row.get("learning_rate", 0) for row in done.rows) == pytest.approx(QUICK["lr"])
+    assert found[-1] < found[0] - 0.3
+    drift = done.record["held_out"]
+    assert drift["after"]["eval_loss"] < drift["before"]["eval_loss"] - 0.3
+    assert [row["step"] for row in done.rows if "eval_loss" in row] == [0, 10, 20]
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (start / name).read_bytes(), name
+    before, after = tensors(start), tensors(out)
+    assert {n: (t.shape, t.dtype) for n, t in before.items()} == {n: (t.shape, t.dtype) for n, t in after.items()}
+    still = [name for name in before if torch.equal(before[name], after[name])]
+    held = "a_layernorm.weight" if target in ("deepseek", "queries") else "nothing"
+    assert all(name.endswith(held) for name in still), still
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert type(model) is type(AutoModelForCausalLM.from_pretrained(start))
+    tokens = AutoTokenizer.from_pretrained(out)("some words", return_tensors="pt").input_ids
+    assert model.generate(tokens, max_new_tokens=3, do_sample=False).shape == (1, tokens.shape[1] + 3)
+
+
+def test_the_constant_channel_of_what_is_written(converted, text, tmp_path):
+    train(converted("queries"), tmp_path / "out", text, weight_decay=0.1, precision="bfloat16", steps=6)
+    found = tensors(tmp_path / "out")
+    for layer in range(2):
+        for kind, rank in (("kv_a_proj_with_mqa", 24), ("q_a_proj", 40)):
+            module = f"model.layers.{layer}.self_attn.{kind}"
+            assert found[f"{module}.bias"][rank - 1] == CONSTANT
+            assert not found[f"{module}.weight"][rank - 1].any()
+
+
+def test_training_attention_alone_leaves_the_rest(converted, text, tmp_path):
+    start = converted("gqa")
+    train(start, tmp_path / "out", text, train="attention", steps=3, gradient_checkpointing=True)
+    before, after = tensors(start), tensors(tmp_path / "out")
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if ".self_attn." in name}
+
+
+def test_distillation_closes_the_drift(source, converted, text, tmp_path):
+    done = train(converted("gqa"), tmp_path / "out", text, teacher=str(source), steps=40, eval_every=20)
+    drift = done.record["held_out"]
+    assert drift["after"]["eval_kl"] < 0.7 * drift["before"]["eval_kl"]
+    assert done.record["teacher"] == "tiny"
+    # the teacher against itself: nothing to learn, nothing in excess
+    same = train(source, tmp_path / "same", text, teacher=str(source), steps=1)
+    assert abs(losses(same)[0]) < 1e-5
+    assert abs(same.record["held_out"]["before"]["eval_excess"]) < 1e-5
+
+
+def test_losses_by_hand(source, converted):
+    generator = torch.Generator().manual_seed(3)
+    student, teacher = (torch.randn(2, 5, 7, generator=generator, dtype=torch.float32) for _ in range(2))
+    tokens = torch.randint(7, (2, 5), generator=generator)
+    p, q = ((x / 2.0).softmax(-1)[:, :-1] for x in (teacher, student))
+    expected = 4 * (p * (p.log() - q.log())).sum(-1).mean()
+    torch.testing.assert_close(uptrain_trainer.distillation_loss(student, teacher, 2.0), expected)
+    chosen = student.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])
+    torch.testing.assert_close(uptrain_trainer.next_token_loss(student, tokens), -chosen.mean())
+
+
+def test_the_weight_mixes_both_losses(source, converted, text, tmp_path):
+    start = converted("mqa")
+    first = {
+        weight: losses(
+            train(
+                start, tmp_path / f"w{weight}", text, teacher=str(source), distill_weight=weight, steps=1, eval_every=0
+            )
+        )[0]
+        for weight in (0.0, 0.25, 1.0)
+    }
+    assert first[0.25] == pytest.approx(0.75 * first[0.0] + 0.25 * first[1.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("micro_batch", [8, 2])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_path, monkeypatch, micro_batch):
+    options = {"steps": 12, "save_every": 4, "log_every": 3, "eval_every": 6}
+    whole = train(converted("deepseek"), tmp_path / "whole", text, **options)
+    written = uptrain_trainer.Journal.on_step_end
+
+    def killed(self, args, state, control, **rest):
+        if state.global_step == 10:
+            raise KeyboardInterrupt
+        return written(self, args, state, control, **rest)
+
+    monkeypatch.setattr(uptrain_trainer.Journal, "on_step_end", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(converted("deepseek"), tmp_path / "out", text, **options)
+    monkeypatch.undo()
+    assert not (tmp_path / "out").exists()
+    work = tmp_path / "out.training"
+    (work / "checkpoint-8" / uptrain_trainer.PLACE).unlink()  # killed while it wrote this one
+    with pytest.raises(InputError, match="found checkpoints of a killed run; continue it with --resume, or"):
+        train(converted("deepseek"), tmp_path / "out", text, **options)
+    with pytest.raises(InputError, match=re.escape("--lr: expected 0.03 as the run began with, found 0.1; give the")):
+        train(converted("deepseek"), tmp_path / "out", text, **options, resume=True, lr=0.1)
+    done = train(converted("deepseek"), tmp_path / "out", text, **options, resume=True, micro_batch=micro_batch)
+    assert [(row["step"], "loss" in row) for row in done.rows] == [(row["step"], "loss" in row) for row in whole.rows]
+    assert losses(done) == pytest.approx(losses(whole), abs=1e-6)
+    before, after = tensors(tmp_path / "whole"), tensors(tmp_path / "out")
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=0, atol=0 if micro_batch == 8 else 1e-4, msg=name)
+    assert not list(work.glob("checkpoint-*"))
+
+
+def test_the_record_and_the_card(source, converted, text, tmp_path):
+    start, out = converted("engine"), tmp_path / "out"
+    train(start, out, text, teacher=str(source), steps=2, eval_every=1)
+    before, after = (json.loads((folder / "kvfold.json").read_text()) for folder in (start, out))
+    assert after["drift_before_uptraining"] == before.pop("drift")
+    assert {name: after[name] for name in before} == before
+    found = after["uptraining"]
+    assert found["request"]["text"] == "words.txt"
+    assert found["request"]["model"] == "engine"
+    assert str(tmp_path.parent) not in json.dumps(found)
+    card = (out / "README.md").read_text()
+    assert card.startswith((start / "README.md").read_text().rstrip())
+    assert "all weights were trained for 2 steps of 512 tokens of words.txt, distilled from `tiny`" in card
+    assert "| on 8 x 64 held-out tokens | before | after |" in card
+
+
+def test_the_stored_dtype_is_kept(source, text, tmp_path):
+    start = tmp_path / "half"
+    convert_checkpoint(ConvertRequest(str(source), str(start), **TARGETS["deepseek"], dtype="bfloat16", quiet=True))
+    train(start, tmp_path / "out", text, steps=2, precision="bfloat16")
+    assert {value.dtype for value in tensors(tmp_path / "out").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(converted, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(uptrain_trainer, "next_token_loss", lambda logits, tokens: logits.mean() * float("nan"))
+    with pytest.raises(KvfoldError, match="step 1: the loss is no longer a finite number; lower --lr"):
+        train(converted("gqa"), tmp_path / "out", text, eval_every=0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_evaluation_on_another_text(converted, text, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps({"text": line}) + "\n" for line in text.read_text()[:9000].split("\n")))
+    done = train(converted("gqa"), tmp_path / "out", text, eval_text=str(other), steps=2)
+    assert done.record["held_out"]["sequences"] == 8
+    with pytest.raises(InputError, match="--eval-text: expected another text than --text"):
+        train(converted("gqa"), tmp_path / "out2", text, eval_text=str(text))
+
+
+def test_the_curve(tmp_path):
+    rows = [{"step": n, "tokens": 512 * n, "loss": 1 / (n + 1), "learning_rate": 0.1} for n in range(1, 9)]
+    for name, extra in (("excess.png", {"eval_excess": 0.4, "eval_kl": 0.5}), ("loss.svg", {})):
+        measured = [{"step": n, "tokens": 512 * n, "eval_loss": 3.0 - n / 9, **extra} for n in (0, 4, 8)]
+        draw_curve(rows + measured, str(tmp_path / name), "a model")
+        assert (tmp_path / name).stat().st_size > 5000
+    draw_curve(rows, str(tmp_path / "none.png"), "a model")
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert read_log(log) == [{"step": 1}, {"step": 2}]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_tokens": 500}, "--batch-tokens: expected a multiple of --seq-len 64, found 500"),
+        ({"steps": 0}, "--steps: expected 1 or more, found 0"),
+        ({"lr": 3.0}, "--lr: expected a number between 0 and 1, found 3.0"),
+        ({"distill_weight": 0.5}, "--distill-weight: expected a --teacher to distil from, found none"),
+        ({"teacher": "x", "distill_weight": 1.5}, "--distill-weight: expected 0 to 1, found 1.5"),
+        ({"temperature": 0.0}, "--temperature: expected more than 0, found 0.0"),
+        ({"warmup": 1.0}, "--warmup: expected a share of the steps, 0 to below 1, found 1.0"),
+    ],
+)
+def test_requests_that_cannot_be(options, message):
+    with pytest.raises(InputError) as raised:
+        UptrainRequest(model="a", out="b", text="c", **{**QUICK, **options})
+    assert str(raised.value) == message
+
+
+def command(*arguments, start=("-m", "kvfold.convert.uptrain"), **environment):
+    return subprocess.run(
+        [sys.executable, *start, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environment},
+        check=False,
+    )
+
+
+def options_of(**options):
+    given = {**QUICK, **options}
+    given.pop("quiet")
+    return [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+
+
+@pytest.fixture
+def fails(monkeypatch, capsys):
+    """``fails(...)``: the last line on stderr of a command line that ends with status 2."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["uptrain", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        return capsys.readouterr().err.strip().splitlines()[-1]
+
+    return run
+
+
+def test_errors_name_what_to_do(converted, text, tmp_path, tiny_family, fails):
+    start, out = converted("gqa"), tmp_path / "out"
+    stranger = tiny_family("llama", attention_bias=False, mlp_bias=False, vocab_size=101)
+    both = (start, out, "--text", text)
+    expected = {
+        (start,): "error: python -m kvfold.convert.uptrain: missing argument 'OUT'; see `python -m",
+        (start, out): "error: python -m kvfold.convert.uptrain: missing option '--text'",
+        (start, out, *options_of(), "--text", "no.txt"): "error: --text: no file no.txt",
+        (tmp_path / "no", out, "--text", text): f"error: {tmp_path}/no: expected a checkpoint's folder",
+        (start, start, "--text", text): f"error: {start}: expected OUT apart from MODEL, found the same folder",
+        both: "error: --seq-len 1024: longer than the 128 positions that gqa is made for; lower --seq-len",
+        (*both, *options_of(teacher=stranger)): (
+            f"error: --teacher {stranger}: its vocabulary has 101 tokens, that of {start} 97; expected the checkpoint"
+        ),
+        (
+            *both,
+            *options_of(precision="float16"),
+        ): "error: --precision float16: trains on a GPU only, found none in use",
+        (*both, "--plot", "x.gif"): "error: --plot x.gif: expected a file that ends in .png, .svg, .pdf",
+    }
+    for arguments, message in expected.items():
+        last = fails(*arguments)
+        assert last.startswith(message), last
+        assert not list(tmp_path.iterdir()), last
+
+
+def test_an_error_in_a_process_of_its_own(converted, tmp_path):
+    done = command(converted("gqa"), tmp_path / "out", "--text", "no.txt", *options_of())
+    assert done.returncode == 2
+    assert done.stderr == "error: --text: no file no.txt\n"
+
+
+def test_without_accelerate_the_extra_is_named(converted, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvfold.convert.uptrain.run.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=re.escape("not installed: pip install 'kvfold[train]'")):
+        train(converted("gqa"), tmp_path / "out", text)
+
+
+def test_help_is_quick_to_load():
+    started = command("--help", start=("-X", "importtime", "-m", "kvfold.convert.uptrain"))
+    modules = {line.split("|")[-1].strip() for line in started.stderr.splitlines()}
+    assert not modules & {"torch", "transformers", "numpy"}
+    assert "--teacher MODEL" in started.stdout
+
+
+def test_the_configuration_for_fsdp_is_one_that_accelerate_reads():
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    found = load_config_from_file(str(ROOT / "recipes" / "fsdp.yaml"))
+    assert found.fsdp_config["fsdp_version"] == 2  # the constant channel needs it
+    assert "fsdp_transformer_layer_cls_to_wrap" not in found.fsdp_config
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_losses_of_one(source, converted, text, tmp_path):
+    options = ["--text", text, "--teacher", source, *options_of(steps=8, eval_every=4, micro_batch=4)]
+    start = converted("deepseek")
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29631")
+    two = command(start, tmp_path / "two", *options, start=(*launch, str(ROOT / "recipes" / "uptrain.py")))
+    assert two.returncode == 0, two.stderr
+    one = command(start, tmp_path / "one", *options, start=(str(ROOT / "recipes" / "uptrain.py"),))
+    assert one.returncode == 0, one.stderr
+    rows = [read_log(tmp_path / f"{name}.training" / "log.jsonl") for name in ("one", "two")]
+    assert len(rows[0]) == len(rows[1]) == 11
+    for name in ("loss", "eval_loss", "eval_kl", "eval_excess"):
+        first, second = ([row[name] for row in found if name in row] for found in rows)
+        assert first == pytest.approx(second, abs=1e-3), name
+    assert two.stdout.count("wrote ") == 1
+    before, after = tensors(tmp_path / "one"), tensors(tmp_path / "two")
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=0, atol=1e-3, msg=name)
+
+
+def test_every_tensor_learns_in_proportion_to_its_size(converted):
+    model = AutoModelForCausalLM.from_pretrained(converted("deepseek"))
+    channel = ConstantChannel(model)
+    sizes = tensor_sizes(model, channel)
+    assert sizes.keys() == dict(model.named_parameters()).keys()
+    attention = "model.layers.0.self_attn"
+    query, reader = (model.get_parameter(f"{attention}.{name}.weight") for name in ("q_proj", "kv_b_proj"))
+    assert sizes[f"{attention}.q_proj.weight"] == pytest.approx(query.detach().square().mean().sqrt().item())
+    assert sizes[f"{attention}.kv_b_proj.weight"] == pytest.approx(
+        reader[:, :-1].detach().square().mean().sqrt().item()
+    )
+    assert sizes[f"{attention}.kv_a_proj_with_mqa.bias"] == sizes[f"{attention}.kv_a_proj_with_mqa.weight"]
+    optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "weight_decay": 0.1}], lr=0.01)
+    relative_groups(optimizer, model, sizes)
+    rates = {id(group["params"][0]): group["lr"] for group in optimizer.param_groups}
+    assert rates[id(query)] == pytest.approx(0.01 * sizes[f"{attention}.q_proj.weight"])
+    decays = [group["lr"] * group["weight_decay"] for group in optimizer.param_groups]
+    assert decays == pytest.approx([0.01 * 0.1] * len(decays))
+
+
+def test_tables_of_old_checkpoints_need_not_come_back(converted, text, tmp_path):
+    start = shutil.copytree(converted("gqa"), tmp_path / "start")
+    old = tensors(start)
+    (file,) = start.glob("*.safetensors")
+    save_file({**old, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file, {"format": "pt"})
+    train(start, tmp_path / "out", text, steps=1, eval_every=0)
+    assert tensors(tmp_path / "out").keys() == old.keys()
+
+
+def test_a_folder_that_is_not_a_run_is_left_alone(converted, text, tmp_path):
+    mine = tmp_path / "out.training" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    with pytest.raises(InputError, match="the run would write its log there, found something else"):
+        train(converted("gqa"), tmp_path / "out", text, steps=1)
+    assert mine.read_text() == "mine"

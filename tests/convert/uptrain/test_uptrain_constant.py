@@ -1,0 +1,213 @@
+"""The constant channel of layout ``deepseek`` under optimizers, weight decay and low precision."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.errors import KvfoldError
+from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.targets.deepseek.tensors import CONSTANT, norm_weight
+from kvfold.convert.uptrain.constant import ConstantChannel, check_constant, has_constant
+from kvfold.convert.uptrain.trainer import next_token_loss
+
+RANKS = {"kv_a": 24, "q_a": 40}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(scope="module")
+def latent(tiny_family, tmp_path_factory):
+    """A tiny model in layout ``deepseek``, with a query latent."""
+    out = tmp_path_factory.mktemp("constant") / "latent"
+    source = tiny_family("llama", attention_bias=False, mlp_bias=False)
+    request = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "q_rank": 40, "method": "svd", "quiet": True}
+    convert_checkpoint(ConvertRequest(model=str(source), out=str(out), **request))
+    return out
+
+
+def batches(steps):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(97, (4, 24), generator=generator) for _ in range(steps)]
+
+
+def trained(folder, dtype, steps=6, held=True, decay=0.1):
+    """The model after some steps with every tensor of the optimizer in ``dtype``, weight decay on all of them."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    if held:
+        channel = ConstantChannel(model)
+        channel.install()
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=5e-3, weight_decay=decay, eps=1e-4
+    )
+    if held:
+        channel.watch(optimizer)
+    losses = []
+    for tokens in batches(1) * steps:
+        loss = next_token_loss(model(input_ids=tokens).logits, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses
+
+
+def norm_factors(model, dtype):
+    """What each latent's norm multiplies its input by: ``[tokens]`` per layer and latent."""
+    factors = []
+
+    def watch(module, inputs, output):
+        x = inputs[0].float()
+        factors.append((module, (output.float() / x)[..., -1].flatten(), x))
+
+    handles = [
+        module.register_forward_hook(watch)
+        for name, module in model.named_modules()
+        if name.endswith(("kv_a_layernorm", "q_a_layernorm"))
+    ]
+    with torch.no_grad():
+        model(input_ids=batches(2)[1])
+    for handle in handles:
+        handle.remove()
+    return factors
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_norm_still_does_nothing(latent, dtype):
+    model, losses = trained(latent, dtype)
+    assert losses[-1] < losses[0] - 0.1  # it did train
+    start = AutoModelForCausalLM.from_pretrained(latent, dtype=dtype)
+    for name, value in model.named_parameters():
+        kind, rank = name.split(".")[-2], RANKS.get(name.split(".")[-2].split("_a_")[0] + "_a")
+        if kind.endswith("a_layernorm"):
+            assert value.tolist() == [norm_weight(rank)] * rank, name
+        elif kind in ("kv_a_proj_with_mqa", "q_a_proj") and name.endswith("bias"):
+            assert value[rank - 1] == CONSTANT, name
+            assert not torch.equal(value[: rank - 1], start.get_parameter(name)[: rank - 1]), name
+        elif kind in ("kv_a_proj_with_mqa", "q_a_proj"):
+            assert not value[rank - 1].any(), name
+    found = norm_factors(model, dtype)
+    assert len(found) == 4
+    for module, factor, inputs in found:
+        rank = inputs.shape[-1]
+        expected = norm_weight(rank) * rank**0.5 / CONSTANT
+        # the whole latent beside the constant moves the norm by |c|^2 / 2 B^2; the rest is the dtype's rounding
+        others = inputs[..., :-1].square().sum(-1).max().item()
+        allowed = others / (2 * CONSTANT**2) + 2 * torch.finfo(dtype).eps
+        assert others < 1e-3 * CONSTANT**2
+        assert (factor / expected - 1).abs().max().item() <= allowed, module
+
+
+def test_without_the_hold_it_would_move(latent):
+    model, _ = trained(latent, torch.float32, held=False)
+    bias = model.model.layers[0].self_attn.kv_a_proj_with_mqa.bias
+    assert bias[RANKS["kv_a"] - 1] != CONSTANT
+
+
+def test_readers_of_the_constant_move_by_as_much_less_as_it_is_larger(latent):
+    start = AutoModelForCausalLM.from_pretrained(latent)
+    model, _ = trained(latent, torch.float32, steps=1, decay=0.0)
+    moved = model.model.layers[0].self_attn.kv_b_proj.weight - start.model.layers[0].self_attn.kv_b_proj.weight
+    usual = moved[:, :-1].abs().median()
+    slow = moved[:, -1].abs().median()
+    assert 0 < slow < 4 * usual / CONSTANT
+
+
+def test_gradients_are_those_of_the_model_but_for_what_is_held(latent):
+    tokens = batches(1)[0]
+    plain, held = (AutoModelForCausalLM.from_pretrained(latent) for _ in range(2))
+    ConstantChannel(held).install()
+    for model in (plain, held):
+        next_token_loss(model(input_ids=tokens).logits, tokens).backward()
+    for name, value in plain.named_parameters():
+        expected, found = value.grad.clone(), held.get_parameter(name).grad
+        kind = name.split(".")[-2]
+        if kind.endswith("a_layernorm"):
+            assert found is None
+            continue
+        if kind in ("kv_a_proj_with_mqa", "q_a_proj"):
+            expected[RANKS[kind.split("_a_")[0] + "_a"] - 1] = 0
+        if kind in ("kv_b_proj", "q_b_proj"):
+            expected[:, -1] /= CONSTANT
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_which_checkpoints_have_the_channel(latent, tiny_family, tmp_path):
+    assert has_constant(open_checkpoint(latent))
+    assert not has_constant(open_checkpoint(tiny_family("llama", attention_bias=False, mlp_bias=False)))
+    biased = tmp_path / "a-deepseek-model-with-biases"
+    shutil.copytree(latent, biased)
+    tensors = load_file(biased / "model.safetensors")
+    tensors["model.layers.1.self_attn.kv_a_proj_with_mqa.bias"][RANKS["kv_a"] - 1] = 0.3
+    save_file(tensors, biased / "model.safetensors", {"format": "pt"})
+    assert not has_constant(open_checkpoint(biased))
+
+
+def test_a_channel_that_moved_is_not_written(latent):
+    checkpoint = open_checkpoint(latent)
+    state = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    check_constant(state, checkpoint)
+    name = "model.layers.1.self_attn.kv_a_proj_with_mqa.bias"
+    state[name] = state[name].clone()
+    state[name][RANKS["kv_a"] - 1] += 1
+    with pytest.raises(KvfoldError, match=f"{name}: expected the constant channel as it was, found it moved"):
+        check_constant(state, checkpoint)
+
+
+SHARDED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from kvfold.convert.uptrain.constant import ConstantChannel
+from kvfold.convert.uptrain.trainer import next_token_loss
+
+folder, out, sharded = sys.argv[1], sys.argv[2], sys.argv[3] == "sharded"
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+model = AutoModelForCausalLM.from_pretrained(folder)
+channel = ConstantChannel(model)
+channel.install()
+if sharded:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3, weight_decay=0.1)
+channel.watch(optimizer)
+generator = torch.Generator().manual_seed(0)
+for _ in range(4):
+    tokens = torch.randint(97, (4, 24), generator=generator)[rank::world]
+    next_token_loss(model(input_ids=tokens).logits, tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+state = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+if rank == 0:
+    torch.save({n: p.detach().clone() for n, p in state.items()}, out)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_sharded_weights_are_held_too(latent, tmp_path):
+    """Two processes, each with half of every tensor (FSDP version 2), train as one does with the whole."""
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    for processes, way in ((1, "whole"), (2, "sharded")):
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "29633"]
+        subprocess.run(
+            [sys.executable, *launch, str(script), str(latent), str(tmp_path / way), way],
+            check=True,
+            capture_output=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    whole, sharded = (torch.load(tmp_path / way) for way in ("whole", "sharded"))
+    check_constant(sharded, open_checkpoint(latent))
+    for name, value in whole.items():
+        torch.testing.assert_close(sharded[name], value, rtol=0, atol=2e-5, msg=name)

@@ -1,0 +1,61 @@
+"""Weights that no transform reads, but that are no numbers: found out by what they do to calibration text."""
+
+import math
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.data import demo_folder
+from kvfold.convert.errors import InputError
+from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.walk.finite import check_finite
+
+TARGETS = {
+    "mqa": {"to": "mqa", "group": "contiguous"},
+    "refined mean": {"to": "mqa", "method": "mean", "refine": 1},
+    "mla": {"to": "mla", "kv_rank": 16, "rope_dim": 16},
+}
+WHERE = {
+    "model.layers.1.mlp.up_proj.weight": "in layer 1;",
+    "model.layers.3.mlp.down_proj.weight": "in layer 3;",
+    "model.layers.2.input_layernorm.weight": "in layer 2;",
+    "model.embed_tokens.weight": "before the first layer or after the last;",
+    "model.norm.weight": "before the first layer or after the last;",
+}
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    def make(name, value):
+        folder = shutil.copytree(demo_folder(), tmp_path / "model")
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name][..., 5] = value
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("name", "value"), [(name, math.nan) for name in WHERE] + [(next(iter(WHERE)), math.inf)])
+def test_a_damaged_tensor_is_named_with_its_layer(tmp_path, damaged, target, name, value):
+    text = tmp_path / "few.txt"
+    text.write_text("def function(argument): return a value of the list. " * 60)
+    options = {"model": str(damaged(name, value)), "out": str(tmp_path / "out"), "calibration": str(text)}
+    with pytest.raises(InputError) as caught:
+        convert_checkpoint(ConvertRequest(**options, samples=1, seq_len=8, quiet=True, **TARGETS[target]))
+    assert str(caught.value).startswith(f"tensor '{name}': expected finite numbers, found ")
+    assert WHERE[name] in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_overflow_without_a_damaged_tensor_says_so():
+    checkpoint = open_checkpoint(demo_folder())
+    stream = CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), dtype=torch.float16)
+    check_finite([torch.zeros(3)], stream, 1)
+    with pytest.raises(InputError, match=r"in layer 1, although its weights are finite.* float16; .*--device cpu"):
+        check_finite([torch.zeros(3), torch.tensor([1.0, math.inf])], stream, 1)

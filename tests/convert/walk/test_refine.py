@@ -1,0 +1,213 @@
+"""Training a layer's attention against its source: what is compared, what moves, what is kept."""
+
+from itertools import islice
+
+import pytest
+import torch
+
+from kvfold.convert import ConvertRequest
+from kvfold.convert.conversion.fold import pooled, source_stream
+from kvfold.convert.conversion.plan import make_plan
+from kvfold.convert.conversion.refinement import refinement
+from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.targets.deepseek.constant import constant_paces
+from kvfold.convert.targets.deepseek.tensors import CONSTANT
+from kvfold.convert.walk import refine as refining
+from kvfold.convert.walk.objective import examples
+from kvfold.convert.walk.refine import AUTO_STEPS, ROUND, Refinement, picks, rates, refine_layer
+from kvfold.convert.walk.walk import Twin, Walk
+
+# family -> the module that is given the residual stream after the attention
+AFTER_ATTENTION = {
+    "llama": "post_attention_layernorm",
+    "qwen3": "post_attention_layernorm",
+    "granite": "post_attention_layernorm",
+    "gemma2": "pre_feedforward_layernorm",
+    "olmo2": "mlp",
+}
+
+
+def plan_of(folder, **options):
+    request = ConvertRequest(
+        **{"model": str(folder), "out": "unused", "to": "mqa", "method": "mean", "refine": 30, "quiet": True, **options}
+    )
+    return make_plan(request, open_checkpoint(request.model))
+
+
+def first_step(plan, sequences=12, length=24):
+    """The first step of a walk over random tokens, and its pooled tensors."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, plan.geometry.vocabulary, (sequences + 4, length), generator=generator)
+    source = source_stream(plan)
+    twin = Twin(source, plan.layout.config, plan.layout.tensors)
+    walk = Walk(source, twin, tokens[:4], tokens[4:], keep_calibration=True)
+    steps = iter(walk)
+    step = next(steps)
+    return steps, step, plan.layout.encode(0, pooled(plan, 0)[0])
+
+
+def task_of(plan, **changes):
+    task = refinement(plan, plan.request.refine, lambda layer, step, error: None)
+    return Refinement(**{**vars(task), **changes})
+
+
+@pytest.mark.parametrize("family", AFTER_ATTENTION)
+def test_the_share_is_what_the_layer_adds_to_its_residual(tiny_family, family):
+    plan = plan_of(tiny_family(family))
+    _steps, step, _ = first_step(plan)
+    seen = []
+    module = step.source.module.get_submodule(AFTER_ATTENTION[family])
+    handle = module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    hidden = step.held_out[0]
+    with torch.no_grad():
+        step.source(hidden)
+        handle.remove()
+        added = task_of(plan).share.of(step.source, step.source.attend(hidden))
+    torch.testing.assert_close(hidden + added, seen[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", [*AFTER_ATTENTION, "cohere", "phi", "mixtral"])
+def test_the_error_falls_in_every_family(tiny_family, family):
+    plan = plan_of(tiny_family(family))
+    _steps, step, tensors = first_step(plan)
+    errors = []
+    refined = refine_layer(step, tensors, task_of(plan, tell=lambda layer, done, error: errors.append(error)))
+    assert refined.before == errors[0]
+    assert refined.after == min(errors) < 0.95 * refined.before
+    assert refined.tensors.keys() == tensors.keys()
+    assert all(refined.tensors[name].shape == tensor.shape for name, tensor in tensors.items())
+    unmoved = [name for name in tensors if torch.equal(refined.tensors[name], tensors[name].float())]
+    assert not [name for name in unmoved if name.endswith(".weight")]
+
+
+def test_the_target_mends_what_earlier_layers_got_wrong(tiny_family):
+    _steps, step, _ = first_step(plan_of(tiny_family("llama")))
+    student = [chunk + 0.5 for chunk in step.held_out]
+    task = task_of(plan_of(tiny_family("llama")))
+    with torch.no_grad():
+        wanted = step.held_out[0] + step.source.attend(step.held_out[0]).attention
+    found = examples(task.share, step.source, step.held_out, student)
+    torch.testing.assert_close(found.targets[0] + student[0], wanted, rtol=0, atol=1e-6)
+
+
+def test_equal_seeds_give_equal_weights_and_other_seeds_others(tiny_family):
+    results = []
+    for seed in (3, 3, 4):
+        plan = plan_of(tiny_family("llama"), seed=seed)
+        _steps, step, tensors = first_step(plan)
+        results.append(refine_layer(step, tensors, task_of(plan, steps=5)).tensors)
+    first, second, other = results
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_layer_that_does_not_get_better_keeps_its_weights(tiny_family, monkeypatch):
+    monkeypatch.setattr(refining, "_RATE", 1e4)
+    monkeypatch.setattr(refining, "_WIDTH_RATE", 1e9)
+    plan = plan_of(tiny_family("llama"))
+    _steps, step, tensors = first_step(plan)
+    refined = refine_layer(step, tensors, task_of(plan))
+    assert refined.kept == 0
+    assert refined.steps == 30
+    assert refined.after == refined.before
+    assert all(torch.equal(refined.tensors[name], tensors[name]) for name in tensors)
+
+
+def test_a_layer_that_got_no_better_is_tried_again_more_slowly(tiny_family, monkeypatch):
+    monkeypatch.setattr(refining, "_SLOWER", (1e5, 1.0))
+    plan = plan_of(tiny_family("llama"))
+    _steps, step, tensors = first_step(plan)
+    told = []
+    refined = refine_layer(step, tensors, task_of(plan, tell=lambda layer, done, error: told.append(done)))
+    assert told == [0, 30, 0, 30]
+    assert refined.kept == 30
+    assert refined.after < 0.95 * refined.before
+
+
+def test_weights_that_stop_being_finite_are_not_kept(tiny_family, monkeypatch):
+    monkeypatch.setattr(refining, "_RATE", 1e38)
+    monkeypatch.setattr(refining, "_WIDTH_RATE", 1e38)
+    plan = plan_of(tiny_family("llama"))
+    _steps, step, tensors = first_step(plan)
+    refined = refine_layer(step, tensors, task_of(plan, steps=2))
+    assert refined.kept == 0
+    assert refined.after == refined.before
+
+
+def test_a_walk_without_calibration_sequences_is_refused(tiny_family):
+    plan = plan_of(tiny_family("llama"))
+    _steps, step, tensors = first_step(plan)
+    step.calibration = []
+    with pytest.raises(refining.KvfoldError, match="keeps the calibration sequences"):
+        refine_layer(step, tensors, task_of(plan))
+
+
+def test_a_number_of_steps_falls_linearly_to_zero():
+    assert list(rates(4, [1.0])) == [1.0, 0.75, 0.5, 0.25]
+
+
+def run_auto(errors_by_round):
+    """The rates of ``auto`` when each round ends with the next of these errors."""
+    errors, found = [1.0], []
+    coming = iter(errors_by_round)
+    for rate in rates("auto", errors):
+        found.append(rate)
+        if len(found) % ROUND == 0:
+            errors.append(next(coming))
+    return found
+
+
+def test_auto_goes_on_while_rounds_gain_one_percent_then_lowers_the_rate_and_settles():
+    found = run_auto([0.5, 0.4, 0.399, *[0.399] * 20])
+    assert found[: 3 * ROUND] == [1.0] * (3 * ROUND)
+    assert found[3 * ROUND : 4 * ROUND] == [pytest.approx(found[3 * ROUND])] * ROUND
+    assert 0 < found[-1] < found[3 * ROUND] < 1
+    assert found == sorted(found, reverse=True)
+    assert len(found) < 8 * ROUND
+
+
+def test_auto_stops_at_its_cap():
+    assert len(run_auto(0.5**n for n in range(1, 1000))) == AUTO_STEPS
+
+
+def test_auto_refines_until_it_has_settled(tiny_family, monkeypatch):
+    monkeypatch.setattr(refining, "AUTO_STEPS", 250)
+    plan = plan_of(tiny_family("llama"), refine="auto")
+    _steps, step, tensors = first_step(plan)
+    told = []
+    refined = refine_layer(step, tensors, task_of(plan, tell=lambda layer, done, error: told.append(done)))
+    assert told[: refined.steps // ROUND + 1] == list(range(0, refined.steps + 1, ROUND))
+    assert 4 * ROUND <= refined.steps <= 250
+    assert refined.after < 0.9 * refined.before
+
+
+def test_batches_use_every_sequence_before_any_again():
+    drawn = list(islice(picks(32, seed=1, layer=2), 8))
+    assert [len(batch) for batch in drawn] == [8] * 8
+    for half in (drawn[:4], drawn[4:]):
+        assert sorted(number for batch in half for number in batch) == list(range(32))
+    assert drawn[:4] != drawn[4:]
+    assert drawn != list(islice(picks(32, seed=1, layer=3), 8))
+    assert sorted(next(picks(3, seed=0, layer=0))) == [0, 1, 2]
+
+
+def test_paces_hold_the_constant_channels():
+    module = "model.layers.0.self_attn"
+    shapes = {
+        "q_a_proj.weight": (5, 4),
+        "q_a_proj.bias": (5,),
+        "q_a_layernorm.weight": (5,),
+        "q_b_proj.weight": (6, 5),
+        "kv_a_proj_with_mqa.weight": (3 + 2, 4),
+        "kv_a_proj_with_mqa.bias": (3 + 2,),
+        "kv_a_layernorm.weight": (3,),
+        "kv_b_proj.weight": (6, 3),
+    }
+    paces = constant_paces({f"{module}.{name}": torch.randn(shape) for name, shape in shapes.items()})
+    found = {name.removeprefix(f"{module}."): pace for name, pace in paces.items()}
+    assert found["kv_b_proj.weight"][0].tolist() == [1, 1, 1 / CONSTANT]
+    assert found["q_b_proj.weight"][0].tolist() == [1, 1, 1, 1, 1 / CONSTANT]
+    assert found["kv_a_proj_with_mqa.bias"].tolist() == [1, 1, 0, 1, 1]
+    assert found["kv_a_proj_with_mqa.weight"].sum(1).tolist() == [4, 4, 0, 4, 4]
+    assert found["q_a_proj.bias"].tolist() == [1, 1, 1, 1, 0]
+    assert not found["kv_a_layernorm.weight"].any()

@@ -1,0 +1,276 @@
+"""The walk: statistics, choices and drift of a conversion, layer by layer, against whole stock models."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvfold.attention.drift.lockstep import Measurement
+from kvfold.convert.errors import KvfoldError
+from kvfold.convert.io.shards import OutputTensor
+from kvfold.convert.io.tensors import dtype_name
+from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.walk.walk import Step, Twin, Walk, chunk_size, estimate_seconds, survey
+
+LAYERS = 3
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "tie_word_embeddings": False,
+}
+
+
+class Case:
+    """A source with four key/value heads and a student with two, unrelated in their attention weights."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        self.source, self.student = (
+            LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=heads)).eval().requires_grad_(False)
+            for heads in (4, 2)
+        )
+        for parameter in self.source.parameters():
+            parameter += torch.randn_like(parameter) * 0.1
+        shared = {name: tensor for name, tensor in self.source.state_dict().items() if "self_attn" not in name}
+        self.student.load_state_dict(shared, strict=False)
+        self.stored = {name: tensor.clone() for name, tensor in self.source.state_dict().items()}
+        self.new = {name: t.to(dtype) for name, t in self.student.state_dict().items() if "self_attn" in name}
+        self.student.load_state_dict(self.new, strict=False)
+        self.calibration, self.held_out = torch.randint(0, 61, (7, 13)), torch.randint(0, 61, (5, 13))
+        self.reads: list[str] = []
+
+    def stream(self) -> CheckpointStream:
+        def read(name: str) -> Tensor:
+            self.reads.append(name)
+            return self.stored[name]
+
+        return CheckpointStream(self.source.config.to_dict(), read, self.stored)
+
+    def planned(self) -> list[OutputTensor]:
+        return [
+            OutputTensor(
+                name,
+                dtype_name(self.new[name].dtype if name in self.new else tensor.dtype),
+                tuple(tensor.shape),
+                None if name in self.new else name,
+            )
+            for name, tensor in self.student.state_dict().items()
+        ]
+
+    def twin(self, source: CheckpointStream) -> Twin:
+        return Twin(source, self.student.config.to_dict(), self.planned())
+
+    def layer(self, index: int) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.new.items() if f".layers.{index}." in name}
+
+    def walk(self, **options: Any) -> Walk:
+        source = self.stream()
+        return Walk(source, self.twin(source), self.held_out, self.calibration, **options)
+
+    def run(self, walk: Walk) -> Iterator[Step]:
+        for step in walk:
+            yield step
+            step.convert(self.layer(step.index))
+
+
+@pytest.fixture(params=[16, 4096], ids=["many chunks", "one chunk"])
+def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Case:
+    monkeypatch.setattr("kvfold.convert.walk.walk._CPU_TOKENS", request.param)
+    return Case()
+
+
+def attention_inputs(model: Any, tokens: Tensor) -> list[Tensor]:
+    """What every attention module of a stock model is given, in float64."""
+    found: list[Tensor] = []
+    model = model.double()
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: found.append(kwargs["hidden_states"]), with_kwargs=True
+        )
+        for layer in model.model.layers
+    ]
+    model(tokens)
+    for hook in hooks:
+        hook.remove()
+    model.float()
+    return found
+
+
+def test_statistics_are_those_of_the_stock_model_in_float64(case: Case) -> None:
+    expected = attention_inputs(case.source, case.calibration)
+    found = [step.statistics for step in case.run(case.walk(profile=True))]
+    assert len(found) == LAYERS
+    for statistics, inputs in zip(found, expected, strict=True):
+        rows = inputs.flatten(0, 1)
+        assert statistics is not None
+        assert statistics.tokens == len(rows) == 91
+        torch.testing.assert_close(statistics.gram, rows.T @ rows / 91, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(statistics.mean, rows.mean(0), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(statistics.profile.sum(-1), torch.ones(4, dtype=torch.float64))
+
+
+def test_profiles_are_those_of_the_stock_attention_maps(case: Case) -> None:
+    case.source.set_attn_implementation("eager")
+    maps = case.source(case.calibration, output_attentions=True).attentions
+    for step, weights in zip(case.run(case.walk(profile=True)), maps, strict=True):
+        mean = weights.double().mean(0)
+        expected = torch.stack([mean.diagonal(-delta, -2, -1).sum(-1) for delta in range(13)], -1) / 13
+        assert step.statistics is not None
+        torch.testing.assert_close(step.statistics.profile, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_profiles_are_taken_only_when_asked_for(case: Case) -> None:
+    assert all(step.statistics.profile.numel() == 0 for step in case.run(case.walk()))
+
+
+def test_a_survey_gives_the_walks_statistics_without_a_student(case: Case) -> None:
+    surveyed, inputs = {}, []
+    for index, statistics, first in survey(case.stream(), case.calibration):
+        surveyed[index] = statistics
+        inputs.append(first)
+    assert list(surveyed) == [0, 1, 2]
+    for first, expected in zip(inputs, attention_inputs(case.source, case.calibration), strict=True):
+        torch.testing.assert_close(first.double(), expected.flatten(0, 1)[: len(first)], rtol=1e-5, atol=1e-6)
+    for step in case.run(case.walk(profile=True)):
+        assert step.statistics is not None
+        assert torch.equal(surveyed[step.index].gram, step.statistics.gram)
+        assert torch.equal(surveyed[step.index].mean, step.statistics.mean)
+        assert torch.equal(surveyed[step.index].profile, step.statistics.profile)
+
+
+def test_a_walk_without_calibration_has_no_statistics_and_the_same_drift(case: Case) -> None:
+    source = case.stream()
+    bare = Walk(source, case.twin(source), case.held_out)
+    assert all(step.statistics is None for step in case.run(bare))
+    full = case.walk()
+    list(case.run(full))
+    assert bare.measurement() == full.measurement()
+
+
+def measured(case: Case) -> Measurement:
+    walk = case.walk()
+    list(case.run(walk))
+    return walk.measurement()
+
+
+def test_measurement_equals_two_whole_stock_models(case: Case) -> None:
+    found = measured(case)
+    labels = case.held_out[:, 1:]
+    log_p, log_q = (m(case.held_out).logits[:, :-1].double().log_softmax(-1) for m in (case.source, case.student))
+    assert found.predictions == labels.numel() == 60
+    assert found.kl == pytest.approx(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), rel=1e-5)
+    assert found.agreement == pytest.approx(float((log_p.argmax(-1) == log_q.argmax(-1)).double().mean()))
+    assert found.teacher_loss == pytest.approx(-float(log_p.gather(-1, labels[..., None]).mean()), rel=1e-6)
+    assert found.student_loss == pytest.approx(-float(log_q.gather(-1, labels[..., None]).mean()), rel=1e-6)
+    assert found.kl > 1e-3
+
+
+def test_layer_drift_equals_hooks_on_two_whole_stock_models(case: Case) -> None:
+    found = measured(case).layers
+    teacher, student = (m(case.held_out, output_hidden_states=True).hidden_states for m in (case.source, case.student))
+    for index in range(LAYERS - 1):  # the last of the stock hidden states is normed
+        error = (teacher[index + 1] - student[index + 1]).double().norm() / teacher[index + 1].double().norm()
+        assert found[index].residual_propagated == pytest.approx(float(error), rel=1e-4)
+        positions = torch.arange(13)[None]
+        rotary = case.student.model.rotary_emb(teacher[index], positions)
+        local = case.student.model.layers[index](teacher[index], position_embeddings=rotary)
+        error = (teacher[index + 1] - local).double().norm() / teacher[index + 1].double().norm()
+        assert found[index].residual_local == pytest.approx(float(error), rel=1e-4)
+
+
+def test_attention_error_is_the_square_of_the_local_drift(case: Case) -> None:
+    for step in case.walk():
+        error = step.attention_error(case.layer(step.index))
+        other = {name: tensor * 0.5 for name, tensor in case.layer(step.index).items()}
+        assert step.attention_error(other) != pytest.approx(error, rel=1e-3)
+        drift = step.convert(case.layer(step.index))
+        assert error == pytest.approx(drift.attention_local**2, rel=1e-5)
+
+
+def test_candidates_are_judged_on_the_first_sequences(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvfold.convert.walk.walk._JUDGED_TOKENS", 13 * 3 + 5)
+    step = next(iter(case.walk()))
+    found = step.attention_error(case.layer(0))
+    case.held_out = case.held_out[:3]
+    drift = next(iter(case.walk())).convert(case.layer(0))
+    assert found == pytest.approx(drift.attention_local**2, rel=1e-5)
+
+
+def test_a_student_equal_to_its_source_drifts_nowhere(case: Case) -> None:
+    case.student, case.new = case.source, {n: t for n, t in case.stored.items() if "self_attn" in n}
+    found = measured(case)
+    assert found.kl == 0
+    assert found.agreement == 1
+    assert all(layer.residual_propagated == layer.attention_local == 0 for layer in found.layers)
+
+
+def test_what_is_measured_is_what_will_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(torch.bfloat16)
+    rounded = {name: tensor.clone() for name, tensor in case.new.items()}
+    precise = {name: tensor.float() * (1 + 2**-12) for name, tensor in rounded.items()}
+    assert all(torch.equal(tensor.bfloat16(), rounded[name]) for name, tensor in precise.items())
+    expected = measured(case)
+    monkeypatch.setattr(case, "layer", lambda index: {n: t for n, t in precise.items() if f".layers.{index}." in n})
+    assert measured(case) == expected
+
+
+def test_refinement_gets_both_streams_inputs(case: Case) -> None:
+    teacher, student = (
+        m(case.calibration, output_hidden_states=True).hidden_states for m in (case.source, case.student)
+    )
+    for step in case.run(case.walk(keep_calibration=True)):
+        torch.testing.assert_close(torch.cat(step.calibration), teacher[step.index], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.cat(step.student_calibration), student[step.index], rtol=1e-5, atol=1e-5)
+
+
+def test_every_tensor_is_read_once(case: Case) -> None:
+    walk = case.walk()
+    case.reads.clear()
+    list(case.run(walk))
+    assert sorted(case.reads) == sorted(name for name in case.stored if ".layers." in name)
+
+
+def test_a_layer_must_be_converted_before_the_next(case: Case) -> None:
+    steps = iter(case.walk())
+    next(steps)
+    with pytest.raises(KvfoldError, match="went on from layer 0 before it was converted"):
+        next(steps)
+
+
+def test_measurement_needs_the_whole_walk(case: Case) -> None:
+    walk = case.walk()
+    next(iter(case.run(walk)))
+    with pytest.raises(KvfoldError, match="has done 0 of 3 layers"):
+        walk.measurement()
+
+
+def test_only_planned_tensors_are_taken(case: Case) -> None:
+    step = next(iter(case.walk()))
+    with pytest.raises(KvfoldError, match=r"computes no tensors model\.norm\.weight"):
+        step.convert({"model.norm.weight": torch.ones(32)})
+
+
+def test_a_layer_short_of_a_tensor_is_refused(case: Case) -> None:
+    step = next(iter(case.walk()))
+    tensors = case.layer(0)
+    tensors.pop("model.layers.0.self_attn.q_proj.weight")
+    with pytest.raises(KvfoldError, match=r"'model\.layers\.0\.self_attn\.q_proj\.weight' was asked for before"):
+        step.convert(tensors)
+
+
+def test_chunks_hold_whole_sequences() -> None:
+    assert chunk_size(torch.device("cpu"), 512) == 8
+    assert chunk_size(torch.device("cpu"), 100_000) == 1
+    assert chunk_size(torch.device("cuda"), 512) == 64
+
+
+def test_the_estimate_grows_with_the_text() -> None:
+    case = Case()
+    short, long = (estimate_seconds(case.stream(), case.held_out, case.calibration.repeat(n, 1)) for n in (1, 1000))
+    assert 0 < short < long
