@@ -1,6 +1,5 @@
 """Fixtures shared by the whole suite."""
 
-import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -8,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
+
+pytest.register_assert_rewrite("helpers")
 
 # The models of the tests are tiny: more threads only wait for each other. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,9 +38,6 @@ def tiny_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
     The same folder for the same arguments: copy it before changing anything.
     """
-    spec = importlib.util.spec_from_file_location("tiny_models", Path(__file__).with_name("tiny_models.py"))
-    tiny_models = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tiny_models)
     made: dict[str, Path] = {}
 
     def folder(name: str, **changes: Any) -> Path:

@@ -1,0 +1,186 @@
+"""The house's order: an import only goes down, nothing runs in a circle, and every file is in the wheel."""
+
+import sys
+import tomllib
+from collections.abc import Iterable
+
+import pytest
+from helpers.structure import (
+    PACKAGES,
+    REPOSITORY,
+    Import,
+    Repository,
+    circles,
+    file_circles,
+    floors,
+    room,
+    room_arrows,
+    root_files,
+)
+
+ROOT_FILES = 12  # at most, in each package
+PURE = {"torch", "numpy", *sys.stdlib_module_names}
+TENSORS = {"torch", "numpy", *sys.stdlib_module_names}
+
+# Violations of code that is still being moved. An entry that is no longer needed fails a test: the list only shrinks.
+KNOWN: set[str] = {
+    "convert/conversion/fold.py -> convert/conversion/latent.py -> convert/conversion/run.py "
+    "-> convert/measure/drift.py",
+    "convert/conversion -> convert/measure",
+    "convert/families/model.py -> convert/families/names.py -> convert/families/rope.py",
+    "convert/measure/drift.py -> convert/conversion/fold.py",
+    "convert/plots",
+    "convert/progress",
+}
+
+
+@pytest.fixture(scope="module")
+def repository() -> Repository:
+    return Repository(REPOSITORY)
+
+
+def fail_on(problems: Iterable[tuple[str, str]]) -> None:
+    """Fails with every problem, a pair of a key and a sentence, whose key is not in ``KNOWN``."""
+    assert [sentence for key, sentence in problems if key not in KNOWN] == []
+
+
+def upward(repository: Repository) -> list[tuple[str, str]]:
+    table = floors()
+
+    def stands(name: str) -> str:
+        return f"{name} (floor {table[name][1]} of {name.split('/')[0]})"
+
+    def goes_up(arrow: Import) -> bool:
+        start, end = room(arrow.file), room(arrow.target)
+        return start != end and start in table and end in table and table[start] <= table[end]
+
+    return [
+        (
+            f"{arrow.file} -> {arrow.target}",
+            f"{arrow}: from {stands(room(arrow.file))} to {stands(room(arrow.target))}; an import may only go down",
+        )
+        for arrow in repository.arrows
+        if goes_up(arrow)
+    ]
+
+
+def homeless(repository: Repository) -> list[tuple[str, str]]:
+    table = floors()
+    rooms = {room(file): file for file in repository.files}
+    return [
+        (name, f"{file}: the room {name} has no floor in FLOORS of tests/helpers/structure.py")
+        for name, file in rooms.items()
+        if name not in table
+    ]
+
+
+def in_circles(repository: Repository) -> list[tuple[str, str]]:
+    def sentence(kind: str, circle: list[str], of: object) -> str:
+        inside = [str(each) for each in repository.arrows if {of(each.file), of(each.target)} <= {*circle}]
+        return f"a circle of {kind}, {', '.join(circle)}: " + "; ".join(each for each in inside)
+
+    files = [(" -> ".join(each), sentence("files", each, str)) for each in file_circles(repository)]
+    rooms = [(" -> ".join(each), sentence("rooms", each, room)) for each in circles(room_arrows(repository))]
+    return files + rooms
+
+
+def test_every_room_has_a_floor(repository: Repository) -> None:
+    fail_on(homeless(repository))
+
+
+def test_no_floor_without_a_room(repository: Repository) -> None:
+    assert sorted(floors().keys() - {room(file) for file in repository.files}) == []
+
+
+def test_imports_only_go_down(repository: Repository) -> None:
+    fail_on(upward(repository))
+
+
+def test_no_circle_of_files_or_of_rooms(repository: Repository) -> None:
+    fail_on(in_circles(repository))
+
+
+def test_known_violations_are_all_needed(repository: Repository) -> None:
+    found = {key for key, _ in [*homeless(repository), *upward(repository), *in_circles(repository)]}
+    assert sorted(KNOWN - found) == []
+
+
+def test_attention_never_imports_convert(repository: Repository) -> None:
+    assert [
+        str(each)
+        for each in repository.imports
+        if each.file.startswith("attention/") and each.module.startswith("kvfold.convert")
+    ] == []
+
+
+def test_packages_are_imported_by_their_full_name(repository: Repository) -> None:
+    bare = [each for each in repository.imports if each.module.split(".")[0] in (*PACKAGES, "recipes")]
+    assert [f"{each}; expected kvfold.{each.module}" for each in bare] == []
+
+
+def test_transforms_see_tensors_only(repository: Repository) -> None:
+    assert [
+        str(each)
+        for each in repository.imports
+        if room(each.file) == "convert/transforms"
+        and (each.target is None or room(each.target) != "convert/transforms")
+        and each.module.split(".")[0] not in TENSORS
+    ] == []
+
+
+def test_attention_needs_torch_alone_but_for_deepseek_and_drift(repository: Repository) -> None:
+    assert [
+        str(each)
+        for each in repository.imports
+        if each.file.startswith("attention/")
+        and room(each.file) not in ("attention/deepseek", "attention/drift")
+        and each.target is None
+        and each.module.split(".")[0] not in TENSORS
+    ] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_few_files_at_the_root_and_none_named_like_the_standard_library(repository: Repository, package: str) -> None:
+    files = root_files(repository, package)
+    assert len(files) <= ROOT_FILES, files
+    names = {file.split("/")[-1].removesuffix(".py") for file in files} - {"__init__", "__main__"}
+    assert sorted(names & sys.stdlib_module_names) == []
+
+
+def test_every_file_is_in_a_package_of_pyproject(repository: Repository) -> None:
+    listed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {"kvfold." + file.rpartition("/")[0].replace("/", ".") for file in repository.files}
+    assert sorted(found - {*listed}) == [], "folders that are missing from pyproject.toml's list of packages"
+    assert sorted({*listed} - found - {"kvfold.recipes"}) == [], "packages of pyproject.toml without a file"
+
+
+def test_every_import_is_seen(tmp_path) -> None:
+    """Imports inside functions, under TYPE_CHECKING, relative ones and import_module count."""
+    sources = {
+        "convert/__init__.py": "",
+        "convert/errors.py": "def late():\n    from kvfold.convert.io import shards\n    return shards\n",
+        "convert/io/__init__.py": "",
+        "convert/io/shards.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..errors import late\n",
+        "attention/__init__.py": "import importlib as i\ni.import_module('kvfold.convert.io')\nimport convert\n",
+    }
+    for file, text in sources.items():
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    repository = Repository(tmp_path)
+    assert [(each.file, each.line, each.target) for each in repository.arrows] == [
+        ("attention/__init__.py", 2, "convert/io/__init__.py"),
+        ("convert/errors.py", 2, "convert/io/shards.py"),
+        ("convert/io/shards.py", 3, "convert/errors.py"),
+    ]
+    assert [str(each) for each in repository.imports if each.module == "convert"] == [
+        "attention/__init__.py:3 imports convert"
+    ]
+    assert file_circles(repository) == [["convert/errors.py", "convert/io/shards.py"]]
+    assert circles(room_arrows(repository)) == [["convert/errors", "convert/io"]]
+    assert [sentence for _, sentence in upward(repository)] == [
+        "attention/__init__.py:2 imports kvfold.convert.io: from attention/__init__ (floor 9 of attention) to "
+        "convert/io (floor 2 of convert); an import may only go down",
+        "convert/errors.py:2 imports kvfold.convert.io.shards: from convert/errors (floor 1 of convert) to "
+        "convert/io (floor 2 of convert); an import may only go down",
+    ]
