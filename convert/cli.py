@@ -1,17 +1,14 @@
 """The ``kvfold`` command. What is heavy is imported inside the commands: ``--help`` and ``inspect`` must be quick."""
 
 import json
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 from click.core import ParameterSource
 
 from kvfold.convert import request as rq
-from kvfold.convert.console import run_command
-from kvfold.convert.errors import InputError
+from kvfold.convert.console import check_plot, check_writable, run_command, write_text
 
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
@@ -158,10 +155,11 @@ def drift(model: str, out: str, json_file: str | None, **options: Any) -> None:
     from kvfold.convert.measure.drift import drift_checkpoints
     from kvfold.convert.measure.table import drift_table
 
-    _check_writable(json_file)
+    if json_file is not None:
+        check_writable(json_file)
     report = drift_checkpoints(model, out, **options)
     if json_file is not None:
-        _write_text(json_file, report.to_json())
+        write_text(json_file, report.to_json())
     click.echo(drift_table(report))
 
 
@@ -198,13 +196,13 @@ def bench(
     chosen = run.subjects(models, shape, layers, max(contexts))
     if plot is not None:
         from kvfold.convert.bench.plot import draw
-        from kvfold.convert.plots import check_plot
 
         check_plot(plot)
-    _check_writable(json_file)
+    if json_file is not None:
+        check_writable(json_file)
     report = run.bench(chosen, run.Options(contexts, batches, **options), lambda text: click.echo(text, err=True))
     if json_file is not None:
-        _write_text(json_file, json.dumps(report, indent=2) + "\n")
+        write_text(json_file, json.dumps(report, indent=2) + "\n")
     if plot is not None:
         draw(report, plot)
     click.echo(run.bench_table(report))
@@ -220,30 +218,6 @@ def demo(folder: str | None) -> None:
     from kvfold.convert.demo import run_demo
 
     run_demo(folder, click.echo)
-
-
-def _check_writable(path: str | None) -> None:
-    """Raise InputError before a long measurement rather than after it when its numbers could not be written."""
-    if path is None:
-        return
-    file = Path(path)
-    if file.is_dir():
-        raise _unwritable(path, "it is a folder")
-    if not file.parent.is_dir():
-        raise _unwritable(path, f"there is no folder {file.parent}")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise _unwritable(path, "permission denied")
-
-
-def _write_text(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(path, error.strerror) from error
-
-
-def _unwritable(path: str, reason: str | None) -> InputError:
-    return InputError(f"--json {path}: cannot be written ({reason}): name a file in a folder that exists")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -1,25 +1,37 @@
-"""How a command ends: exit status 0 done, 2 the request or the input is wrong, 1 anything else; never a traceback."""
+"""The terminal: exit status and signals of a command, progress on stderr, and the files named by --json and --plot.
+
+Exit status: 0 done, 2 the request or the input is wrong, 1 anything else; never a traceback.
+"""
 
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import NoReturn
 
 import click
 
-from kvfold.convert.errors import KvfoldError
+from kvfold.convert.errors import InputError, KvfoldError
+
+_PLOT_KINDS = (".png", ".svg", ".pdf")
+_WORTH_TELLING = 10  # seconds
+
+
+# How a command ends
 
 
 def run_command(
     command: click.Command,
     name: str,
     arguments: Sequence[str] | None = None,
-    interrupted: str = "nothing was left behind but what --resume goes on from; run the same command again",
+    interrupted: str = "nothing was left behind but what --resume continues from; run the same command again",
 ) -> NoReturn:
-    """Run a click command. What goes wrong becomes the last line on stderr, ``error: ...``, and the exit status.
+    """Run a click command. An error becomes the last line on stderr, ``error: ...``, and the exit status.
 
     SIGTERM, as job schedulers and containers send it, ends the command as Ctrl-C does.
     """
@@ -48,21 +60,21 @@ def run_command(
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt in the block, once: a second one does not disturb what then cleans up."""
+    """SIGTERM raises KeyboardInterrupt in the block, once: a second one does not disturb the clean-up."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    found = signal.getsignal(signal.SIGTERM)
-    if found is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
+    previous = signal.getsignal(signal.SIGTERM)
+    if previous is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
         yield
         return
     signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, found)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _fail(message: str, status: int) -> NoReturn:
@@ -75,3 +87,90 @@ def _usage(error: click.ClickException, name: str) -> str:
     text = error.format_message().replace("\n", " ").rstrip(".")
     where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else name
     return f"{where}: {text[:1].lower()}{text[1:]}; see `{where} --help`"
+
+
+# Progress
+
+
+@contextmanager
+def bar(total: int, unit: str, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar over ``total`` of ``unit`` ("B" is scaled to kB, MB, GB); call it with the amount of every step.
+
+    Off with ``quiet`` or when stderr is no terminal.
+    """
+    from tqdm import tqdm
+
+    hidden = quiet or not sys.stderr.isatty()
+    with tqdm(total=total, unit=unit, unit_scale=unit == "B", disable=hidden, file=sys.stderr, leave=False) as shown:
+
+        def advance(amount: int) -> None:
+            shown.update(amount)
+
+        yield advance
+
+
+class Pace:
+    """Prints one estimate of the time left, from the time between the first two finished layers.
+
+    That is all of a layer's time: forward passes, fit, refinement, writing. ``remaining``: layers to do. No line for
+    less than ten seconds, or with ``quiet``.
+    """
+
+    def __init__(self, remaining: int, quiet: bool) -> None:
+        self._remaining, self._quiet = remaining, quiet
+        self._last: float | None = None
+        self._told = False
+
+    def layer_done(self) -> None:
+        self._remaining -= 1
+        now, last = time.monotonic(), self._last
+        self._last = now
+        if last is None or self._told:
+            return
+        self._told = True
+        seconds = (now - last) * self._remaining
+        if seconds >= _WORTH_TELLING and not self._quiet:
+            from tqdm import tqdm
+
+            rest = f"about {duration(seconds)} for the remaining {self._remaining}"
+            tqdm.write(f"{duration(now - last)} per layer; {rest}", file=sys.stderr)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text: "7 s", "12 min"."""
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{max(seconds, 1):.0f} s"
+
+
+# Files of measurements and plots: refused before a long run rather than after it
+
+
+def check_writable(path: str, option: str = "--json") -> None:
+    """Raise InputError when ``path`` cannot be written; ``option`` is the one that named it."""
+    file = Path(path)
+    if file.is_dir():
+        raise _unwritable(path, option, "it is a folder")
+    if not file.parent.is_dir():
+        raise _unwritable(path, option, f"there is no folder {file.parent}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise _unwritable(path, option, "permission denied")
+
+
+def check_plot(path: str) -> None:
+    """Raise InputError when ``--plot path`` cannot be drawn: no matplotlib, an unknown kind of file, not writable."""
+    if find_spec("matplotlib") is None:
+        raise InputError(f"--plot {path}: matplotlib is not installed; install it with: pip install 'kvfold[report]'")
+    if Path(path).suffix not in _PLOT_KINDS:
+        raise InputError(f"--plot {path}: expected a file that ends in {', '.join(_PLOT_KINDS)}")
+    check_writable(path, "--plot")
+
+
+def write_text(path: str, text: str, option: str = "--json") -> None:
+    """Write ``text``. Raises InputError when that fails."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, option, error.strerror) from error
+
+
+def _unwritable(path: str, option: str, reason: str | None) -> InputError:
+    return InputError(f"{option} {path}: cannot be written ({reason}): name a file in a folder that exists")

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvfold.convert.conversion.plan import possible_kv_heads
-from kvfold.convert.conversion.record import bytes_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Family, Geometry, family_of, tensor_problems
 from kvfold.convert.families.names import active_norm, has_bias
 from kvfold.convert.families.rope import rope_table
 from kvfold.convert.io.checkpoint import Checkpoint, open_headers
 from kvfold.convert.io.headers import DTYPE_BITS, FLOAT_DTYPES
+from kvfold.convert.sizes import bytes_text
 from kvfold.convert.targets.deepseek.problems import model_problems
 from kvfold.convert.targets.same_family import attention_kind, numbers_cached
 

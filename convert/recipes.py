@@ -14,6 +14,7 @@ from typing import Any
 
 from kvfold.convert import request as rq
 from kvfold.convert.errors import InputError
+from kvfold.convert.sizes import parse_size
 
 _FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 _CHOICES = {
@@ -145,7 +146,7 @@ def _value_problem(key: str, value: Any) -> str | None:
 
 def _is_size(text: str) -> bool:
     try:
-        return rq.parse_size(text) > 0
+        return parse_size(text) > 0
     except InputError:
         return False
 

@@ -1,10 +1,10 @@
 """What a person asks of a conversion, validated on its own: no checkpoint is opened and torch is not imported here."""
 
-import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from kvfold.convert.errors import InputError
+from kvfold.convert.sizes import parse_size
 
 Target = Literal["gqa", "mqa", "mla"]
 
@@ -28,17 +28,6 @@ LEAST = {
     "seq_len": 2,
     "seed": 0,
 }
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes in ``"5GB"``, ``"500MiB"`` or ``1000`` (decimal units as in transformers; KiB, MiB, GiB are binary)."""
-    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", str(text))
-    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match and match[2].upper() in _UNITS else 0
-    if size <= 0:
-        raise InputError(f"--max-shard-size: expected a size such as 5GB, 500MB or 2GiB, found {text!r}")
-    return size
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from kvfold.convert.sizes import bytes_unit
+
 _COLOURS = ("#4C566A", "#5E81AC", "#D08770", "#A3BE8C", "#B48EAD", "#EBCB8B", "#88C0D0", "#BF616A")
-_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def draw(report: dict[str, Any], path: str) -> None:
@@ -19,7 +20,7 @@ def draw(report: dict[str, Any], path: str) -> None:
     speed, cache = figure.subplots(2, 1)
     found = {(row["model"], row["context"], row["batch"]): row for row in rows}
     largest = max((row.get("cache_bytes", 0) for row in rows), default=0)
-    name, size = [(name, size) for name, size in _UNITS.items() if size <= max(1, largest)][-1]
+    name, size = bytes_unit(largest, binary=True)
     for axes, key, unit, title in (
         (speed, "decode_tokens_per_s", 1, "decoding, tokens per second"),
         (cache, "cache_bytes", size, f"cache, {name}"),

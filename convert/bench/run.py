@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.bench.shapes import Subject, checkpoint_subjects, shape_subjects
 from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.sizes import bytes_text
 
 if TYPE_CHECKING:
     from kvfold.convert.bench.worker import Task
@@ -161,7 +162,8 @@ def _pad(cell: str, column: int, width: int) -> str:
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     start = (row["model"], str(row["context"]), str(row["batch"]))
     if "needed_bytes" in row:
-        return (*start, f"does not fit: needs {_bytes(row['needed_bytes'])}, {_bytes(row['free_bytes'])} free")
+        needed, free = (bytes_text(row[key], binary=True) for key in ("needed_bytes", "free_bytes"))
+        return (*start, f"does not fit: needs {needed}, {free} free")
     if "failed" in row:
         return (*start, f"does not run: {row['failed'].split(': ', 1)[-1]}")
     prefill, ratio = row.get("prefill_tokens_per_s"), row.get("ratio")
@@ -171,15 +173,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['decode_tokens_per_s']:.1f}",
         f"{row['step_ms']:.1f}",
         f"{row['attention_ms']:.1f}",
-        _bytes(row["cache_bytes"]),
-        _bytes(row["peak_bytes"]),
+        bytes_text(row["cache_bytes"], binary=True),
+        bytes_text(row["peak_bytes"], binary=True),
         "-" if ratio is None else f"{ratio:.2f}",
     )
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvfold.attention.drift.lockstep import compare_predictions
 from kvfold.attention.drift.report import DriftReport
+from kvfold.convert.console import duration
 from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.refinement import Refiner, refinement_record
@@ -22,7 +23,6 @@ from kvfold.convert.families.rope import rope_table
 from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.measure.drift import report_of
-from kvfold.convert.progress import duration
 from kvfold.convert.request import WEIGHTS_ONLY
 from kvfold.convert.stream.skeleton import empty_model
 from kvfold.convert.stream.stream import CheckpointStream

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.sizes import bytes_text
 
 _PACKAGES = ("kvfold", "torch", "transformers", "safetensors", "numpy")
 
@@ -49,14 +50,6 @@ def headline(plan: Plan) -> str:
         f"{plan.numbers_cached} -> {plan.layout.numbers_cached} numbers cached per token and layer "
         f"({100 * saving(plan):.1f} % less)"
     )
-
-
-def bytes_text(count: int) -> str:
-    """``count`` bytes in the largest decimal unit that keeps it at 1 or more."""
-    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
 
 
 def plan_text(plan: Plan) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvfold.convert.console import Pace, bar
 from kvfold.convert.conversion import record as report
 from kvfold.convert.conversion.journal import Journal, forget, resumable
 from kvfold.convert.conversion.plan import Plan, make_plan
@@ -17,8 +18,8 @@ from kvfold.convert.io.atomic import check_output, free_space_check, output_fold
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.config import dump, dump_record, license_of
 from kvfold.convert.io.shards import OutputTensor, ShardWriter
-from kvfold.convert.progress import Pace, bar
 from kvfold.convert.request import ConvertRequest
+from kvfold.convert.sizes import bytes_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +47,7 @@ class Conversion:
         lines = [
             report.headline(self.plan),
             report.engine_cost(self.record),
-            f"wrote {self.written}: {report.bytes_text(size)} in {self.seconds:.1f} s",
+            f"wrote {self.written}: {bytes_text(size)} in {self.seconds:.1f} s",
         ]
         return "\n".join(filter(None, lines))
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.swap import place, put_back, replace, sync_tree
+from kvfold.convert.sizes import bytes_text
 
 _LOCKLESS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _TOKEN = re.compile(r"-[0-9a-f]{8}(\.old)?$")
@@ -124,17 +125,14 @@ def free_space_check(path: str | os.PathLike[str], needed_bytes: int) -> None:
     existing = next(parent for parent in (target, *target.parents) if parent.is_dir())
     free = shutil.disk_usage(existing).free + (_allocated(target) if _TOKEN.search(target.name) else 0)
     if needed_bytes > free:
-        figures = f"expected {_size(needed_bytes)} free, found {_size(free)}"
+        wanted, found = (f"{bytes_text(count)} ({count} bytes)" for count in (needed_bytes, free))
+        figures = f"expected {wanted} free, found {found}"
         raise InputError(f"{existing}: too little disk space: {figures}; free some, or choose an OUT on another disk")
 
 
 def _allocated(folder: Path) -> int:
     """Bytes of disk that the files of a folder take; holes take none."""
     return sum(os.stat(Path(root, file)).st_blocks * 512 for root, _, files in os.walk(folder) for file in files)
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB ({count} bytes)"
 
 
 @contextmanager

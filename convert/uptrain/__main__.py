@@ -73,7 +73,7 @@ def uptrain(**options: Any) -> None:
     """Train MODEL, as `kvfold convert` wrote it, a little further and write the result to the folder OUT."""
     request = ur.UptrainRequest(**options)
     if request.plot is not None:
-        from kvfold.convert.plots import check_plot
+        from kvfold.convert.console import check_plot
 
         check_plot(request.plot)
     from kvfold.convert.uptrain.run import summary

@@ -2,7 +2,7 @@ import pytest
 
 from kvfold.convert import ConvertRequest
 from kvfold.convert.errors import InputError
-from kvfold.convert.request import parse_size
+from kvfold.convert.sizes import bytes_text, parse_size
 
 
 def refused(**options):
@@ -84,3 +84,17 @@ def test_options_that_only_say_how_to_run_are_not_recorded():
 )
 def test_a_seed_is_recorded_where_something_is_drawn(options, recorded):
     assert ("seed" in ConvertRequest(model="m", out="o", to="mqa", seed=3, **options).result_options()) == recorded
+
+
+@pytest.mark.parametrize(
+    ("count", "decimal", "binary"),
+    [
+        (0, "0 B", "0 B"),
+        (999, "999 B", "999 B"),
+        (1000, "1.0 kB", "1000 B"),
+        (5_250_000_000, "5.2 GB", "4.9 GiB"),
+        (10**12, "1.0 TB", "931.3 GiB"),
+    ],
+)
+def test_bytes_are_shown_in_the_largest_unit_that_fits(count, decimal, binary):
+    assert (bytes_text(count), bytes_text(count, binary=True)) == (decimal, binary)

@@ -372,7 +372,7 @@ def test_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free_space_check(tmp_path / "out", 5 * 10**9)
     with pytest.raises(InputError) as caught:
         free_space_check(tmp_path / "none" / "out", 5 * 10**9 + 1)
-    figures = "expected 5.00 GB (5000000001 bytes) free, found 5.00 GB (5000000000 bytes)"
+    figures = "expected 5.0 GB (5000000001 bytes) free, found 5.0 GB (5000000000 bytes)"
     advice = "free some, or choose an OUT on another disk"
     assert str(caught.value) == f"{tmp_path}: too little disk space: {figures}; {advice}"
 

@@ -1,10 +1,10 @@
-"""What a run says about how long it will take."""
+"""Estimates of the time left, and byte counts."""
 
 import re
 
 import pytest
 
-from kvfold.convert import ConvertRequest, convert_checkpoint, progress
+from kvfold.convert import ConvertRequest, console, convert_checkpoint
 from kvfold.convert.data import demo_folder
 
 TARGETS = {"gqa": {"to": "gqa", "kv_heads": 4}, "mla": {"to": "mla", "kv_rank": 16, "rope_dim": 16}}
@@ -12,8 +12,8 @@ TARGETS = {"gqa": {"to": "gqa", "kv_heads": 4}, "mla": {"to": "mla", "kv_rank": 
 
 def told(monkeypatch, capsys, moments, left, quiet=False):
     clock = iter(moments)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    pace = progress.Pace(left, quiet)
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    pace = console.Pace(left, quiet)
     for _ in moments:
         pace.layer_done()
     return capsys.readouterr().err
@@ -21,7 +21,7 @@ def told(monkeypatch, capsys, moments, left, quiet=False):
 
 def test_the_rest_takes_as_long_as_the_second_layer(monkeypatch, capsys):
     said = told(monkeypatch, capsys, [100.0, 130.0, 131.0], left=16)
-    assert said == "30 s a layer, with all that is done to it: about 7 min for the 14 left\n"
+    assert said == "30 s per layer; about 7 min for the remaining 14\n"
 
 
 @pytest.mark.parametrize(("moments", "quiet"), [([100.0, 130.0], True), ([100.0, 100.5], False), ([100.0], False)])
@@ -31,7 +31,7 @@ def test_little_is_not_worth_a_line(monkeypatch, capsys, moments, quiet):
 
 @pytest.mark.parametrize("refine", [0, 2])
 def test_all_targets_announce_themselves_alike(tmp_path, capsys, monkeypatch, refine):
-    monkeypatch.setattr(progress, "_WORTH_TELLING", 0)
+    monkeypatch.setattr(console, "_WORTH_TELLING", 0)
     text = tmp_path / "few.txt"
     text.write_text("def function(argument): return a value of the list. " * 60)
     said = []
@@ -47,6 +47,6 @@ def test_all_targets_announce_themselves_alike(tmp_path, capsys, monkeypatch, re
         == [
             f"calibrating on _ x _ tokens of few_txt: about _ s for the walk, fitting{besides} _ layers not counted "
             "(quick, without text, and worse: --method _)",
-            "_ s a layer, with all that is done to it: about _ s for the _ left",
+            "_ s per layer; about _ s for the remaining _",
         ]
     )
