@@ -21,12 +21,13 @@ from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.families.layout import read_layer
 from kvfold.convert.families.rope import rope_table
 from kvfold.convert.families.rotary import layer_rotary
-from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
+from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.measure.drift import report_of
 from kvfold.convert.request import WEIGHTS_ONLY
-from kvfold.convert.stream.skeleton import empty_model
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.text.windows import BUILT_IN, CalibrationTokens, load_calibration
+from kvfold.convert.text.documents import BUILT_IN
+from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
+from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
 from kvfold.convert.transforms.fold import grouping, principal
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary
 from kvfold.convert.walk.walk import Step, Twin, Walk, chunk_size, embed, estimate_seconds, residual
@@ -39,42 +40,13 @@ Made = tuple[Mapping[str, Tensor], Mapping[str, Any]]  # a layer's tensors, and 
 def load_tokens(plan: Plan) -> CalibrationTokens:
     """The calibration sequences and those kept aside. Raises InputError without a tokenizer or enough text."""
     request = plan.request
-    if request.seq_len > plan.geometry.positions:
-        raise InputError(
-            f"--seq-len {request.seq_len}: longer than the {plan.geometry.positions} positions that "
-            f"{plan.source_name} is made for; lower --seq-len"
-        )
+    check_seq_len(request.seq_len, plan.geometry.positions, plan.source_name)
     otherwise = f", or use --method {quick_method(plan)}, which reads no text"
     tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration", otherwise)
     tokens = load_calibration(request.calibration, tokenizer, request.samples, request.seq_len, request.seed)
-    largest = int(max(tokens.calibration.max(), tokens.held_out.max()))
-    if largest >= plan.geometry.vocabulary:
-        raise InputError(
-            f"{plan.source_name}: its tokenizer gives token {largest}, but the model knows "
-            f"{plan.geometry.vocabulary} tokens; check that tokenizer and weights belong together"
-        )
+    for part in (tokens.calibration, tokens.held_out):
+        check_vocabulary(part, plan.geometry.vocabulary, plan.source_name)
     return tokens
-
-
-def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str, otherwise: str = "") -> Any:
-    """The checkpoint's own tokenizer. Raises InputError when it has none that transformers can load: ``purpose`` is
-    what needs it, ``otherwise`` what else to do."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises whatever its parsers raise
-        empty_model(checkpoint.config, torch.float32)  # it reads config.json first: a bad one is not the tokenizer's
-        reason = " ".join(str(error).split())
-        if not trust_remote_code and "trust_remote_code" in reason:
-            raise InputError(
-                f"{checkpoint.origin}: {purpose} needs the model's tokenizer, which is code that the checkpoint "
-                "carries; expected leave to run it: look at it, then give --trust-remote-code" + otherwise
-            ) from error
-        raise InputError(
-            f"{checkpoint.origin}: {purpose} needs the model's tokenizer, found none that loads ({reason[:200]}); "
-            "put its tokenizer files into the folder" + otherwise
-        ) from error
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.text.tokenizer import load_tokenizer
+from kvfold.convert.text.windows import load_calibration
 
 _FLOOR_TOKENS = 512
 
@@ -31,8 +33,6 @@ def drift_checkpoints(
     Without ``text``: held-out text that ships with kvfold and that no conversion calibrates on. Raises InputError when
     a checkpoint cannot be opened, the two do not belong together, or there is too little text.
     """
-    from kvfold.convert.conversion.fold import load_tokenizer
-
     source, student = open_checkpoint(model), open_checkpoint(out)
     try:
         _check_pair(source, student, model, out)
@@ -64,9 +64,7 @@ def _stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> Checkpo
 
 def drift_tokens(text: str | None, tokenizer: Any, samples: int, seq_len: int) -> Tensor:
     """``[samples, seq_len]`` tokens to measure on."""
-    from kvfold.convert.text.windows import load_calibration
-
-    found = load_calibration(text, tokenizer, samples, seq_len, kept_aside=0, split="heldout", option="--text")
+    found = load_calibration(text, tokenizer, samples, seq_len, held_out=0, split="heldout", option="--text")
     return found.calibration
 
 

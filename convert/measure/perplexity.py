@@ -1,4 +1,4 @@
-"""Perplexity of a stock model on a text: the one yardstick that needs no second model."""
+"""Perplexity of a stock model on a text: the measure that needs no second model."""
 
 import math
 from pathlib import Path
@@ -7,18 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfold.convert.text.documents import Document
+from kvfold.convert.text.tokenizer import document_tokens, prefix_tokens
+from kvfold.convert.text.windows import cut
+
 
 def token_windows(tokenizer: Any, text: str, windows: int, length: int) -> Tensor:
     """The first ``windows`` stretches of ``length`` tokens of ``text``, ``[windows, length]``; fewer if it is short.
 
-    Each begins with what the tokenizer itself puts at the start of a text (BOS, for many).
+    Each begins with the tokenizer's prefix (BOS, for many).
     """
-    start = tokenizer("")["input_ids"]
-    body = length - len(start)
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    count = min(windows, len(ids) // body)
-    rows = torch.tensor(ids[: count * body]).view(count, body)
-    return torch.cat([torch.tensor(start, dtype=rows.dtype).expand(count, len(start)), rows], dim=1)
+    prefix = prefix_tokens(tokenizer)
+    body = cut([document_tokens(tokenizer, prefix, Document(text))], length - len(prefix), None)[:windows]
+    return torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(body), -1), body], dim=1)
 
 
 @torch.no_grad()

@@ -1,21 +1,16 @@
-"""Calibration text as sequences of tokens, each begun as the tokenizer begins a text, none overlapping another."""
+"""Sequences of tokens cut from text: each begins with the tokenizer's prefix, and none overlaps another."""
 
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.text.documents import BUILT_IN, Corpus, Document, Split, open_corpus
+from kvfold.convert.text.documents import Corpus, Split, open_corpus
+from kvfold.convert.text.tokenizer import document_tokens, prefix_tokens, renderer
 
-__all__ = ["BUILT_IN", "CalibrationTokens", "held_out_count", "load_calibration"]
-
-_BLOCK = 1 << 16  # characters; a tokenizer's own records take many times the text, so few go in at once
-_BLOCKS_AT_ONCE = 8
 _READ_AT_LEAST = 2 << 20
 _BYTES_PER_TOKEN = 16
 
@@ -24,7 +19,7 @@ _BYTES_PER_TOKEN = 16
 class CalibrationTokens:
     """``calibration [N, T]`` and ``held_out [M, T]``, int64, which share no stretch of text.
 
-    ``source`` tells a person where they are from; ``digest`` is the SHA-256 of that text (of the name, for a dataset).
+    ``source`` is the name of the text for users; ``digest`` is the text's SHA-256 (the name's, for a dataset).
     """
 
     calibration: Tensor
@@ -34,7 +29,7 @@ class CalibrationTokens:
 
 
 def held_out_count(samples: int) -> int:
-    """How many sequences are kept aside beside ``samples``: an eighth, at least 8."""
+    """Held-out sequences beside ``samples`` calibration sequences: an eighth, at least 8."""
     return max(8, math.ceil(samples / 8))
 
 
@@ -44,11 +39,11 @@ def load_calibration(
     samples: int,
     seq_len: int,
     seed: int = 0,
-    kept_aside: int | None = None,
+    held_out: int | None = None,
     split: Split = "calibration",
     option: str = "--calibration",
 ) -> CalibrationTokens:
-    """Draw ``samples`` sequences of ``seq_len`` tokens to calibrate on, and ``kept_aside`` others (``held_out_count``).
+    """Draw ``samples`` calibration sequences of ``seq_len`` tokens and ``held_out`` others (``held_out_count``).
 
     ``spec`` is a .txt file (one document), a .jsonl file (``text`` or ``messages`` per line), the name of a dataset, or
     None for a ``split`` of the text that ships with kvfold. No sequence crosses a document's end, except that
@@ -56,27 +51,17 @@ def load_calibration(
     between them where it has one.
     Raises InputError, which names the ``option`` that gave ``spec``, for text that is unreadable or too short.
     """
-    wanted = samples + (held_out_count(samples) if kept_aside is None else kept_aside)
+    count = samples + (held_out_count(samples) if held_out is None else held_out)
     prefix = prefix_tokens(tokenizer)
     if seq_len <= len(prefix):
         raise InputError(
             f"--seq-len: expected more than the {len(prefix)} tokens that begin every text, found {seq_len}"
         )
     corpus = open_corpus(spec, renderer(tokenizer), seed, split, option)
-    windows = _enough_windows(corpus, tokenizer, prefix, seq_len, wanted)
-    drawn = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:wanted]]
-    tokens = torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(wanted, -1), drawn], dim=1)
+    windows = _enough_windows(corpus, tokenizer, prefix, seq_len, count)
+    drawn = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:count]]
+    tokens = torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(count, -1), drawn], dim=1)
     return CalibrationTokens(tokens[:samples], tokens[samples:], corpus.name, corpus.digest())
-
-
-def prefix_tokens(tokenizer: Any) -> list[int]:
-    """What ``add_special_tokens`` puts before a text (BOS for Llama and Gemma, nothing for GPT-2)."""
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    special = tokenizer("a")["input_ids"]
-    for start in range(len(special) - len(plain) + 1):
-        if special[start : start + len(plain)] == plain:
-            return list(special[:start])
-    return []
 
 
 def _enough_windows(corpus: Corpus, tokenizer: Any, prefix: list[int], seq_len: int, wanted: int) -> Tensor:
@@ -105,40 +90,12 @@ def cut(documents: list[Tensor], length: int, eos: int | None) -> Tensor:
     return torch.cat(windows) if windows else torch.empty(0, length, dtype=torch.int64)
 
 
-def document_tokens(tokenizer: Any, prefix: list[int], document: Document) -> Tensor:
-    """A document's tokens without special ones at its start (a chat template writes its own BOS)."""
-    ids: list[int] = []
-    blocks = list(_blocks(document.text))
-    for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
-        some = blocks[start : start + _BLOCKS_AT_ONCE]
-        ids += chain.from_iterable(tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"])
-    if document.rendered and prefix and ids[: len(prefix)] == prefix:
-        ids = ids[len(prefix) :]
-    return torch.tensor(ids, dtype=torch.int64)
-
-
-def _blocks(text: str) -> Iterator[str]:
-    """``text`` in pieces of about ``_BLOCK`` characters, cut before a line break or space where there is one."""
-    start = 0
-    while start < len(text):
-        stop = start + _BLOCK
-        if stop < len(text):
-            at = max(text.rfind("\n", start + _BLOCK // 2, stop), text.rfind(" ", start + _BLOCK // 2, stop))
-            stop = at if at > start else stop
-        yield text[start:stop]
-        start = stop
-
-
-def renderer(tokenizer: Any) -> Any:
-    """What turns ``messages`` into text: the tokenizer's chat template. It raises ValueError where there is none."""
-
-    def render(messages: list[Mapping[str, Any]]) -> str:
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ValueError("it has none; give rows with `text` instead")
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
-        return text
-
-    return render
+def check_seq_len(seq_len: int, positions: int, model: str) -> None:
+    """Raise InputError when a sequence of ``seq_len`` tokens is longer than the ``positions`` of ``model``."""
+    if seq_len > positions:
+        raise InputError(
+            f"--seq-len {seq_len}: longer than the {positions} positions that {model} is made for; lower --seq-len"
+        )
 
 
 def _too_little(

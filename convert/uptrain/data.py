@@ -14,7 +14,8 @@ from torch.utils.data import IterableDataset
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.text.documents import Document
-from kvfold.convert.text.windows import document_tokens, prefix_tokens
+from kvfold.convert.text.tokenizer import check_vocabulary, document_tokens, prefix_tokens
+from kvfold.convert.text.windows import cut
 from kvfold.convert.uptrain.text import TrainingText
 
 _ASIDE = 5  # at most a fifth of the text is kept aside
@@ -114,12 +115,8 @@ class PackedText(IterableDataset[dict[str, Tensor]]):
         generator = torch.Generator().manual_seed((self._seed << 32) + block)
         order = torch.randperm(len(documents), generator=generator).tolist()
         windows = packed([documents[i] for i in order], self._tokenizer, self._prefix, self._length)
-        largest = int(windows.max()) if len(windows) else 0
-        if self._vocabulary is not None and largest >= self._vocabulary:
-            raise InputError(
-                f"{self._text.name}: the tokenizer gives token {largest}, but the model knows {self._vocabulary} "
-                "tokens; check that tokenizer and weights belong together"
-            )
+        if self._vocabulary is not None:
+            check_vocabulary(windows, self._vocabulary, self._text.name)
         return windows[torch.randperm(len(windows), generator=generator)]
 
 
@@ -135,8 +132,7 @@ def packed(documents: Sequence[Document], tokenizer: Any, prefix: list[int], len
         end = torch.tensor([eos], dtype=torch.int64)
         ended = [stream if stream[-1:].tolist() == [eos] else torch.cat([stream, end]) for stream in streams]
         streams = [torch.cat(ended)] if ended else []
-    cut = [stream[: len(stream) // length * length].view(-1, length) for stream in streams]
-    return torch.cat(cut) if cut else torch.empty(0, length, dtype=torch.int64)
+    return cut(streams, length, None)
 
 
 def held_out(

@@ -13,20 +13,6 @@ from kvfold.convert.uptrain.constant import ConstantChannel, has_constant
 from kvfold.convert.uptrain.request import UptrainRequest
 
 
-def load_tokenizer(checkpoint: Checkpoint, request: UptrainRequest) -> Any:
-    """The checkpoint's own tokenizer. InputError when it has none that transformers can load."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=request.trust_remote_code)
-    except Exception as error:  # transformers raises whatever its parsers raise
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"{checkpoint.origin}: expected a tokenizer beside the weights, found none that loads ({reason}); "
-            "put its files into the folder"
-        ) from error
-
-
 def load_model(model: str, checkpoint: Checkpoint, dtype: torch.dtype, request: UptrainRequest) -> Any:
     """A causal language model in ``dtype``. InputError when transformers cannot load it."""
     from transformers import AutoModelForCausalLM

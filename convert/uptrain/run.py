@@ -18,10 +18,11 @@ from kvfold.convert.device import choose_device
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.atomic import check_output
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
-from kvfold.convert.text.windows import renderer
+from kvfold.convert.text.tokenizer import load_tokenizer, renderer
+from kvfold.convert.text.windows import check_seq_len
 from kvfold.convert.uptrain.constant import check_constant
 from kvfold.convert.uptrain.data import PackedText, Place, held_out, share_of
-from kvfold.convert.uptrain.models import check_sharding, load_model, load_teacher, load_tokenizer, prepare_model
+from kvfold.convert.uptrain.models import check_sharding, load_model, load_teacher, prepare_model
 from kvfold.convert.uptrain.plot import draw_curve, read_log
 from kvfold.convert.uptrain.rates import usual_rate
 from kvfold.convert.uptrain.request import UptrainRequest, changed
@@ -50,8 +51,8 @@ def uptrain(request: UptrainRequest) -> Uptrained:
     source = open_checkpoint(request.model)
     try:
         check_output(request.out, overwrite=request.overwrite, model=source.folder)
-        _check_positions(source, request)
-        tokenizer = load_tokenizer(source, request)
+        check_seq_len(request.seq_len, source.config.get("max_position_embeddings") or request.seq_len, source.origin)
+        tokenizer = load_tokenizer(source, request.trust_remote_code, "uptraining")
         text, aside = _texts(request, tokenizer)
         return _train(request, source, tokenizer, text, aside)
     finally:
@@ -123,15 +124,6 @@ def _portable(request: UptrainRequest) -> dict[str, Any]:
 
 def _origin(path: str | None) -> str | None:
     return Path(path).resolve().name if path is not None and Path(path).exists() else path
-
-
-def _check_positions(source: Checkpoint, request: UptrainRequest) -> None:
-    positions = source.config.get("max_position_embeddings")
-    if isinstance(positions, int) and request.seq_len > positions:
-        raise InputError(
-            f"--seq-len {request.seq_len}: longer than the {positions} positions that {source.origin} is made for; "
-            "lower --seq-len"
-        )
 
 
 def _texts(request: UptrainRequest, tokenizer: Any) -> tuple[TrainingText, Tensor | None]:

@@ -119,7 +119,7 @@ def test_drift_asks_for_leave_to_run_a_tokenizers_code(tmp_path):
     settings = json.loads((model / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    asked = r"model: measuring drift needs the model's tokenizer, which is code .* give --trust-remote-code$"
+    asked = r"model: measuring drift needs the model.s tokenizer: refusing to run .* then pass --trust-remote-code$"
     with pytest.raises(InputError, match=asked):
         drift_checkpoints(str(model), str(demo_folder()), samples=1, seq_len=16)
     assert not ran.exists()

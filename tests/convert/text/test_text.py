@@ -14,9 +14,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from kvfold.convert.errors import InputError
+from kvfold.convert.measure.perplexity import token_windows
 from kvfold.convert.text import documents
+from kvfold.convert.text import tokenizer as tokens_of
 from kvfold.convert.text import windows as text
-from kvfold.convert.text.windows import BUILT_IN, CalibrationTokens, held_out_count, load_calibration, prefix_tokens
+from kvfold.convert.text.documents import BUILT_IN
+from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens
+from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, held_out_count, load_calibration
 
 BOS, EOS = 256, 257
 
@@ -87,15 +91,15 @@ def test_the_seed_chooses(tmp_path: Path, tokenizer: Any) -> None:
     assert not torch.equal(first.calibration, other.calibration)
 
 
-@pytest.mark.parametrize(("samples", "kept"), [(1, 8), (64, 8), (65, 9), (128, 16), (1000, 125)])
-def test_an_eighth_and_at_least_eight_are_kept_aside(samples: int, kept: int) -> None:
-    assert held_out_count(samples) == kept
+@pytest.mark.parametrize(("samples", "held_out"), [(1, 8), (64, 8), (65, 9), (128, 16), (1000, 125)])
+def test_an_eighth_and_at_least_eight_are_held_out(samples: int, held_out: int) -> None:
+    assert held_out_count(samples) == held_out
 
 
-def test_the_number_kept_aside_can_be_given(tmp_path: Path, tokenizer: Any) -> None:
+def test_the_number_of_held_out_sequences_can_be_given(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "some.txt"
     path.write_text(numbers(100))
-    found = load_calibration(str(path), tokenizer, 4, 31, kept_aside=0)
+    found = load_calibration(str(path), tokenizer, 4, 31, held_out=0)
     assert found.held_out.shape == (0, 31)
 
 
@@ -106,6 +110,30 @@ def test_the_number_kept_aside_can_be_given(tmp_path: Path, tokenizer: Any) -> N
 )
 def test_prefix_is_what_the_tokenizer_puts_first(options: dict[str, bool], expected: list[int]) -> None:
     assert prefix_tokens(byte_tokenizer(**options)) == expected
+
+
+@pytest.mark.parametrize(("options", "prefix"), [({"closes": True}, [BOS]), ({"bos": False}, [])])
+def test_windows_for_perplexity_begin_with_the_prefix_alone(options: dict[str, bool], prefix: list[int]) -> None:
+    tokenizer, words = byte_tokenizer(**options), numbers(100)
+    assert tokenizer("")["input_ids"] == prefix + [EOS] * bool(options.get("closes"))
+    found = token_windows(tokenizer, words, 5, 41)
+    assert found.shape == (5, 41)
+    assert found[:, : len(prefix)].tolist() == [prefix] * 5
+    assert "".join(tokenizer.decode(row[len(prefix) :]) for row in found) == words[: 5 * (41 - len(prefix))]
+    assert token_windows(tokenizer, words, 99, 41).shape == (len(words) // (41 - len(prefix)), 41)
+
+
+def test_sequences_longer_than_the_positions() -> None:
+    check_seq_len(64, 64, "tiny")
+    with pytest.raises(InputError, match=r"^--seq-len 65: longer than the 64 positions that tiny is made for; lower"):
+        check_seq_len(65, 64, "tiny")
+
+
+def test_tokens_that_the_model_does_not_know() -> None:
+    check_vocabulary(torch.tensor([3, 96]), 97, "tiny")
+    check_vocabulary(torch.empty(0, 4, dtype=torch.int64), 97, "tiny")
+    with pytest.raises(InputError, match=r"^tiny: its tokenizer gives token 97, but the model knows 97 tokens; check"):
+        check_vocabulary(torch.tensor([[3, 97]]), 97, "tiny")
 
 
 def test_a_tokenizer_without_bos_gives_whole_sequences_of_text(tmp_path: Path) -> None:
@@ -339,10 +367,10 @@ def test_more_of_a_big_file_is_read_when_the_first_parts_are_too_little(
     assert load_calibration(str(path), tokenizer, 40, 31).calibration.shape == (40, 31)
 
 
-def test_long_texts_are_tokenised_in_blocks_without_loss(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "_BLOCK", 50)
+def test_long_texts_are_tokenized_in_blocks_without_loss(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens_of, "_BLOCK", 50)
     for whole in (numbers(100), "x" * 333, "line\n" * 77):
-        blocks = list(text._blocks(whole))
+        blocks = list(tokens_of._blocks(whole))
         assert "".join(blocks) == whole
         assert max(map(len, blocks)) <= 50
         assert len(blocks) > 6

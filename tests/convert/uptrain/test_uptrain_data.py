@@ -189,7 +189,7 @@ def test_tokens_that_the_model_does_not_know(tmp_path):
     text = open_text(str(path), None, 0)
     wrong = PackedText(text, Letters(), 32, 0, Share(1, 1), vocabulary=103)
     with pytest.raises(
-        InputError, match=r"numbered.jsonl: the tokenizer gives token 103, but the model knows 103 tokens"
+        InputError, match=r"numbered.jsonl: its tokenizer gives token 103, but the model knows 103 tokens"
     ):
         next(iter(wrong))
     assert len(next(iter(PackedText(text, Letters(), 32, 0, Share(1, 1), vocabulary=104)))["input_ids"]) == 1

@@ -1,0 +1,96 @@
+"""A checkpoint's tokenizer: loading it, the tokens of documents, and whether the model knows them."""
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.convert.errors import InputError
+from kvfold.convert.io.checkpoint import Checkpoint
+from kvfold.convert.stream.skeleton import empty_model
+from kvfold.convert.text.documents import Document, Render
+
+_BLOCK = 1 << 16  # characters; a tokenizer's own records take many times the text, so few go in at once
+_BLOCKS_AT_ONCE = 8
+
+
+def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str, otherwise: str = "") -> Any:
+    """The checkpoint's own tokenizer.
+
+    Raises InputError when it has none that transformers can load; the message says that ``purpose`` needs it and ends
+    with ``otherwise``, an alternative to it.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises whatever its parsers raise
+        empty_model(checkpoint.config, torch.float32)  # it reads config.json first: a bad one is not the tokenizer's
+        reason = " ".join(str(error).split())
+        if not trust_remote_code and "trust_remote_code" in reason:
+            raise InputError(
+                f"{checkpoint.origin}: {purpose} needs the model's tokenizer: refusing to run the tokenizer code in "
+                "this checkpoint; review it, then pass --trust-remote-code" + otherwise
+            ) from error
+        raise InputError(
+            f"{checkpoint.origin}: {purpose} needs the model's tokenizer, found none that loads ({reason[:200]}); "
+            "put its tokenizer files into the folder" + otherwise
+        ) from error
+
+
+def prefix_tokens(tokenizer: Any) -> list[int]:
+    """The tokens that ``add_special_tokens`` puts before a text (BOS for Llama and Gemma, none for GPT-2)."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    special = tokenizer("a")["input_ids"]
+    for start in range(len(special) - len(plain) + 1):
+        if special[start : start + len(plain)] == plain:
+            return list(special[:start])
+    return []
+
+
+def document_tokens(tokenizer: Any, prefix: list[int], document: Document) -> Tensor:
+    """A document's tokens, int64, without the ``prefix`` (which a chat template writes itself)."""
+    ids: list[int] = []
+    blocks = list(_blocks(document.text))
+    for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
+        some = blocks[start : start + _BLOCKS_AT_ONCE]
+        ids += chain.from_iterable(tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"])
+    if document.rendered and prefix and ids[: len(prefix)] == prefix:
+        ids = ids[len(prefix) :]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _blocks(text: str) -> Iterator[str]:
+    """``text`` in pieces of about ``_BLOCK`` characters, cut before a line break or space where there is one."""
+    start = 0
+    while start < len(text):
+        stop = start + _BLOCK
+        if stop < len(text):
+            at = max(text.rfind("\n", start + _BLOCK // 2, stop), text.rfind(" ", start + _BLOCK // 2, stop))
+            stop = at if at > start else stop
+        yield text[start:stop]
+        start = stop
+
+
+def renderer(tokenizer: Any) -> Render:
+    """A function from ``messages`` to text: the tokenizer's chat template. It raises ValueError where there is none."""
+
+    def render(messages: list[Mapping[str, Any]]) -> str:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ValueError("it has none; give rows with `text` instead")
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+        return text
+
+    return render
+
+
+def check_vocabulary(tokens: Tensor, vocabulary: int, model: str) -> None:
+    """Raise InputError when ``tokens`` of the tokenizer of ``model`` are not all below ``vocabulary``."""
+    largest = int(tokens.max()) if tokens.numel() else 0
+    if largest >= vocabulary:
+        raise InputError(
+            f"{model}: its tokenizer gives token {largest}, but the model knows {vocabulary} tokens; "
+            "check that tokenizer and weights belong together"
+        )
