@@ -6,9 +6,8 @@ from typing import Any
 
 from kvfold.convert.conversion.plan import possible_kv_heads
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.model import Family, Geometry, family_of, tensor_problems
-from kvfold.convert.families.names import active_norm, has_bias
-from kvfold.convert.families.rope import rope_table
+from kvfold.convert.families.model import Model, model_of
+from kvfold.convert.families.tensors import ROLES
 from kvfold.convert.io.checkpoint import Checkpoint, open_headers
 from kvfold.convert.io.headers import DTYPE_BITS, FLOAT_DTYPES
 from kvfold.convert.sizes import bytes_text
@@ -36,13 +35,12 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     config = checkpoint.config
     if config.get("model_type") in LATENT_TYPES:
         return _latent_facts(checkpoint)
-    family = family_of(config)
-    problems = tensor_problems(family, config, checkpoint.tensors)
+    model = model_of(config)
+    problems = model.tensor_problems(checkpoint.tensors)
     if problems:
         raise InputError(f"{checkpoint.origin}: its tensors are not those that its config.json asks for", problems)
-    geometry = family.geometry(config)
+    family, geometry, layers = model.family, model.geometry, model.layers
     dtype = _dtype(checkpoint)
-    layers = [family.layer(config, index) for index in range(geometry.layers)]
     windows = [layer.window for layer in layers]
     return {
         "model": checkpoint.origin,
@@ -54,17 +52,17 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "kv_heads": geometry.kv_heads,
         "head_dim": geometry.head_dim,
         "model_dim": geometry.model_dim,
-        "biases": [role for role in ("q", "k", "v", "o") if has_bias(family, config, role)],
-        "qk_norm": norm.kind if (norm := active_norm(family, config)) else None,
+        "biases": [role for role in ROLES if model.has_bias(role)],
+        "qk_norm": model.qk_norm.kind if model.qk_norm else None,
         "rotary_dims": geometry.rotary_dims,
         "rotary_layers": sum(layer.rotates for layer in layers),
-        "rope": rope_table(family, config, layers[0].type)["rope_type"],
+        "rope": model.rope_table(layers[0].type)["rope_type"],
         "windows": sorted({window for window in windows if window is not None}),
         "max_context": geometry.positions,
         **_weights(checkpoint, dtype),
         "cache": _cache(numbers_cached(geometry), windows, dtype),
-        "targets": _targets(family, config, geometry, windows, dtype),
-        "latent": _latent_target(family, config, geometry),
+        "targets": _targets(model, windows, dtype),
+        "latent": _latent_target(model),
     }
 
 
@@ -112,10 +110,10 @@ def _weights(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
     }
 
 
-def _latent_target(family: Family, config: Mapping[str, Any], geometry: Geometry) -> dict[str, Any]:
+def _latent_target(model: Model) -> dict[str, Any]:
     """Whether MLA is possible, in what limits, or what stands in the way."""
-    problems = model_problems(family, config)
-    limit = numbers_cached(geometry)
+    problems = model_problems(model)
+    geometry, limit = model.geometry, numbers_cached(model.geometry)
     if problems:
         return {"possible": False, "because": problems}
     return {"possible": True, "numbers_below": limit, "rope_dim_up_to": geometry.rotary_dims * geometry.kv_heads}
@@ -143,16 +141,14 @@ def _cache(numbers: int, windows: list[int | None], dtype: str) -> dict[str, Any
     }
 
 
-def _targets(
-    family: Family, config: Mapping[str, Any], geometry: Geometry, windows: list[int | None], dtype: str
-) -> list[dict[str, Any]]:
-    present = numbers_cached(geometry)
-    fewer = possible_kv_heads(geometry) if family.accepts_fewer_kv_heads else []
+def _targets(model: Model, windows: list[int | None], dtype: str) -> list[dict[str, Any]]:
+    geometry, present = model.geometry, numbers_cached(model.geometry)
+    fewer = possible_kv_heads(geometry) if model.family.accepts_fewer_kv_heads else []
     sizes = {
         "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}": present * kv_heads // geometry.kv_heads
         for kv_heads in fewer
     }
-    if not model_problems(family, config):
+    if not model_problems(model):
         sizes |= {f"--to mla --budget {present // part}": present // part for part in _PARTS if present // part >= 4}
     return [
         {"options": options, **_cache(numbers, windows, dtype), "saves": 1 - numbers / present}

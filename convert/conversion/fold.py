@@ -19,7 +19,7 @@ from kvfold.convert.conversion.refinement import Refiner, refinement_record
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.families.layout import read_layer
-from kvfold.convert.families.rope import rope_table
+from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.measure.drift import report_of
@@ -142,7 +142,7 @@ def fold_layer(plan: Plan, step: Step) -> tuple[AttentionWeights, grouping.Parti
         return pooled(plan, step.index)
     weights = canonical_layer(plan, step.index)
     rotary, context = fold_rotary(plan, step.index), fold_context(plan, step.index)
-    statistics, kv_heads = step.statistics, plan.family.geometry(plan.layout.config).kv_heads
+    statistics, kv_heads = step.statistics, plan.kv_heads
     if statistics is None:
         raise ValueError("step: expected statistics, found none")
     plain = grouping.contiguous(weights.kv_heads, kv_heads)
@@ -178,7 +178,7 @@ def canonical_layer(plan: Plan, layer: int) -> AttentionWeights:
     """The source's attention in ``layer``. Raises InputError when a weight is not finite."""
     from kvfold.convert.conversion.run import reader
 
-    return read_layer(plan.family, plan.checkpoint.config, layer, reader(plan, layer))
+    return read_layer(plan.model, layer, reader(plan, layer))
 
 
 def fold_rotary(plan: Plan, layer: int) -> Rotary:
@@ -186,17 +186,17 @@ def fold_rotary(plan: Plan, layer: int) -> Rotary:
 
     Rope types whose frequencies move with the length of the text (dynamic) count as what they are for short ones.
     """
-    config = dict(plan.checkpoint.config)
     try:
-        return layer_rotary(plan.family, config, layer, "short")
+        return layer_rotary(plan.model, layer, "short")
     except InputError:
-        plain = {"rope_type": "default", "rope_theta": rope_table(plan.family, config)["rope_theta"]}
-        return layer_rotary(plan.family, config | {"rope_scaling": None, "rope_parameters": plain}, layer)
+        plain = {"rope_type": "default", "rope_theta": plan.model.rope_table()["rope_theta"]}
+        config = {**plan.model.config, "rope_scaling": None, "rope_parameters": plain}
+        return layer_rotary(Model(plan.model.family, config), layer)
 
 
 def fold_context(plan: Plan, layer: int) -> int:
     """How many positions back ``layer`` has to see."""
-    window = plan.family.layer(plan.checkpoint.config, layer).window
+    window = plan.model.layers[layer].window
     return min(plan.geometry.positions, window or plan.geometry.positions)
 
 

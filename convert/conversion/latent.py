@@ -68,7 +68,7 @@ class Surveyed:
 
 def rotary_of(plan: Plan, layer: int) -> Rotary:
     """Frequencies of ``layer``; those of the short range where longrope has two sets (the context is cut to it)."""
-    return layer_rotary(plan.family, plan.checkpoint.config, layer, "short")
+    return layer_rotary(plan.model, layer, "short")
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def surveyed(plan: Plan, folder: Path, progress: Progress) -> Iterator[Surveyed]
 
 def settled(plan: Plan, found: Surveyed) -> tuple[Plan, Slots, dict[str, Any]]:
     """``plan`` with its split and frequencies decided, the slots, and what ``kvfold.json`` tells of the decision."""
-    targets = latent_targets(plan.request, plan.family, plan.checkpoint)
+    targets = latent_targets(plan.request, plan.model)
     if plan.request.resolved_method == "svd":
         plan, slots = svd_plan(plan), svd_slots(plan)
         return plan, slots, slots_record(slots)
@@ -155,7 +155,7 @@ def latent_layer(plan: Plan, layer: int, notes: LayerNotes, slots: Slots) -> Lat
     if plan.request.resolved_method == "svd":
         return svd_layer(plan, layer, slots)
     target, rotary = plan.latent_target(), rotary_of(plan, layer)
-    weights, scale = canonical_layer(plan, layer), plan.family.layer(plan.checkpoint.config, layer).scale
+    weights, scale = canonical_layer(plan, layer), plan.model.layers[layer].scale
     latent = to_latent(weights, notes.statistics, rotary, slots, target.channels, scale=scale, centred=target.constant)
     rank = plan.query_rank()
     if rank is not None:
@@ -229,8 +229,8 @@ def svd_layers(plan: Plan, write: Callable[[Mapping[str, Tensor]], None]) -> Non
 
 def svd_layer(plan: Plan, layer: int, slots: Slots) -> LatentWeights:
     """``layer`` as latent attention, from its weights alone."""
-    target, scale = plan.latent_target(), plan.family.layer(plan.checkpoint.config, layer).scale
-    gain = plan.checkpoint.read(plan.family.tensor_names(plan.checkpoint.config)["attention_norm", layer][0])
+    target, scale = plan.latent_target(), plan.model.layers[layer].scale
+    gain = plan.checkpoint.read(plan.model.names["attention_norm", layer][0])
     latent = svd_latent(
         canonical_layer(plan, layer), rotary_of(plan, layer), slots, target.channels, scale=scale, gain=gain
     )

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.model import Family, Geometry, family_of, tensor_problems
-from kvfold.convert.families.names import Role
+from kvfold.convert.families.geometry import Geometry
+from kvfold.convert.families.model import Model, model_of
+from kvfold.convert.families.tensors import Role
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.shards import Shard, assign_shards
 from kvfold.convert.request import ConvertRequest
@@ -21,7 +22,6 @@ from kvfold.convert.targets.same_family import (
     attention_label,
     folded_layout,
     numbers_cached,
-    role_tensors,
 )
 from kvfold.convert.targets.target import TargetLayout
 
@@ -34,8 +34,7 @@ class Plan:
 
     request: ConvertRequest
     checkpoint: Checkpoint
-    family: Family
-    geometry: Geometry
+    model: Model
     layout: TargetLayout
     shards: tuple[Shard, ...]
     latent: LatentTarget | None = None  # what an MLA request asks to be written
@@ -43,6 +42,15 @@ class Plan:
     @property
     def source_name(self) -> str:
         return self.checkpoint.origin
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.model.geometry
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads of a GQA or MQA target."""
+        return 1 if self.request.kv_heads is None else self.request.kv_heads
 
     @property
     def source_kind(self) -> str:
@@ -60,13 +68,13 @@ class Plan:
 
     def query_rank(self) -> int | None:
         """Channels of the query latent as written, None without one."""
-        return query_rank(self.family, self.checkpoint.config, self.latent_target())
+        return query_rank(self.model, self.latent_target())
 
     def read_names(self, layer: int) -> tuple[str, ...]:
         """The source tensors that the transform of ``layer`` reads."""
         if self.request.to == "mla":
-            return latent_reads(self.family, self.checkpoint.config, layer)
-        return role_tensors(self.family, self.checkpoint.config, layer, self.roles)
+            return latent_reads(self.model, layer)
+        return self.model.attention_names(layer, self.roles)
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -101,20 +109,19 @@ class Plan:
 
 def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
     """Raises InputError when the checkpoint is not one of its family, or cannot become what is asked."""
-    family = family_of(checkpoint.config)
-    geometry = family.geometry(checkpoint.config)
-    problems = tensor_problems(family, checkpoint.config, checkpoint.tensors)
+    model = model_of(checkpoint.config)
+    problems = model.tensor_problems(checkpoint.tensors)
     if problems:
         raise InputError(
-            f"{checkpoint.origin}: its tensors are not those of a {family.model_type} model with this config.json; "
-            "check that files and config belong together",
+            f"{checkpoint.origin}: its tensors are not those of a {model.family.model_type} model with this "
+            "config.json; check that files and config belong together",
             problems,
         )
-    family.check_values(checkpoint.config)
+    model.check_values()
     if request.to == "mla":
-        return _latent_plan(request, checkpoint, family, geometry)
-    layout = _folded(request, checkpoint, family, geometry)
-    return Plan(request, checkpoint, family, geometry, layout, shards_of(layout, request))
+        return _latent_plan(request, checkpoint, model)
+    layout = _folded(request, checkpoint, model)
+    return Plan(request, checkpoint, model, layout, shards_of(layout, request))
 
 
 def shards_of(layout: TargetLayout, request: ConvertRequest) -> tuple[Shard, ...]:
@@ -122,34 +129,33 @@ def shards_of(layout: TargetLayout, request: ConvertRequest) -> tuple[Shard, ...
     return tuple(assign_shards(layout.tensors, request.shard_bytes))
 
 
-def _latent_plan(request: ConvertRequest, checkpoint: Checkpoint, family: Family, geometry: Geometry) -> Plan:
+def _latent_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
     """Split and frequencies may be provisional: a calibrated run settles them when it has seen all layers."""
-    targets = latent_targets(request, family, checkpoint)
-    target = targets[-1]
-    layout = _latent(request, checkpoint, family, target, [1.0] * (target.rope_dim // 2))
-    return Plan(request, checkpoint, family, geometry, layout, shards_of(layout, request), target)
+    target = latent_targets(request, model)[-1]
+    layout = _latent(request, checkpoint, model, target, [1.0] * (target.rope_dim // 2))
+    return Plan(request, checkpoint, model, layout, shards_of(layout, request), target)
 
 
 def settle(plan: Plan, target: LatentTarget, theta: Sequence[float]) -> Plan:
     """``plan`` with this split and these frequencies ``[P/2]``."""
-    layout = _latent(plan.request, plan.checkpoint, plan.family, target, theta)
+    layout = _latent(plan.request, plan.checkpoint, plan.model, target, theta)
     return replace(plan, layout=layout, shards=shards_of(layout, plan.request), latent=target)
 
 
 def _latent(
-    request: ConvertRequest, checkpoint: Checkpoint, family: Family, target: LatentTarget, theta: Sequence[float]
+    request: ConvertRequest, checkpoint: Checkpoint, model: Model, target: LatentTarget, theta: Sequence[float]
 ) -> TargetLayout:
-    return latent_layout(family, checkpoint, target, theta, None if request.dtype == "auto" else request.dtype)
+    return latent_layout(model, checkpoint, target, theta, None if request.dtype == "auto" else request.dtype)
 
 
-def _folded(request: ConvertRequest, checkpoint: Checkpoint, family: Family, geometry: Geometry) -> TargetLayout:
+def _folded(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> TargetLayout:
     dtype = None if request.dtype == "auto" else request.dtype
     kv_heads = 1 if request.kv_heads is None else request.kv_heads
-    check_kv_heads(kv_heads, geometry, request.allow_growth)
-    return folded_layout(family, checkpoint, kv_heads, roles=_roles(request), dtype=dtype)
+    check_kv_heads(kv_heads, model.geometry, request.allow_growth)
+    return folded_layout(model, checkpoint, kv_heads, roles=_roles(request), dtype=dtype)
 
 
-def latent_targets(request: ConvertRequest, family: Family, checkpoint: Checkpoint) -> list[LatentTarget]:
+def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
     """The splits that an MLA request leaves open, the one with most rotary dims last; one where it names it.
 
     Of a budget of N numbers every P is looked at that is a multiple of the largest power of two up to N/8: the splits
@@ -162,9 +168,7 @@ def latent_targets(request: ConvertRequest, family: Family, checkpoint: Checkpoi
         step = max(2, 1 << (request.budget // 8).bit_length() >> 1)
         splits = [(request.budget - rope, rope) for rope in range(step, request.budget, step)]
     targets = [LatentTarget(rank, rope, request.q_rank, layout) for rank, rope in splits]
-    problems = [
-        latent_problems(family, checkpoint.config, target, allow_growth=request.allow_growth) for target in targets
-    ]
+    problems = [latent_problems(model, target, allow_growth=request.allow_growth) for target in targets]
     possible = [target for target, found in zip(targets, problems, strict=True) if not found]
     if not possible:
         raise InputError(problems[0][0], problems[0][1:])

@@ -60,10 +60,9 @@ def refinement(plan: Plan, steps: int | str, shown: "_Shown") -> Refinement:
 
 
 def _share(plan: Plan) -> Share:
-    config = plan.checkpoint.config
-    norms = plan.family.tensor_names(config).get(("attention_post_norm", 0))
+    norms = plan.model.names.get(("attention_post_norm", 0))
     norm = None if norms is None else norms[0].split(".0.", 1)[1].removesuffix(".weight")
-    return Share(plan.family.block(config).residual_scale, norm)
+    return Share(plan.model.block.residual_scale, norm)
 
 
 class _Shown:

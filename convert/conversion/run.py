@@ -178,8 +178,8 @@ def transform_layer(plan: Plan, layer: int) -> "AttentionWeights":
     from kvfold.convert.families.layout import read_layer
     from kvfold.convert.transforms.fold import pool
 
-    weights = read_layer(plan.family, plan.checkpoint.config, layer, reader(plan, layer))
-    kv_heads = plan.family.geometry(plan.layout.config).kv_heads
+    weights = read_layer(plan.model, layer, reader(plan, layer))
+    kv_heads = plan.kv_heads
     match plan.request.resolved_method:
         case "first":
             return pool.first(weights, kv_heads)

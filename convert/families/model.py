@@ -1,39 +1,34 @@
-"""Model families as data: what a config and a checkpoint of a model type hold, asked by name.
+"""A model as data: a family and a config bound once, and everything that kvfold asks of the two.
 
 Nothing here imports torch or transformers: ``kvfold inspect`` answers from headers and a config in under a second.
 """
 
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.expressions import evaluate
-from kvfold.convert.families.names import attention_names, attention_shapes, kv_config
-from kvfold.convert.families.rope import number_above_0, rope_table, rotary_dims
-from kvfold.convert.families.schema import FamilySpec, TensorSpec, read_family
-from kvfold.convert.families.values import TYPES, Values
+from kvfold.convert.families.family import family_of
+from kvfold.convert.families.geometry import Block, Geometry, Layer, block_of, geometry_of, layer_of, layer_values
+from kvfold.convert.families.rope import rope_table
+from kvfold.convert.families.schema import Family, Norm
+from kvfold.convert.families.tensors import (
+    ROLES,
+    Role,
+    StoredTensor,
+    active_norm,
+    attention_tensors,
+    block_tensors,
+    experts,
+    has_bias,
+    present,
+)
+from kvfold.convert.families.values import Values
 
-__all__ = [
-    "Block",
-    "Family",
-    "Geometry",
-    "Layer",
-    "attention_names",
-    "family_of",
-    "kv_config",
-    "load_family",
-    "supported",
-    "tensor_problems",
-]
-
-_FOLDER = Path(__file__).parent
-_TOWERS = re.compile(r"(text|vision|audio|speech|image|video|decoder|encoder|thinker|talker|llm)_config$")
-_LAYER_TYPES = (None, "full_attention", "sliding_attention")
+_MOST_UNCHECKED = 4096  # layers or experts that may be listed one by one whatever the files hold
 
 
 class HasShape(Protocol):
@@ -41,277 +36,135 @@ class HasShape(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """``H, G, D, E`` of every layer, the number of layers, and how many dims of a head rotate."""
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A decoded config.json read as its family says. Every answer is worked out when first asked for, and kept.
 
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    model_dim: int
-    rotary_dims: int
-    vocabulary: int
-    positions: int  # longest context the model is made for
-    initializer_range: float
-
-
-@dataclass(frozen=True)
-class Layer:
-    """How one layer attends. ``scale`` multiplies q . k; ``window`` is how many positions back a query sees, None: all.
-
-    ``softcap`` c turns scores s into ``c tanh(s / c)``; ``clip`` bounds q, k and v elements after projection (olmo).
+    Each may raise ``InputError`` naming the config key that is missing or wrong.
     """
 
-    index: int
-    type: str | None
-    scale: float
-    window: int | None
-    rotates: bool
-    softcap: float | None
-    clip: float | None
-    causal: bool
-    sparse: bool  # a mixture of experts instead of one MLP
+    family: Family
+    config: Mapping[str, Any]
 
-
-@dataclass(frozen=True)
-class Block:
-    """What surrounds the attention.
-
-    ``order``: ``pre`` x + f(norm(x)); ``post`` x + norm(f(x)); ``sandwich`` both; ``parallel`` x + attention(n) +
-    mlp(n) with one n = norm(x). ``mlp``: ``gated``, ``gated_fused`` (gate and up in one tensor) or ``plain``. The gain
-    of a norm is weight + ``norm_offset``. ``residual_scale`` multiplies what each sublayer adds.
-    """
-
-    norm: Literal["rms", "layer"]
-    norm_eps: float
-    norm_offset: float
-    norm_bias: bool
-    norm_weight: bool
-    activation: str
-    mlp: Literal["gated", "gated_fused", "plain"]
-    order: str
-    sparse: bool  # any layer with experts
-    residual_scale: float
-    embedding_scale: float
-    logit_scale: float
-    logit_softcap: float | None
-    tied: bool
-
-
-@dataclass(frozen=True)
-class Family:
-    """One model type. Every method takes the decoded config.json and raises ``InputError`` naming a bad key."""
-
-    spec: FamilySpec
-
-    @property
-    def model_type(self) -> str:
-        return self.spec.model_type
-
-    @property
-    def architecture(self) -> str:
-        return self.spec.architecture
-
-    @property
-    def accepts_fewer_kv_heads(self) -> bool:
-        """Whether the stock class takes a number of key/value heads below the number of query heads."""
-        return self.spec.accepts_fewer_kv_heads
-
-    def values(self, config: Mapping[str, Any]) -> Values:
+    @cached_property
+    def values(self) -> Values:
         """The config's values by the names of the family file, defaults of the class filled in, checked when read."""
-        return Values(self.spec, config)
+        return Values(self.family, self.config)
 
-    def check_values(self, config: Mapping[str, Any]) -> None:
-        """Raises ``InputError`` for a present value of the wrong type, whether or not this config uses it."""
-        values = self.values(config)
-        for name in self.spec.config:
-            if config.get(values.spelling(name)) is not None:
-                values[name]
-        for layer_type in self.spec.rotary.by_type or ():
-            rope_table(self, config, layer_type)
-        for index in range(evaluate(self.spec.sizes.layers, values)):
-            self.layer(config, index)
+    @cached_property
+    def geometry(self) -> Geometry:
+        """Sizes of the model. Raises ``InputError`` when the heads do not divide as attention needs."""
+        return geometry_of(self.values)
 
-    def geometry(self, config: Mapping[str, Any]) -> Geometry:
-        """Raises ``InputError`` when the heads do not divide as attention needs."""
-        values, sizes = self.values(config), self.spec.sizes
-        kv_heads, heads = values[sizes.kv_heads], evaluate(sizes.heads, values)
-        if heads % kv_heads:
-            raise InputError(
-                f"config.json: {sizes.kv_heads} is {kv_heads}, which does not divide the {heads} query heads; "
-                "a divisor was expected"
-            )
-        return Geometry(
-            layers=evaluate(sizes.layers, values),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=evaluate(sizes.head_dim, values),
-            model_dim=evaluate(sizes.model_dim, values),
-            rotary_dims=rotary_dims(self, config),
-            vocabulary=evaluate(sizes.vocabulary, values),
-            positions=evaluate(sizes.positions, values),
-            initializer_range=evaluate(sizes.initializer_range, values),
-        )
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """How each layer attends."""
+        return tuple(layer_of(values) for values in self._layer_values)
 
-    def layer(self, config: Mapping[str, Any], index: int) -> Layer:
-        """How layer ``index`` attends."""
-        values, attention = self.layer_values(config, index), self.spec.attention
-        try:
-            scale = evaluate(attention.scale, values)
-        except ZeroDivisionError:
-            scale = math.inf
-        if not number_above_0(scale):
-            raise InputError(f"config.json: the scale of scores, {attention.scale}, must be above 0, found {scale!r}")
-        return Layer(
-            index=index,
-            type=values["layer_type"],
-            scale=float(scale),
-            window=evaluate(attention.window, values),
-            rotates=bool(evaluate(self.spec.rotary.rotates, values)),
-            softcap=evaluate(attention.softcap, values),
-            clip=evaluate(attention.clip, values),
-            causal=bool(evaluate(attention.causal, values)),
-            sparse=values["sparse"],
-        )
+    @cached_property
+    def block(self) -> Block:
+        """What surrounds the attention."""
+        return block_of(self.values, sparse=any(values["sparse"] for values in self._layer_values))
 
-    def layer_values(self, config: Mapping[str, Any], index: int) -> Values:
-        """``values`` with ``layer``, ``layer_type`` and ``sparse`` (experts instead of one MLP) added."""
-        values = self.values(config).with_names(layer=index)
-        layer_type = evaluate(self.spec.attention.layer_type, values)
-        if layer_type not in _LAYER_TYPES:
-            raise InputError(
-                f"config.json: layer {index} is {layer_type!r}; model_type {self.model_type!r} is supported with "
-                "'full_attention' and 'sliding_attention'"
-            )
-        return values.with_names(layer_type=layer_type, sparse=bool(evaluate(self.spec.block.sparse, values)))
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Every tensor that a checkpoint of this config holds, by its name in the files."""
+        listed = [*block_tensors(self.values, self._layer_values)]
+        for layer in range(self.geometry.layers):
+            listed += attention_tensors(self.values, self.geometry, layer)
+        return {tensor.name: tensor for tensor in listed}
 
-    def kv_config(self, config: Mapping[str, Any], kv_heads: int) -> dict[str, int]:
-        """The config keys that change for ``kv_heads`` key/value heads."""
-        return kv_config(self, config, kv_heads)
+    @cached_property
+    def names(self) -> dict[tuple[str, int | None], tuple[str, ...]]:
+        """The names of the tensors by (role, layer); layer is None for those of the whole model.
 
-    def block(self, config: Mapping[str, Any]) -> Block:
-        """What surrounds the attention, for a target that must express it in another class."""
-        values, block = self.values(config), self.spec.block
-        layers = range(evaluate(self.spec.sizes.layers, values))
-        return Block(
-            norm=block.norm,
-            norm_eps=float(evaluate(block.norm_eps, values)),
-            norm_offset=block.norm_offset,
-            norm_bias=block.norm_bias,
-            norm_weight=block.norm_weight,
-            activation=evaluate(block.activation, values),
-            mlp=block.mlp,
-            order=evaluate(block.order, values),
-            sparse=any(evaluate(block.sparse, values.with_names(layer=index)) for index in layers),
-            residual_scale=float(evaluate(block.residual_scale, values)),
-            embedding_scale=float(evaluate(block.embedding_scale, values)),
-            logit_scale=float(evaluate(block.logit_scale, values)),
-            logit_softcap=evaluate(block.logit_softcap, values),
-            tied=bool(evaluate(block.tied, values)),
-        )
-
-    def expected_tensors(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that a checkpoint of this config holds, in the terms of its files."""
-        expected: dict[str, tuple[int, ...]] = {}
-        for scope, tensor in self._present(config):
-            shape = tuple(int(evaluate(size, scope)) for size in tensor.shape)
-            count = 1 if tensor.each is None else evaluate(tensor.each, scope)
-            for expert in range(count):
-                expected[_fill(tensor.name, scope, expert)] = shape
-        for index in range(self.geometry(config).layers):
-            expected.update(attention_shapes(self, config, index))
-        return expected
-
-    def most_experts(self, config: Mapping[str, Any]) -> int:
-        """The largest number of experts in a layer; 1 in a model without."""
-        return max(
-            1 if tensor.each is None else evaluate(tensor.each, scope) for scope, tensor in self._present(config)
-        )
-
-    def tensor_names(self, config: Mapping[str, Any]) -> dict[tuple[str, int | None], tuple[str, ...]]:
-        """The names of the tensors outside the attention by (role, layer); layer is None for those of the whole model.
-
-        Roles of experts hold one name per expert. A role whose tensor this config does not have is absent.
+        Outside the attention roles are those of the family file, with one name per expert; a tensor that this config
+        does not have is absent. In the attention they are q, k, v and o: weight, bias, norm.
         """
-        found: dict[tuple[str, int | None], tuple[str, ...]] = {}
-        for scope, tensor in self._present(config):
-            layer = scope["layer"] if "{layer}" in tensor.name else None
-            count = 1 if tensor.each is None else evaluate(tensor.each, scope)
-            found[tensor.role, layer] = tuple(_fill(tensor.name, scope, expert) for expert in range(count))
-        return found
+        names: dict[tuple[str, int | None], list[str]] = {}
+        for tensor in self.tensors.values():
+            for role in tensor.roles:
+                names.setdefault((role, tensor.layer), []).append(tensor.name)
+        return {key: tuple(found) for key, found in names.items()}
 
-    def tolerates(self, config: Mapping[str, Any], name: str) -> bool:
+    @cached_property
+    def qk_norm(self) -> Norm | None:
+        """The norm on queries and keys, None without one."""
+        return active_norm(self.values)
+
+    def has_bias(self, role: Role) -> bool:
+        """Whether the projection ``role`` has a bias."""
+        return has_bias(self.values, role)
+
+    def attention_names(self, layer: int, roles: Collection[Role] = ROLES) -> tuple[str, ...]:
+        """The tensors of the files that hold ``roles`` of ``layer``, each once."""
+        return tuple(dict.fromkeys(name for role in ROLES if role in roles for name in self.names[role, layer]))
+
+    def rope_table(self, layer_type: str | None = None) -> dict[str, Any]:
+        """The rope parameters of a layer type as transformers 5 spells them."""
+        return rope_table(self.values, layer_type)
+
+    def kv_config(self, kv_heads: int) -> dict[str, int]:
+        """The config keys that change for ``kv_heads`` key/value heads, in the spelling that the config uses.
+
+        Raises ``InputError`` when the stock class takes no fewer heads or the number does not divide the query heads.
+        """
+        family, heads = self.family, self.geometry.heads
+        if not family.accepts_fewer_kv_heads:
+            raise InputError(
+                f"{family.architecture} has as many key/value heads as query heads; model_type {family.model_type!r} "
+                f"cannot have {kv_heads}"
+            )
+        if kv_heads < 1 or heads % kv_heads:
+            raise InputError(f"kv-heads is {kv_heads}; a divisor of the {heads} query heads was expected")
+        return {self.values.spelling(family.sizes.kv_heads): kv_heads}
+
+    def check_values(self) -> None:
+        """Raises ``InputError`` for a present value of the wrong type, whether or not this config uses it."""
+        for name in self.family.config:
+            if self.config.get(self.values.spelling(name)) is not None:
+                self.values[name]
+        for layer_type in self.family.rotary.by_type or ():
+            self.rope_table(layer_type)
+        _ = self.layers
+
+    def tensor_problems(self, found: Mapping[str, HasShape]) -> list[str]:
+        """Missing, mis-shaped and unexpected tensors of a checkpoint, one line each."""
+        if problem := self._size_problem(len(found)):
+            return [problem]
+        missing = [f"missing: {t.name} {list(t.shape)}" for t in self.tensors.values() if t.name not in found]
+        misshaped = [
+            f"wrong shape: {name} is {list(found[name].shape)}, expected {list(tensor.shape)}"
+            for name, tensor in self.tensors.items()
+            if name in found and tuple(found[name].shape) != tensor.shape
+        ]
+        extra = [
+            f"unexpected: {name} {list(found[name].shape)}"
+            for name in found
+            if name not in self.tensors and not self._tolerates(name)
+        ]
+        return missing + misshaped + extra
+
+    def _size_problem(self, count: int) -> str | None:
+        """A config of far more layers or experts than there are tensors, said before they are listed one by one."""
+        layers, most = self.geometry.layers, max(count, _MOST_UNCHECKED)
+        if layers > most:
+            return f"missing: config.json tells of {layers} layers, the files hold {count} tensors in all"
+        widest = max(experts(spec, scope) for spec, scope in present(self.values, self._layer_values))
+        if widest > most:
+            return f"missing: config.json tells of {widest} experts, the files hold {count} tensors in all"
+        return None
+
+    def _tolerates(self, name: str) -> bool:
         """Whether a tensor called ``name`` may be in the files although the class does not read it."""
-        values = self.values(config)
-        patterns = (item.name for item in self.spec.tolerated if evaluate(item.when, values))
+        patterns = (item.name for item in self.family.tolerated if evaluate(item.when, self.values))
         return any(re.fullmatch(re.escape(pattern).replace(r"\{layer\}", r"\d+"), name) for pattern in patterns)
 
-    def _present(self, config: Mapping[str, Any]) -> Iterator[tuple[Values, TensorSpec]]:
-        whole = self.values(config)
-        layers = [self.layer_values(config, index) for index in range(self.geometry(config).layers)]
-        for tensor in self.spec.tensors:
-            for scope in layers if "{layer}" in tensor.name else [whole]:
-                if evaluate(tensor.when, scope):
-                    yield scope, tensor
+    @cached_property
+    def _layer_values(self) -> tuple[Values, ...]:
+        return tuple(layer_values(self.values, index) for index in range(self.geometry.layers))
 
 
-def _fill(name: str, scope: Values, expert: int) -> str:
-    return name.replace("{layer}", str(scope.get("layer"))).replace("{expert}", str(expert))
-
-
-def supported() -> list[str]:
-    """The model types that have a family file, sorted."""
-    return sorted(path.stem for path in _FOLDER.glob("*.json"))
-
-
-@lru_cache
-def load_family(name: str) -> Family:
-    """The family called ``name``, which must be one of ``supported()``."""
-    return Family(read_family(_FOLDER / f"{name}.json"))
-
-
-def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a decoded config.json, by its ``model_type``. Raises ``InputError`` when it is not supported."""
-    model_type = config.get("model_type")
-    known = ", ".join(supported())
-    if towers := sorted(key for key in config if _TOWERS.search(key) and config[key] is not None):
-        raise InputError(
-            f"config.json: model_type {model_type!r} is not supported: it wraps a language model "
-            f"({', '.join(towers)}); expected a plain decoder of one of: {known}"
-        )
-    if model_type not in supported():
-        raise InputError(f"config.json: model_type {model_type!r} is not supported; expected one of: {known}")
-    family = load_family(model_type)
-    architectures = config.get("architectures")
-    if architectures is not None and not TYPES["texts"][1](architectures):
-        raise InputError(f"config.json: architectures must be {TYPES['texts'][0]}, found {architectures!r}")
-    if architectures and family.architecture.casefold() not in {item.casefold() for item in architectures}:
-        raise InputError(
-            f"config.json: architectures is {architectures!r}; for model_type {model_type!r} "
-            f"{family.architecture} was expected: other heads are not supported"
-        )
-    return family
-
-
-def tensor_problems(family: Family, config: Mapping[str, Any], tensors: Mapping[str, HasShape]) -> list[str]:
-    """What is wrong with the names and shapes of a checkpoint's tensors, one line each: missing, mis-shaped, extra."""
-    layers = family.geometry(config).layers
-    if layers > max(len(tensors), 4096):  # said before thousands of layers are listed one by one
-        return [f"missing: config.json tells of {layers} layers, the files hold {len(tensors)} tensors in all"]
-    experts = family.most_experts(config)
-    if experts > max(len(tensors), 4096):
-        return [f"missing: config.json tells of {experts} experts, the files hold {len(tensors)} tensors in all"]
-    expected = family.expected_tensors(config)
-    missing = [f"missing: {name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
-    misshaped = [
-        f"wrong shape: {name} is {list(tensors[name].shape)}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in tensors and tuple(tensors[name].shape) != shape
-    ]
-    extra = [
-        f"unexpected: {name} {list(tensors[name].shape)}"
-        for name in tensors
-        if name not in expected and not family.tolerates(config, name)
-    ]
-    return missing + misshaped + extra
+def model_of(config: Mapping[str, Any]) -> Model:
+    """The model of a decoded config.json. Raises ``InputError`` when its family is not supported."""
+    return Model(family_of(config), config)

@@ -6,30 +6,28 @@ transformers 5 writes ``rope_parameters`` (one table, or one per layer type); be
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.expressions import evaluate
-
-if TYPE_CHECKING:
-    from kvfold.convert.families.model import Family
+from kvfold.convert.families.values import Values
 
 _SCALED_BY_LENGTH = ("llama3", "yarn", "longrope")
 
 
-def rope_table(family: "Family", config: Mapping[str, Any], layer_type: str | None = None) -> dict[str, Any]:
+def rope_table(values: Values, layer_type: str | None = None) -> dict[str, Any]:
     """The rope parameters of a layer type as transformers 5 spells them: always ``rope_type`` and ``rope_theta``.
 
     Types that a family's class reads as another are renamed. Raises ``InputError`` for a table of the wrong kind.
     """
-    rotary = family.spec.rotary
-    table = _own_table(family, config, layer_type)
+    rotary = values.family.rotary
+    table = _stated_table(values, layer_type)
     table["rope_type"] = table.get("rope_type") or table.get("type") or "default"
     if not isinstance(table["rope_type"], str):
         raise InputError(f"config.json: rope_type must be a string, found {table['rope_type']!r}")
     table["rope_type"] = (rotary.renamed or {}).get(table["rope_type"], table["rope_type"])
     checked_number(table, "rope_theta")
-    _default_original_positions(family, config, table)
+    _default_original_positions(values, table)
     return table
 
 
@@ -45,8 +43,8 @@ def checked_number(table: Mapping[str, Any], key: str) -> float:
     return float(table[key])
 
 
-def _own_table(family: "Family", config: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
-    rotary = family.spec.rotary
+def _stated_table(values: Values, layer_type: str | None) -> dict[str, Any]:
+    rotary, config = values.family.rotary, values.config
     new, old = _mapping(config, "rope_parameters"), _mapping(config, "rope_scaling")
     own = (rotary.by_type or {}).get(layer_type or "")
     if own is None:
@@ -69,19 +67,19 @@ def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return found or {}
 
 
-def _default_original_positions(family: "Family", config: Mapping[str, Any], table: dict[str, Any]) -> None:
+def _default_original_positions(values: Values, table: dict[str, Any]) -> None:
     """The class's own key wins over the table's; without either it is the present maximum."""
     key = "original_max_position_embeddings"
     if table["rope_type"] not in _SCALED_BY_LENGTH:
         return
-    if (own := config.get(key, family.spec.rotary.original_positions)) is not None:
+    if (own := values.config.get(key, values.family.rotary.original_positions)) is not None:
         table[key] = own
-    table.setdefault(key, evaluate(family.spec.sizes.positions, family.values(config)))
+    table.setdefault(key, evaluate(values.family.sizes.positions, values))
 
 
-def rotary_fraction(family: "Family", config: Mapping[str, Any], table: Mapping[str, Any]) -> float:
+def rotary_fraction(values: Values, table: Mapping[str, Any]) -> float:
     """Which part of a head rotates, in (0, 1]."""
-    default = family.spec.rotary.fraction
+    default = values.family.rotary.fraction
     if default is None:
         return 1.0
     fraction = table.get("partial_rotary_factor", default)
@@ -90,10 +88,10 @@ def rotary_fraction(family: "Family", config: Mapping[str, Any], table: Mapping[
     return float(fraction)
 
 
-def rotary_dims(family: "Family", config: Mapping[str, Any]) -> int:
+def rotary_dims(values: Values) -> int:
     """``D_rot``, the same in every layer that rotates."""
-    head_dim = evaluate(family.spec.sizes.head_dim, family.values(config))
-    dims = int(head_dim * rotary_fraction(family, config, rope_table(family, config)))
+    head_dim = evaluate(values.family.sizes.head_dim, values)
+    dims = int(head_dim * rotary_fraction(values, rope_table(values)))
     if dims % 2 or not dims:
         raise InputError(
             f"config.json: {dims} of {head_dim} dims of a head rotate; an even number above 0 was expected "

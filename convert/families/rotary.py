@@ -12,40 +12,38 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.expressions import evaluate
-from kvfold.convert.families.model import Family
-from kvfold.convert.families.rope import checked_number, rope_table, rotary_fraction
+from kvfold.convert.families.model import Model
+from kvfold.convert.families.rope import checked_number, rotary_fraction
 from kvfold.convert.transforms.weights import Rotary
 
 Context = Literal["short", "long"]
 
 
-def layer_rotary(family: Family, config: Mapping[str, Any], layer: int, context: Context | None = None) -> Rotary:
+def layer_rotary(model: Model, layer: int, context: Context | None = None) -> Rotary:
     """The rotary embedding of ``layer``; empty where the layer does not rotate.
 
     longrope has one set of frequencies for short texts and another for long ones; unless they are equal, ``context``
     must say which. Raises ``InputError`` for types whose frequencies depend on the text (dynamic) and unknown ones.
     """
-    how = family.layer(config, layer)
+    how, geometry = model.layers[layer], model.geometry
     if not how.rotates:
         return Rotary(torch.empty(0, dtype=torch.float64))
-    table = rope_table(family, config, how.type)
-    head_dim = evaluate(family.spec.sizes.head_dim, family.values(config))
-    dims = int(head_dim * rotary_fraction(family, config, table))
+    table = model.rope_table(how.type)
+    dims = int(geometry.head_dim * rotary_fraction(model.values, table))
     pairs = torch.arange(0, dims, 2, dtype=torch.float64)
     theta = checked_number(table, "rope_theta") ** (-pairs / dims)
     kind = table["rope_type"]
     if kind == "default":
         return Rotary(theta)
     if kind == "longrope":
-        return _longrope(table, theta, family.geometry(config).positions, context)
+        return _longrope(table, theta, geometry.positions, context)
     if kind not in _SCALED:
         known = ", ".join(["default", *_SCALED, "longrope"])
         raise InputError(
             f"config.json: rope_type {kind!r} has no frequencies that hold for every length of text; expected one of "
             f"{known}"
         )
-    return _SCALED[kind](table, theta, family.geometry(config).positions)
+    return _SCALED[kind](table, theta, geometry.positions)
 
 
 def _linear(table: Mapping[str, Any], theta: Tensor, positions: int) -> Rotary:

@@ -1,7 +1,7 @@
 """What a family file says: one JSON object per model type, read strictly (an unknown or missing key is an error).
 
 A value marked *expression* is a string in the language of ``expressions.py`` over the config keys that the file lists
-under ``config`` (and ``layer``, ``layer_type`` where it is asked per layer), or a JSON literal.
+under ``config`` (and ``layer``, ``layer_type``, ``sparse`` where it is evaluated per layer), or a JSON literal.
 """
 
 import json
@@ -63,12 +63,11 @@ class Attention:
     """Where a layer keeps its attention. Names are relative to ``module``, which holds ``{layer}``."""
 
     module: str
-    layout: Literal["separate", "concatenated", "interleaved"]
+    layout: Literal["separate", "concatenated"]
     o: str
     qkv_bias: Expression
     o_bias: Expression
     scale: Expression  # what multiplies q . k
-    storage: Literal["out_in", "in_out"] = "out_in"
     q: str | None = None
     k: str | None = None
     v: str | None = None
@@ -148,7 +147,9 @@ class Tolerated:
 
 
 @dataclass(frozen=True)
-class FamilySpec:
+class Family:
+    """One model type, as its file says."""
+
     model_type: str
     architecture: str
     accepts_fewer_kv_heads: bool
@@ -181,14 +182,14 @@ def _freeze(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def read_family(path: Path) -> FamilySpec:
+def read_family(path: Path) -> Family:
     """The family file at ``path``. Raises ``ValueError`` naming file, place and key when it does not fit the schema."""
     return parse_family(json.loads(path.read_text(encoding="utf-8")), path.name)
 
 
-def parse_family(table: Any, where: str) -> FamilySpec:
+def parse_family(table: Any, where: str) -> Family:
     """A decoded family file; ``where`` begins the message of the ``ValueError`` raised for what does not fit."""
-    spec = build(FamilySpec, table, where)
+    spec = build(Family, table, where)
     attention, rotary = dict(spec.attention), dict(spec.rotary)  # type: ignore[call-overload]
     if attention.get("norm") is not None:
         attention["norm"] = build(Norm, attention["norm"], f"{where}: attention.norm")

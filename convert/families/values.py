@@ -6,7 +6,7 @@ from typing import Any
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.expressions import evaluate
-from kvfold.convert.families.schema import ABSENT, FamilySpec, Key
+from kvfold.convert.families.schema import ABSENT, Family, Key
 
 
 def _whole(value: Any) -> bool:
@@ -29,53 +29,60 @@ TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 class Values(Mapping[str, Any]):
-    """Read lazily, so that only the keys that a question needs have to be right."""
+    """Read lazily, so that only the keys that a question needs have to be right; each is checked once."""
 
-    def __init__(self, spec: FamilySpec, config: Mapping[str, Any], names: Mapping[str, Any] | None = None) -> None:
-        self._spec = spec
-        self._config = config
-        self._names = dict(names or {})
+    def __init__(self, family: Family, config: Mapping[str, Any]) -> None:
+        self.family, self.config = family, config
+        self._names: dict[str, Any] = {}
+        self._read: dict[str, Any] = {}  # shared by all scopes: what keys say does not depend on the layer
 
     def with_names(self, **names: Any) -> "Values":
         """The same values and a few names beside them, such as ``layer``."""
-        return Values(self._spec, self._config, {**self._names, **names})
+        scope = Values(self.family, self.config)
+        scope._names, scope._read = {**self._names, **names}, self._read
+        return scope
 
     def spelling(self, name: str) -> str:
         """The key under which the config holds ``name``: its own or an alias."""
-        return next((key for key in (name, *self._spec.config[name].aliases) if key in self._config), name)
+        return next((key for key in (name, *self.family.config[name].aliases) if key in self.config), name)
 
     def __getitem__(self, name: str) -> Any:
         if name in self._names:
             return self._names[name]
-        key = self._spec.config[name]
-        spelling = self.spelling(name)
-        found = self._config.get(spelling, ABSENT)
-        if found is ABSENT and key.default is not ABSENT:
-            return key.default
-        if found is ABSENT or found is None:
-            return self._without(name, key, found)
-        wanted, fits = TYPES[key.type]
-        if not fits(found):
-            raise InputError(f"config.json: {spelling} must be {wanted}, found {found!r}")
-        if key.per_layer and len(found) != (layers := evaluate(self._spec.sizes.layers, self)):
-            raise InputError(
-                f"config.json: {spelling} must have one entry for each of {layers} layers, found {len(found)}"
-            )
-        return found
+        if name not in self._read:
+            self._read[name] = self._checked(name)
+        return self._read[name]
 
-    def _without(self, name: str, key: Key, found: Any) -> Any:
-        if found is None and key.nullable:
+    def _checked(self, name: str) -> Any:
+        key = self.family.config[name]
+        spelling = self.spelling(name)
+        value = self.config.get(spelling, ABSENT)
+        if value is ABSENT and key.default is not ABSENT:
+            return key.default
+        if value is ABSENT or value is None:
+            return self._without(name, key, value)
+        wanted, fits = TYPES[key.type]
+        if not fits(value):
+            raise InputError(f"config.json: {spelling} must be {wanted}, found {value!r}")
+        if key.per_layer and len(value) != (layers := evaluate(self.family.sizes.layers, self)):
+            raise InputError(
+                f"config.json: {spelling} must have one entry for each of {layers} layers, found {len(value)}"
+            )
+        return value
+
+    def _without(self, name: str, key: Key, value: Any) -> Any:
+        if value is None and key.nullable:
             return None
         if key.otherwise is not ABSENT:
             return evaluate(key.otherwise, self)
-        state = "missing" if found is ABSENT else "null"
+        state = "missing" if value is ABSENT else "null"
         raise InputError(
-            f"config.json: {name} is {state}; model_type {self._spec.model_type!r} needs {TYPES[key.type][0]}"
+            f"config.json: {name} is {state}; model_type {self.family.model_type!r} needs {TYPES[key.type][0]}"
         )
 
     def __iter__(self) -> Iterator[str]:
         yield from self._names
-        yield from self._spec.config
+        yield from self.family.config
 
     def __len__(self) -> int:
-        return len(self._names) + len(self._spec.config)
+        return len(self._names) + len(self.family.config)

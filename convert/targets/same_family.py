@@ -3,8 +3,9 @@
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.families.model import Family, Geometry
-from kvfold.convert.families.names import ROLES, Role, attention_names
+from kvfold.convert.families.geometry import Geometry
+from kvfold.convert.families.model import Model
+from kvfold.convert.families.tensors import ROLES, Role
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.config import dtype_changes, edit_config
 from kvfold.convert.io.headers import FLOAT_DTYPES
@@ -21,50 +22,43 @@ _STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def folded_layout(
-    family: Family, checkpoint: Checkpoint, kv_heads: int, *, roles: Collection[Role], dtype: str | None
+    source: Model, checkpoint: Checkpoint, kv_heads: int, *, roles: Collection[Role], dtype: str | None
 ) -> TargetLayout:
     """The checkpoint with ``kv_heads`` key/value heads, of which the transform makes ``roles``.
 
     ``dtype`` is the stored dtype in torch's spelling, or None to keep each tensor's own.
     """
     # Imported here: layout.py needs torch, and a plan is also made where torch is not wanted.
-    from kvfold.convert.families.layout import kv_config, write_layer
+    from kvfold.convert.families.layout import write_layer
 
-    source = checkpoint.config
-    config = edit_config(source, kv_config(family, source, kv_heads))
+    config = edit_config(checkpoint.config, source.kv_config(kv_heads))
     if dtype is not None:
         config = edit_config(config, dtype_changes(config, dtype))
-    geometry = family.geometry(config)
-    computed = tuple(role_tensors(family, config, layer, roles) for layer in range(geometry.layers))
-    tensors = _output_tensors(family, checkpoint, config, {name for names in computed for name in names}, dtype)
+    target = Model(source.family, config)
+    computed = tuple(target.attention_names(layer, roles) for layer in range(target.geometry.layers))
+    tensors = _output_tensors(source, target, checkpoint, {name for names in computed for name in names}, dtype)
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
-        return write_layer(family, config, layer, weights, roles)
+        return write_layer(target, layer, weights, roles)
 
-    return TargetLayout(attention_label(geometry), config, tensors, computed, numbers_cached(geometry), encode)
+    kind, cached = attention_label(target.geometry), numbers_cached(target.geometry)
+    return TargetLayout(kind, config, tensors, computed, cached, encode)
 
 
 def _output_tensors(
-    family: Family, checkpoint: Checkpoint, config: Mapping[str, Any], computed: Collection[str], dtype: str | None
+    source: Model, target: Model, checkpoint: Checkpoint, computed: Collection[str], dtype: str | None
 ) -> tuple[OutputTensor, ...]:
     """The source's tensors in their order, without those that went with their head (one norm tensor per head)."""
-    shapes, known = family.expected_tensors(config), family.expected_tensors(checkpoint.config)
     return tuple(
         OutputTensor(
             info.name,
             stored_dtype(info.dtype, dtype),
-            shapes.get(info.name, info.shape),
+            target.tensors[info.name].shape if info.name in target.tensors else info.shape,
             None if info.name in computed else info.name,
         )
         for info in checkpoint.tensors.values()
-        if info.name in shapes or info.name not in known
+        if info.name in target.tensors or info.name not in source.tensors
     )
-
-
-def role_tensors(family: Family, config: Mapping[str, Any], layer: int, roles: Collection[Role]) -> tuple[str, ...]:
-    """The file tensors that hold ``roles`` of ``layer``, each once."""
-    names = attention_names(family, config, layer)
-    return tuple(dict.fromkeys(name for role in ROLES if role in roles for name in names[role]))
 
 
 def stored_dtype(present: str, dtype: str | None) -> str:

@@ -50,9 +50,9 @@ def config_of(shape: dict[str, Any], layers: int, kv_heads: int, vocabulary: int
 
 
 def weights(config: dict[str, Any]) -> "Weights":
-    from kvfold.convert.families.model import family_of
+    from kvfold.convert.families.model import model_of
 
-    return Weights(dict(family_of(config).expected_tensors(config)))
+    return Weights({name: tensor.shape for name, tensor in model_of(config).tensors.items()})
 
 
 class Weights:
@@ -166,8 +166,8 @@ def bench_convert(arguments: argparse.Namespace) -> dict[str, Any]:
 def bench_walk(arguments: argparse.Namespace) -> dict[str, Any]:
     import resource
 
-    from kvfold.convert.families.layout import kv_config, read_layer, write_layer
-    from kvfold.convert.families.model import family_of
+    from kvfold.convert.families.layout import read_layer, write_layer
+    from kvfold.convert.families.model import Model, model_of
     from kvfold.convert.families.rotary import layer_rotary
     from kvfold.convert.io.shards import OutputTensor
     from kvfold.convert.stream.stream import CheckpointStream
@@ -176,11 +176,11 @@ def bench_walk(arguments: argparse.Namespace) -> dict[str, Any]:
     from kvfold.convert.walk.walk import Twin, Walk
 
     config = config_of(SEVENTY, arguments.layers or 2, 8, arguments.vocabulary, False)
-    family, source = family_of(config), weights(config)
-    changed = config | kv_config(family, config, 4)
+    model, source = model_of(config), weights(config)
+    target = Model(model.family, config | model.kv_config(4))
     planned = [
-        OutputTensor(name, "BF16", shape, None if "self_attn" in name else name)
-        for name, shape in family.expected_tensors(changed).items()
+        OutputTensor(name, "BF16", tensor.shape, None if "self_attn" in name else name)
+        for name, tensor in target.tensors.items()
     ]
     tokens = torch.randint(
         0, arguments.vocabulary, (arguments.samples + held_out_count(arguments.samples), arguments.seq_len)
@@ -188,15 +188,19 @@ def bench_walk(arguments: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     stream = CheckpointStream(config, source.read, source.shapes)
     walk = Walk(
-        stream, Twin(stream, changed, planned), tokens[arguments.samples :], tokens[: arguments.samples], profile=True
+        stream,
+        Twin(stream, target.config, planned),
+        tokens[arguments.samples :],
+        tokens[: arguments.samples],
+        profile=True,
     )
     marks = [time.perf_counter()]
     for step in walk:
-        layer = read_layer(family, config, step.index, source.read)
-        rotary = layer_rotary(family, config, step.index)
+        layer = read_layer(model, step.index, source.read)
+        rotary = layer_rotary(model, step.index)
         assert step.statistics is not None
         folded = principal.fold(layer, step.statistics, rotary, grouping.contiguous(8, 4))
-        step.convert(write_layer(family, changed, step.index, folded))
+        step.convert(write_layer(target, step.index, folded))
         marks.append(time.perf_counter())
     walk.measurement()
     return {

@@ -8,7 +8,7 @@ import pytest
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.model import supported
+from kvfold.convert.families.family import supported
 from kvfold.convert.inspection import summary
 
 README = Path(__file__).resolve().parents[2] / "README.md"

@@ -14,7 +14,7 @@ from kvfold.convert.conversion.plan import latent_targets
 from kvfold.convert.conversion.record import saving
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.model import family_of
+from kvfold.convert.families.model import model_of
 from kvfold.convert.recipes import read_recipe, recipe_names
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
@@ -50,9 +50,9 @@ def shapes_of(tmp_path_factory):
 
 def write_hollow(config, folder):
     header, position = {"__metadata__": {"format": "pt"}}, 0
-    for name, shape in family_of(config).expected_tensors(config).items():
-        end = position + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, end]}
+    for name, tensor in model_of(config).tensors.items():
+        end = position + 2 * math.prod(tensor.shape)
+        header[name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -321,5 +321,5 @@ def test_a_budget_looks_at_the_splits_that_kernels_are_written_for(shapes_of, tm
     folder = str(shapes_of("meta-llama/Llama-2-7b-hf"))
     request = ConvertRequest(model=folder, out=str(tmp_path / "out"), to="mla", budget=576, dry_run=True)
     plan = convert_checkpoint(request).plan
-    targets = latent_targets(request, plan.family, plan.checkpoint)
+    targets = latent_targets(request, plan.model)
     assert {(512, 64), (448, 128)} < {(target.kv_rank, target.rope_dim) for target in targets}

@@ -6,12 +6,12 @@ DeepSeek loaders of inference engines, which read no attention bias and only pla
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvfold.convert.families.model import Family, Geometry
-from kvfold.convert.families.names import has_bias
+from kvfold.convert.families.geometry import Geometry
+from kvfold.convert.families.model import Model
 
 NORM_EPS = 1e-6  # of both latent norms: what the stock class hard-codes
 _NAMES = {
@@ -61,81 +61,72 @@ def full_query_rank(geometry: Geometry, target: LatentTarget) -> int:
     return min(geometry.model_dim, rows) + target.constant
 
 
-def query_rank(family: Family, config: Mapping[str, Any], target: LatentTarget) -> int | None:
+def query_rank(model: Model, target: LatentTarget) -> int | None:
     """``q_lora_rank`` as written.
 
     A bias on the queries has its only place in a query latent, then one that loses nothing.
     """
-    if target.q_rank is None and has_bias(family, config, "q"):
-        return full_query_rank(family.geometry(config), target)
+    if target.q_rank is None and model.has_bias("q"):
+        return full_query_rank(model.geometry, target)
     return target.q_rank
 
 
-def deepseek_shapes(
-    family: Family, config: Mapping[str, Any], target: LatentTarget
-) -> dict[str, tuple[Shape, str | None]]:
+def deepseek_shapes(model: Model, target: LatentTarget) -> dict[str, tuple[Shape, str | None]]:
     """Every output tensor: shape, and the source tensor whose bytes it repeats (None: it is computed)."""
-    layers = range(family.geometry(config).layers)
-    found: dict[str, tuple[Shape, str | None]] = dict(_outer(family, config, target))
-    for layer in layers:
-        shapes = attention_shapes(family, config, target, layer)
-        found |= {name: (shape, None) for name, shape in shapes.items()}
-        found |= dict(_block(family, config, layer))
-    return found
+    shapes: dict[str, tuple[Shape, str | None]] = dict(_outer(model, target))
+    for layer in range(model.geometry.layers):
+        shapes |= {name: (shape, None) for name, shape in attention_shapes(model, target, layer).items()}
+        shapes |= dict(_block(model, layer))
+    return shapes
 
 
-def attention_shapes(family: Family, config: Mapping[str, Any], target: LatentTarget, layer: int) -> dict[str, Shape]:
+def attention_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, Shape]:
     """The attention tensors of ``layer``."""
-    size, module = family.geometry(config), attention_module(layer)
-    heads, dim, model, rank = size.heads, size.head_dim, size.model_dim, target.kv_rank
-    queries, q_rank = heads * (dim + target.rope_dim), query_rank(family, config, target)
+    size, module = model.geometry, attention_module(layer)
+    heads, dim, width, rank = size.heads, size.head_dim, size.model_dim, target.kv_rank
+    queries, q_rank = heads * (dim + target.rope_dim), query_rank(model, target)
     if q_rank is None:
-        shapes: dict[str, Shape] = {"q_proj.weight": (queries, model)}
+        shapes: dict[str, Shape] = {"q_proj.weight": (queries, width)}
     else:
         shapes = {
-            "q_a_proj.weight": (q_rank, model),
+            "q_a_proj.weight": (q_rank, width),
             "q_a_layernorm.weight": (q_rank,),
             "q_b_proj.weight": (queries, q_rank),
         }
-    shapes["kv_a_proj_with_mqa.weight"] = (rank + target.rope_dim, model)
+    shapes["kv_a_proj_with_mqa.weight"] = (rank + target.rope_dim, width)
     shapes["kv_a_layernorm.weight"] = (rank,)
     shapes["kv_b_proj.weight"] = (heads * 2 * dim, rank)
-    shapes["o_proj.weight"] = (model, heads * dim)
+    shapes["o_proj.weight"] = (width, heads * dim)
     if target.constant:
-        biased = {"kv_a_proj_with_mqa": rank + target.rope_dim, "o_proj": model}
+        biased = {"kv_a_proj_with_mqa": rank + target.rope_dim, "o_proj": width}
         biased |= {} if q_rank is None else {"q_a_proj": q_rank}
         shapes |= {f"{name}.bias": (rows,) for name, rows in biased.items()}
     return {f"{module}.{name}": shape for name, shape in shapes.items()}
 
 
-def split_gate_up(family: Family, config: Mapping[str, Any], layer: int) -> tuple[str, str, str] | None:
+def split_gate_up(model: Model, layer: int) -> tuple[str, str, str] | None:
     """For a source with one gate-and-up tensor: its name, and the names of gate and up in the output."""
-    source = family.tensor_names(config).get(("gate_up", layer))
+    source = model.names.get(("gate_up", layer))
     return None if source is None else (source[0], _name("gate", layer), _name("up", layer))
 
 
-def _outer(
-    family: Family, config: Mapping[str, Any], target: LatentTarget
-) -> Iterator[tuple[str, tuple[Shape, str | None]]]:
-    names, shapes = family.tensor_names(config), family.expected_tensors(config)
-    embedding = names["embedding", None][0]
-    head = names.get(("head", None), (embedding,))[0]
-    yield _NAMES["embedding"], (shapes[embedding], embedding)
-    yield _NAMES["final_norm"], (shapes[names["final_norm", None][0]], names["final_norm", None][0])
+def _outer(model: Model, target: LatentTarget) -> Iterator[tuple[str, tuple[Shape, str | None]]]:
+    (embedding,), (norm,) = model.names["embedding", None], model.names["final_norm", None]
+    (head,) = model.names.get(("head", None), (embedding,))
+    yield _NAMES["embedding"], (model.tensors[embedding].shape, embedding)
+    yield _NAMES["final_norm"], (model.tensors[norm].shape, norm)
     if head != embedding or target.layout == "engine":
-        yield _NAMES["head"], (shapes[head], head)
+        yield _NAMES["head"], (model.tensors[head].shape, head)
 
 
-def _block(family: Family, config: Mapping[str, Any], layer: int) -> Iterator[tuple[str, tuple[Shape, str | None]]]:
-    names, shapes = family.tensor_names(config), family.expected_tensors(config)
-    fused = split_gate_up(family, config, layer)
+def _block(model: Model, layer: int) -> Iterator[tuple[str, tuple[Shape, str | None]]]:
+    fused = split_gate_up(model, layer)
     if fused is not None:
-        rows, model = shapes[fused[0]]
-        yield from ((name, ((rows // 2, model), None)) for name in fused[1:])
+        rows, width = model.tensors[fused[0]].shape
+        yield from ((name, ((rows // 2, width), None)) for name in fused[1:])
     for role in ("attention_norm", "mlp_norm", "gate", "up", "down"):
-        if (role, layer) in names:
-            source = names[role, layer][0]
-            yield _name(role, layer), (shapes[source], source)
+        for source in model.names.get((role, layer), ()):
+            yield _name(role, layer), (model.tensors[source].shape, source)
 
 
 def _name(role: str, layer: int) -> str:
@@ -143,8 +134,7 @@ def _name(role: str, layer: int) -> str:
 
 
 def deepseek_config(
-    family: Family,
-    config: Mapping[str, Any],
+    model: Model,
     target: LatentTarget,
     theta: Sequence[float],
     *,
@@ -156,9 +146,9 @@ def deepseek_config(
     ``dtype`` as transformers spells it. ``positions``: the longest context, where it is shorter than the source's.
     Frequencies, dtype and the special tokens are spelled for older and newer readers alike.
     """
-    size, block = family.geometry(config), family.block(config)
+    size, block, config = model.geometry, model.block, model.config
     longest = size.positions if positions is None else positions
-    intermediate = _intermediate(family, config)
+    intermediate = _intermediate(model)
     special = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -174,7 +164,7 @@ def deepseek_config(
         "num_attention_heads": size.heads,
         "num_key_value_heads": size.heads,
         "kv_lora_rank": target.kv_rank,
-        "q_lora_rank": query_rank(family, config, target),
+        "q_lora_rank": query_rank(model, target),
         "qk_nope_head_dim": size.head_dim,
         "qk_rope_head_dim": target.rope_dim,
         "v_head_dim": size.head_dim,
@@ -190,9 +180,8 @@ def deepseek_config(
     }
 
 
-def _intermediate(family: Family, config: Mapping[str, Any]) -> int:
-    names, shapes = family.tensor_names(config), family.expected_tensors(config)
-    return shapes[names["down", 0][0]][1]
+def _intermediate(model: Model) -> int:
+    return model.tensors[model.names["down", 0][0]].shape[1]
 
 
 def _dense_only(layers: int, intermediate: int) -> dict[str, Any]:

@@ -3,12 +3,11 @@
 Each problem is one line that says what was found and what would work.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from kvfold.convert.families.model import Block, Family, Geometry
-from kvfold.convert.families.names import active_norm, has_bias
-from kvfold.convert.families.rope import rope_table
+from kvfold.convert.families.geometry import Block, Geometry
+from kvfold.convert.families.model import Model
+from kvfold.convert.families.tensors import ROLES
 from kvfold.convert.targets.deepseek.config import LatentTarget, full_query_rank
 
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
@@ -17,29 +16,26 @@ _MLP_BIASES = frozenset({"gate_bias", "up_bias", "gate_up_bias", "down_bias"})
 _INSTEAD = "--to gqa works"
 
 
-def latent_problems(
-    family: Family, config: Mapping[str, Any], target: LatentTarget, *, allow_growth: bool = False
-) -> list[str]:
+def latent_problems(model: Model, target: LatentTarget, *, allow_growth: bool = False) -> list[str]:
     """Everything that stands in the way, the model's own first. Empty when the conversion is possible."""
-    engine = list(_engine_problems(family, config)) if target.layout == "engine" else []
-    return [*model_problems(family, config), *engine, *_size_problems(family.geometry(config), target, allow_growth)]
+    engine = list(_engine_problems(model)) if target.layout == "engine" else []
+    return [*model_problems(model), *engine, *_size_problems(model.geometry, target, allow_growth)]
 
 
-def model_problems(family: Family, config: Mapping[str, Any]) -> list[str]:
+def model_problems(model: Model) -> list[str]:
     """What no latent target of any size or layout can hold."""
     problems = [
-        *_block_problems(family.block(config)),
-        *_tensor_problems(family, config),
-        *_attention_problems(family, config),
-        *_rope_problems(family, config),
+        *_block_problems(model.block),
+        *_tensor_problems(model),
+        *_attention_problems(model),
+        *_rope_problems(model),
     ]
-    return [f"--to mla: {family.model_type} {problem}; {_INSTEAD}" for problem in problems]
+    return [f"--to mla: {model.family.model_type} {problem}; {_INSTEAD}" for problem in problems]
 
 
-def context(family: Family, config: Mapping[str, Any]) -> int:
+def context(model: Model) -> int:
     """The longest context that the output is good for: longrope is cut to the range of its short factors."""
-    positions = family.geometry(config).positions
-    table = rope_table(family, config)
+    positions, table = model.geometry.positions, model.rope_table()
     if table["rope_type"] == "longrope" and table.get("short_factor") != table.get("long_factor"):
         return min(positions, int(table["original_max_position_embeddings"]))
     return positions
@@ -63,18 +59,17 @@ def _block_problems(block: Block) -> Iterator[str]:
         yield f"caps its logits softly at {block.logit_softcap:g}, the stock DeepSeek class does not"
 
 
-def _tensor_problems(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
-    roles = {role for role, _ in family.tensor_names(config)}
+def _tensor_problems(model: Model) -> Iterator[str]:
+    roles = {role for role, _ in model.names} - {*ROLES}
     if biases := sorted(roles & _MLP_BIASES):
         yield f"has biases in its MLPs ({', '.join(biases)}), the stock DeepSeek class has none"
     if other := sorted(roles - _ROLES - _MLP_BIASES):
         yield f"has tensors that the stock DeepSeek class lacks ({', '.join(other)})"
 
 
-def _attention_problems(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
-    layers = [family.layer(config, index) for index in range(family.geometry(config).layers)]
-    longest = context(family, config)
-    if active_norm(family, config) is not None:
+def _attention_problems(model: Model) -> Iterator[str]:
+    layers, longest = model.layers, context(model)
+    if model.qk_norm is not None:
         yield "normalises queries and keys (QK-norm), so its keys are no linear function of a latent"
     if narrow := [layer.window for layer in layers if layer.window is not None and layer.window < longest]:
         yield (
@@ -89,9 +84,9 @@ def _attention_problems(family: Family, config: Mapping[str, Any]) -> Iterator[s
         yield "attends in both directions, the stock DeepSeek class only backwards"
 
 
-def _rope_problems(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
-    types = {family.layer(config, index).type for index in range(family.geometry(config).layers)}
-    tables = [rope_table(family, config, kind) for kind in sorted(types, key=str)]
+def _rope_problems(model: Model) -> Iterator[str]:
+    types = {layer.type for layer in model.layers}
+    tables = [model.rope_table(kind) for kind in sorted(types, key=str)]
     kind = tables[0]["rope_type"]
     if kind not in _FIXED_ROPE:
         fixed = ", ".join(_FIXED_ROPE)
@@ -100,17 +95,17 @@ def _rope_problems(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
         yield "rotates at frequencies that differ between layer types, the stock DeepSeek class has one set"
 
 
-def _engine_problems(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
+def _engine_problems(model: Model) -> Iterator[str]:
     places = {"q": "queries, keys and values", "o": "the attention output"}
     found = []
-    if has_bias(family, config, "q"):
-        found.append(f"{family.model_type} has biases on {places['q']}, which engines do not read")
-    if has_bias(family, config, "o"):
-        found.append(f"{family.model_type} has a bias on {places['o']}, which engines do not read")
-    table = rope_table(family, config)
+    if model.has_bias("q"):
+        found.append(f"{model.family.model_type} has biases on {places['q']}, which engines do not read")
+    if model.has_bias("o"):
+        found.append(f"{model.family.model_type} has a bias on {places['o']}, which engines do not read")
+    table = model.rope_table()
     if table["rope_type"] != "default":
         found.append(f"rope_type is {table['rope_type']!r}, engines take 'default' only")
-    activation = family.block(config).activation
+    activation = model.block.activation
     if activation not in ("silu", "swish"):
         found.append(f"the activation is {activation!r}, engines take 'silu' only")
     yield from (f"--layout engine: {problem}; use --layout deepseek" for problem in found)

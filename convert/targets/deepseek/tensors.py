@@ -9,13 +9,12 @@ norm stays live, at weight one: the latent must come in a scale in which its rms
 """
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from kvfold.convert.families.model import Family
+from kvfold.convert.families.model import Model
 from kvfold.convert.targets.deepseek.config import LatentTarget, attention_module, split_gate_up
 from kvfold.convert.transforms.latent.weights import LatentWeights
 
@@ -123,11 +122,9 @@ def _or_zeros(bias: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if bias is None else bias
 
 
-def block_tensors(
-    family: Family, config: Mapping[str, Any], layer: int, read: Callable[[str], Tensor]
-) -> dict[str, Tensor]:
+def block_tensors(model: Model, layer: int, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """The computed tensors of ``layer`` outside its attention: gate and up of a source that holds them as one."""
-    names = split_gate_up(family, config, layer)
+    names = split_gate_up(model, layer)
     if names is None:
         return {}
     gate, up = read(names[0]).chunk(2)

@@ -8,7 +8,8 @@ import pytest
 from transformers import AutoConfig
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.model import family_of, supported, tensor_problems
+from kvfold.convert.families.family import family_of, supported
+from kvfold.convert.families.model import model_of
 
 LLAMA = {
     "model_type": "llama",
@@ -27,15 +28,15 @@ class Header:
 
 
 def headers(config: dict) -> dict[str, Header]:
-    return {name: Header(shape) for name, shape in family_of(config).expected_tensors(config).items()}
+    return {name: Header(tensor.shape) for name, tensor in model_of(config).tensors.items()}
 
 
 def test_an_old_llama_config_without_newer_keys():
-    geometry = family_of(LLAMA).geometry(LLAMA)
+    geometry = model_of(LLAMA).geometry
     assert (geometry.heads, geometry.kv_heads, geometry.head_dim, geometry.rotary_dims) == (32, 32, 128, 128)
     assert (geometry.layers, geometry.model_dim, geometry.positions) == (2, 4096, 2048)
     assert geometry.initializer_range == 0.02
-    assert family_of(LLAMA).geometry({**LLAMA, "head_dim": None, "num_key_value_heads": None}) == geometry
+    assert model_of({**LLAMA, "head_dim": None, "num_key_value_heads": None}).geometry == geometry
 
 
 @pytest.mark.parametrize("name", supported())
@@ -44,25 +45,25 @@ def test_missing_keys_have_the_defaults_of_the_stock_class(name):
     sizes = {key: LLAMA[key] for key in LLAMA if key not in ("model_type", "architectures")} | {"pad_token_id": 0}
     stock = AutoConfig.for_model(name, **sizes)
     config = {"model_type": name, **sizes}
-    family = family_of(config)
-    geometry, values = family.geometry(config), family.values(config)
+    model = model_of(config)
+    geometry, values = model.geometry, model.values
     assert geometry.kv_heads == (stock.num_key_value_heads or stock.num_attention_heads)
     assert geometry.head_dim == (getattr(stock, "head_dim", None) or 128)
     assert geometry.positions == stock.max_position_embeddings
-    for key in family.spec.config:
+    for key in model.family.config:
         if hasattr(stock, key) and key not in ("layer_types", "no_rope_layers", "mlp_only_layers", "sliding_window"):
             assert values[key] == (getattr(stock, key) or values[key]), key
     types = getattr(stock, "layer_types", None) or [None] * geometry.layers
-    assert [family.layer(config, index).type for index in range(geometry.layers)] == types
+    assert [model.layers[index].type for index in range(geometry.layers)] == types
 
 
 @pytest.mark.parametrize(("name", "alias"), [("mixtral", "num_experts"), ("qwen3_moe", "num_local_experts")])
 def test_either_spelling_of_the_number_of_experts(name, alias, tiny_family):
     config = json.loads((tiny_family(name) / "config.json").read_text())
-    expected = family_of(config).expected_tensors(config)
+    expected = model_of(config).tensors
     for key in ("num_experts", "num_local_experts"):
         config.pop(key, None)
-    assert family_of(config).expected_tensors({**config, alias: 4}) == expected
+    assert model_of({**config, alias: 4}).tensors == expected
 
 
 @pytest.mark.parametrize(
@@ -87,29 +88,29 @@ def test_either_spelling_of_the_number_of_experts(name, alias, tiny_family):
 def test_a_wrong_value_is_an_error_that_names_its_key(changes, message):
     config = {**LLAMA, **changes}
     with pytest.raises(InputError) as caught:
-        family_of(config).geometry(config)
+        _ = model_of(config).geometry
     assert str(caught.value) == message
 
 
 def test_a_missing_size_is_an_error_that_names_it():
     config = {key: value for key, value in LLAMA.items() if key != "vocab_size"}
     with pytest.raises(InputError) as caught:
-        family_of(config).geometry(config)
+        _ = model_of(config).geometry
     assert str(caught.value) == "config.json: vocab_size is missing; model_type 'llama' needs a positive whole number"
 
 
 def test_a_flag_that_is_no_flag():
     config = {**LLAMA, "attention_bias": "no"}
     with pytest.raises(InputError, match="attention_bias must be true or false, found 'no'"):
-        family_of(config).expected_tensors(config)
+        _ = model_of(config).tensors
 
 
 def test_layer_types_of_the_wrong_length_or_kind():
     config = {**LLAMA, "model_type": "qwen2", "architectures": None, "num_key_value_heads": 32}
     with pytest.raises(InputError, match="layer_types must have one entry for each of 2 layers, found 1"):
-        family_of(config).layer({**config, "layer_types": ["full_attention"]}, 0)
+        _ = model_of({**config, "layer_types": ["full_attention"]}).layers
     with pytest.raises(InputError) as caught:
-        family_of(config).layer({**config, "layer_types": ["full_attention", "linear_attention"]}, 1)
+        _ = model_of({**config, "layer_types": ["full_attention", "linear_attention"]}).layers
     assert str(caught.value) == (
         "config.json: layer 1 is 'linear_attention'; model_type 'qwen2' is supported with 'full_attention' and "
         "'sliding_attention'"
@@ -160,13 +161,13 @@ def test_tensor_problems_are_all_listed_in_the_terms_of_the_files():
         "num_key_value_heads": 8,
         "num_local_experts": 2,
     }
-    family, tensors = family_of(config), headers(config)
-    assert tensor_problems(family, config, tensors) == []
+    model, tensors = model_of(config), headers(config)
+    assert model.tensor_problems(tensors) == []
     del tensors["model.layers.1.block_sparse_moe.experts.1.w1.weight"], tensors["lm_head.weight"]
     tensors["model.layers.0.self_attn.k_proj.weight"] = Header((512, 4096))
     tensors["model.layers.0.block_sparse_moe.experts.2.w1.weight"] = Header((3, 4))
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = Header((64,))
-    assert tensor_problems(family, config, tensors) == [
+    assert model.tensor_problems(tensors) == [
         "missing: model.layers.1.block_sparse_moe.experts.1.w1.weight [11008, 4096]",
         "missing: lm_head.weight [32000, 4096]",
         "wrong shape: model.layers.0.self_attn.k_proj.weight is [512, 4096], expected [1024, 4096]",
@@ -176,11 +177,11 @@ def test_tensor_problems_are_all_listed_in_the_terms_of_the_files():
 
 def test_a_tied_head_may_be_in_the_file_or_not():
     config = {**LLAMA, "tie_word_embeddings": True}
-    family, tensors = family_of(config), headers(config)
+    model, tensors = model_of(config), headers(config)
     assert "lm_head.weight" not in tensors
-    assert tensor_problems(family, config, {**tensors, "lm_head.weight": Header((32000, 4096))}) == []
-    untied = {**config, "tie_word_embeddings": False}
-    assert tensor_problems(family, untied, tensors) == ["missing: lm_head.weight [32000, 4096]"]
+    assert model.tensor_problems({**tensors, "lm_head.weight": Header((32000, 4096))}) == []
+    untied = model_of({**config, "tie_word_embeddings": False})
+    assert untied.tensor_problems(tensors) == ["missing: lm_head.weight [32000, 4096]"]
 
 
 HUB = {
@@ -215,7 +216,7 @@ def test_names_are_those_of_published_checkpoints(name, tiny_family):
     config = json.loads((tiny_family(name) / "config.json").read_text())
     config["num_hidden_layers"] = 4
     config.pop("layer_types", None)
-    assert set(HUB[name]) <= set(family_of(config).expected_tensors(config))
+    assert set(HUB[name]) <= set(model_of(config).tensors)
 
 
 def test_a_checkpoint_of_eighteen_thousand_tensors_is_checked_at_once():
@@ -232,5 +233,5 @@ def test_a_checkpoint_of_eighteen_thousand_tensors_is_checked_at_once():
     tensors = headers(config)
     assert len(tensors) == 48 * (128 * 3 + 1 + 2 + 6) + 3
     start = time.process_time()
-    assert tensor_problems(family_of(config), config, tensors) == []
+    assert model_of(config).tensor_problems(tensors) == []
     assert time.process_time() - start < 1.0

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache
 
+from kvfold.convert.families.family import family_of, supported
 from kvfold.convert.families.layout import read_layer
-from kvfold.convert.families.model import family_of, supported
+from kvfold.convert.families.model import model_of
 from kvfold.convert.families.rotary import layer_rotary
 
 
@@ -44,11 +45,9 @@ def rotate(x: Tensor, rotary) -> Tensor:  # [B, T, heads, D], half-split
 
 class Decoder:
     def __init__(self, folder, stock):
-        self.config = json.loads((folder / "config.json").read_text())
+        self.model = model_of(json.loads((folder / "config.json").read_text()))
         self.tensors = load_file(folder / "model.safetensors")
-        self.family = family_of(self.config)
-        self.block = self.family.block(self.config)
-        self.names = self.family.tensor_names(self.config)
+        self.block, self.names = self.model.block, self.model.names
         self.stock = stock
 
     def role(self, role: str, layer: int | None = None) -> Tensor | None:
@@ -66,8 +65,8 @@ class Decoder:
         return x + self.role(f"{role}_bias", layer) if self.block.norm_bias else x
 
     def attention(self, x: Tensor, layer: int) -> Tensor:
-        weights = read_layer(self.family, self.config, layer, self.tensors.__getitem__)
-        how, rotary = self.family.layer(self.config, layer), layer_rotary(self.family, self.config, layer)
+        weights = read_layer(self.model, layer, self.tensors.__getitem__)
+        how, rotary = self.model.layers[layer], layer_rotary(self.model, layer)
 
         def project(weight: Tensor, bias: Tensor | None) -> Tensor:
             y = torch.einsum("bte,hde->bthd", x, weight) + (0 if bias is None else bias)
@@ -86,7 +85,7 @@ class Decoder:
         return out if weights.o_bias is None else out + weights.o_bias
 
     def mlp(self, x: Tensor, layer: int) -> Tensor:
-        if self.family.layer(self.config, layer).sparse:
+        if self.model.layers[layer].sparse:
             return self.stock.model.layers[layer].mlp(x)
         act = ACT2FN[self.block.activation]
         if self.block.mlp == "plain":
@@ -109,7 +108,7 @@ class Decoder:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         x = self.role("embedding")[tokens] * self.block.embedding_scale
-        for layer in range(self.family.geometry(self.config).layers):
+        for layer in range(self.model.geometry.layers):
             x = self.layer(x, layer)
         head = self.role("embedding") if self.block.tied else self.role("head")
         logits = functional.linear(self.norm(x, "final_norm"), head, self.role("head_bias")) * self.block.logit_scale
@@ -163,7 +162,7 @@ def test_a_decoder_written_from_the_family_file_agrees_with_the_stock_class(name
 @pytest.mark.parametrize("name", supported())
 def test_it_agrees_with_every_flag_the_other_way_and_an_eps_that_is_felt(name, tiny_family):
     config = json.loads((tiny_family(name) / "config.json").read_text())
-    keys = family_of(config).spec.config
+    keys = family_of(config).config
     flags = {key: not config.get(key, entry.default) for key, entry in keys.items() if entry.type == "flag"}
     flags.pop("use_bidirectional_attention", None)  # what gemma then does depends on the attention implementation
     check(tiny_family(name, **flags, **{key: 0.2 for key in keys if key.endswith(("_eps", "_epsilon"))}))
@@ -173,11 +172,11 @@ def test_it_agrees_with_every_flag_the_other_way_and_an_eps_that_is_felt(name, t
 def test_windows_are_those_of_the_stock_cache(name, tiny_family):
     folder = tiny_family(name)
     config = json.loads((folder / "config.json").read_text())
-    family = family_of(config)
+    model = model_of(config)
     stock = AutoModelForCausalLM.from_pretrained(folder).config
     cache = DynamicCache(config=stock)
     windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
-    assert [family.layer(config, index).window for index in range(len(windows))] == windows
+    assert [layer.window for layer in model.layers] == windows
 
 
 @pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3_text"])
@@ -186,4 +185,4 @@ def test_layers_that_look_both_ways_say_so(name, both_ways, tiny_family):
     folder = tiny_family(name, use_bidirectional_attention=both_ways)
     config = json.loads((folder / "config.json").read_text())
     stock = AutoModelForCausalLM.from_pretrained(folder)
-    assert family_of(config).layer(config, 0).causal == stock.model.layers[0].self_attn.is_causal == (not both_ways)
+    assert model_of(config).layers[0].causal == stock.model.layers[0].self_attn.is_causal == (not both_ways)

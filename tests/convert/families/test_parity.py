@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from kvfold.convert.families.family import supported
 from kvfold.convert.families.layout import read_layer, write_layer
-from kvfold.convert.families.model import attention_names, family_of, kv_config, supported, tensor_problems
+from kvfold.convert.families.model import model_of
 from kvfold.convert.transforms.fold import pool
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -28,15 +29,14 @@ def save(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:
 
 def pooled(source: Path, out: Path, kv_heads: int) -> Path:
     config, tensors = parts(source)
-    family = family_of(config)
-    for layer in range(family.geometry(config).layers):
-        weights = pool.mean(read_layer(family, config, layer, tensors.__getitem__), kv_heads)
-        written = write_layer(family, config, layer, weights, roles={"k", "v"})
-        names = attention_names(family, config, layer)
-        for name in {*names["k"], *names["v"]}:
+    model = model_of(config)
+    for layer in range(model.geometry.layers):
+        weights = pool.mean(read_layer(model, layer, tensors.__getitem__), kv_heads)
+        written = write_layer(model, layer, weights, roles={"k", "v"})
+        for name in model.attention_names(layer, {"k", "v"}):
             del tensors[name]  # one norm per head leaves fewer tensors than there were
         tensors |= written
-    config |= kv_config(family, config, kv_heads)
+    config |= model.kv_config(kv_heads)
     return save(out, config, tensors)
 
 
@@ -101,19 +101,20 @@ VARIANTS = [
 @pytest.mark.parametrize(("name", "changes"), [*((name, {}) for name in supported()), *VARIANTS], ids=str)
 def test_expected_tensors_are_those_of_the_stock_file(name, changes, tiny_family):
     config, tensors = parts(tiny_family(name, **changes))
-    family = family_of(config)
-    assert family.expected_tensors(config) == {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    assert tensor_problems(family, config, tensors) == []
+    model = model_of(config)
+    shapes = {key: tensor.shape for key, tensor in model.tensors.items()}
+    assert shapes == {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    assert model.tensor_problems(tensors) == []
 
 
 @pytest.mark.parametrize("name", supported())
 def test_every_tensor_has_a_role(name, tiny_family):
     config, tensors = parts(tiny_family(name))
-    family = family_of(config)
-    named = [item for found in family.tensor_names(config).values() for item in found]
-    for layer in range(family.geometry(config).layers):
-        named += {item for found in attention_names(family, config, layer).values() for item in found}
-    assert sorted(named) == sorted(tensors)
+    model = model_of(config)
+    named = [name for names in model.names.values() for name in names]
+    assert set(named) == set(tensors)
+    fused = [name for name, tensor in model.tensors.items() if len(tensor.roles) > 1]
+    assert len(named) == len(tensors) + 2 * len(fused)
 
 
 @pytest.mark.parametrize("name", supported())
@@ -133,11 +134,9 @@ def test_mean_pooling_is_the_stock_class_with_repeated_group_means(name, heads, 
 def test_as_many_groups_as_heads_gives_the_same_bits(name, heads, tiny_family, tmp_path):
     source = tiny_family(name, num_key_value_heads=heads)
     config, tensors = parts(source)
-    family = family_of(config)
-    for layer in range(family.geometry(config).layers):
-        written = write_layer(family, config, layer, read_layer(family, config, layer, tensors.__getitem__))
-        assert sorted(written) == sorted(
-            {item for found in attention_names(family, config, layer).values() for item in found}
-        )
+    model = model_of(config)
+    for layer in range(model.geometry.layers):
+        written = write_layer(model, layer, read_layer(model, layer, tensors.__getitem__))
+        assert sorted(written) == sorted(model.attention_names(layer))
         assert all(torch.equal(tensor, tensors[key]) and tensor.is_contiguous() for key, tensor in written.items())
     assert torch.equal(logits(load(pooled(source, tmp_path / "out", heads))), logits(load(source)))

@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.model import family_of, supported
+from kvfold.convert.families.family import supported
+from kvfold.convert.families.model import model_of
 from kvfold.convert.families.rotary import layer_rotary
 
 SIZES = {
@@ -60,20 +61,20 @@ def both_spellings(config: dict) -> list[dict]:
 
 
 def check(config: dict, frequencies: torch.Tensor, amplitude: float) -> None:
-    rotary = layer_rotary(family_of(config), config, 0)
+    rotary = layer_rotary(model_of(config), 0)
     torch.testing.assert_close(rotary.theta, frequencies.double(), **FREQUENCIES)
     assert rotary.amplitude == pytest.approx(amplitude, rel=1e-12)
-    assert family_of(config).geometry(config).rotary_dims == rotary.dims
+    assert model_of(config).geometry.rotary_dims == rotary.dims
 
 
 @pytest.mark.parametrize("name", supported())
 def test_every_family_rotates_as_its_stock_class(name, tiny_family):
     folder = tiny_family(name)
     config = json.loads((folder / "config.json").read_text())
-    family = family_of(config)
+    model = model_of(config)
     stock = AutoModelForCausalLM.from_pretrained(folder)
-    for layer in range(family.geometry(config).layers):
-        how, rotary = family.layer(config, layer), layer_rotary(family, config, layer)
+    for layer in range(model.geometry.layers):
+        how, rotary = model.layers[layer], layer_rotary(model, layer)
         prefix = f"{how.type}_" if name == "gemma3_text" else ""
         if not getattr(stock.model.layers[layer].self_attn, "use_rope", True):
             assert rotary.dims == 0
@@ -88,13 +89,13 @@ def test_without_a_word_in_the_config_the_class_decides(name):
     config = {"model_type": name, **SIZES, "head_dim": 64, "pad_token_id": 0, "sliding_window_pattern": 2}
     config["num_hidden_layers"] = 2
     stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
-    family = family_of(config)
+    model = model_of(config)
     for layer in range(2):
-        kind = family.layer(config, layer).type
+        kind = model.layers[layer].type
         table = stock.rope_parameters[kind] if name == "gemma3_text" else stock.rope_parameters
         dims = int(64 * table.get("partial_rotary_factor", 1.0))
         expected = table["rope_theta"] ** -(torch.arange(0, dims, 2, dtype=torch.float64) / dims)
-        torch.testing.assert_close(layer_rotary(family, config, layer).theta, expected)
+        torch.testing.assert_close(layer_rotary(model, layer).theta, expected)
 
 
 def test_phi3_was_made_for_4096_tokens_unless_it_says_otherwise():
@@ -156,9 +157,9 @@ def test_phi3_has_one_scaled_type_under_three_names_and_its_own_original_length(
 def test_longrope_with_two_sets_needs_a_choice():
     table = {"rope_type": "longrope", "rope_theta": 1e4, **SCALED["longrope"], "long_factor": [3.0] * 32}
     config = {"model_type": "llama", **SIZES, "rope_parameters": table}
-    family = family_of(config)
+    model = model_of(config)
     with pytest.raises(InputError) as caught:
-        layer_rotary(family, config, 0)
+        layer_rotary(model, 0)
     assert str(caught.value) == (
         "config.json: rope_type 'longrope' has other frequencies for texts up to 1024 tokens than beyond; frequencies "
         "that hold for both were expected (equal short_factor and long_factor), or a choice of one of them"
@@ -166,7 +167,7 @@ def test_longrope_with_two_sets_needs_a_choice():
     stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
     for context, length in (("short", 1024), ("long", 1025)):
         frequencies, amplitude = ROPE_INIT_FUNCTIONS["longrope"](stock, None, seq_len=length)
-        rotary = layer_rotary(family, config, 0, context)
+        rotary = layer_rotary(model, 0, context)
         torch.testing.assert_close(rotary.theta, frequencies.double(), **FREQUENCIES)
         assert rotary.amplitude == pytest.approx(amplitude)
 
@@ -186,17 +187,16 @@ def test_gemma3_scales_its_global_layers_alone():
     new["rope_parameters"] = stock.rope_parameters
     exponents = -torch.arange(0, 64, 2, dtype=torch.float64) / 64
     for spelling in (config, new):
-        family = family_of(spelling)
-        torch.testing.assert_close(layer_rotary(family, spelling, 0).theta, 5000.0**exponents)
-        torch.testing.assert_close(layer_rotary(family, spelling, 5).theta, 2e6**exponents / 8)
+        torch.testing.assert_close(layer_rotary(model_of(spelling), 0).theta, 5000.0**exponents)
+        torch.testing.assert_close(layer_rotary(model_of(spelling), 5).theta, 2e6**exponents / 8)
         expected, _ = ROPE_INIT_FUNCTIONS["linear"](stock, None, layer_type="full_attention")
-        torch.testing.assert_close(layer_rotary(family, spelling, 5).theta, expected.double(), **FREQUENCIES)
+        torch.testing.assert_close(layer_rotary(model_of(spelling), 5).theta, expected.double(), **FREQUENCIES)
 
 
 def test_dynamic_scaling_is_refused():
     config = {"model_type": "llama", **SIZES, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
     with pytest.raises(InputError) as caught:
-        layer_rotary(family_of(config), config, 0)
+        layer_rotary(model_of(config), 0)
     assert str(caught.value) == (
         "config.json: rope_type 'dynamic' has no frequencies that hold for every length of text; expected one of "
         "default, linear, llama3, yarn, longrope"
@@ -224,5 +224,5 @@ def test_dynamic_scaling_is_refused():
 def test_errors_name_the_key(rope, message):
     config = {"model_type": "llama", **SIZES, **rope}
     with pytest.raises(InputError) as caught:
-        layer_rotary(family_of(config), config, 0)
+        layer_rotary(model_of(config), 0)
     assert str(caught.value) == message

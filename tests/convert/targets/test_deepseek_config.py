@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from kvfold.convert.families.model import family_of
+from kvfold.convert.families.model import model_of
 from kvfold.convert.targets.deepseek.config import (
     LatentTarget,
     deepseek_config,
@@ -37,7 +37,7 @@ def config_of(model_type, **changes):
 def problems(model_type="llama", target=None, *, allow_growth=False, **changes):
     config = config_of(model_type, **changes)
     target = target or LatentTarget(16, 8)
-    return latent_problems(family_of(config), config, target, allow_growth=allow_growth)
+    return latent_problems(model_of(config), target, allow_growth=allow_growth)
 
 
 def test_a_llama_can_become_both_layouts():
@@ -113,7 +113,7 @@ def test_growth_is_for_those_who_ask_for_it():
 )
 def test_models_that_no_stock_class_can_hold(model_type, changes, text):
     config = config_of(model_type, **changes)
-    assert text in model_problems(family_of(config), config)
+    assert text in model_problems(model_of(config))
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,9 @@ def test_longrope_is_cut_to_its_short_range_unless_both_are_equal():
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
     short, long = [1.0] * 4, [2.0] * 4
     config = config_of("llama", rope_parameters={**rope, "short_factor": short, "long_factor": long})
-    assert context(family_of(config), config) == 32
+    assert context(model_of(config)) == 32
     config = config_of("llama", rope_parameters={**rope, "short_factor": short, "long_factor": short})
-    assert context(family_of(config), config) == 128
+    assert context(model_of(config)) == 128
 
 
 # What the DeepSeek loaders of inference engines read of a dense layer without a query latent:
@@ -199,7 +199,7 @@ ENGINE_KEYS = {
 @pytest.mark.parametrize("tied", [True, False])
 def test_engine_layout_holds_what_the_loaders_read_and_nothing_else(q_rank, tied):
     config = config_of("llama", tie_word_embeddings=tied)
-    shapes = deepseek_shapes(family_of(config), config, LatentTarget(16, 8, q_rank, "engine"))
+    shapes = deepseek_shapes(model_of(config), LatentTarget(16, 8, q_rank, "engine"))
     sizes = {"E": 64, "I": 96, "H": 8, "N": 8, "D": 8, "R": 16, "P": 8, "V": 100, "Q": q_rank}
     table = ENGINE_LAYER | ENGINE_QUERIES[q_rank]
     expected = {
@@ -214,7 +214,7 @@ def test_engine_layout_holds_what_the_loaders_read_and_nothing_else(q_rank, tied
 def test_engine_config_answers_every_key_that_the_loaders_ask(engine):
     config = config_of("llama", tie_word_embeddings=True)
     written = deepseek_config(
-        family_of(config), config, LatentTarget(16, 8, layout="engine"), [1.0, 0.1, 0.01, 0.001], dtype="bfloat16"
+        model_of(config), LatentTarget(16, 8, layout="engine"), [1.0, 0.1, 0.01, 0.001], dtype="bfloat16"
     )
     assert [key for key in ENGINE_KEYS[engine].split() if key not in written] == []
     # The conditions under which each of them makes a layer dense, its rope plain and its attention multi-head.
@@ -228,7 +228,7 @@ def test_engine_config_answers_every_key_that_the_loaders_ask(engine):
 
 def test_embeddings_stay_tied_in_the_deepseek_layout():
     config = config_of("llama", tie_word_embeddings=True)
-    assert "lm_head.weight" not in deepseek_shapes(family_of(config), config, LatentTarget(16, 8))
+    assert "lm_head.weight" not in deepseek_shapes(model_of(config), LatentTarget(16, 8))
 
 
 def test_plain_rope_is_recognised_and_anything_else_is_longrope():

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Trainer, TrainingArguments
 
 from kvfold.convert.families.layout import read_layer
-from kvfold.convert.families.model import family_of
+from kvfold.convert.families.model import model_of
 from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.targets.deepseek.config import NORM_EPS, LatentTarget, deepseek_config, deepseek_shapes, query_rank
 from kvfold.convert.targets.deepseek.problems import context, latent_problems
@@ -148,41 +148,39 @@ def turn(rows, theta):
 
 def convert(model, target, folder, dtype=torch.float32):
     """Converts a loaded tiny model and writes it; returns the layers' LatentWeights."""
-    config = source_config(model)
-    family = family_of(config)
-    assert latent_problems(family, config, target, allow_growth=True) == []
+    bound = model_of(source_config(model))
+    assert latent_problems(bound, target, allow_growth=True) == []
     inputs, statistics = attention_statistics(
         model, torch.randint(0, 101, (64, 24), generator=torch.Generator().manual_seed(1))
     )
     read = model.state_dict().__getitem__
-    layers = range(family.geometry(config).layers)
-    weights = [read_layer(family, config, layer, read) for layer in layers]
-    rotaries = [layer_rotary(family, config, layer) for layer in layers]
+    layers = range(bound.geometry.layers)
+    weights = [read_layer(bound, layer, read) for layer in layers]
+    rotaries = [layer_rotary(bound, layer) for layer in layers]
     surveys = [survey(*parts) for parts in zip(weights, statistics, rotaries, strict=True)]
     choose = choose_slots if target.constant else plain_slots
     slots = choose(surveys, target.rope_dim)
-    latents, rank = [], query_rank(family, config, target)
+    latents, rank = [], query_rank(bound, target)
     for layer in layers:
-        scale = family.layer(config, layer).scale
+        scale = bound.layers[layer].scale
         parts = weights[layer], statistics[layer], rotaries[layer]
         latent = to_latent(*parts, slots, target.channels, scale=scale, centred=target.constant)
         latent = latent if rank is None else query_latent(latent, statistics[layer], rank - target.constant)
         latents.append(latent if target.constant else live_norm(latent, inputs[layer]))
     tensors = {}
     for layer, latent in enumerate(latents):
-        tensors |= deepseek_tensors(latent, layer, target) | block_tensors(family, config, layer, read)
-    shapes = deepseek_shapes(family, config, target)
+        tensors |= deepseek_tensors(latent, layer, target) | block_tensors(bound, layer, read)
+    shapes = deepseek_shapes(bound, target)
     tensors |= {name: read(source) for name, (_, source) in shapes.items() if source is not None}
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
         name: item[0] for name, item in shapes.items()
     }
     written = deepseek_config(
-        family,
-        config,
+        bound,
         target,
         slots.theta.tolist(),
         dtype=str(dtype).removeprefix("torch."),
-        positions=context(family, config),
+        positions=context(bound),
     )
     save_file(
         {name: tensor.to(dtype).contiguous().clone() for name, tensor in tensors.items()},
@@ -201,8 +199,7 @@ def load(folder, **options):
 
 def full(model):
     """A target that loses nothing: every rotary pair of every key head has a slot."""
-    config = source_config(model)
-    size = family_of(config).geometry(config)
+    size = model_of(source_config(model)).geometry
     rows = 2 * size.kv_heads * size.head_dim
     return LatentTarget(min(rows, size.model_dim) + 1, size.kv_heads * size.rotary_dims)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvfold.convert.families.layout import read_layer, write_layer
-from kvfold.convert.families.model import family_of
+from kvfold.convert.families.model import model_of
 from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.stream.stream import CheckpointStream
@@ -39,11 +39,11 @@ def whole_statistics(model: Any, tokens: Tensor) -> list[LayerStatistics]:
 
 
 def folded(checkpoint: Checkpoint, layer: int, statistics: LayerStatistics) -> dict[str, Tensor]:
-    family, config = family_of(checkpoint.config), checkpoint.config
-    weights = read_layer(family, config, layer, checkpoint.read)
-    rotary = layer_rotary(family, config, layer)
+    model = model_of(checkpoint.config)
+    weights = read_layer(model, layer, checkpoint.read)
+    rotary = layer_rotary(model, layer)
     groups = grouping.contiguous(weights.kv_heads, 2)
-    return write_layer(family, config, layer, principal.fold(weights, statistics, rotary, groups))
+    return write_layer(model, layer, principal.fold(weights, statistics, rotary, groups))
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3", "gemma2", "phi3", "granite"])

@@ -1,0 +1,52 @@
+"""The families that are supported, one JSON file each beside this module, and which of them a config.json is of."""
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from kvfold.convert.errors import InputError
+from kvfold.convert.families.schema import Family, read_family
+from kvfold.convert.families.values import TYPES
+
+_FOLDER = Path(__file__).parent
+_TOWERS = re.compile(r"(text|vision|audio|speech|image|video|decoder|encoder|thinker|talker|llm)_config$")
+
+
+@lru_cache
+def supported() -> tuple[str, ...]:
+    """The model types that have a family file, sorted."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+
+
+@lru_cache
+def load_family(name: str) -> Family:
+    """The family called ``name``, which must be one of ``supported()``."""
+    return read_family(_FOLDER / f"{name}.json")
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a decoded config.json, by its ``model_type``. Raises ``InputError`` when it is not supported."""
+    model_type = config.get("model_type")
+    known = ", ".join(supported())
+    if towers := sorted(key for key in config if _TOWERS.search(key) and config[key] is not None):
+        raise InputError(
+            f"config.json: model_type {model_type!r} is not supported: it wraps a language model "
+            f"({', '.join(towers)}); expected a plain decoder of one of: {known}"
+        )
+    if model_type not in supported():
+        raise InputError(f"config.json: model_type {model_type!r} is not supported; expected one of: {known}")
+    family = load_family(model_type)
+    _check_architecture(family, config.get("architectures"))
+    return family
+
+
+def _check_architecture(family: Family, architectures: Any) -> None:
+    if architectures is not None and not TYPES["texts"][1](architectures):
+        raise InputError(f"config.json: architectures must be {TYPES['texts'][0]}, found {architectures!r}")
+    if architectures and family.architecture.casefold() not in {item.casefold() for item in architectures}:
+        raise InputError(
+            f"config.json: architectures is {architectures!r}; for model_type {family.model_type!r} "
+            f"{family.architecture} was expected: other heads are not supported"
+        )

@@ -1,0 +1,147 @@
+"""The sizes of a model, how each of its layers attends, and what surrounds the attention, from a config's values."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from kvfold.convert.errors import InputError
+from kvfold.convert.families.expressions import evaluate
+from kvfold.convert.families.rope import number_above_0, rotary_dims
+from kvfold.convert.families.values import Values
+
+_LAYER_TYPES = (None, "full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """``H, G, D, E`` of every layer, the number of layers, and how many dims of a head rotate."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    model_dim: int
+    rotary_dims: int
+    vocabulary: int
+    positions: int  # longest context the model is made for
+    initializer_range: float
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How one layer attends. ``scale`` multiplies q . k; ``window`` is how many positions back a query sees, None: all.
+
+    ``softcap`` c turns scores s into ``c tanh(s / c)``; ``clip`` bounds q, k and v elements after projection (olmo).
+    """
+
+    index: int
+    type: str | None
+    scale: float
+    window: int | None
+    rotates: bool
+    softcap: float | None
+    clip: float | None
+    causal: bool
+    sparse: bool  # a mixture of experts instead of one MLP
+
+
+@dataclass(frozen=True)
+class Block:
+    """What surrounds the attention.
+
+    ``order``: ``pre`` x + f(norm(x)); ``post`` x + norm(f(x)); ``sandwich`` both; ``parallel`` x + attention(n) +
+    mlp(n) with one n = norm(x). ``mlp``: ``gated``, ``gated_fused`` (gate and up in one tensor) or ``plain``. The gain
+    of a norm is weight + ``norm_offset``. ``residual_scale`` multiplies what each sublayer adds.
+    """
+
+    norm: Literal["rms", "layer"]
+    norm_eps: float
+    norm_offset: float
+    norm_bias: bool
+    norm_weight: bool
+    activation: str
+    mlp: Literal["gated", "gated_fused", "plain"]
+    order: str
+    sparse: bool  # any layer with experts
+    residual_scale: float
+    embedding_scale: float
+    logit_scale: float
+    logit_softcap: float | None
+    tied: bool
+
+
+def geometry_of(values: Values) -> Geometry:
+    """Raises ``InputError`` when the heads do not divide as attention needs."""
+    sizes = values.family.sizes
+    kv_heads, heads = values[sizes.kv_heads], evaluate(sizes.heads, values)
+    if heads % kv_heads:
+        raise InputError(
+            f"config.json: {sizes.kv_heads} is {kv_heads}, which does not divide the {heads} query heads; "
+            "a divisor was expected"
+        )
+    return Geometry(
+        layers=evaluate(sizes.layers, values),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=evaluate(sizes.head_dim, values),
+        model_dim=evaluate(sizes.model_dim, values),
+        rotary_dims=rotary_dims(values),
+        vocabulary=evaluate(sizes.vocabulary, values),
+        positions=evaluate(sizes.positions, values),
+        initializer_range=evaluate(sizes.initializer_range, values),
+    )
+
+
+def layer_values(values: Values, index: int) -> Values:
+    """``values`` with ``layer``, ``layer_type`` and ``sparse`` (experts instead of one MLP) of a layer added."""
+    family, values = values.family, values.with_names(layer=index)
+    layer_type = evaluate(family.attention.layer_type, values)
+    if layer_type not in _LAYER_TYPES:
+        raise InputError(
+            f"config.json: layer {index} is {layer_type!r}; model_type {family.model_type!r} is supported with "
+            "'full_attention' and 'sliding_attention'"
+        )
+    return values.with_names(layer_type=layer_type, sparse=bool(evaluate(family.block.sparse, values)))
+
+
+def layer_of(values: Values) -> Layer:
+    """How a layer attends, from its ``layer_values``. Raises ``InputError`` when its scale is not above 0."""
+    family, attention = values.family, values.family.attention
+    try:
+        scale = evaluate(attention.scale, values)
+    except ZeroDivisionError:
+        scale = math.inf
+    if not number_above_0(scale):
+        raise InputError(f"config.json: the scale of scores, {attention.scale}, must be above 0, found {scale!r}")
+    return Layer(
+        index=values["layer"],
+        type=values["layer_type"],
+        scale=float(scale),
+        window=evaluate(attention.window, values),
+        rotates=bool(evaluate(family.rotary.rotates, values)),
+        softcap=evaluate(attention.softcap, values),
+        clip=evaluate(attention.clip, values),
+        causal=bool(evaluate(attention.causal, values)),
+        sparse=values["sparse"],
+    )
+
+
+def block_of(values: Values, *, sparse: bool) -> Block:
+    """What surrounds the attention, for a target that must express it in another class."""
+    block = values.family.block
+    return Block(
+        norm=block.norm,
+        norm_eps=float(evaluate(block.norm_eps, values)),
+        norm_offset=block.norm_offset,
+        norm_bias=block.norm_bias,
+        norm_weight=block.norm_weight,
+        activation=evaluate(block.activation, values),
+        mlp=block.mlp,
+        order=evaluate(block.order, values),
+        sparse=sparse,
+        residual_scale=float(evaluate(block.residual_scale, values)),
+        embedding_scale=float(evaluate(block.embedding_scale, values)),
+        logit_scale=float(evaluate(block.logit_scale, values)),
+        logit_softcap=evaluate(block.logit_softcap, values),
+        tied=bool(evaluate(block.tied, values)),
+    )
