@@ -12,7 +12,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,42 +25,32 @@ if TYPE_CHECKING:
 _NAME = ".journal.json"
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A layer that a killed run had done: its tensors as stored, and what was noted about it."""
-
-    tensors: Mapping[str, "Tensor"]
-    notes: Mapping[str, Any]
-
-
 class Journal:
-    """The finished layers of the run in ``folder``. ``sync`` is set to what puts a written layer on disk."""
+    """The finished layers of the run in ``folder``."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self._folder, self._shards, self._computed = folder, plan.shards, plan.layout.computed
         self._path, self._key = folder / _NAME, run_key(plan)
-        self.sync: Callable[[], None] = lambda: None
         self._layers: dict[str, Any] = _layers(self._path, self._key) or {}
 
     @property
-    def layers(self) -> int:
-        """How many layers are finished."""
-        return len(self._layers)
+    def notes(self) -> list[Mapping[str, Any]]:
+        """The notes of the finished layers."""
+        return list(self._layers.values())
 
     @property
     def written(self) -> list[str]:
         """The tensors of finished layers."""
         return [name for layer in self._layers for name in self._computed[int(layer)]]
 
-    def finished(self, layer: int) -> Finished | None:
-        """What a killed run left of ``layer``, None when it has to be done."""
+    def finished(self, layer: int) -> Mapping[str, "Tensor"] | None:
+        """The tensors of ``layer`` as stored, None when it is not finished."""
         if str(layer) not in self._layers:
             return None
-        return Finished(_read(self._folder, self._shards, self._computed[layer]), self._layers[str(layer)])
+        return _read(self._folder, self._shards, self._computed[layer])
 
     def note(self, layer: int, notes: Mapping[str, Any]) -> None:
-        """``layer`` is written: make that last."""
-        self.sync()
+        """``layer`` is finished; its tensors must be on disk."""
         self._layers[str(layer)] = dict(notes)
         aside = self._path.with_suffix(".new")
         write_synced(aside, json.dumps({"run": self._key, "layers": self._layers}).encode())

@@ -5,7 +5,7 @@ What a transform did not touch goes from file to file as bytes, never decoded, i
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,6 +98,14 @@ class ShardWriter:
         with self._naming(place.shard):
             write_all(self._files[place.shard], tensor_memory(tensor.cpu().contiguous()), place.start)
         self.written.add(name)
+
+    def write_all(self, tensors: Mapping[str, "torch.Tensor"]) -> int:
+        """Write computed tensors, cast to their planned dtypes; returns their bytes. InputError when one overflows."""
+        from kvfold.convert.io.tensors import cast_chunk, torch_dtype
+
+        for name, tensor in tensors.items():
+            self.write(name, cast_chunk(tensor, torch_dtype(self._place(name).tensor.dtype), name))
+        return sum(self._place(name).tensor.nbytes for name in tensors)
 
     def copy(self, name: str, checkpoint: Checkpoint, progress: Progress = _ignore) -> None:
         """Copy one tensor from its source: its bytes, or cast in bounded chunks when the dtype differs."""

@@ -139,7 +139,7 @@ def test_a_budget_takes_the_split_that_drifts_least(tmp_path):
 
 
 def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, monkeypatch):
-    monkeypatch.setattr(latent_run, "_LOOK", 4)
+    monkeypatch.setattr(latent_run, "_TRIAL_STEPS", 4)
     options = {"to": "mla", "budget": 16, "samples": 8, "seq_len": 64}
     plain = convert(tmp_path / "plain", **options).record["splits"]
     refined = convert(tmp_path / "refined", **options, refine=4).record["splits"]
@@ -148,7 +148,7 @@ def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, monkeypatch):
 
 
 def test_layouts_are_compared_after_equally_many_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(latent_run, "_LOOK", 2)
+    monkeypatch.setattr(latent_run, "_TRIAL_STEPS", 2)
     options = {"to": "mla", "kv_rank": 32, "rope_dim": 32, "layout": "engine", "samples": 8, "seq_len": 64}
     record = convert(tmp_path / "out", **options, refine=8).record
     found = record["deepseek_layout"]

@@ -25,7 +25,7 @@ import json, os, signal, sys
 import torch
 torch.set_num_threads(1)
 from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.conversion import fold as calibrated, journal, latent as latent_run
+from kvfold.convert.conversion import journal
 from kvfold.convert.io import shards
 
 options, layers = json.loads(sys.argv[1]), int(sys.argv[2])

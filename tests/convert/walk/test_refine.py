@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from kvfold.convert import ConvertRequest
-from kvfold.convert.conversion.fold import pooled, source_stream
 from kvfold.convert.conversion.plan import make_plan
+from kvfold.convert.conversion.pooled import pooled_layer
 from kvfold.convert.conversion.refinement import refinement
+from kvfold.convert.conversion.steps import source_stream
 from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.targets.deepseek.constant import constant_paces
 from kvfold.convert.targets.deepseek.tensors import CONSTANT
@@ -43,7 +44,7 @@ def first_step(plan, sequences=12, length=24):
     walk = Walk(source, twin, tokens[:4], tokens[4:], keep_calibration=True)
     steps = iter(walk)
     step = next(steps)
-    return steps, step, plan.layout.encode(0, pooled(plan, 0)[0])
+    return steps, step, plan.layout.encode(0, pooled_layer(plan, 0))
 
 
 def task_of(plan, **changes):

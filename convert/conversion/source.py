@@ -1,0 +1,49 @@
+"""The source's attention layers, read from its files."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.errors import InputError
+from kvfold.convert.families.layout import read_layer
+from kvfold.convert.families.rotary import layer_rotary
+from kvfold.convert.io.checkpoint import Checkpoint
+from kvfold.convert.io.tensors import count_non_finite, torch_dtype
+from kvfold.convert.transforms.weights import AttentionWeights, Rotary
+
+
+def source_layer(plan: Plan, layer: int) -> AttentionWeights:
+    """The source's attention in ``layer``. Raises InputError when a weight is not finite."""
+    return read_layer(plan.model, layer, reader(plan, layer))
+
+
+def source_rotary(plan: Plan, layer: int) -> Rotary:
+    """Frequencies of ``layer``; those of the short range where longrope has two sets (the context is cut to it)."""
+    return layer_rotary(plan.model, layer, "short")
+
+
+def reader(plan: Plan, layer: int) -> Callable[[str], Tensor]:
+    """Reads what the transform of ``layer`` needs, refusing non-finite weights; the rest has a shape but no bytes."""
+    needed = set(plan.read_names(layer))
+
+    def read(name: str) -> Tensor:
+        info = plan.checkpoint.info(name)
+        if name not in needed:
+            return torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
+        return finite(plan.checkpoint, name)
+
+    return read
+
+
+def finite(checkpoint: Checkpoint, name: str) -> Tensor:
+    """The tensor ``name``. Raises InputError when it holds NaN or infinity."""
+    tensor = checkpoint.read(name)
+    bad = count_non_finite(tensor)
+    if bad:
+        raise InputError(
+            f"{checkpoint.origin}: tensor {name!r} in {checkpoint.tensors[name].file}: expected finite numbers, "
+            f"found {bad} NaN or infinite; such a model is damaged: fetch it again"
+        )
+    return tensor

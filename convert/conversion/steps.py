@@ -1,0 +1,176 @@
+"""What calibrated methods share: the source as a stream, the tokens, the walk beside a student, and the measurement.
+
+The student is always run from what the output's files will hold: transformed weights are encoded to the files' tensors
+and rounded to their dtypes before a layer of the student is built from them. So a candidate is judged, a layer refined
+and the drift measured on exactly what a reader of the checkpoint will load.
+"""
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvfold.attention.drift.lockstep import compare_predictions
+from kvfold.attention.drift.report import DriftReport
+from kvfold.convert.console import duration
+from kvfold.convert.conversion.journal import Journal
+from kvfold.convert.conversion.method import Converted, Measured, Notes
+from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.conversion.refinement import Refiner
+from kvfold.convert.device import choose_device, compute_dtype
+from kvfold.convert.errors import KvfoldError
+from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.measure.drift import report_of
+from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.text.documents import BUILT_IN
+from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
+from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
+from kvfold.convert.walk.walk import Step, Twin, Walk, chunk_size, embed, residual
+
+_AGREE = 1e-3  # relative; what is written was rounded in memory too, so only the order of sums differs
+
+
+def source_stream(plan: Plan) -> CheckpointStream:
+    """The source as a stream of layers, on the device and in the precision that the request asks for."""
+    checkpoint, device = plan.checkpoint, choose_device(plan.request.device)
+    dtype = compute_dtype(checkpoint, device)
+    return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, dtype)
+
+
+def load_tokens(plan: Plan) -> CalibrationTokens:
+    """Calibration and held-out sequences. Raises InputError without a tokenizer or enough text."""
+    request = plan.request
+    check_seq_len(request.seq_len, plan.geometry.positions, plan.source_name)
+    otherwise = f", or use --method {quick_method(plan)}, which reads no text"
+    tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration", otherwise)
+    tokens = load_calibration(request.calibration, tokenizer, request.samples, request.seq_len, request.seed)
+    for part in (tokens.calibration, tokens.held_out):
+        check_vocabulary(part, plan.geometry.vocabulary, plan.source_name)
+    return tokens
+
+
+class StudentWalk:
+    """The walk of a conversion: the source and, beside it, the student that a finished checkpoint would be.
+
+    ``statistics`` has the walk gather the statistics of the calibration sequences, with distance profiles;
+    ``trial_steps`` caps the refinement of each layer, for a short trial.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        source: CheckpointStream,
+        tokens: CalibrationTokens,
+        *,
+        statistics: bool,
+        trial_steps: int | None = None,
+    ) -> None:
+        self._plan, self._source, self._tokens = plan, source, tokens
+        self._refine = Refiner(plan, trial_steps)
+        self._twin = Twin(source, plan.layout.config, plan.layout.tensors, recast=plan.request.dtype != "auto")
+        self._walk = Walk(
+            source,
+            self._twin,
+            tokens.held_out,
+            tokens.calibration if statistics or self._refine.wanted else None,
+            profile=statistics,
+            keep_calibration=self._refine.wanted,
+        )
+
+    def steps(self, journal: Journal | None = None) -> Iterator[Step]:
+        """The layers that are left to convert, each to be given to ``convert``. Those that ``journal`` has finished
+        are taken past with the tensors that were written."""
+        for step in self._walk:
+            finished = None if journal is None else journal.finished(step.index)
+            if finished is None:
+                yield step
+            else:
+                step.convert(finished)
+
+    def convert(self, step: Step, weights: Any, notes: Notes | None = None) -> Converted:
+        """Encode transformed ``weights`` as the target stores them, refine them where the request asks for it, and
+        take the walk past the layer."""
+        tensors, refined = self._refine(step, self._plan.layout.encode(step.index, weights))
+        step.convert(tensors)
+        return Converted(step.index, tensors, {**(notes or {}), **refined})
+
+    def kl(self) -> float:
+        """KL of the next-token distributions on held-out tokens after the last layer, nats."""
+        return self._walk.measurement().kl
+
+    def measured(self, choices: Notes) -> "Calibrated":
+        """The drift after the last layer. ``choices`` are further entries of ``kvfold.json``."""
+        drift = report_of(self._walk.measurement(), self._source, self._twin.stream, self._tokens.held_out)
+        return Calibrated(self._tokens, drift, choices, self._source)
+
+
+@dataclass(frozen=True)
+class Calibrated(Measured):
+    """What a calibrated run measured besides the weights. ``stream`` is the source's."""
+
+    tokens: CalibrationTokens
+    drift: DriftReport
+    choices: Notes
+    stream: CheckpointStream
+
+    def record(self, folder: Path) -> dict[str, Any]:
+        """For ``kvfold.json``: nothing that differs between equal runs.
+
+        Raises KvfoldError when the loss of the checkpoint in ``folder`` is not the one that was measured in memory.
+        """
+        expected, written = self.drift.measured.student_loss, written_loss(folder, self)
+        if not math.isclose(written, expected, rel_tol=_AGREE, abs_tol=_AGREE):
+            raise KvfoldError(
+                f"the written checkpoint has a loss of {written:.6f} nats, the converted model in memory had "
+                f"{expected:.6f} on the same text: nothing was kept; please report it"
+            )
+        text = {"source": self.tokens.source, "sha256": self.tokens.digest}
+        counts = {"sequences": len(self.tokens.calibration), "kept_aside": len(self.tokens.held_out)}
+        both = {"loss_in_memory": expected, "loss_of_written_checkpoint": written}
+        length = {"tokens_each": self.tokens.calibration.shape[1]}
+        return {
+            "calibration": text | counts | length,
+            **self.choices,
+            "drift": self.drift.to_dict() | {"written": both},
+        }
+
+
+@torch.no_grad()
+def written_loss(folder: Path, measured: Calibrated) -> float:
+    """Mean negative log-likelihood of the checkpoint in ``folder`` on the held-out sequences, nats per token."""
+    checkpoint, like, tokens = open_checkpoint(folder), measured.stream, measured.tokens.held_out
+    try:
+        stream = CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), like.device, like.dtype)
+        states = embed(stream, tokens)
+        for index in range(stream.layers):
+            with stream.open_layer(index) as layer:
+                states = [residual(layer(hidden)) for hidden in states]
+        parts = torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))
+        return compare_predictions(stream, stream, states, states, parts).teacher_loss
+    finally:
+        checkpoint.close()
+
+
+def quick_method(plan: Plan) -> str:
+    """The method that reads no text."""
+    return "svd" if plan.request.to == "mla" else "mean"
+
+
+def tell(plan: Plan, tokens: CalibrationTokens, seconds: float) -> None:
+    """Say on stderr what text the run calibrates on, and how long its forward passes will take."""
+    if plan.request.quiet:
+        return
+    refining = f" and refining (--refine {plan.request.refine})" if plan.request.refine else ""
+    count, length = tokens.calibration.shape
+    print(
+        f"calibrating on {count} x {length} tokens of {tokens.source}; forward passes: about {duration(seconds)}, plus "
+        f"fitting{refining} of {plan.geometry.layers} layers. "
+        f"(--method {quick_method(plan)} needs no text and is faster, but worse.)",
+        file=sys.stderr,
+    )
+    if tokens.source == BUILT_IN:
+        print("text like the model's own use calibrates better: --calibration FILE.txt|FILE.jsonl", file=sys.stderr)

@@ -1,0 +1,65 @@
+"""MLA from weights alone: a singular value decomposition of keys and values, the baseline without calibration."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from kvfold.convert.conversion.journal import Journal
+from kvfold.convert.conversion.method import Converted, Method
+from kvfold.convert.conversion.plan import Plan, settle
+from kvfold.convert.conversion.source import source_layer, source_rotary
+from kvfold.convert.conversion.stages import Stages
+from kvfold.convert.transforms.latent import slots as rope_slots
+from kvfold.convert.transforms.latent.queries import query_latent
+from kvfold.convert.transforms.latent.slots import Slots
+from kvfold.convert.transforms.latent.svd import svd_latent
+from kvfold.convert.transforms.latent.weights import LatentWeights
+from kvfold.convert.transforms.weights import LayerStatistics
+
+
+class Svd(Method):
+    """Every layer factored by itself; the rotary keys stride over the source's frequencies."""
+
+    @classmethod
+    @contextmanager
+    def begin(cls, plan: Plan, scratch: Path, stages: Stages) -> Iterator[Self]:
+        yield cls(svd_plan(plan))
+
+    def layers(self, journal: Journal) -> Iterator[Converted]:
+        slots = svd_slots(self.plan)
+        for layer in range(self.plan.geometry.layers):
+            latent = svd_layer(self.plan, layer, slots)
+            yield Converted(layer, self.plan.layout.encode(layer, latent), {})
+
+
+def svd_plan(plan: Plan) -> Plan:
+    """``plan`` with the frequencies of the baseline."""
+    return settle(plan, plan.latent_target(), [float(angle) for angle in svd_slots(plan).theta])
+
+
+def svd_slots(plan: Plan) -> Slots:
+    """The slots of the baseline: a uniform stride over the frequencies."""
+    layers = range(plan.geometry.layers)
+    theta = next(rotary.theta for rotary in (source_rotary(plan, layer) for layer in layers) if rotary.dims)
+    return rope_slots.stride_slots(theta, plan.geometry.kv_heads, plan.latent_target().rope_dim)
+
+
+def svd_layer(plan: Plan, layer: int, slots: Slots) -> LatentWeights:
+    """``layer`` as latent attention, from its weights alone. Raises InputError when a weight is not finite."""
+    target, scale = plan.latent_target(), plan.model.layers[layer].scale
+    gain = plan.checkpoint.read(plan.model.names["attention_norm", layer][0])
+    latent = svd_latent(
+        source_layer(plan, layer), source_rotary(plan, layer), slots, target.channels, scale=scale, gain=gain
+    )
+    rank = plan.query_rank()
+    return latent if rank is None else query_latent(latent, _blank_statistics(plan), rank - target.constant)
+
+
+def _blank_statistics(plan: Plan) -> LayerStatistics:
+    """Statistics without data: white inputs, every direction alike."""
+    width = plan.geometry.model_dim
+    eye = torch.eye(width, dtype=torch.float64)
+    return LayerStatistics(eye, eye.new_zeros(width), 0, eye.new_ones(plan.geometry.heads, 1))
