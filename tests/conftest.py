@@ -1,4 +1,4 @@
-"""Fixtures shared by the whole suite."""
+"""Fixtures shared by the whole suite, and which tests a plain ``pytest`` leaves out."""
 
 import json
 import os
@@ -15,6 +15,53 @@ pytest.register_assert_rewrite("helpers")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+WHY_LEFT_OUT = {"gpu": "no CUDA device", "slow": "--all runs them"}
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked slow too (so does any -m)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = dict.fromkeys(WHY_LEFT_OUT, 0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects ``gpu`` without a CUDA device, and ``slow`` unless --all, a -m or the name of a test asks for it."""
+    for item in items:
+        if "reference" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.reference)
+    asked = config.option.all or config.option.markexpr or any("::" in argument for argument in config.args)
+    left_out = [] if asked else ["slow"]
+    if any(item.get_closest_marker("gpu") for item in items) and not has_cuda():
+        left_out.append("gpu")
+    deselected = {item: name for name in left_out for item in items if item.get_closest_marker(name)}
+    for name in deselected.values():
+        config.stash[LEFT_OUT][name] += 1
+    items[:] = [item for item in items if item not in deselected]
+    config.hook.pytest_deselected(items=[*deselected])
+    if hasattr(config, "workeroutput"):  # a worker of pytest-xdist: only the process that started it can print
+        config.workeroutput["left out"] = config.stash[LEFT_OUT]
+
+
+def has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes over from a worker of pytest-xdist what it left out: every worker collects the same tests."""
+    node.config.stash[LEFT_OUT].update(getattr(node, "workeroutput", {}).get("left out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for name, count in config.stash[LEFT_OUT].items():
+        if count:
+            terminalreporter.write_line(f"left out: {count} tests marked {name} ({WHY_LEFT_OUT[name]})")
 
 
 @pytest.fixture(scope="session")
@@ -24,12 +71,6 @@ def reference() -> Path:
     if not (folder / "llama-mha" / "config.json").is_file():
         pytest.skip(f"no reference checkpoint in {folder}; set KVFOLD_REFERENCE to its folder")
     return folder
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "reference" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.reference)
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,9 @@
 """No T x S matrix at 16k tokens: the peak of a process that runs every kind of mask, forward and backward."""
 
-import subprocess
 import sys
 
 import pytest
+from helpers.processes import run_python
 
 PROBE = r"""
 import re, torch
@@ -40,7 +40,7 @@ for name, call in calls(T):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_peak_memory_at_16k_is_far_below_a_score_matrix():
     """A mask of booleans would take 268 MB, float32 scores 1074 MB; inputs and outputs are 1 MB each."""
-    run = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
-    megabytes = {line.split(": ")[0]: float(line.split(": ")[1]) for line in run.stdout.splitlines()}
+    lines = run_python("-c", PROBE).stdout.splitlines()
+    megabytes = {line.split(": ")[0]: float(line.split(": ")[1]) for line in lines}
     assert len(megabytes) == 10
     assert max(megabytes.values()) < 64, megabytes

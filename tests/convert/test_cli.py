@@ -1,7 +1,6 @@
 """The command as a person meets it: fresh processes, exit status, the last line on stderr."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.processes import run_python
 
 from kvfold.convert.data import demo_folder
 
@@ -16,18 +16,11 @@ HEAVY = ("torch", "transformers", "numpy", "huggingface_hub", "safetensors")
 
 
 def kvfold(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "kvfold.convert", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        check=False,
-    )
+    return run_python("-m", "kvfold.convert", *arguments, check=False, environment=environment)
 
 
 def imported(*arguments):
-    command = [sys.executable, "-X", "importtime", "-m", "kvfold.convert", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_python("-X", "importtime", "-m", "kvfold.convert", *arguments)
     return {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import ModuleType
 import pytest
 import tokenizers
 import torch
+from helpers.processes import run_python
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -112,7 +112,7 @@ def test_accessors_import_neither_torch_nor_transformers():
         "demo_folder(); read_documents('heldout');"
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert run_python("-c", script).stdout == "[]\n"
 
 
 # the checkpoint

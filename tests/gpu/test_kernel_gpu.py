@@ -3,13 +3,10 @@
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-pytest.importorskip("triton")
+from kvfold.attention.deepseek.decode import latent_decode, latent_rows
+from kvfold.attention.deepseek.kernels import triton_decode
 
-from kvfold.attention.deepseek.decode import latent_decode, latent_rows  # noqa: E402
-from kvfold.attention.deepseek.kernels import triton_decode  # noqa: E402  # after the skips
+pytestmark = pytest.mark.gpu
 
 
 def problem(batch, heads, slots, rank=512, rope=64, dtype=torch.bfloat16):

@@ -4,11 +4,9 @@ The interpreter must be chosen before Triton is imported, so all cases run in on
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from helpers.processes import run_python
 
 pytest.importorskip("triton", minversion="3.9", reason="older interpreters fail with NumPy 2.4")
 
@@ -65,12 +63,8 @@ print(json.dumps({name: run(**case) for name, case in json.load(sys.stdin).items
 
 @pytest.fixture(scope="module")
 def found():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", WORKER], input=json.dumps(CASES), env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return json.loads(run_python("-c", WORKER, input=json.dumps(CASES), environment=environment).stdout)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -377,7 +377,6 @@ def test_what_cannot_be_compared_is_named():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_loaded_model_is_measured_on_the_gpu_when_there_is_one():
     source, tokens = tiny(), some_tokens()
     student = disturbed(source)

@@ -1,11 +1,11 @@
 """Distance profiles and row KL against whole attention maps in float64."""
 
 import math
-import subprocess
 import sys
 
 import pytest
 import torch
+from helpers.processes import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -187,6 +187,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
 @pytest.mark.parametrize("window", [40, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_context_of_8k_with_32_heads_fits_in_little_memory(window):
-    script = MEMORY.format(window=window)
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(result.stdout) < 2_000_000  # kilobytes; one whole map of 32 heads would be 8.6 GB
+    assert (
+        int(run_python("-c", MEMORY.format(window=window)).stdout) < 2_000_000
+    )  # kilobytes; one whole map of 32 heads would be 8.6 GB

@@ -1,13 +1,11 @@
 """``--resume``: runs killed with SIGKILL go on at their last finished layer and give the bytes of an unbroken run."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
+from helpers.processes import run_python
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.conversion import journal
@@ -46,13 +44,7 @@ convert_checkpoint(ConvertRequest(**options))
 
 
 def child(options, layers):
-    found = subprocess.run(
-        [sys.executable, "-c", CHILD, json.dumps(options), str(layers)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    found = run_python("-c", CHILD, json.dumps(options), layers, check=False)
     return found.returncode, found.stdout.split("\n")[:-1], found.stderr
 
 

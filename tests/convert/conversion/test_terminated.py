@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from helpers.processes import PATIENCE
 
 from kvfold.convert import console as command
 from kvfold.convert.data import demo_folder
@@ -26,13 +27,13 @@ def start(out, *options):
 
 def terminate_when(process, there):
     """Sends SIGTERM once ``there()`` is true; returns what was on stderr."""
-    until = time.monotonic() + 200
+    until = time.monotonic() + PATIENCE
     while not there():
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < until
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    return process.communicate(timeout=200)[1]
+    return process.communicate(timeout=PATIENCE)[1]
 
 
 @pytest.mark.parametrize("options", [[], ["--resume"]])

@@ -9,6 +9,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from helpers.processes import PATIENCE
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.io import atomic, swap
@@ -270,17 +271,18 @@ def test_permissions_follow_the_umask(tmp_path: Path) -> None:
 
 
 HOLDER = """
-import sys, time
+import sys
 from kvfold.convert.io.atomic import output_folder
 with output_folder(sys.argv[1]) as folder:
     (folder / "begun").touch()
     print(folder, flush=True)
-    time.sleep(60)
+    sys.stdin.read()
 """
 
 
 def hold(out: Path) -> tuple[subprocess.Popen[str], Path]:
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(out)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", HOLDER, str(out)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
 
@@ -312,7 +314,7 @@ def test_a_live_run_is_left_alone_and_a_killed_one_cleaned_up(tmp_path: Path) ->
 def test_interrupt_from_the_keyboard(tmp_path: Path) -> None:
     process, _ = hold(tmp_path / "out")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    process.wait(PATIENCE)
     assert names(tmp_path) == []
 
 

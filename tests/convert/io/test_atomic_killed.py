@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.processes import run_python
 
 # Forks a child per step: it runs the whole life of an output folder and is killed by itself before or after its n-th
 # call of a function that touches the disk. The parent looks at what is left and runs again.
@@ -104,10 +105,7 @@ print(step, *sorted(seen))
 @pytest.mark.parametrize("mode", ["exchange", "aside"])
 def test_killed_at_every_step(tmp_path: Path, mode: str, overwrite: str) -> None:
     (tmp_path / "root").mkdir()
-    command = [sys.executable, "-c", STEPS, str(tmp_path / "root"), mode, overwrite]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    steps, *seen = done.stdout.split()
+    steps, *seen = run_python("-c", STEPS, tmp_path / "root", mode, overwrite).stdout.split()
     assert int(steps) > 30
     expected = {"fresh": ["absent", "new"], "overwrite": ["new", "old"]}[overwrite]
     assert seen == (["absent", *expected] if (mode, overwrite) == ("aside", "overwrite") else expected)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.processes import PATIENCE
 from safetensors.torch import save_file
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -131,7 +132,7 @@ def show(value): print(json.dumps(value))
             env={**kept, **settings, **environment},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE,
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])

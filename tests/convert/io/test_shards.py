@@ -1,14 +1,14 @@
 """Shards: where tensors go, what is copied, cast or written, and what a half-written folder is worth."""
 
 import json
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.processes import PATIENCE, run_python
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -192,18 +192,24 @@ def test_copying_beside_computing(checkpoint: Checkpoint, out: Path) -> None:
 
 def test_an_error_beside_the_copy_stops_it(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvfold.convert.io.copying.BUFFER", 8)
-    first, failed = threading.Event(), threading.Event()
+    first, stopped = threading.Event(), threading.Event()
     steps: list[int] = []
+
+    class Told(threading.Event):
+        def set(self) -> None:
+            super().set()
+            stopped.set()
+
+    monkeypatch.setattr(shards_module, "threading", SimpleNamespace(Event=Told))
 
     def progress(count: int) -> None:
         steps.append(count)
         first.set()
-        failed.wait(30)
+        stopped.wait(PATIENCE)
 
     def run(writer: ShardWriter) -> None:
         with writer.copying_rest(checkpoint, progress):
-            first.wait(30)
-            threading.Timer(0.05, failed.set).start()
+            first.wait(PATIENCE)
             raise ZeroDivisionError
 
     with ShardWriter(out, assign_shards(copies(checkpoint), GB)) as writer, pytest.raises(ZeroDivisionError):
@@ -219,7 +225,7 @@ def test_an_error_of_the_copy_reaches_the_next_write_or_the_end(checkpoint: Chec
         with writer.copying_rest(checkpoint):
             if wait:
                 assert writer._copying is not None
-                writer._copying.exception(30)
+                writer._copying.exception(PATIENCE)
                 writer.write("e", checkpoint.read("e"))
                 pytest.fail("the next write must raise")
 
@@ -423,5 +429,4 @@ with ShardWriter(Path({str(out)!r}), shards) as writer:
     writer.copy_rest(checkpoint)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(done.stdout) * 1024 < 4 * elements / 2
+    assert int(run_python("-c", script).stdout) * 1024 < 4 * elements / 2

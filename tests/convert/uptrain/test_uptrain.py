@@ -1,15 +1,14 @@
 """Uptraining from end to end: what ``convert`` writes trains as it is, and comes back in the layout it had."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.processes import run_python
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -286,13 +285,8 @@ def test_requests_that_cannot_be(options, message):
 
 
 def command(*arguments, start=("-m", "kvfold.convert.uptrain"), **environment):
-    return subprocess.run(
-        [sys.executable, *start, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environment},
-        check=False,
-    )
+    environment = {"TOKENIZERS_PARALLELISM": "false", **environment}
+    return run_python(*start, *arguments, check=False, environment=environment)
 
 
 def options_of(**options):

@@ -1,12 +1,10 @@
 """The constant channel of layout ``deepseek`` under optimizers, weight decay and low precision."""
 
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
+from helpers.processes import run_python
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -201,12 +199,7 @@ def test_sharded_weights_are_held_too(latent, tmp_path):
     script.write_text(SHARDED)
     for processes, way in ((1, "whole"), (2, "sharded")):
         launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "29633"]
-        subprocess.run(
-            [sys.executable, *launch, str(script), str(latent), str(tmp_path / way), way],
-            check=True,
-            capture_output=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        run_python(*launch, script, latent, tmp_path / way, way)
     whole, sharded = (torch.load(tmp_path / way) for way in ("whole", "sharded"))
     check_constant(sharded, open_checkpoint(latent))
     for name, value in whole.items():
