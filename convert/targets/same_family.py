@@ -28,9 +28,6 @@ def folded_layout(
 
     ``dtype`` is the stored dtype in torch's spelling, or None to keep each tensor's own.
     """
-    # Imported here: layout.py needs torch, and a plan is also made where torch is not wanted.
-    from kvfold.convert.families.layout import write_layer
-
     config = edit_config(checkpoint.config, source.kv_config(kv_heads))
     if dtype is not None:
         config = edit_config(config, dtype_changes(config, dtype))
@@ -39,6 +36,8 @@ def folded_layout(
     tensors = _output_tensors(source, target, checkpoint, {name for names in computed for name in names}, dtype)
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
+        from kvfold.convert.families.layout import write_layer  # needs torch, a plan does not
+
         return write_layer(target, layer, weights, roles)
 
     kind, cached = attention_label(target.geometry), numbers_cached(target.geometry)

@@ -1,0 +1,68 @@
+"""A plan's work grows with the number of layers and no faster, counted and not timed."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from kvfold.convert.conversion.plan import make_plan
+from kvfold.convert.families.model import model_of
+from kvfold.convert.families.tensors import StoredTensor
+from kvfold.convert.families.values import Values
+from kvfold.convert.io.checkpoint import Checkpoint
+from kvfold.convert.io.headers import TensorInfo
+from kvfold.convert.request import ConvertRequest
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+
+
+def headers(layers: int) -> Checkpoint:
+    """A checkpoint whose weights nobody may read."""
+    config, position, infos = {**CONFIG, "num_hidden_layers": layers}, 0, {}
+    for tensor in model_of(config).tensors.values():
+        end = position + 2 * math.prod(tensor.shape)
+        infos[tensor.name] = TensorInfo(tensor.name, "BF16", tensor.shape, "model.safetensors", position, end)
+        position = end
+    return Checkpoint(Path(), config, infos, "hollow", {}, None, {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"to": "gqa", "kv_heads": 2},
+        {"to": "mla", "kv_rank": 24, "rope_dim": 8, "q_rank": 32},
+        {"to": "mla", "budget": 48},
+    ],
+    ids=["gqa", "mla", "budget"],
+)
+def test_a_plan_is_linear_in_depth(options, monkeypatch):
+    counts = {}
+
+    def count(kind: type, method: str) -> None:
+        plain = getattr(kind, method)
+
+        def counted(self, *args, **kwargs):
+            counts[kind] = counts.get(kind, 0) + 1
+            return plain(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, method, counted)
+
+    sources = [headers(layers) for layers in (4, 8, 16)]
+    count(Values, "__getitem__")
+    count(StoredTensor, "__init__")
+    seen = []
+    for source in sources:
+        counts.clear()
+        make_plan(ConvertRequest(model="hollow", out="out", **options), source)
+        seen.append(dict(counts))
+    for kind in (Values, StoredTensor):
+        few, some, many = (found[kind] for found in seen)
+        assert few < some
+        assert many - some == 2 * (some - few), f"{kind.__name__}: {few}, {some}, {many} at 4, 8 and 16 layers"
