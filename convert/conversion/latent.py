@@ -103,8 +103,8 @@ def survey_source(plan: Plan, folder: Path, stages: Stages) -> Survey:
     layers = []
     found = stages.over("survey", survey(source, tokens.calibration), plan.geometry.layers, "layer")
     for index, statistics, inputs in found:
-        statistics = rope_slots.over_context(statistics, plan.geometry.positions)
-        layers.append(rope_slots.survey(source_layer(plan, index), statistics, source_rotary(plan, index)))
+        weights, rotary = source_layer(plan, index), source_rotary(plan, index)
+        layers.append(rope_slots.survey(weights, statistics, rotary, plan.geometry.positions))
         torch.save({"statistics": vars(statistics), "inputs": inputs}, folder / f"{index}.pt")
     return Survey(source, tokens, tuple(layers), folder)
 
@@ -155,7 +155,16 @@ def latent_layer(chosen: Candidate, layer: int, surveyed: Survey) -> LatentWeigh
     statistics, inputs = surveyed.notes(layer)
     weights, rotary = source_layer(plan, layer), source_rotary(plan, layer)
     scale = plan.model.layers[layer].scale
-    latent = to_latent(weights, statistics, rotary, slots, target.channels, scale=scale, centred=target.constant)
+    latent = to_latent(
+        weights,
+        statistics,
+        rotary,
+        slots,
+        target.channels,
+        context=plan.geometry.positions,
+        scale=scale,
+        centered=target.constant,
+    )
     rank = plan.query_rank()
     if rank is not None:
         latent = query_latent(latent, statistics, rank - target.constant)

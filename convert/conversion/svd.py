@@ -5,8 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-import torch
-
 from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.method import Converted, Method
 from kvfold.convert.conversion.plan import Plan, settle
@@ -17,7 +15,7 @@ from kvfold.convert.transforms.latent.queries import query_latent
 from kvfold.convert.transforms.latent.slots import Slots
 from kvfold.convert.transforms.latent.svd import svd_latent
 from kvfold.convert.transforms.latent.weights import LatentWeights
-from kvfold.convert.transforms.weights import LayerStatistics
+from kvfold.convert.transforms.weights import blank_statistics
 
 
 class Svd(Method):
@@ -55,11 +53,6 @@ def svd_layer(plan: Plan, layer: int, slots: Slots) -> LatentWeights:
         source_layer(plan, layer), source_rotary(plan, layer), slots, target.channels, scale=scale, gain=gain
     )
     rank = plan.query_rank()
-    return latent if rank is None else query_latent(latent, _blank_statistics(plan), rank - target.constant)
-
-
-def _blank_statistics(plan: Plan) -> LayerStatistics:
-    """Statistics without data: white inputs, every direction alike."""
-    width = plan.geometry.model_dim
-    eye = torch.eye(width, dtype=torch.float64)
-    return LayerStatistics(eye, eye.new_zeros(width), 0, eye.new_ones(plan.geometry.heads, 1))
+    if rank is None:
+        return latent
+    return query_latent(latent, blank_statistics(latent.model_dim, latent.heads), rank - target.constant)

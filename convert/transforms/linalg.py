@@ -9,21 +9,28 @@ from torch import Tensor
 
 from kvfold.convert.transforms.weights import LayerStatistics
 
-RIDGE = 1e-6
-"""Share of isotropic variance mixed into the Gram matrix. Directions that the calibration text never visits then still
+RIDGE = 1e-9
+"""Share of isotropic variance added to the Gram matrix. Directions that the calibration text never visits then still
 count a little, so that folding is exact on every input (not only on the calibration's span) where it can be."""
 
 
-def input_moment(statistics: LayerStatistics, ridge: float = RIDGE) -> Tensor:
-    """``E[x~ x~^T] [E+1, E+1]`` of the inputs with a constant 1 appended, slightly regularised."""
+def input_moment(statistics: LayerStatistics, ridge: float | None = None) -> Tensor:
+    """``E[x~ x~^T] [E+1, E+1]`` of the inputs with a constant 1 appended, regularized by ``ridge`` (`RIDGE`)."""
     gram, mean = statistics.gram.double(), statistics.mean.double()
     size = gram.shape[0]
     moment = gram.new_empty(size + 1, size + 1)
     moment[:size, :size] = gram
-    moment[:size, :size].diagonal().add_(ridge * gram.trace().clamp(min=torch.finfo(gram.dtype).tiny) / size)
+    isotropic = gram.trace().clamp(min=torch.finfo(gram.dtype).tiny) / size
+    moment[:size, :size].diagonal().add_((RIDGE if ridge is None else ridge) * isotropic)
     moment[:size, size] = moment[size, :size] = mean
     moment[size, size] = 1.0
     return moment
+
+
+def covariance(moment: Tensor) -> Tensor:
+    """``[E+1, E+1]`` from `input_moment` -> the covariance ``[E, E]`` of the inputs."""
+    mean = moment[-1, :-1]
+    return moment[:-1, :-1] - torch.outer(mean, mean)
 
 
 def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -65,6 +72,12 @@ def metric_root(metric: Tensor, tolerance: float = 1e-10) -> tuple[Tensor, Tenso
     root = torch.where(present, values, 0).sqrt()
     inverse = torch.where(present, values, 1).rsqrt() * present
     return (vectors * root[..., None, :]) @ vectors.mT, (vectors * inverse[..., None, :]) @ vectors.mT
+
+
+def output_metric(output: Tensor, kv_heads: int) -> Tensor:
+    """``W_o [E, H, D]`` -> ``[G, D, D]``: how much a change of each KV head's values moves the layer's output."""
+    columns = torch.unflatten(output.double(), 1, (kv_heads, -1))  # [E, G, H/G, D]
+    return torch.einsum("egrc,egrd->gcd", columns, columns)
 
 
 def pair_moment(joint: Tensor, pairs: int) -> Tensor:

@@ -5,7 +5,8 @@ rotary dims. Query head ``h`` reads key/value head ``h // (H // G)``. Storage is
 a head rotate, and dim ``l`` pairs with dim ``l + D_rot/2``; the remaining dims do not rotate.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -29,6 +30,10 @@ class HeadNorm:
     offset: float = 0.0
     extent: Literal["head", "flat"] = "head"
     shared: bool = False
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "HeadNorm":
+        """The same norm with ``change`` (a cast, a choice of heads) applied to its weight and its bias."""
+        return replace(self, weight=change(self.weight), bias=None if self.bias is None else change(self.bias))
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,14 @@ class AttentionWeights:
     def model_dim(self) -> int:
         return self.q.shape[2]
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> "AttentionWeights":
+        """The same layer with ``change`` (a cast, a move) applied to every tensor, those of the norms included."""
+        present = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
+        changed = {
+            name: value.map(change) if isinstance(value, HeadNorm) else change(value) for name, value in present.items()
+        }
+        return replace(self, **changed)
+
 
 @dataclass(frozen=True)
 class Rotary:
@@ -80,10 +93,10 @@ class Rotary:
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """What calibration keeps of one layer.
+    """Calibration statistics of one layer, float64.
 
-    ``gram [E, E] = E[x x^T]`` and ``mean [E] = E[x]`` over ``tokens`` attention inputs (after the layer's norm),
-    float64; ``profile [H, S]``, float64: the mean attention weight of head ``h`` at distance ``delta`` (rows sum to 1).
+    ``gram [E, E] = E[x x^T]`` and ``mean [E] = E[x]`` over ``tokens`` attention inputs ``x`` (after the layer's norm);
+    ``profile [H, S]``: the mean attention weight of head ``h`` at distance ``delta`` (rows sum to 1).
     """
 
     gram: Tensor
@@ -93,3 +106,9 @@ class LayerStatistics:
 
     def to(self, device: torch.device | str) -> "LayerStatistics":
         return LayerStatistics(self.gram.to(device), self.mean.to(device), self.tokens, self.profile.to(device))
+
+
+def blank_statistics(model_dim: int, heads: int, device: torch.device | str = "cpu") -> LayerStatistics:
+    """Statistics without a text: inputs of mean 0 and variance 1 in every direction, attention to the token itself."""
+    eye = torch.eye(model_dim, dtype=torch.float64, device=device)
+    return LayerStatistics(eye, eye.new_zeros(model_dim), 0, eye.new_ones(heads, 1))

@@ -1,9 +1,9 @@
-"""Which key/value heads share one: relabelling heads is free, so any partition into equal groups is a valid fold.
+"""The partition of key/value heads into groups: relabelling heads is free, so any partition into equal parts is valid.
 
 Candidates come from what pairs of heads lose by sharing: the error of their scores after a short fit, counted by how
 much output a head's values carry. On a trained model that agreed with the error of the layer's output (correlations up
-to 0.9 over partitions) where plain energies of keys and values hardly did. It is still an estimate, so the last word
-has a judge that the caller supplies, such as the error of the attention output on sequences kept aside.
+to 0.9 over partitions) where plain energies of keys and values hardly did. It is still an estimate, so the caller
+supplies the judge that decides, such as the error of the attention output on held-out sequences.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvfold.convert.transforms.fold import principal
 from kvfold.convert.transforms.fold.heads import share_keys
-from kvfold.convert.transforms.fold.moments import CONTEXT, LayerMoments, layer_moments
+from kvfold.convert.transforms.fold.moments import LayerMoments, layer_moments
 from kvfold.convert.transforms.fold.score_fit import fit_scores, score_losses
 from kvfold.convert.transforms.linalg import among, metric_root
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
@@ -49,25 +49,18 @@ def similar(
     rotary: Rotary,
     groups: int,
     judge: Callable[[AttentionWeights], float],
-    context: int = CONTEXT,
+    context: int = 0,
 ) -> Choice:
     """The best of `candidates`, folded by `principal.fold`, as ``judge`` sees them; moments are computed once."""
     layer = layer_moments(weights, statistics, rotary, context)
-    return choose(_candidates(layer, groups), judge, lambda partition: principal.fold_moments(layer, partition))
+    return choose(candidates(layer, groups), judge, lambda partition: principal.fold_moments(layer, partition))
 
 
-def candidates(
-    weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, groups: int, context: int = CONTEXT
-) -> list[Partition]:
+def candidates(layer: LayerMoments, groups: int) -> list[Partition]:
     """A few distinct partitions worth judging; `contiguous` is always the first.
 
-    Found by greedy joining, then swaps, by the pairs' losses with heads counted by the output that they carry, alike,
-    and in between.
+    The others come from greedy joining, then swaps, by the pairs' losses, one for each way to count heads.
     """
-    return _candidates(layer_moments(weights, statistics, rotary, context), groups)
-
-
-def _candidates(layer: LayerMoments, groups: int) -> list[Partition]:
     plain = contiguous(layer.weights.kv_heads, groups)
     found = [plain]
     if groups in (1, layer.weights.kv_heads):
@@ -103,40 +96,43 @@ def pair_losses(layer: LayerMoments) -> tuple[Tensor, Tensor, Tensor]:
     that energy. Errors of the values count in the output, the same each time.
     """
     lost, total = _score_losses(layer)
-    value_lost, carried = _value_losses(layer)
+    value_lost, value_energy = _value_losses(layer)
 
     def together(emphasis: Tensor) -> Tensor:
         score = lost * emphasis / (total * emphasis).sum().clamp(min=TINY)
         return value_lost + (score + score.mT)
 
-    return together(carried), together(1 / total.clamp(min=TINY)), together(carried.sqrt())
+    return together(value_energy), together(1 / total.clamp(min=TINY)), together(value_energy.sqrt())
 
 
 def _score_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
     """``[G, G]``: the score error of head ``j``, all its queries, when it shares with ``i``; ``[G]``: its energy."""
     heads, pairs = layer.weights.kv_heads, layer.rotary.dims // 2
     lost, total = layer.moment.new_zeros(heads, heads), layer.moment.new_zeros(heads)
-    for pair in map(list, itertools.combinations(range(heads), 2)):
-        readers = layer.readers(pair)
-        joint, asked, turn = among(layer.joint_keys, pair), layer.asked[readers], layer.turn[readers]
-        start = share_keys(joint, torch.unflatten(asked, 0, (2, -1)).sum(1), pairs).repeat_decode(layer.repeat)
-        fitted = fit_scores(start, joint, asked, turn, pairs, rounds=PAIR_ROUNDS)
-        each, whole = score_losses(fitted, joint, asked, turn, pairs)
-        lost[pair[::-1], pair] = torch.unflatten(each, 0, (2, -1)).sum(1)
-        total[pair] = torch.unflatten(whole, 0, (2, -1)).sum(1)
+    for i, j in itertools.combinations(range(heads), 2):
+        readers = layer.query_heads([i, j])
+        joint, queries, phi = among(layer.joint_keys, [i, j]), layer.query_moments[readers], layer.phi[readers]
+        start = share_keys(joint, torch.unflatten(queries, 0, (2, -1)).sum(1), pairs).repeat_decode(layer.repeat)
+        fitted = fit_scores(start, joint, queries, phi, pairs, rounds=PAIR_ROUNDS)
+        errors, energies = (
+            torch.unflatten(part, 0, (2, -1)).sum(1) for part in score_losses(fitted, joint, queries, phi, pairs)
+        )
+        lost[j, i], lost[i, j] = errors
+        total[[i, j]] = energies
     return lost, total
 
 
 def _value_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
-    """``[G, G]``: the share of the layer's value energy that two heads lose; and ``[G]``: how much each one's vary.
+    """``[G, G]``: the share of the layer's value energy that two heads lose; and ``[G]``: each head's value energy.
 
-    The energy lost is what principal components beyond the first ``D`` hold.
+    The energy lost is what principal components beyond the first ``D`` hold; a head's own is that about its mean. Both
+    are measured in the output.
     """
     heads, dims, metric = layer.weights.kv_heads, layer.weights.head_dim, layer.metric
     root, _ = metric_root(metric)
-    own = layer.joint_values.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    moments = layer.joint_values.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     mean = layer.values @ layer.moment[-1]
-    energy = (own * metric).sum((1, 2))
+    energy = (moments * metric).sum((1, 2))
     varying = energy - torch.einsum("ga,gab,gb->g", mean, metric, mean)
     lost = layer.moment.new_zeros(heads, heads)
     for i in range(heads - 1):

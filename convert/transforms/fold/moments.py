@@ -1,4 +1,4 @@
-"""What folding needs to know about a layer whichever heads share: computed once, used for every partition tried."""
+"""Second moments of a layer that hold whichever heads share: computed once, used for every partition tried."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import normed
-from kvfold.convert.transforms.fold.principal_values import output_metric
-from kvfold.convert.transforms.fold.score_fit import turning
-from kvfold.convert.transforms.linalg import head_moments, input_moment, joint_moment, with_bias
+from kvfold.convert.transforms.fold.score_fit import distance_moments
+from kvfold.convert.transforms.linalg import head_moments, input_moment, joint_moment, output_metric, with_bias
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
-
-CONTEXT = 4096
 
 
 @dataclass(frozen=True)
@@ -20,9 +17,9 @@ class LayerMoments:
 
     ``moment [F, F]`` of the inputs with a constant 1 appended (``F = E + 1``). ``keys``, ``queries``: the linear maps
     that projections and norms are on average; ``values [G, D, F]``. ``joint_keys``, ``joint_values [G, D, G, D]``:
-    second moments between all heads. ``asked [H, D, D]``: those of each head's queries. ``turn [H, D, D]``: the
-    distances that count, from `turning`. ``metric [G, D, D]`` of the output. The rotary amplitude is in ``joint_keys``
-    and ``asked``: ``amplitude [D]``.
+    second moments between all heads. ``query_moments [H, D, D]``: those of each head's queries. ``phi [H, D, D]``: the
+    distances that count, from `distance_moments`. ``metric [G, D, D]`` of the output. The rotary amplitude is in
+    ``joint_keys`` and ``query_moments``: ``amplitude [D]``.
     """
 
     weights: AttentionWeights
@@ -33,8 +30,8 @@ class LayerMoments:
     values: Tensor
     joint_keys: Tensor
     joint_values: Tensor
-    asked: Tensor
-    turn: Tensor
+    query_moments: Tensor
+    phi: Tensor
     metric: Tensor
     amplitude: Tensor
 
@@ -43,19 +40,19 @@ class LayerMoments:
         """Query heads per KV head."""
         return self.weights.heads // self.weights.kv_heads
 
-    def readers(self, heads: Sequence[int]) -> list[int]:
+    def query_heads(self, kv_heads: Sequence[int]) -> list[int]:
         """The query heads that read some KV heads, in their order."""
-        return [head * self.repeat + i for head in heads for i in range(self.repeat)]
+        return [head * self.repeat + i for head in kv_heads for i in range(self.repeat)]
 
 
 def layer_moments(
-    weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, context: int = CONTEXT
+    weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, context: int = 0
 ) -> LayerMoments:
-    """Computes all of it, on the device of ``weights``. ``context``: how many positions the result must serve."""
-    device = weights.q.device
-    moment = input_moment(statistics).to(device)
-    keys = normed.linearise(with_bias(weights.k, weights.k_bias), weights.k_norm, moment)
-    queries = normed.linearise(with_bias(weights.q, weights.q_bias), weights.q_norm, moment)
+    """All moments, on the device of ``weights``. ``context``: how many positions the result must serve."""
+    statistics = statistics.to(weights.q.device)
+    moment = input_moment(statistics)
+    keys = normed.linearize(with_bias(weights.k, weights.k_bias), weights.k_norm, moment)
+    queries = normed.linearize(with_bias(weights.q, weights.q_bias), weights.q_norm, moment)
     amplitude = moment.new_ones(weights.head_dim)
     amplitude[: rotary.dims] = rotary.amplitude
     values = with_bias(weights.v, None if weights.o_bias is not None else weights.v_bias)  # else `o_bias` takes it
@@ -68,8 +65,8 @@ def layer_moments(
         values=values,
         joint_keys=joint_moment(amplitude[:, None] * keys.affine, moment),
         joint_values=joint_moment(values, moment),
-        asked=head_moments(amplitude[:, None] * queries.affine, moment),
-        turn=turning(statistics.profile.to(device), context, rotary, weights.head_dim),
+        query_moments=head_moments(amplitude[:, None] * queries.affine, moment),
+        phi=distance_moments(statistics.profile, context, rotary, weights.head_dim),
         metric=output_metric(weights.o, weights.kv_heads),
         amplitude=amplitude,
     )

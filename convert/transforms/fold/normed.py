@@ -1,8 +1,15 @@
-"""Queries and keys that are normalised between projection and rotary embedding (Qwen3, Gemma 3, OLMo 2, Cohere).
+"""Queries and keys that are normalized between projection and rotary embedding (Qwen3, Gemma 3, OLMo 2, Cohere).
 
-A norm divides by a number that depends on the token, so nothing but a scale and signs passes through it exactly.
-Folding therefore works on the linear map that the norm is on average, ``gain * W x / rms`` with ``rms`` the root mean
-square over the calibration text, and writes the result back in front of a norm of the same kind.
+A norm divides by a number that depends on the token, so nothing but a scale and signs passes through it exactly:
+
+    norm(W x) = gain * W x / rms(W x) + bias
+
+Folding therefore works on the linear map ``L = gain * W / rms(W)`` that this is on average, with ``rms(W)`` the root
+mean square over the calibration text, and writes a folded ``L'`` back in front of a norm of the same kind and gain:
+
+    W' = rms_source * L' / gain      so that      norm(W' x) = L' x / shortfall,   shortfall = rms(W') / rms_source
+
+A norm on the queries makes up for the shortfall by its gain. A shared key leaves it to the queries that read it.
 
 Exact: groups of one; identical heads. Approximate otherwise:
 
@@ -27,14 +34,14 @@ from kvfold.convert.transforms.weights import HeadNorm
 
 @dataclass(frozen=True)
 class Linear:
-    """A projection with its norm, linearised: ``rows [n, D, F]`` (``F = E + 1``, bias last) and what was divided out.
+    """A projection with its norm, linearized: ``rows [n, D, F]`` (``F = E + 1``, bias last) and what was divided out.
 
-    ``scale [n]`` is each head's root mean square in front of the norm (1 without a norm), ``gain [n, D]`` the norm's
+    ``rms [n]`` is each head's root mean square in front of the norm (1 without a norm), ``gain [n, D]`` the norm's
     weight and ``constant [n, D]`` its bias.
     """
 
     rows: Tensor
-    scale: Tensor
+    rms: Tensor
     gain: Tensor
     constant: Tensor
     norm: HeadNorm | None
@@ -46,35 +53,35 @@ class Linear:
 
     def select(self, heads: list[int]) -> "Linear":
         """Some heads, in that order."""
-        norm = select(self.norm, heads)
-        return Linear(self.rows[heads], self.scale[heads], self.gain[heads], self.constant[heads], norm)
+        norm = None if self.norm is None else self.norm.map(lambda row: row[heads])
+        return Linear(self.rows[heads], self.rms[heads], self.gain[heads], self.constant[heads], norm)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Folded":
         """``change`` (a linear map over heads and dims) applied to the rows and to the constant."""
         return Folded(change(self.rows), change(self.constant[..., None])[..., 0])
 
 
-def linearise(rows: Tensor, norm: HeadNorm | None, moment: Tensor) -> Linear:
+def linearize(rows: Tensor, norm: HeadNorm | None, moment: Tensor) -> Linear:
     """``rows [n, D, F]`` of a projection and the norm behind it -> the linear map that both are on average."""
     ones = rows.new_ones(rows.shape[:2])
     if norm is None:
         return Linear(rows, ones[:, 0], ones, torch.zeros_like(ones), None)
     gain = norm.weight.double() + norm.offset
     constant = torch.zeros_like(gain) if norm.bias is None else norm.bias.double()
-    rows = _centred(rows, norm)
-    scale = _scale(rows, norm, moment)
-    return Linear(rows * (gain / scale[:, None])[..., None], scale, gain, constant, norm)
+    rms = _rms(rows, norm, moment)
+    return Linear(_centered(rows, norm) * (gain / rms[:, None])[..., None], rms, gain, constant, norm)
 
 
-def _centred(rows: Tensor, norm: HeadNorm) -> Tensor:
+def _centered(rows: Tensor, norm: HeadNorm) -> Tensor:
     """A layer norm subtracts the mean over its extent, which is linear."""
     if norm.kind == "rms":
         return rows
     return rows - (rows.mean(1, keepdim=True) if norm.extent == "head" else rows.mean((0, 1), keepdim=True))
 
 
-def _scale(rows: Tensor, norm: HeadNorm, moment: Tensor) -> Tensor:
-    """Root mean square ``[n]`` of what the norm divides by, over the calibration text."""
+def _rms(rows: Tensor, norm: HeadNorm, moment: Tensor) -> Tensor:
+    """Root mean square ``[n]`` of what ``norm`` divides ``rows x~`` by, over the calibration text."""
+    rows = _centered(rows, norm)
     square = ((rows @ moment) * rows).sum(-1).mean(-1)
     if norm.extent == "flat":
         square = square.mean().expand_as(square)
@@ -93,44 +100,50 @@ class Folded:
         return Folded(self.rows * factor[..., None], self.constant * factor)
 
 
+@dataclass(frozen=True)
+class Written:
+    """A projection ``rows [n, D, F]`` and the norm behind it: together the linear map wanted over ``shortfall [n]``."""
+
+    rows: Tensor
+    norm: HeadNorm | None
+    shortfall: Tensor
+
+
 def restore(
     keys: Linear, queries: Linear, new_keys: Folded, new_queries: Folded, blocks: Sequence[Tensor], moment: Tensor
-) -> tuple[Tensor, HeadNorm | None, Tensor, HeadNorm | None]:
+) -> tuple[Written, Written]:
     """Writes folded linear keys and queries as projections in front of norms of the source's kinds.
 
-    ``blocks`` are the dims that may be rescaled together (rotary pairs). Returns rows ``[g, D, F]`` and norm of the
-    keys, rows ``[H, D, F]`` and norm of the queries.
+    ``blocks`` are the dims that may be rescaled together (rotary pairs). Returns the keys, ``rows [g, D, F]``, and the
+    queries, ``rows [H, D, F]``, which make up for the keys' shortfall.
     """
-    k, k_norm, missing = _write_keys(keys, new_keys, moment)
-    new_queries = new_queries.times(missing.repeat_interleave(_per_group(new_queries, new_keys))[:, None])
-    q, q_norm = _write_queries(queries, new_queries, blocks, moment)
-    return k, k_norm, q, q_norm
+    groups = len(new_keys.rows)
+    gain, rms = (torch.unflatten(part, 0, (groups, -1)).mean(1) for part in (keys.gain, keys.rms))
+    written = _write(new_keys, gain, rms, keys.norm, moment, in_gain=False)
+    owed = written.shortfall.repeat_interleave(len(new_queries.rows) // groups)
+    new_queries = new_queries.times(owed[:, None])
+    gain = queries.gain if queries.norm is None else _query_gain(queries, new_queries, blocks, moment)
+    return written, _write(new_queries, gain, queries.rms, queries.norm, moment, in_gain=True)
 
 
-def _write_keys(source: Linear, folded: Folded, moment: Tensor) -> tuple[Tensor, HeadNorm | None, Tensor]:
-    """Rows and norm of the shared keys, and the factor ``[g]`` by which the norm's output falls short of ``folded``."""
-    groups = len(folded.rows)
-    if source.norm is None:
-        return folded.rows, None, folded.rows.new_ones(groups)
-    gain = torch.unflatten(source.gain, 0, (groups, -1)).mean(1)
-    rows, missing = _before_norm(
-        folded.rows, gain, torch.unflatten(source.scale, 0, (groups, -1)).mean(1), source.norm, moment
-    )
-    constant = folded.constant / missing[:, None]
-    return rows, _norm_like(source.norm, gain, constant), missing
+def _write(
+    folded: Folded, gain: Tensor, rms: Tensor, norm: HeadNorm | None, moment: Tensor, *, in_gain: bool
+) -> Written:
+    """``folded`` as a projection in front of a norm like ``norm`` with ``gain [n, D]``, ``rms [n]`` that of the source.
 
-
-def _write_queries(
-    source: Linear, folded: Folded, blocks: Sequence[Tensor], moment: Tensor
-) -> tuple[Tensor, HeadNorm | None]:
-    """Rows and norm of the queries; what the norm holds of each head's scale, as far as its weight's shape allows."""
-    if source.norm is None:
-        return folded.rows, None
-    gain = _query_gain(source, folded, blocks, moment)
-    rows, missing = _before_norm(folded.rows, gain, source.scale, source.norm, moment)
-    if _one_row(source.norm):
-        missing = missing.log().mean().exp().expand_as(missing)
-    return rows, _norm_like(source.norm, gain * missing[:, None], folded.constant)
+    ``in_gain``: the norm's gain makes up for the shortfall, on average over the heads where they share one row.
+    """
+    one = torch.ones_like(rms)
+    if norm is None:
+        return Written(folded.rows, None, one)
+    inverse = torch.where(gain == 0, 0.0, 1 / gain)  # a dim with gain 0 is dead: its rows do not matter
+    rows = folded.rows * inverse[..., None] * rms[:, None, None]
+    shortfall = _rms(rows, norm, moment) / rms
+    if not in_gain:
+        return Written(rows, _norm_like(norm, gain, folded.constant / shortfall[:, None]), shortfall)
+    if _one_row(norm):
+        shortfall = shortfall.log().mean().exp().expand_as(shortfall)
+    return Written(rows, _norm_like(norm, gain * shortfall[:, None], folded.constant), one)
 
 
 def _query_gain(source: Linear, folded: Folded, blocks: Sequence[Tensor], moment: Tensor) -> Tensor:
@@ -140,17 +153,6 @@ def _query_gain(source: Linear, folded: Folded, blocks: Sequence[Tensor], moment
     if source.norm is not None and _one_row(source.norm):
         modulus = modulus.log().mean(0, keepdim=True).exp().expand_as(modulus)
     return source.gain * _spread(modulus, blocks)
-
-
-def _before_norm(rows: Tensor, gain: Tensor, scale: Tensor, norm: HeadNorm, moment: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows whose normalised, gained values point along ``rows``, and by what factor ``[n]`` those fall short."""
-    written = _undo(rows, gain) * scale[:, None, None]
-    return written, _scale(_centred(written, norm), norm, moment) / scale
-
-
-def _undo(rows: Tensor, gain: Tensor) -> Tensor:
-    """``rows / gain``; a dim whose gain is 0 says nothing whatever stands there."""
-    return torch.where(gain == 0, 0.0, 1 / gain)[..., None] * rows
 
 
 def _energy(rows: Tensor, blocks: Sequence[Tensor], moment: Tensor) -> Tensor:
@@ -167,10 +169,6 @@ def _spread(values: Tensor, blocks: Sequence[Tensor]) -> Tensor:
     return result
 
 
-def _per_group(queries: Folded, keys: Folded) -> int:
-    return len(queries.rows) // len(keys.rows)
-
-
 def _one_row(norm: HeadNorm) -> bool:
     return norm.shared and norm.extent == "head"
 
@@ -181,17 +179,3 @@ def _norm_like(norm: HeadNorm, gain: Tensor, constant: Tensor) -> HeadNorm:
         constant = constant.mean(0, keepdim=True).expand_as(constant)
         gain = gain.mean(0, keepdim=True).expand_as(gain)
     return replace(norm, weight=gain - norm.offset, bias=None if norm.bias is None else constant)
-
-
-def select(norm: HeadNorm | None, heads: list[int]) -> HeadNorm | None:
-    """The norm of some heads, in that order."""
-    if norm is None:
-        return None
-    return replace(norm, weight=norm.weight[heads], bias=None if norm.bias is None else norm.bias[heads])
-
-
-def in_float32(norm: HeadNorm | None) -> HeadNorm | None:
-    """The norm with float32 parameters."""
-    if norm is None:
-        return None
-    return replace(norm, weight=norm.weight.float(), bias=None if norm.bias is None else norm.bias.float())

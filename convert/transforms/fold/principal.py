@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import normed
-from kvfold.convert.transforms.fold.heads import share_keys
-from kvfold.convert.transforms.fold.moments import CONTEXT, LayerMoments, layer_moments
-from kvfold.convert.transforms.fold.principal_values import fold_constants, share_values
+from kvfold.convert.transforms.fold.heads import SharedHead, balance, fold_constants, share_dims, share_keys
+from kvfold.convert.transforms.fold.moments import LayerMoments, layer_moments
 from kvfold.convert.transforms.fold.score_fit import fit_scores
-from kvfold.convert.transforms.fold.shared_head import SharedHead, balance
 from kvfold.convert.transforms.linalg import among, with_bias
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
@@ -27,19 +25,19 @@ Groups = Sequence[Sequence[int]]
 
 
 def fold(
-    weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, groups: Groups, context: int = CONTEXT
+    weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, groups: Groups, context: int = 0
 ) -> AttentionWeights:
     """Folds the ``G`` KV heads to ``len(groups)``; ``groups[i]`` lists the source heads of new head ``i``.
 
     Query heads (and with them the columns of ``o``) are reordered so that query head ``h`` again reads KV head
     ``h // (H // len(groups))``. Computed in float64, returned in float32 on the device of ``weights``. ``context`` is
     how many positions the result has to serve (the model's limit, or the layer's window): keys are fitted for all
-    distances below it, also those that the calibration text was too short for.
+    distances below it, also those that the calibration text was too short for; 0 stands for the text's own length.
     Raises ValueError when ``groups`` is not a partition of the KV heads into equal parts.
     """
     check_partition(groups, weights.kv_heads)
     if len(groups[0]) == 1:
-        return in_float32(ordered(weights, groups))
+        return ordered(weights, groups).map(Tensor.float)
     return fold_moments(layer_moments(weights, statistics, rotary, context), groups)
 
 
@@ -48,8 +46,8 @@ def fold_moments(layer: LayerMoments, groups: Groups) -> AttentionWeights:
     check_partition(groups, layer.weights.kv_heads)
     source = ordered(layer.weights, groups)
     if len(groups[0]) == 1:
-        return in_float32(source)
-    return in_float32(_fold_values(layer, groups, source, _fold_keys(layer, groups, source)))
+        return source.map(Tensor.float)
+    return _fold_values(layer, groups, source, _fold_keys(layer, groups, source)).map(Tensor.float)
 
 
 def _fold_keys(layer: LayerMoments, groups: Groups, source: AttentionWeights) -> AttentionWeights:
@@ -57,34 +55,36 @@ def _fold_keys(layer: LayerMoments, groups: Groups, source: AttentionWeights) ->
     heads = [key_head(layer, group) for group in groups]
     decode = torch.cat([head.decode for head in heads])  # [H, D, D]
     keys = layer.keys.select([head for group in groups for head in group])
-    queries = layer.queries.select([head for group in groups for head in layer.readers(group)])
+    queries = layer.queries.select([head for group in groups for head in layer.query_heads(group)])
     merge = _merging(heads, len(groups[0]))
-    new_queries = queries.map(lambda rows: decode.mT @ rows)
-    blocks = pair_blocks(layer.rotary, source.head_dim)
-    k, k_norm, q, q_norm = normed.restore(keys, queries, keys.map(merge), new_queries, blocks, layer.moment)
+    k, q = normed.restore(
+        keys,
+        queries,
+        keys.map(merge),
+        queries.map(lambda rows: decode.mT @ rows),
+        pair_blocks(layer.rotary, source.head_dim),
+        layer.moment,
+    )
     return replace(
         source,
-        q=q[..., :-1],
-        k=k[..., :-1],
-        q_bias=None if source.q_bias is None else q[..., -1],
-        k_bias=None if source.k_bias is None else k[..., -1],
-        q_norm=q_norm,
-        k_norm=k_norm,
+        q=q.rows[..., :-1],
+        k=k.rows[..., :-1],
+        q_bias=None if source.q_bias is None else q.rows[..., -1],
+        k_bias=None if source.k_bias is None else k.rows[..., -1],
+        q_norm=q.norm,
+        k_norm=k.norm,
     )
 
 
 def key_head(layer: LayerMoments, group: Sequence[int]) -> SharedHead:
-    """The shared key head of a group; ``decode`` has one map per query head.
-
-    Heads that read the same key attend over different distances.
-    """
+    """The shared key head of a group, with a ``decode`` per query head: each attends over distances of its own."""
     members = list(group)
-    readers = layer.readers(members)
-    joint, asked, turn = among(layer.joint_keys, members), layer.asked[readers], layer.turn[readers]
-    weight = torch.unflatten(asked, 0, (len(members), layer.repeat)).sum(1)
+    readers = layer.query_heads(members)
+    joint, queries, phi = among(layer.joint_keys, members), layer.query_moments[readers], layer.phi[readers]
+    weight = torch.unflatten(queries, 0, (len(members), layer.repeat)).sum(1)
     shared = share_keys(joint, weight, layer.rotary.dims // 2).repeat_decode(layer.repeat)
     if layer.rotary.dims:
-        shared = fit_scores(shared, joint, asked, turn, layer.rotary.dims // 2)
+        shared = fit_scores(shared, joint, queries, phi, layer.rotary.dims // 2)
     blocks = pair_blocks(layer.rotary, joint.shape[1])
     return balance(shared.without(layer.amplitude), layer.keys.affine[members], blocks)
 
@@ -109,7 +109,7 @@ def _fold_values(
 def value_head(layer: LayerMoments, group: Sequence[int]) -> SharedHead:
     """The shared value head of a group."""
     members = list(group)
-    shared = share_values(among(layer.joint_values, members), layer.metric[members])
+    shared = share_dims(among(layer.joint_values, members), layer.metric[members])
     dims = torch.arange(layer.values.shape[1], device=layer.values.device)
     return balance(shared, layer.values[members], [dims])
 
@@ -149,35 +149,14 @@ def ordered(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
         q_bias=rows(weights.q_bias, q),
         k_bias=rows(weights.k_bias, kv),
         v_bias=rows(weights.v_bias, kv),
-        q_norm=normed.select(weights.q_norm, q),
-        k_norm=normed.select(weights.k_norm, kv),
+        q_norm=None if weights.q_norm is None else weights.q_norm.map(lambda row: row[q]),
+        k_norm=None if weights.k_norm is None else weights.k_norm.map(lambda row: row[kv]),
     )
 
 
 def query_order(groups: Groups, repeat: int) -> list[int]:
     """The query heads in the order of the KV heads that they read, ``repeat`` for each."""
     return [head * repeat + i for group in groups for head in group for i in range(repeat)]
-
-
-def in_float32(weights: AttentionWeights) -> AttentionWeights:
-    """Every tensor of the layer as float32."""
-
-    def cast(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.float()
-
-    return replace(
-        weights,
-        q=weights.q.float(),
-        k=weights.k.float(),
-        v=weights.v.float(),
-        o=weights.o.float(),
-        q_bias=cast(weights.q_bias),
-        k_bias=cast(weights.k_bias),
-        v_bias=cast(weights.v_bias),
-        o_bias=cast(weights.o_bias),
-        q_norm=normed.in_float32(weights.q_norm),
-        k_norm=normed.in_float32(weights.k_norm),
-    )
 
 
 def check_partition(groups: Groups, kv_heads: int) -> None:

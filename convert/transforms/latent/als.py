@@ -1,12 +1,12 @@
 """Latent attention fitted to a layer by alternating least squares, from statistics alone.
 
-What heads read of a key is ``k`` turned by its distance; what they can read after conversion are the shared rotary
-keys, turned, and the latent, which stands still. With the cached rows given, the best reading of each head is a linear
-regression; with the readings given, so are the rows. Both are small, because inputs enter only by their second moments.
+A head meets a key ``k`` turned by its distance. After conversion it can read the shared rotary keys, turned as well,
+and the latent, which stands still. With the cached rows given, the best reading of each head is a linear regression;
+with the readings given, so are the rows. Both are small, because inputs enter only by their second moments.
 
 Errors of scores count by the queries that make them, errors of values by the output that they make; a score error moves
-about as much output as the values vary. That is a linearisation: large errors saturate in the softmax, and counting
-values ``VALUE_WEIGHT`` times was better on every split of a trained model, between 5 and 20 by little.
+about as much output as the values vary. That is a linearization: large errors saturate in the softmax, so values are
+weighted by `VALUE_WEIGHT`.
 """
 
 from dataclasses import dataclass, replace
@@ -14,14 +14,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.latent.kernels import Kernel, Turning, kernels
-from kvfold.convert.transforms.latent.slots import mixed_profile, second_moment
-from kvfold.convert.transforms.weights import LayerStatistics, Rotary
+from kvfold.convert.transforms.distances import Distances
+from kvfold.convert.transforms.latent.kernels import Kernel, RotaryRows, kernels, wave_moments
+from kvfold.convert.transforms.linalg import covariance, symmetric_eig
+from kvfold.convert.transforms.weights import Rotary
 
 VALUE_WEIGHT = 10.0
-UNIFORM = 0.1  # the share of distances at which attention does not look that the fit answers for
+
+UNIFORM = 0.1
+
 ROUNDS = 8
-DAMPING = 1e-6  # pull towards the present solution, relative to each row's energy: directions no input takes stay
+
+DAMPING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,15 @@ class Layer:
 
     @property
     def group(self) -> int:
+        """Query heads per key/value head."""
         return self.queries.shape[0] // self.keys.shape[0]
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What is cached, ``rows [P + R, E+1]`` of ``[x; 1]``, rotary rows first, and how it is read.
+    """The cached rows ``X``, ``rows [P + R, E+1]`` of ``[x; 1]``, rotary rows first, and how they are read.
 
-    ``reading [H, D, P + R]``: each head's keys, as its queries meet them; ``values [G, D, R]``.
+    ``reading [H, D, P + R]``: each head's keys, as its queries meet them; ``values [G, D, R]``: values from the latent.
     """
 
     rows: Tensor
@@ -59,151 +64,173 @@ class Fit:
 class Problem:
     """A layer, second moments of its inputs, and for every head the kernels (cached, cached) and (cached, keys).
 
-    ``covariance [E, E]`` and ``mean [E+1]`` of ``[x; 1]``. ``centred``: constants are free, values count as they vary;
-    otherwise nothing may have a bias and values count whole.
+    ``covariance [E, E]`` and ``mean [E+1]`` of ``[x; 1]``. ``centered``: constants are free, values count as they vary;
+    otherwise nothing may have a bias and values count whole. ``mean_weight [E]``: ``covariance^-1 mean``, needed only
+    where nothing is centered.
     """
 
     layer: Layer
     covariance: Tensor
     mean: Tensor
-    cached: Turning
-    seen: tuple[tuple[Kernel, Kernel], ...]
-    centred: bool
-    toward_mean: Tensor  # [E]: cov^-1 mean
-    query_weight: Tensor  # [H, D, D]: what a key's length counts, in output
-    value_weight: Tensor  # [G, D, D]
+    mean_weight: Tensor | None
+    cached: RotaryRows
+    kernels: tuple[tuple[Kernel, Kernel], ...]
+    centered: bool
+    query_weight: Tensor  # [H, D, D]: what an error of a key counts, in output
+    value_weight: Tensor  # [G, D, D]: what an error of a value counts
 
-    def spread(self, rows: Tensor) -> Tensor:
-        """``rows cov``, ``[n, E]``, of ``rows [n, E+1]``."""
+    def times_covariance(self, rows: Tensor) -> Tensor:
+        """``rows cov``, ``[..., E]``, of ``rows [..., E+1]``."""
         return rows[..., :-1] @ self.covariance
 
-    def counted(self, product: Tensor, left_mean: Tensor, right_mean: Tensor) -> Tensor:
+    def value_moment(self, product: Tensor, left_mean: Tensor, right_mean: Tensor) -> Tensor:
         """The second moment by which values count, from ``left cov right^T`` and the means."""
-        return product if self.centred else product + torch.outer(left_mean, right_mean)
+        return product if self.centered else product + torch.outer(left_mean, right_mean)
 
 
 def make_problem(
     layer: Layer,
     queries: Tensor,
-    statistics: LayerStatistics,
+    moment: Tensor,
     rotary: Rotary,
     theta: Tensor,
+    distances: Distances,
     rank: int,
     *,
-    centred: bool,
+    centered: bool,
 ) -> Problem:
-    """``queries [H, D, D]``: their second moment; ``theta [P/2]`` of the cached rotary rows; ``rank`` R."""
+    """``queries [H, D, D]``: second moments; ``moment [E+1, E+1]`` of ``[x; 1]``; ``theta [P/2]`` of the rotary rows.
+
+    ``distances`` are those that count for every head; ``rank`` is R.
+    """
     device, dims = layer.keys.device, layer.keys.shape[1]
-    moment = second_moment(statistics).to(device)
-    mean = moment[-1]
-    covariance = moment[:-1, :-1] - torch.outer(mean[:-1], mean[:-1])
-    covariance = covariance + 1e-9 * covariance.diagonal().mean() * torch.eye(len(covariance), device=device)
-    own = Turning.of(rotary.theta.double().to(device), dims - rotary.dims)
-    cached = Turning.of(theta.double().to(device), rank)
-    profile = mixed_profile(statistics, UNIFORM).to(device)
-    seen = tuple(zip(kernels(cached, cached, profile), kernels(cached, own, profile), strict=True))
-    spread = layer.values[..., :-1] @ covariance @ layer.values[..., :-1].mT
-    output = (layer.metric * spread).sum() / len(layer.queries)  # an average head's output energy
-    queries = queries * layer.scale**2 * output
-    toward = mean[:-1] if centred else torch.linalg.solve(covariance, mean[:-1])  # only used where nothing is centred
-    return Problem(layer, covariance, mean, cached, seen, centred, toward, queries, layer.metric * VALUE_WEIGHT)
+    cov, mean = covariance(moment), moment[-1]
+    source = RotaryRows.of(rotary.theta.double().to(device), dims - rotary.dims)
+    cached = RotaryRows.of(theta.double().to(device), rank)
+    waves = wave_moments(distances, source, cached)
+    values = layer.values[..., :-1]
+    output = (layer.metric * (values @ cov @ values.mT)).sum() / len(layer.queries)  # an average head's output energy
+    return Problem(
+        layer=layer,
+        covariance=cov,
+        mean=mean,
+        mean_weight=None if centered else torch.linalg.solve(cov, mean[:-1]),
+        cached=cached,
+        kernels=tuple(zip(kernels(cached, cached, waves), kernels(cached, source, waves), strict=True)),
+        centered=centered,
+        query_weight=queries * layer.scale**2 * output,
+        value_weight=layer.metric * VALUE_WEIGHT,
+    )
 
 
-def alternate(problem: Problem, fit: Fit, rounds: int = ROUNDS) -> Fit:
+def alternate(problem: Problem, fit: Fit, rounds: int) -> Fit:
     """Least squares for the readings, then for the rows, ``rounds`` times; readings last. Rows in principal units."""
     for _ in range(rounds):
-        fit = _principal(problem, _fit_rows(problem, _fit_readings(problem, fit)))
-    return _fit_readings(problem, fit)
+        fit = _principal(problem, _solve_rows(problem, _solve_readings(problem, fit)))
+    return _solve_readings(problem, fit)
 
 
-def _fit_readings(problem: Problem, fit: Fit) -> Fit:
-    """Every head's best reading of its keys from what is cached, and the best reading of the values."""
+def _solve_readings(problem: Problem, fit: Fit) -> Fit:
+    """The readings ``A_h [D, P + R]`` and ``B_g [D, R]`` that fit the present rows best.
+
+    With the cached rows ``y`` and the source's key ``k`` as head ``h`` sees them, and the latent ``c`` and the value
+    ``v``, the normal equations are
+
+        A_h E[y y^T] = E[k y^T]        B_g E[c c^T] = E[v c^T]
+    """
     layer, rank = problem.layer, fit.values.shape[-1]
-    spread, mean = problem.spread(fit.rows), fit.rows @ problem.mean
+    spread, mean = problem.times_covariance(fit.rows), fit.rows @ problem.mean
     product = spread @ fit.rows[:, :-1].mT
     heads = []
-    for head, (same, cross) in enumerate(problem.seen):
+    for head, (same, cross) in enumerate(problem.kernels):
         keys = layer.keys[head // layer.group]
-        met = cross.apply(spread @ keys[:, :-1].mT, mean, keys @ problem.mean)
+        met = cross.apply(spread @ keys[:, :-1].mT, mean, keys @ problem.mean)  # E[y k^T]
         heads.append(_regress(fit.reading[head], same.apply(product, mean, mean), met.mT))
-    gram = problem.counted(product[-rank:, -rank:], mean[-rank:], mean[-rank:])
-    values = [
-        _regress(
-            reading, gram, problem.counted(spread[-rank:] @ value[:, :-1].mT, mean[-rank:], value @ problem.mean).mT
-        )
-        for reading, value in zip(fit.values, layer.values, strict=True)
-    ]
+    gram = problem.value_moment(product[-rank:, -rank:], mean[-rank:], mean[-rank:])
+    values = []
+    for reading, value in zip(fit.values, layer.values, strict=True):
+        met = problem.value_moment(spread[-rank:] @ value[:, :-1].mT, mean[-rank:], value @ problem.mean)
+        values.append(_regress(reading, gram, met.mT))
     return replace(fit, reading=torch.stack(heads), values=torch.stack(values))
 
 
-def _regress(present: Tensor, gram: Tensor, met: Tensor) -> Tensor:
-    """``[n, f]`` with ``reading gram = met``, damped towards ``present``; what has no energy stays as it is."""
+def _regress(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
+    """``[n, f]`` with ``reading gram = cross``, damped towards ``present``; what has no energy stays as it is."""
     scale = gram.diagonal().clamp_min(0).sqrt()
     scale = torch.where(scale > 0, scale, 1.0)
     damped = gram / torch.outer(scale, scale) + DAMPING * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    change: Tensor = torch.linalg.solve(damped, ((met - present @ gram) / scale).mT).mT / scale
+    change: Tensor = torch.linalg.solve(damped, ((cross - present @ gram) / scale).mT).mT / scale
     return present + change
 
 
 @dataclass(frozen=True)
 class _Normal:
-    """Normal equations of the cached rows: ``varying rows = pull`` for inputs about their mean; ``moving`` for the
-    mean.
+    """Normal equations of the cached rows; `_solve_rows` has the formula. ``n = P + R``.
 
-    ``varying, moving [n, n]``; what is left to explain: ``pull [n, E]`` and ``mean_pull [n]``.
+    ``V [n, n]``: what a change of the rows costs as inputs vary, ``M [n, n]``: at their mean. ``P [n, E]``, ``p [n]``:
+    what the present rows leave unexplained, likewise.
     """
 
-    varying: Tensor
-    moving: Tensor
-    pull: Tensor
-    mean_pull: Tensor
+    V: Tensor
+    M: Tensor
+    P: Tensor
+    p: Tensor
 
 
 def _normal_equations(problem: Problem, fit: Fit) -> _Normal:
     layer, rank = problem.layer, fit.values.shape[-1]
     linear, mean = fit.rows[:, :-1], fit.rows @ problem.mean
-    varying, moving = (mean.new_zeros(len(mean), len(mean)) for _ in range(2))
-    mean_pull = torch.zeros_like(mean)
-    met = mean.new_zeros(len(layer.keys), len(mean), layer.keys.shape[1])
-    for head, (same, cross) in enumerate(problem.seen):
+    V, M = (mean.new_zeros(len(mean), len(mean)) for _ in range(2))
+    p = torch.zeros_like(mean)
+    cross = mean.new_zeros(len(layer.keys), len(mean), layer.keys.shape[1])
+    for head, (same, to_keys) in enumerate(problem.kernels):
         keys, reading = layer.keys[head // layer.group], fit.reading[head]
-        asked = reading.mT @ problem.query_weight[head]  # [n, D]
-        varying += same.pull(asked @ reading, moving=False)
-        moving += same.pull(asked @ reading, moving=True)
-        met[head // layer.group] += cross.pull(asked, moving=False)
-        mean_pull += cross.pull(asked, moving=True) @ (keys @ problem.mean)
-    asked = fit.values.mT @ problem.value_weight  # [G, R, D]
-    needed = (asked @ fit.values).sum(0)
-    varying[-rank:, -rank:] += needed
-    pull = (met @ layer.keys[..., :-1]).sum(0)
-    pull[-rank:] += (asked @ layer.values[..., :-1]).sum(0)
-    if not problem.centred:
-        moving[-rank:, -rank:] += needed
-        mean_pull[-rank:] += (asked @ (layer.values @ problem.mean)[..., None]).sum(0)[:, 0]
-    return _Normal(varying, moving, pull - varying @ linear, mean_pull - moving @ mean)
+        weighted = reading.mT @ problem.query_weight[head]  # [n, D]
+        V += same.adjoint(weighted @ reading)
+        M += same.mean_adjoint(weighted @ reading)
+        cross[head // layer.group] += to_keys.adjoint(weighted)
+        p += to_keys.mean_adjoint(weighted) @ (keys @ problem.mean)
+    P = (cross @ layer.keys[..., :-1]).sum(0)
+    weighted = fit.values.mT @ problem.value_weight  # [G, R, D]
+    needed = (weighted @ fit.values).sum(0)
+    V[-rank:, -rank:] += needed
+    P[-rank:] += (weighted @ layer.values[..., :-1]).sum(0)
+    if not problem.centered:
+        M[-rank:, -rank:] += needed
+        p[-rank:] += (weighted @ (layer.values @ problem.mean)[..., None]).sum(0)[:, 0]
+    return _Normal(V, M, P - V @ linear, p - M @ mean)
 
 
-def _fit_rows(problem: Problem, fit: Fit) -> Fit:
-    """The best cached rows for the present readings; with ``centred`` their constants are free."""
+def _solve_rows(problem: Problem, fit: Fit) -> Fit:
+    """The cached rows ``X = [L b]`` that fit the present readings best.
+
+    With ``C = cov(x)`` and ``m = E[x]``, a change ``dL, db`` solves
+
+        V dL C + M (dL m + db) m^T = P C + p m^T        (the derivative by L)
+        M (dL m + db)              = p                  (the derivative by b, where constants are free)
+
+    Centered, the second equation takes the mean out of the first: ``dL = V^-1 P``, and ``L m + b`` moves by
+    ``M^-1 p``. Otherwise ``db = 0``. With ``u = dL m`` and ``c = C^-1 m``, the first equation times ``C^-1`` gives
+    ``dL``, and that times ``m`` an equation for ``u`` alone:
+
+        dL = V^-1 (P + (p - M u) c^T)        (V + (m.c) M) u = P m + (m.c) p
+    """
     normal, linear, mean = _normal_equations(problem, fit), fit.rows[:, :-1], problem.mean[:-1]
-    varying = _damped(normal.varying, normal.varying.diagonal())
-    if problem.centred:
-        linear = linear + torch.linalg.solve(varying, normal.pull)
-        moving = _damped(normal.moving, normal.varying.diagonal())
-        wanted = fit.rows @ problem.mean + torch.linalg.solve(moving, normal.mean_pull)
-        return replace(fit, rows=torch.cat([linear, (wanted - linear @ mean)[:, None]], 1))
-    toward = problem.toward_mean
-    # Both equations couple through the mean of the change, which is found first.
-    both = varying + (mean @ toward) * normal.moving
-    change = torch.linalg.solve(both, normal.pull @ mean + (mean @ toward) * normal.mean_pull)
-    rest = normal.pull + torch.outer(normal.mean_pull - normal.moving @ change, toward)
-    linear = linear + torch.linalg.solve(varying, rest)
+    energy = normal.V.diagonal()
+    V, M, P, p = _damped(normal.V, energy), normal.M, normal.P, normal.p
+    c = problem.mean_weight
+    if c is None:
+        moved = fit.rows @ problem.mean + torch.linalg.solve(_damped(M, energy), p)
+        linear = linear + torch.linalg.solve(V, P)
+        return replace(fit, rows=torch.cat([linear, (moved - linear @ mean)[:, None]], 1))
+    u = torch.linalg.solve(V + (mean @ c) * M, P @ mean + (mean @ c) * p)
+    linear = linear + torch.linalg.solve(V, P + torch.outer(p - M @ u, c))
     return replace(fit, rows=torch.cat([linear, fit.rows[:, -1:]], 1))
 
 
 def _damped(matrix: Tensor, energy: Tensor) -> Tensor:
-    unit = torch.where(energy > 0, energy * DAMPING, 1.0)
-    return matrix + torch.diag(unit)
+    """``matrix [n, n]`` pulled towards no change, relative to each row's ``energy [n]``; rows without energy stay."""
+    return matrix + torch.diag(torch.where(energy > 0, energy * DAMPING, 1.0))
 
 
 def _principal(problem: Problem, fit: Fit) -> Fit:
@@ -213,13 +240,13 @@ def _principal(problem: Problem, fit: Fit) -> Fit:
     """
     rank, pairs = fit.values.shape[-1], problem.cached.half
     rotary, latent = fit.rows[: 2 * pairs], fit.rows[-rank:]
-    energy = (problem.spread(rotary) * rotary[:, :-1]).sum(1) + (rotary @ problem.mean).square()
+    energy = (problem.times_covariance(rotary) * rotary[:, :-1]).sum(1) + (rotary @ problem.mean).square()
     unit = ((energy[:pairs] + energy[pairs:]) / 2).sqrt()
     unit = torch.where(unit > 0, unit, 1.0).repeat(2)
-    if problem.centred:
+    if problem.centered:
         latent = torch.cat([latent[:, :-1], -(latent[:, :-1] @ problem.mean[:-1])[:, None]], 1)
     mean = latent @ problem.mean
-    moment = problem.counted(problem.spread(latent) @ latent[:, :-1].mT, mean, mean)
+    moment = problem.value_moment(problem.times_covariance(latent) @ latent[:, :-1].mT, mean, mean)
     forth, back = _principal_units(moment, _importance(problem, fit))
     reading = torch.cat([fit.reading[..., : 2 * pairs] * unit, fit.reading[..., 2 * pairs :] @ back], -1)
     return Fit(torch.cat([rotary / unit[:, None], forth @ latent]), reading, fit.values @ back)
@@ -228,9 +255,9 @@ def _principal(problem: Problem, fit: Fit) -> Fit:
 def _importance(problem: Problem, fit: Fit) -> Tensor:
     """``[R, R]``: what an error of the latent counts in the output."""
     rank = fit.values.shape[-1]
-    read = fit.reading[..., -rank:]
+    keys = fit.reading[..., -rank:]
     values = (fit.values.mT @ problem.value_weight @ fit.values).sum(0)
-    return (read.mT @ problem.query_weight @ read).sum(0) + values
+    return (keys.mT @ problem.query_weight @ keys).sum(0) + values
 
 
 def _principal_units(moment: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,13 +265,11 @@ def _principal_units(moment: Tensor, importance: Tensor) -> tuple[Tensor, Tensor
 
     Channels without energy are left out: zero in both.
     """
-    energy, axes = torch.linalg.eigh((moment + moment.mT) / 2)
-    used = energy > energy.max().clamp_min(torch.finfo(energy.dtype).tiny) * 1e-12
+    energy, axes = symmetric_eig(moment)
+    used = energy > energy[0].clamp_min(torch.finfo(energy.dtype).tiny) * 1e-12
     root = energy[used].sqrt()
     axes = axes[:, used]
-    weighed = root[:, None] * (axes.mT @ importance @ axes) * root
-    counts, turn = torch.linalg.eigh((weighed + weighed.mT) / 2)
-    counts, turn = counts.flip(0), turn.flip(1)
+    counts, turn = symmetric_eig(root[:, None] * (axes.mT @ importance @ axes) * root)
     size = counts.clamp_min(counts[0].clamp_min(1e-300) * 1e-12).sqrt()
     size = size / size.norm()
     forth = (size[:, None] * turn.mT) @ (axes / root).mT

@@ -3,19 +3,21 @@
 Seen from ``delta`` positions on, rotary rows ``A`` of an input ``x`` turn: ``y = cos(omega delta) A x + sin(omega
 delta) J A x``, where ``J`` maps the real part of a pair to its imaginary part and that to minus the real one; still
 rows have ``omega = 0``. For inputs and distances that are independent, ``E[y y^T]`` follows from ``E[x x^T]`` and the
-distance profile.
+distances that count (`distances`).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvfold.convert.transforms.distances import Distances, rotary_moments
+
 
 @dataclass(frozen=True)
-class Turning:
-    """``n`` rows: the first ``half`` are real parts, the next ``half`` imaginary ones, the rest stand still.
+class RotaryRows:
+    """The layout of ``n`` rows: the first ``half`` are real parts, the next ``half`` imaginary, the rest stand still.
 
     ``omega [n]`` radians per position.
     """
@@ -24,9 +26,9 @@ class Turning:
     half: int
 
     @staticmethod
-    def of(theta: Tensor, still: int) -> "Turning":
+    def of(theta: Tensor, still: int) -> "RotaryRows":
         """Pairs at ``theta [half]`` and ``still`` rows without rotation."""
-        return Turning(torch.cat([theta, theta, theta.new_zeros(still)]), theta.numel())
+        return RotaryRows(torch.cat([theta, theta, theta.new_zeros(still)]), theta.numel())
 
     def turn(self, rows: Tensor) -> Tensor:
         """``J rows``, ``[n, ...]``."""
@@ -39,55 +41,92 @@ class Turning:
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """How rows ``a`` and ``b`` go together over the distances of one head.
+class WaveMoments:
+    """Moments of ``cos(omega delta)`` (index 0) and ``sin(omega delta)`` (1) over the distances of every head.
 
-    ``terms``: for each of cos and sin on either side, ``E[p(omega_a delta) q(omega_b delta)]`` (``whole [n_a, n_b]``),
-    and the same without the product of the means (``moving``): what a softmax over positions still sees of constant
+    ``omega [U]`` ascending; ``second[p][q] [H, U, U]``: ``E[p(omega_a delta) q(omega_b delta)]``; ``mean[p] [H, U]``.
+    """
+
+    omega: Tensor
+    second: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+    mean: tuple[Tensor, Tensor]
+
+    def index(self, rows: RotaryRows) -> Tensor:
+        """Where each row's frequency stands in ``omega``."""
+        return torch.searchsorted(self.omega, rows.omega)
+
+
+def wave_moments(distances: Distances, *layouts: RotaryRows) -> WaveMoments:
+    """The moments of all frequencies that occur in ``layouts``, by the product formulas of cos and sin."""
+    omega = torch.unique(torch.cat([rows.omega for rows in layouts]))
+    count = len(omega)
+    moments = rotary_moments(distances, torch.cat([omega, -omega, omega.new_zeros(1)]))
+    minus, plus, mean = moments[:, :count, :count], moments[:, :count, count:-1], moments[:, :count, -1]
+    cosine = (minus + plus).real / 2, (minus - plus).imag / 2  # with cos, with sin
+    sine = -(minus + plus).imag / 2, (minus - plus).real / 2
+    return WaveMoments(omega, (cosine, sine), (mean.real, -mean.imag))
+
+
+class Term(NamedTuple):
+    """One of the four products of cos and sin: which side turns (sin), and its moments ``[n_a, n_b]``.
+
+    ``covariance`` is ``moment`` without the product of the means: what a softmax over positions still sees of constant
     keys.
     """
 
-    left: Turning
-    right: Turning
-    terms: tuple[tuple[bool, bool, Tensor, Tensor], ...]
+    left_turns: bool
+    right_turns: bool
+    moment: Tensor
+    covariance: Tensor
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The second moment of rows ``a`` and ``b`` over the distances of one head, as a linear map of ``A cov(x) B^T``."""
+
+    left: RotaryRows
+    right: RotaryRows
+    terms: tuple[Term, ...]
 
     def apply(self, product: Tensor, left_mean: Tensor, right_mean: Tensor) -> Tensor:
-        """``E[y_a y_b^T]`` centred, ``[n_a, n_b]``.
+        """``E[y_a y_b^T]`` about the mean over distances, ``[n_a, n_b]``.
 
         ``product = A cov(x) B^T``; ``left_mean``, ``right_mean``: ``A E[x]`` and ``B E[x]``, biases included.
         """
         means = torch.outer(left_mean, right_mean)
-        return torch.stack(
-            [
-                whole * self._sides(p, q, product) + moving * self._sides(p, q, means)
-                for p, q, whole, moving in self.terms
-            ]
-        ).sum(0)
+        result = torch.zeros_like(product)
+        for term in self.terms:
+            result += term.moment * self._turned(term, product) + term.covariance * self._turned(term, means)
+        return result
 
-    def pull(self, weight: Tensor, *, moving: bool) -> Tensor:
-        """The adjoint on the left, ``sum P^T (weight * kernel) Q``, ``[n_a, n_b]``: a map on the right's rows."""
-        found = []
-        for p, q, whole, shifted in self.terms:
-            mixed = weight * (shifted if moving else whole)
-            mixed = self.right.unturn(mixed.mT).mT if q else mixed
-            found.append(self.left.unturn(mixed) if p else mixed)
-        return torch.stack(found).sum(0)
+    def adjoint(self, weight: Tensor) -> Tensor:
+        """The gradient of ``sum(weight * apply(A cov B^T, 0, 0))`` by ``A`` is ``adjoint(weight) B cov``."""
+        return self._unturned([weight * term.moment for term in self.terms])
 
-    def _sides(self, left: bool, right: bool, product: Tensor) -> Tensor:
-        product = self.left.turn(product) if left else product
-        return self.right.turn(product.mT).mT if right else product
+    def mean_adjoint(self, weight: Tensor) -> Tensor:
+        """The same for the means: the gradient of ``sum(weight * apply(0, a, b))`` by ``a`` is ``mean_adjoint b``."""
+        return self._unturned([weight * term.covariance for term in self.terms])
+
+    def _turned(self, term: Term, product: Tensor) -> Tensor:
+        product = self.left.turn(product) if term.left_turns else product
+        return self.right.turn(product.mT).mT if term.right_turns else product
+
+    def _unturned(self, weights: list[Tensor]) -> Tensor:
+        result = torch.zeros_like(weights[0])
+        for term, weight in zip(self.terms, weights, strict=True):
+            weight = self.right.unturn(weight.mT).mT if term.right_turns else weight
+            result += self.left.unturn(weight) if term.left_turns else weight
+        return result
 
 
-def kernels(left: Turning, right: Turning, profile: Tensor) -> Iterator[Kernel]:
-    """One kernel per head of ``profile [H, S]``, the weight of every distance."""
-    omega, index = torch.unique(torch.cat([left.omega, right.omega]), return_inverse=True)
-    rows, columns = index[: len(left.omega)], index[len(left.omega) :]
-    angle = torch.arange(profile.shape[1], dtype=torch.float64, device=profile.device)[:, None] * omega
-    waves = (angle.cos(), angle.sin())
-    for weight in profile:
-        terms = []
-        for p, q in ((False, False), (False, True), (True, False), (True, True)):
-            both = waves[p].mT @ (weight[:, None] * waves[q])
-            moving = both - torch.outer(weight @ waves[p], weight @ waves[q])
-            terms.append((p, q, both[rows][:, columns], moving[rows][:, columns]))
-        yield Kernel(left, right, tuple(terms))
+def kernels(left: RotaryRows, right: RotaryRows, waves: WaveMoments) -> list[Kernel]:
+    """One kernel per head of ``waves``, which hold the frequencies of both sides."""
+    rows, columns = waves.index(left), waves.index(right)
+
+    def term(head: int, p: int, q: int) -> Term:
+        moment = waves.second[p][q][head]
+        product = torch.outer(waves.mean[p][head], waves.mean[q][head])
+        return Term(bool(p), bool(q), moment[rows][:, columns], (moment - product)[rows][:, columns])
+
+    sides = ((0, 0), (0, 1), (1, 0), (1, 1))
+    return [Kernel(left, right, tuple(term(head, p, q) for p, q in sides)) for head in range(len(waves.mean[0]))]

@@ -4,8 +4,8 @@
 2. What remains of the keys loses its rotation; the gain of ``pair_gains`` is the constant that stands in for it.
 3. The rest of the keys, in units of scores, and the values, in units of the layer's output, share one latent: the
    principal components of both together.
-4. From there ``latent_fit`` alternates between readings and cached rows: a head may then read any rotary key, not only
-   its own pair's, and make up for a lost rotation with one of another frequency.
+4. From there ``als`` alternates between readings and cached rows: a head may then read any rotary key, not only its own
+   pair's, and make up for a lost rotation with one of another frequency.
 """
 
 from dataclasses import dataclass
@@ -13,18 +13,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.latent.als import ROUNDS, Fit, Layer, alternate, make_problem
+from kvfold.convert.transforms.distances import mixed_distances
+from kvfold.convert.transforms.latent import als
+from kvfold.convert.transforms.latent.als import Fit, Layer
 from kvfold.convert.transforms.latent.slots import (
     Slots,
     amplified,
     components,
     pair_gains,
     pair_keys,
-    query_moment,
     query_scales,
-    with_bias,
 )
 from kvfold.convert.transforms.latent.weights import LatentWeights
+from kvfold.convert.transforms.linalg import (
+    covariance,
+    head_moments,
+    input_moment,
+    metric_root,
+    output_metric,
+    with_bias,
+)
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 
@@ -42,7 +50,7 @@ class Basis:
 
 @dataclass(frozen=True)
 class RotarySplit:
-    """Slots' keys ``rows [P, E+1]``, each head's ``reading [H, D, P]`` of them, ``rest [G, L, E+1]`` complex."""
+    """The slots' keys ``rows [P, E+1]``, each head's ``reading [H, D, P]`` of them, ``rest [G, D, E+1]`` of keys."""
 
     rows: Tensor
     reading: Tensor
@@ -56,65 +64,71 @@ def to_latent(
     slots: Slots,
     rank: int,
     *,
+    context: int = 0,
     scale: float | None = None,
-    centred: bool = True,
-    rounds: int = ROUNDS,
+    centered: bool = True,
+    rounds: int | None = None,
 ) -> LatentWeights:
     """A layer with ``rank`` latent channels.
 
-    ``centred`` takes the mean out of the latent and gives it to the biases; without it the result has no bias that the
+    ``context``: how many positions the result has to serve; 0 stands for the calibration text's own length.
+    ``centered`` takes the mean out of the latent and gives it to the biases; without it the result has no bias that the
     source has not. ``scale`` multiplies the source's scores; ``head_dim ** -0.5`` unless given. ``rounds`` of
-    alternating least squares; 0 leaves the principal components as they are. A layer that does not rotate gets zero
-    rotary keys. The result is in at least float32.
+    alternating least squares (``als.ROUNDS``); 0 leaves the principal components as they are. A layer that does not
+    rotate gets zero rotary keys. The result is in at least float32.
     """
-    layer, queries = linear_layer(weights, rotary, scale), query_moment(weights, statistics, rotary)
-    split = split_rotary(weights, statistics, rotary, slots, queries)
-    gains = pair_gains(statistics, rotary).to(weights.q.device)
-    keys = unrotated_keys(weights, rotary, split.rest)
-    blocks = key_units(queries, rotary, gains, keys), value_units(layer)
-    basis = joint_basis(*blocks, statistics, rank, centred)
-    fit = first_fit(split, apply_gains(keys, gains, rotary), layer.values, basis)
+    statistics = statistics.to(weights.q.device)
+    moment, layer = input_moment(statistics), linear_layer(weights, rotary, scale)
+    queries = head_moments(layer.queries, moment)
+    split = split_rotary(layer, rotary, slots, queries, moment)
+    gains = pair_gains(statistics, rotary, context)
+    blocks = key_units(queries, rotary, gains, split.rest), value_units(layer)
+    basis = joint_basis(*blocks, moment_root(moment, centered), rank)
+    fit = first_fit(split, apply_gains(split.rest, gains, rotary), layer.values, basis)
+    rounds = als.ROUNDS if rounds is None else rounds
     if rounds:
-        problem = make_problem(layer, queries, statistics, rotary, slots.theta, rank, centred=centred)
-        fit = alternate(problem, fit, rounds)
-    return assemble(weights, layer, statistics, fit, slots, centred=centred)
+        distances = mixed_distances(statistics.profile, context, als.UNIFORM)
+        problem = als.make_problem(layer, queries, moment, rotary, slots.theta, distances, rank, centered=centered)
+        fit = als.alternate(problem, fit, rounds)
+    return assemble(weights, layer, moment[-1, :-1], fit, slots, centered=centered)
 
 
 def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float | None) -> Layer:
     """The layer as maps on ``[x; 1]``, the rotary amplitude multiplied into queries and keys."""
-    metric = torch.einsum("ehd,ehc->hdc", weights.o.double(), weights.o.double())
     return Layer(
         queries=amplified(with_bias(weights.q, weights.q_bias), rotary),
         keys=amplified(with_bias(weights.k, weights.k_bias), rotary),
         values=with_bias(weights.v, weights.v_bias),
-        metric=metric.reshape(weights.kv_heads, -1, *metric.shape[1:]).sum(1),
+        metric=output_metric(weights.o, weights.kv_heads),
         scale=weights.head_dim**-0.5 if scale is None else scale,
     )
 
 
-def split_rotary(
-    weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, slots: Slots, queries: Tensor
-) -> RotarySplit:
-    """Rotary keys of the slots, how heads read them, what is left of every key. ``queries`` from ``query_moment``."""
-    wide, head_dim, half = weights.model_dim + 1, weights.head_dim, rotary.dims // 2
-    reading = torch.zeros(weights.heads, head_dim, slots.rope_dim, dtype=torch.float64, device=weights.q.device)
+def split_rotary(layer: Layer, rotary: Rotary, slots: Slots, queries: Tensor, moment: Tensor) -> RotarySplit:
+    """The slots' rotary keys, how heads read them, and the keys without them.
+
+    ``queries [H, D, D]`` and ``moment [E+1, E+1]`` are the second moments of queries and of ``[x; 1]``.
+    """
+    half, keys = rotary.dims // 2, layer.keys
+    reading = keys.new_zeros(*layer.queries.shape[:2], slots.rope_dim)
     if not half:
-        rest = torch.zeros(weights.kv_heads, 0, wide, dtype=torch.complex128, device=weights.q.device)
-        return RotarySplit(reading.new_zeros(slots.rope_dim, wide), reading, rest)
-    pairs = pair_keys(weights, statistics, rotary, queries)
+        return RotarySplit(keys.new_zeros(slots.rope_dim, keys.shape[-1]), reading, keys)
+    pairs = pair_keys(keys, queries, moment, rotary)
     scales = query_scales(pairs)
     _, vectors = components(pairs)
-    keys: list[Tensor] = []
+    shared: list[Tensor] = []
     left_over: list[Tensor] = []
     slot = 0
     for pair, count in enumerate(slots.counts):
         key, factor, left = _split_pair(pairs.keys[:, pair], scales[:, pair], vectors[pair, :, :count])
-        factor = factor.repeat_interleave(weights.heads // weights.kv_heads, 0)  # [H, count]: own key = factor . key
+        factor = factor.repeat_interleave(layer.group, 0)  # [H, count]: key of the head = factor . shared key
         _read_pair(reading, factor, pair, half, slot)
-        keys.append(key)
+        shared.append(key)
         left_over.append(left)
         slot += count
-    return RotarySplit(_real(torch.cat(keys)), reading, torch.stack(left_over, 1))
+    left = torch.stack(left_over, 1)  # [G, L, E+1]
+    rest = torch.cat([left.real, left.imag, keys[:, rotary.dims :]], 1)
+    return RotarySplit(_real(torch.cat(shared)), reading, rest)
 
 
 def _split_pair(key: Tensor, scale: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,15 +146,6 @@ def _read_pair(reading: Tensor, factor: Tensor, pair: int, half: int, slot: int)
     reading[:, pair, real] = reading[:, half + pair, imaginary] = factor.real
     reading[:, half + pair, real] = factor.imag
     reading[:, pair, imaginary] = -factor.imag
-
-
-def unrotated_keys(weights: AttentionWeights, rotary: Rotary, rest: Tensor) -> Tensor:
-    """Keys ``[G, D, E+1]`` with the slots' part taken out of the rotating dims.
-
-    The rotary amplitude is multiplied in.
-    """
-    keys = amplified(with_bias(weights.k, weights.k_bias), rotary)
-    return torch.cat([rest.real, rest.imag, keys[:, rotary.dims :]], 1)
 
 
 def apply_gains(keys: Tensor, gains: Tensor, rotary: Rotary) -> Tensor:
@@ -163,38 +168,30 @@ def key_units(queries: Tensor, rotary: Rotary, gains: Tensor, keys: Tensor) -> T
 
 def value_units(layer: Layer) -> Tensor:
     """Values ``[G, D, E+1]`` in units of the layer's output: ``M^{1/2} v``."""
-    energy, vectors = torch.linalg.eigh(layer.metric)
-    root = vectors * energy.clamp_min(0).sqrt()[:, None] @ vectors.mT
-    units: Tensor = root @ layer.values
-    return units
+    root, _ = metric_root(layer.metric)
+    return root @ layer.values
 
 
-def joint_basis(keys: Tensor, values: Tensor, statistics: LayerStatistics, rank: int, centred: bool) -> Basis:
-    """Principal components of ``keys`` and ``values [G, D, E+1]``, each block at unit energy.
+def joint_basis(keys: Tensor, values: Tensor, root: Tensor, rank: int) -> Basis:
+    """Principal components of ``keys`` and ``values [G, D, E+1]`` together, each block at unit energy.
 
-    Unused channels are zero.
+    ``root`` of `moment_root`. Unused channels are zero.
     """
-    root = covariance_root(statistics, centred).to(keys.device)
     blocks = [block[..., :-1].flatten(0, 1) @ root for block in (keys, values)]
     stacked = torch.cat([block / block.norm().clamp_min(torch.finfo(block.dtype).tiny) for block in blocks])
     return principal_basis(stacked, root, rank)
 
 
-def covariance_root(statistics: LayerStatistics, centred: bool) -> Tensor:
-    """``L [E, E]`` with ``L L^T`` the inputs' covariance (second moment unless ``centred``), made invertible."""
-    gram, mean = statistics.gram.double(), statistics.mean.double()
-    covariance = gram - torch.outer(mean, mean) if centred else gram
-    ridge = covariance.diagonal().mean() * 1e-9
-    root: Tensor = torch.linalg.cholesky(
-        (covariance + covariance.mT) / 2 + ridge * torch.eye(len(mean), dtype=torch.float64, device=mean.device)
-    )
+def moment_root(moment: Tensor, centered: bool) -> Tensor:
+    """``L [E, E]`` with ``L L^T`` the inputs' covariance (second moment unless ``centered``), from `input_moment`."""
+    root: Tensor = torch.linalg.cholesky(covariance(moment) if centered else moment[:-1, :-1])
     return root
 
 
 def principal_basis(rows: Tensor, root: Tensor, rank: int) -> Basis:
-    """``rows [n, E]`` act on whitened inputs ``root^{-1} x``.
+    """The right singular vectors of ``rows [n, E]``, scaled by the singular values, as a latent of ``rank`` channels.
 
-    Their right singular vectors, scaled by the singular values.
+    The rows act on whitened inputs ``root^{-1} x``.
     """
     _, sigma, vectors = torch.linalg.svd(rows, full_matrices=False)
     used = min(rank, int((sigma > sigma.max() * 1e-12).sum()))
@@ -214,16 +211,15 @@ def first_fit(split: RotarySplit, keys: Tensor, values: Tensor, basis: Basis) ->
 
 
 def assemble(
-    weights: AttentionWeights, layer: Layer, statistics: LayerStatistics, fit: Fit, slots: Slots, *, centred: bool
+    weights: AttentionWeights, layer: Layer, mean: Tensor, fit: Fit, slots: Slots, *, centered: bool
 ) -> LatentWeights:
-    """Everything in the terms of ``LatentWeights``; constant values go into the output bias."""
+    """Everything in the terms of ``LatentWeights``; constant values go into the output bias. ``mean [E]`` of inputs."""
     keep = torch.promote_types(weights.q.dtype, torch.float32)
-    rope, group = slots.rope_dim, weights.heads // weights.kv_heads
-    mean = statistics.mean.double().to(weights.q.device)
+    rope, group = slots.rope_dim, layer.group
     rope_key, down = fit.rows[:rope], fit.rows[rope:, :-1]
     rope_query = torch.einsum("hdp,hde->hpe", fit.reading[..., :rope], layer.queries)
-    constant = layer.values[..., -1] + (layer.values[..., :-1] @ mean if centred else 0)
-    moved = centred or weights.v_bias is not None
+    constant = layer.values[..., -1] + (layer.values[..., :-1] @ mean if centered else 0)
+    moved = centered or weights.v_bias is not None
     return LatentWeights(
         down=down,
         rope_key=rope_key[:, :-1],
@@ -234,8 +230,8 @@ def assemble(
         o=weights.o,
         theta=slots.theta,
         scale=layer.scale,
-        down_bias=-(down @ mean) if centred else None,
-        rope_key_bias=rope_key[:, -1] if centred or weights.k_bias is not None else None,
+        down_bias=-(down @ mean) if centered else None,
+        rope_key_bias=rope_key[:, -1] if centered or weights.k_bias is not None else None,
         q_nope_bias=None if weights.q_bias is None else layer.queries[..., -1],
         q_rope_bias=None if weights.q_bias is None else rope_query[..., -1],
         o_bias=_output_bias(weights, constant.repeat_interleave(group, 0)) if moved else weights.o_bias,

@@ -1,7 +1,7 @@
 """A latent that stays behind a live RMSNorm, for readers that leave no way around it.
 
-A norm does no harm to vectors that all have the same length, and the coordinates of a latent are free: what multiplies
-it by an invertible matrix, its readers undo. ``constant_length`` looks for the coordinates in which its length varies
+A norm does no harm to vectors that all have the same length, and the coordinates of a latent are free: its readers
+undo any invertible matrix that multiplies it. ``constant_length`` looks for coordinates in which its length varies
 least.
 """
 
@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
+from kvfold.convert.transforms.linalg import symmetric_eig
 
 STEPS = 40
 TOKENS = 32768
-_FLATTEST = 1e-3  # least to largest stretch, squared: what a direction may lose before rounding
+FLATTEST = 1e-3  # least to largest stretch, squared: what a direction may lose before rounding
 
 
 def live_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
     """``latent`` in coordinates in which an RMSNorm of weight one changes it least, over ``inputs [..., E]``.
 
-    Its rms is one on average, whatever the eps of the reader. The latent must not be centred: a norm acts on all of it.
-    Raises ``ValueError`` when it has a bias.
+    Its rms is one on average, whatever the eps of the reader. The latent must not be centered: a norm acts on all of
+    it. Raises ``ValueError`` when it has a bias.
     """
     if latent.down_bias is not None:
-        raise ValueError("latent: expected one that is not centred (to_latent(..., centred=False)), found down_bias")
+        raise ValueError("latent: expected one that is not centered (to_latent(..., centered=False)), found down_bias")
     forth, back = constant_length(latent.down, inputs)
     found = replace(
         latent,
@@ -41,8 +42,7 @@ def live_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
 
 
 def constant_length(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Coordinates ``forth [R, R]`` of ``c = down x`` in which the rms is nearly one, and ``back``, their inverse;
-    float64.
+    """Coordinates ``forth [R, R]`` of ``c = down x`` with an rms of nearly one, and their inverse ``back``; float64.
 
     Least squares for a quadratic form ``c^T A c = R`` over the tokens, by conjugate gradients from the whitened latent
     on (tokens set apart say when to stop), projected on the positive definite ones; ``forth`` is a root of ``A``.
@@ -51,8 +51,8 @@ def constant_length(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
     latent = (rows @ down.to(rows.dtype).mT).double()
     white, undo = _whitening(latent)
     form = _constant_form(latent @ white.mT)
-    stretch, axes = torch.linalg.eigh(form)
-    root = stretch.clamp_min(stretch[-1] * _FLATTEST).sqrt()
+    stretch, axes = symmetric_eig(form)
+    root = stretch.clamp_min(stretch[0] * FLATTEST).sqrt()
     forth, back = (root[:, None] * axes.mT) @ white, undo @ (axes / root)
     rms = (latent @ forth.mT).square().mean(-1).sqrt().mean()
     return forth / rms, back * rms
@@ -60,8 +60,8 @@ def constant_length(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 def _whitening(latent: Tensor) -> tuple[Tensor, Tensor]:
     """Symmetric whitening of ``latent [n, R]`` and its inverse; channels that never move keep their scale."""
-    energy, axes = torch.linalg.eigh(latent.mT @ latent / len(latent))
-    root = energy.clamp_min(energy[-1] * 1e-10).sqrt()
+    energy, axes = symmetric_eig(latent.mT @ latent / len(latent))
+    root = energy.clamp_min(energy[0] * 1e-10).sqrt()
     root = torch.where(root > 0, root, 1.0)
     return (axes / root) @ axes.mT, (axes * root) @ axes.mT
 

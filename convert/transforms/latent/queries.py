@@ -1,12 +1,13 @@
-"""A latent for the queries: what DeepSeek calls ``q_lora_rank``. It saves weights, not cache."""
+"""A latent for the queries (``q_lora_rank`` of DeepSeek). It saves weights, not cache."""
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.latent.latent import covariance_root, principal_basis
+from kvfold.convert.transforms.latent.latent import moment_root, principal_basis
 from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
+from kvfold.convert.transforms.linalg import input_moment
 from kvfold.convert.transforms.weights import LayerStatistics
 
 
@@ -16,14 +17,14 @@ def query_latent(latent: LatentWeights, statistics: LayerStatistics, rank: int) 
     A query's unit is the energy of the key it meets, which makes nope and rotary dims comparable. The biases stay
     biases. Exact from ``rank = min(E, H (N + P))`` on.
     """
-    root = covariance_root(statistics, centred=False).to(latent.down.device)
-    moment = root @ root.mT
+    moment = input_moment(statistics.to(latent.down.device))
+    root = moment_root(moment, centered=False)
     rows = torch.cat([latent.q_nope, latent.q_rope], 1).double()  # [H, N + P, E]
-    basis = principal_basis((rows * _key_units(latent, moment)[..., None]).flatten(0, 1) @ root, root, rank)
+    basis = principal_basis((rows * _key_units(latent, moment[:-1, :-1])[..., None]).flatten(0, 1) @ root, root, rank)
     read = basis.read(rows.flatten(0, 1)).reshape(*rows.shape[:2], -1)
     nope, rope = read[:, : latent.nope_dim], read[:, latent.nope_dim :]
-    keep = latent.down.dtype
-    return replace(latent, query=QueryLatent(*(part.to(keep).contiguous() for part in (basis.down, nope, rope))))
+    query = QueryLatent(basis.down, nope, rope)
+    return replace(latent, query=query.map(lambda tensor: tensor.to(latent.down).contiguous()))
 
 
 def _key_units(latent: LatentWeights, moment: Tensor) -> Tensor:

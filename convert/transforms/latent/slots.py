@@ -1,4 +1,4 @@
-"""Which rotary keys multi-head latent attention keeps, and what stands in for the rotation of the others.
+"""The rotary keys that multi-head latent attention keeps, and what stands in for the rotation of the others.
 
 A rotary pair is one complex number per key head, ``k_{g,l}``; the heads' keys at one frequency may be mixed by any
 complex matrix, because RoPE multiplies all of them by the same number. So at each frequency the principal complex
@@ -7,20 +7,21 @@ rotary dims.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvfold.convert.transforms.distances import mixed_distances, rotary_moments
+from kvfold.convert.transforms.linalg import head_moments, input_moment, symmetric_eig, with_bias
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
+
+UNIFORM = 0.5
 
 
 @dataclass(frozen=True)
 class Slots:
-    """``counts[l]``.
-
-    How many rotary keys at pair ``l``'s frequency, the same in every layer; ``theta [P/2]`` per slot.
-    """
+    """``counts[l]`` rotary keys at pair ``l``'s frequency, the same in every layer; ``theta [P/2]`` of each."""
 
     counts: tuple[int, ...]
     theta: Tensor
@@ -32,13 +33,13 @@ class Slots:
 
 @dataclass(frozen=True)
 class PairKeys:
-    """The rotating dims: ``keys [G, L, E+1]`` complex rows on ``[x; 1]``, ``asked [H, L]`` the energy of the queries.
+    """The rotating dims of a layer: ``keys [G, L, E+1]`` complex rows on ``[x; 1]``, ``moment [E+1, E+1]`` of those.
 
-    ``moment [E+1, E+1]`` of ``[x; 1]``.
+    ``query_energy [H, L]``: ``E|q_{h,l}|^2``.
     """
 
     keys: Tensor
-    asked: Tensor
+    query_energy: Tensor
     moment: Tensor
 
 
@@ -56,24 +57,17 @@ class LayerSurvey:
 
     @property
     def worth(self) -> Tensor:
-        """``[L, G]``: the score energy that each slot saves, relative to the layer's whole."""
+        """``[L, G]``: the score energy that each slot saves, relative to the layer's total."""
         lost = self.energy * (1 - self.survives)[:, None]
         return lost / self.energy.sum().clamp_min(torch.finfo(lost.dtype).tiny)
 
 
-def query_moment(weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary) -> Tensor:
-    """``E[q q^T]`` of every head, ``[H, D, D]`` float64; the rotary amplitude is multiplied in."""
-    rows = amplified(with_bias(weights.q, weights.q_bias), rotary)
-    return rows @ second_moment(statistics).to(rows.device) @ rows.mT
-
-
-def pair_keys(weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, queries: Tensor) -> PairKeys:
-    """``queries`` from ``query_moment``; the rotary amplitude is multiplied in."""
+def pair_keys(keys: Tensor, queries: Tensor, moment: Tensor, rotary: Rotary) -> PairKeys:
+    """From ``keys [G, D, E+1]``, ``queries [H, D, D]`` (second moments; amplitude in both) and ``moment`` of inputs."""
     half = rotary.dims // 2
-    rows = amplified(with_bias(weights.k, weights.k_bias), rotary)
     energy = queries.diagonal(dim1=1, dim2=2).clamp_min(0)
-    keys = torch.complex(rows[:, :half], rows[:, half : 2 * half])
-    return PairKeys(keys, energy[:, :half] + energy[:, half : 2 * half], second_moment(statistics).to(rows.device))
+    pairs = torch.complex(keys[:, :half], keys[:, half : 2 * half])
+    return PairKeys(pairs, energy[:, :half] + energy[:, half : 2 * half], moment)
 
 
 def amplified(rows: Tensor, rotary: Rotary) -> Tensor:
@@ -81,23 +75,9 @@ def amplified(rows: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat([rows[:, : rotary.dims] * rotary.amplitude, rows[:, rotary.dims :]], 1)
 
 
-def second_moment(statistics: LayerStatistics) -> Tensor:
-    """``E[[x; 1] [x; 1]^T]``, ``[E+1, E+1]`` float64."""
-    mean = statistics.mean.double()
-    one = mean.new_ones(1)
-    top = torch.cat([statistics.gram.double(), mean[:, None]], 1)
-    return torch.cat([top, torch.cat([mean, one])[None]])
-
-
-def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``[heads, D, E]`` and ``[heads, D]`` as ``[heads, D, E+1]`` float64."""
-    column = torch.zeros(weight.shape[:-1]) if bias is None else bias
-    return torch.cat([weight.double(), column.to(weight.device).double()[..., None]], -1)
-
-
 def query_scales(pairs: PairKeys) -> Tensor:
     """``s [G, L]``: the root of the energy of all queries that read key head ``g``, per pair; never quite zero."""
-    energy = pairs.asked.reshape(len(pairs.keys), -1, pairs.asked.shape[1]).sum(1)
+    energy = torch.unflatten(pairs.query_energy, 0, (len(pairs.keys), -1)).sum(1)
     floor = energy.max().clamp_min(torch.finfo(energy.dtype).tiny) * 1e-12 if energy.numel() else 0.0
     return energy.clamp_min(floor).sqrt()
 
@@ -106,58 +86,36 @@ def components(pairs: PairKeys) -> tuple[Tensor, Tensor]:
     """Eigenvalues ``[L, G]``, descending, and eigenvectors ``[L, G, G]`` (columns) of a pair's weighted keys."""
     scaled = (query_scales(pairs)[..., None] * pairs.keys).transpose(0, 1)  # [L, G, E+1]
     spread = torch.complex(scaled.real @ pairs.moment, scaled.imag @ pairs.moment)
-    covariance = spread @ scaled.mH
-    values, vectors = torch.linalg.eigh((covariance + covariance.mH) / 2)
-    return values.flip(-1).clamp_min(0), vectors.flip(-1)
+    return symmetric_eig(spread @ scaled.mH)
 
 
-def mixed_profile(statistics: LayerStatistics, uniform: float) -> Tensor:
-    """``[H, S]``: the heads' distance profiles, mixed with ``uniform`` parts of an attention that sees all alike."""
-    profile = statistics.profile.double()
-    length = profile.shape[1]
-    flat = torch.arange(length, 0, -1, dtype=torch.float64, device=profile.device)
-    return (1 - uniform) * profile + uniform * flat / flat.sum()
-
-
-FARTHEST = 8192
-TAIL = 0.5
-"""How much of the distances is a tail ``1 / (1 + delta)`` over the whole context; the rest is where attention looks."""
-
-
-def over_context(statistics: LayerStatistics, context: int) -> LayerStatistics:
-    """``statistics`` whose distance profiles reach as far as the model must see, not only as far as the text did.
-
-    What is fitted to the distances of a short text alone fails at longer ones: unseen keys must keep their low scores.
-    """
-    profile = statistics.profile.double()
-    reach = max(profile.shape[1], min(context, FARTHEST))
-    tail = 1 / (1 + torch.arange(reach, dtype=torch.float64, device=profile.device))
-    longer = torch.nn.functional.pad(profile, (0, reach - profile.shape[1]))
-    return replace(statistics, profile=(1 - TAIL) * longer + TAIL * tail / tail.sum())
-
-
-def pair_gains(statistics: LayerStatistics, rotary: Rotary, uniform: float = 0.5) -> Tensor:
+def pair_gains(statistics: LayerStatistics, rotary: Rotary, context: int) -> Tensor:
     """``m [H, L]`` complex: what is left of each pair's rotation when one constant must stand in for it.
 
-    ``m_{h,l} = sum_delta p_h(delta) e^{-i theta_l delta}`` with ``p`` of ``mixed_profile``.
+    ``m_{h,l} = sum_delta p_h(delta) e^{-i theta_l delta}`` over the distances that count, `UNIFORM` of them uniform.
     """
-    profile = mixed_profile(statistics, uniform)
-    distance = torch.arange(profile.shape[1], dtype=torch.float64, device=profile.device)
-    angle = distance[:, None] * rotary.theta.to(profile.device)
-    return profile.to(torch.complex128) @ torch.polar(torch.ones_like(angle), -angle)
+    theta = rotary.theta.double().to(statistics.profile.device)
+    distances = mixed_distances(statistics.profile, context, UNIFORM)
+    return rotary_moments(distances, torch.cat([theta, theta.new_zeros(1)]))[:, :-1, -1]
 
 
-def survey(weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary) -> LayerSurvey:
-    """What ``choose_slots`` needs to know of one layer."""
+def survey(weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, context: int = 0) -> LayerSurvey:
+    """What ``choose_slots`` needs to know of one layer; ``context``: how many positions the result has to serve."""
     theta = rotary.theta.double().cpu()
     if not theta.numel():
         return LayerSurvey(torch.zeros(0, weights.kv_heads, dtype=torch.float64), torch.zeros_like(theta), theta)
-    pairs = pair_keys(weights, statistics, rotary, query_moment(weights, statistics, rotary))
+    statistics = statistics.to(weights.q.device)
+    moment = input_moment(statistics)
+    keys, queries = (
+        amplified(with_bias(rows, bias), rotary)
+        for rows, bias in ((weights.k, weights.k_bias), (weights.q, weights.q_bias))
+    )
+    pairs = pair_keys(keys, head_moments(queries, moment), moment, rotary)
     energy, _ = components(pairs)
-    share = pairs.asked.cpu()
-    kept = pair_gains(statistics, rotary).abs().square().cpu()
+    share = pairs.query_energy
+    kept = pair_gains(statistics, rotary, context).abs().square()
     survives = (share * kept).sum(0) / share.sum(0).clamp_min(torch.finfo(share.dtype).tiny)
-    return LayerSurvey(energy.cpu(), survives, theta)
+    return LayerSurvey(energy.cpu(), survives.cpu(), theta)
 
 
 def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
@@ -195,8 +153,8 @@ def plain_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
     if slots > theta.numel():
         raise ValueError(f"rope_dim: at most {2 * theta.numel()}, one slot per frequency, found {rope_dim}")
     longest = max(1, (theta.numel() - 1) // max(1, slots - 1))
-    offers = [_slots(_every(step, slots, theta.numel()), theta) for step in range(1, longest + 1)]
-    return max(offers, key=lambda offer: slots_worth(surveys, offer))
+    candidates = [_slots(_every(step, slots, theta.numel()), theta) for step in range(1, longest + 1)]
+    return max(candidates, key=lambda candidate: slots_worth(surveys, candidate))
 
 
 def slots_worth(surveys: Sequence[LayerSurvey], slots: Slots) -> float:

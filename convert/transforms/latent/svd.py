@@ -13,11 +13,11 @@ from kvfold.convert.transforms.latent.latent import (
     linear_layer,
     principal_basis,
     split_rotary,
-    unrotated_keys,
 )
-from kvfold.convert.transforms.latent.slots import Slots, query_moment
+from kvfold.convert.transforms.latent.slots import Slots
 from kvfold.convert.transforms.latent.weights import LatentWeights
-from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
+from kvfold.convert.transforms.linalg import head_moments
+from kvfold.convert.transforms.weights import AttentionWeights, Rotary
 
 
 def svd_latent(
@@ -33,14 +33,13 @@ def svd_latent(
 
     ``gain [E]``, the weight of the norm before the attention, only sets the scale of the latent.
     """
-    model_dim, device = weights.model_dim, weights.q.device
-    zeros, eye = torch.zeros(model_dim, dtype=torch.float64), torch.eye(model_dim, dtype=torch.float64)
-    blank = LayerStatistics(eye, zeros, 0, torch.ones(weights.heads, 1, dtype=torch.float64)).to(device)
-    layer, queries = linear_layer(weights, rotary, scale), query_moment(weights, blank, rotary)
-    split = split_rotary(weights, blank, rotary, slots, queries)
-    keys = unrotated_keys(weights, rotary, split.rest)
-    basis = principal_basis(torch.cat([keys, layer.values])[..., :-1].flatten(0, 1), eye.to(device), rank)
-    expected = (basis.down if gain is None else basis.down * gain.to(device).double()).norm().clamp_min(1e-30)
-    basis = Basis(basis.down / expected, basis.readout * expected)
-    per_head = keys.repeat_interleave(weights.heads // weights.kv_heads, 0)
-    return assemble(weights, layer, blank, first_fit(split, per_head, layer.values, basis), slots, centred=False)
+    layer = linear_layer(weights, rotary, scale)
+    moment = torch.eye(weights.model_dim + 1, dtype=torch.float64, device=weights.q.device)  # nothing known of inputs
+    split = split_rotary(layer, rotary, slots, head_moments(layer.queries, moment), moment)
+    rows = torch.cat([split.rest, layer.values])[..., :-1].flatten(0, 1)
+    basis = principal_basis(rows, moment[:-1, :-1], rank)
+    norm = (basis.down if gain is None else basis.down * gain.to(basis.down)).norm().clamp_min(1e-30)
+    basis = Basis(basis.down / norm, basis.readout * norm)
+    per_head = split.rest.repeat_interleave(layer.group, 0)
+    fit = first_fit(split, per_head, layer.values, basis)
+    return assemble(weights, layer, moment[-1, :-1], fit, slots, centered=False)

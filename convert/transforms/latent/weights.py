@@ -13,21 +13,26 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class QueryLatent:
-    """Queries through a latent of their own: ``c_q = down x`` with ``down [Rq, E]``; ``q_nope [H, N, Rq]``, ``q_rope
-    [H, P, Rq]``.
+    """Queries through a latent of their own, ``c_q = down x``. Their biases stay where they were, in ``LatentWeights``.
 
-    The biases of the queries stay where they were, in ``LatentWeights``.
+    ``down [Rq, E]``, ``q_nope [H, N, Rq]``, ``q_rope [H, P, Rq]``.
     """
 
     down: Tensor
     q_nope: Tensor
     q_rope: Tensor
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> "QueryLatent":
+        """Every weight through ``change`` (a cast, a move)."""
+        return QueryLatent(change(self.down), change(self.q_nope), change(self.q_rope))
+
 
 @dataclass(frozen=True)
 class LatentWeights:
-    """``score_h = scale (q_nope,h . (uk_h c) + RoPE(q_rope,h) . RoPE(k_rope))``; ``y = sum_h o_h uv_h (attention_h c)
-    + o_bias``.
+    """The weights of one latent layer, which computes
+
+        score_h = scale (q_nope,h . (uk_h c) + RoPE(q_rope,h) . RoPE(k_rope))
+        y = sum_h o_h uv_h (attention_h c) + o_bias
 
     ``down [R, E]``, ``rope_key [P, E]``, ``q_nope [H, N, E]``, ``q_rope [H, P, E]``, ``uk [H, N, R]``, ``uv [H, D,
     R]``, ``o [E, H, D]``; biases ``down_bias [R]``, ``rope_key_bias [P]``, ``q_nope_bias [H, N]``, ``q_rope_bias [H,
@@ -87,6 +92,5 @@ class LatentWeights:
             if isinstance(value := getattr(self, item.name), Tensor) and item.name != "theta"
         }
         if self.query is not None:
-            q = self.query
-            changed["query"] = QueryLatent(change(q.down), change(q.q_nope), change(q.q_rope))
+            changed["query"] = self.query.map(change)
         return replace(self, **changed)  # type: ignore[arg-type]  # dataclasses.replace takes the union per field

@@ -164,7 +164,7 @@ def convert(model, target, folder, dtype=torch.float32):
     for layer in layers:
         scale = bound.layers[layer].scale
         parts = weights[layer], statistics[layer], rotaries[layer]
-        latent = to_latent(*parts, slots, target.channels, scale=scale, centred=target.constant)
+        latent = to_latent(*parts, slots, target.channels, scale=scale, centered=target.constant)
         latent = latent if rank is None else query_latent(latent, statistics[layer], rank - target.constant)
         latents.append(latent if target.constant else live_norm(latent, inputs[layer]))
     tensors = {}

@@ -57,7 +57,7 @@ def test_contiguous_refuses_uneven_groups(groups: int):
 def test_finds_the_heads_that_are_alike(repeat: int):
     pairs = [(0, 5), (1, 3), (2, 7), (4, 6)]
     weights = alike(pairs, repeat)
-    found = grouping.candidates(weights, statistics(8 * repeat), ROTARY, 4)
+    found = grouping.candidates(layer_moments(weights, statistics(8 * repeat), ROTARY), 4)
     assert found[0] == grouping.contiguous(8, 4)
     assert tuple(pairs) in found
 
@@ -69,12 +69,12 @@ def test_finds_groups_of_four():
     for group in members:
         for head in group:
             k[head], v[head] = k[group[0]] + 0.02 * normal(head, D, E), v[group[0]] + 0.02 * normal(head, D, E)
-    assert members in grouping.candidates(replace(weights, k=k, v=v), statistics(8), ROTARY, 2)
+    assert members in grouping.candidates(layer_moments(replace(weights, k=k, v=v), statistics(8), ROTARY), 2)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 def test_candidates_are_few_distinct_partitions(groups: int):
-    found = grouping.candidates(make(8), statistics(8), ROTARY, groups)
+    found = grouping.candidates(layer_moments(make(8), statistics(8), ROTARY), groups)
     assert found[0] == grouping.contiguous(8, groups)
     assert len(set(found)) == len(found) <= 4
     for partition in found:

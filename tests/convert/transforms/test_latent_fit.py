@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvfold.convert.transforms.distances import Distances, mixed_distances
 from kvfold.convert.transforms.latent import als as latent_fit
 from kvfold.convert.transforms.latent import slots as rope_slots
-from kvfold.convert.transforms.latent.kernels import Turning, kernels
+from kvfold.convert.transforms.latent.kernels import RotaryRows, kernels, wave_moments
 from kvfold.convert.transforms.latent.latent import to_latent
 from kvfold.convert.transforms.latent.queries import query_latent
 from kvfold.convert.transforms.latent.svd import svd_latent
@@ -93,6 +94,11 @@ def relative(found, expected):
     return ((found - expected).norm() / expected.norm()).item()
 
 
+def drawn(profile):
+    """Distances drawn from ``profile [H, S]`` alone."""
+    return Distances(profile, torch.zeros(profile.shape[1], dtype=torch.float64), 1.0)
+
+
 def test_moments_are_those_of_inputs_at_random_distances():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40, 5, generator=generator, dtype=torch.float64) + 1
@@ -101,30 +107,34 @@ def test_moments_are_those_of_inputs_at_random_distances():
     profile = torch.rand(1, 9, generator=generator, dtype=torch.float64)
     profile = profile / profile.sum()
     left, right = (
-        Turning.of(torch.tensor([0.9, 0.2], dtype=torch.float64), 3),
-        Turning.of(torch.tensor([0.5], dtype=torch.float64), 1),
+        RotaryRows.of(torch.tensor([0.9, 0.2], dtype=torch.float64), 3),
+        RotaryRows.of(torch.tensor([0.5], dtype=torch.float64), 1),
     )
     seen_left, seen_right, weight = [], [], []
     for distance, p in enumerate(profile[0]):
-        for turning, matrix, seen in ((left, rows, seen_left), (right, other, seen_right)):
-            angle = turning.omega * distance
-            seen.append(x @ (angle.cos()[:, None] * matrix + angle.sin()[:, None] * turning.turn(matrix)).T)
+        for layout, matrix, seen in ((left, rows, seen_left), (right, other, seen_right)):
+            angle = layout.omega * distance
+            seen.append(x @ (angle.cos()[:, None] * matrix + angle.sin()[:, None] * layout.turn(matrix)).T)
         weight.append(torch.full((40,), p / 40, dtype=torch.float64))
     y, z, weight = torch.cat(seen_left), torch.cat(seen_right), torch.cat(weight)
     expected = (y * weight[:, None]).T @ z - torch.outer(weight @ y, weight @ z)
     mean, covariance = x.mean(0), torch.cov(x.T, correction=0)
-    kernel = next(kernels(left, right, profile))
+    kernel = kernels(left, right, wave_moments(drawn(profile), left, right))[0]
     torch.testing.assert_close(kernel.apply(rows @ covariance @ other.T, rows @ mean, other @ mean), expected)
 
 
 def test_pull_is_the_adjoint_of_the_moments():
     generator = torch.Generator().manual_seed(1)
-    turning = Turning.of(torch.tensor([0.9, 0.2], dtype=torch.float64), 2)
-    kernel = next(kernels(turning, turning, torch.rand(1, 5, generator=generator, dtype=torch.float64)))
+    layout = RotaryRows.of(torch.tensor([0.9, 0.2], dtype=torch.float64), 2)
+    waves = wave_moments(drawn(torch.rand(1, 5, generator=generator, dtype=torch.float64)), layout)
+    kernel = kernels(layout, layout, waves)[0]
     weight, product, rows = (torch.randn(6, 6, generator=generator, dtype=torch.float64) for _ in range(3))
     zero = torch.zeros(6, dtype=torch.float64)
     left = (weight * kernel.apply(product @ rows.T, zero, zero)).sum()
-    assert left.item() == pytest.approx((kernel.pull(weight, moving=False) @ rows * product).sum().item())
+    assert left.item() == pytest.approx((kernel.adjoint(weight) @ rows * product).sum().item())
+    means, other = torch.randn(2, 6, generator=generator, dtype=torch.float64)
+    left = (weight * kernel.apply(0 * product, means, other)).sum()
+    assert left.item() == pytest.approx((kernel.mean_adjoint(weight) @ other @ means).item())
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -159,7 +169,7 @@ def test_identical_heads_need_one_head():
 
 def test_biases_without_use_do_not_appear():
     weights, statistics, _ = random_layer()
-    latent = convert(weights, statistics, Rotary(THETA), 4, 6, centred=False)
+    latent = convert(weights, statistics, Rotary(THETA), 4, 6, centered=False)
     assert [name for name, value in vars(latent).items() if name.endswith("bias") and value is not None] == []
 
 
@@ -181,12 +191,12 @@ def test_rounds_converge():
     assert relative(maps[3], maps[2]) < 0.5 * relative(maps[1], maps[0])
 
 
-@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("centered", [True, False])
 @pytest.mark.parametrize(("rope_dim", "rank"), [(4, 8), (8, 8), (4, 14)])
-def test_every_round_lessens_the_error_it_is_about(rope_dim, rank, centred):
+def test_every_round_lessens_the_error_it_is_about(rope_dim, rank, centered):
     """Over inputs and distances that are independent, as the fit assumes, and as the tokens here are."""
     weights, statistics, x = random_layer(seed=3)
-    options = {"centred": centred}
+    options = {"centered": centered}
     errors = [
         output_error(
             weights,
@@ -221,7 +231,7 @@ def output_energy(rows, o):
 def score_error(weights, latent, statistics, x):
     """Squared error of scores about each query's mean, summed over heads, queries and keys at distances drawn apart."""
     error, group = 0.0, weights.heads // weights.kv_heads
-    profile = rope_slots.mixed_profile(statistics, latent_fit.UNIFORM)
+    profile = mixed_distances(statistics.profile, 0, latent_fit.UNIFORM).weights
     c = x @ latent.down.T
     for head in range(weights.heads):
         means, squares = [], []

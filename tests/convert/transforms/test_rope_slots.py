@@ -48,11 +48,13 @@ def test_energies_are_those_of_the_keys_that_the_tokens_give():
 def test_gain_is_the_mean_turn_over_the_profile():
     weights, statistics, _ = random_layer()
     theta = torch.tensor([0.7, 0.02], dtype=torch.float64)
-    gains = rope_slots.pair_gains(statistics, Rotary(theta), uniform=0.25)
-    flat = [(16 - distance) / (16 * 17 / 2) for distance in range(16)]
+    gains = rope_slots.pair_gains(statistics, Rotary(theta), 24)
+    flat = [(24 - distance) / (24 * 25 / 2) for distance in range(24)]
+    tail = [1 / (1 + distance) for distance in range(24)]
+    seen = [*statistics.profile.T, *[torch.zeros(weights.heads)] * 8]
     for head in range(weights.heads):
         for pair, angle in enumerate(theta.tolist()):
-            mixed = [0.75 * statistics.profile[head, d].item() + 0.25 * flat[d] for d in range(16)]
+            mixed = [0.25 * seen[d][head].item() + 0.25 * tail[d] / sum(tail) + 0.5 * flat[d] for d in range(24)]
             expected = sum(p * complex(math.cos(angle * d), -math.sin(angle * d)) for d, p in enumerate(mixed))
             assert abs(gains[head, pair].item() - expected) < 1e-12
 
@@ -109,14 +111,3 @@ def test_plain_slots_are_at_most_one_per_frequency():
     survey = LayerSurvey(torch.ones(2, 4, dtype=torch.float64), torch.zeros(2, dtype=torch.float64), theta)
     with pytest.raises(ValueError, match="rope_dim: at most 4, one slot per frequency, found 6"):
         rope_slots.plain_slots([survey], 6)
-
-
-def test_profiles_are_stretched_over_the_whole_context():
-    seen = LayerStatistics(torch.eye(4), torch.zeros(4), 10, torch.tensor([[0.75, 0.25]], dtype=torch.float64))
-    profile = rope_slots.over_context(seen, 64).profile
-    assert profile.shape == (1, 64)
-    torch.testing.assert_close(profile.sum(1), torch.ones(1, dtype=torch.float64))
-    assert bool((profile > 0).all())
-    assert bool((profile.diff() < 0).all())
-    assert profile[0, 0] > 0.75 * (1 - rope_slots.TAIL)
-    assert rope_slots.over_context(seen, 1).profile.shape == (1, 2)

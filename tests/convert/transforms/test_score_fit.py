@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import score_fit
-from kvfold.convert.transforms.fold.heads import share_keys
-from kvfold.convert.transforms.fold.shared_head import SharedHead
+from kvfold.convert.transforms.fold.heads import SharedHead, share_keys
 from kvfold.convert.transforms.linalg import pair_matrices
 from kvfold.convert.transforms.weights import Rotary
 
@@ -25,7 +24,7 @@ def moments(count: int, members: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return (keys @ keys.T).reshape(members, D, members, D), queries @ queries.mT
 
 
-def distances(profile: Tensor) -> Tensor:
+def dense_distances(profile: Tensor) -> Tensor:
     """The mixture that the module describes, ``[H, CONTEXT]``."""
     spread = 1 / (1 + torch.arange(CONTEXT, dtype=torch.float64))
     result = 0.5 * (spread / spread.sum()).repeat(len(profile), 1)
@@ -58,14 +57,14 @@ def case(dims: int, members: int = 3, repeat: int = 2) -> tuple[SharedHead, Tens
     profile = profile / profile.sum(1, keepdim=True)
     weight = queries.reshape(members, repeat, D, D).sum(1)
     start = share_keys(keys, weight, dims // 2).repeat_decode(repeat)
-    return start, keys, queries, profile, score_fit.turning(profile, CONTEXT, rot, D), rot
+    return start, keys, queries, profile, score_fit.distance_moments(profile, CONTEXT, rot, D), rot
 
 
 @pytest.mark.parametrize("dims", [D, D // 2])
 def test_lost_energy_is_the_objective(dims: int):
     start, keys, queries, profile, turn, rot = case(dims)
     fitted = score_fit.fit_scores(start, keys, queries, turn, rot.dims // 2)
-    weights = distances(profile)
+    weights = dense_distances(profile)
     lost, total = score_fit.score_losses(fitted, keys, queries, turn, rot.dims // 2)
     assert lost.sum().item() == pytest.approx(objective(fitted, keys, queries, weights, rot), rel=1e-9)
     nothing = SharedHead(0 * start.encode, 0 * start.decode)
@@ -75,10 +74,10 @@ def test_lost_energy_is_the_objective(dims: int):
 @pytest.mark.parametrize("dims", [D, D // 2])
 def test_every_round_lowers_the_objective(dims: int):
     start, keys, queries, profile, turn, rot = case(dims)
-    errors = [objective(start, keys, queries, distances(profile), rot)]
+    errors = [objective(start, keys, queries, dense_distances(profile), rot)]
     for rounds in (1, 2, 5, 10):
         fitted = score_fit.fit_scores(start, keys, queries, turn, rot.dims // 2, rounds)
-        errors.append(objective(fitted, keys, queries, distances(profile), rot))
+        errors.append(objective(fitted, keys, queries, dense_distances(profile), rot))
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.95 * errors[0]
 
@@ -86,7 +85,7 @@ def test_every_round_lowers_the_objective(dims: int):
 def test_no_other_queries_do_better_once_it_settles():
     start, keys, queries, profile, turn, rot = case(D)
     fitted = score_fit.fit_scores(start, keys, queries, turn, rot.dims // 2, rounds=300)
-    weights = distances(profile)
+    weights = dense_distances(profile)
     settled = objective(fitted, keys, queries, weights, rot)
     for seed in range(5):
         step = 1e-3 * torch.randn(fitted.decode.shape, generator=torch.Generator().manual_seed(seed)).double()
@@ -95,15 +94,9 @@ def test_no_other_queries_do_better_once_it_settles():
             assert objective(moved, keys, queries, weights, rot) > settled
 
 
-def test_distances_are_summed_in_chunks(monkeypatch: pytest.MonkeyPatch):
-    _, _, _, profile, turn, rot = case(D)
-    monkeypatch.setattr(score_fit, "CHUNK", 7)
-    torch.testing.assert_close(score_fit.turning(profile, CONTEXT, rot, D), turn, rtol=0, atol=1e-12)
-
-
 def test_context_shorter_than_the_calibration_counts_what_was_seen():
     _, _, _, profile, _, rot = case(D)
-    assert torch.equal(score_fit.turning(profile, 1, rot, D), score_fit.turning(profile, 10, rot, D))
+    assert torch.equal(score_fit.distance_moments(profile, 1, rot, D), score_fit.distance_moments(profile, 10, rot, D))
 
 
 def test_dead_heads_stay_finite():

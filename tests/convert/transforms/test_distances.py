@@ -1,0 +1,53 @@
+"""The distances that count: the mixture written out, and averages of rotations against sums over distances."""
+
+import math
+
+import pytest
+import torch
+
+from kvfold.convert.transforms import distances
+from kvfold.convert.transforms.distances import Distances, mixed_distances, rotary_moments
+
+
+def profile(heads=3, seen=16):
+    draw = torch.rand(heads, seen, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return draw / draw.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.25])
+def test_mixture_has_the_shares_it_names(uniform):
+    weights = mixed_distances(profile(), 64, uniform).weights
+    tail = [1 / (1 + distance) for distance in range(64)]
+    for head, row in enumerate(profile().tolist()):
+        for distance in range(64):
+            expected = (1 - uniform) * 0.5 * (row[distance] if distance < 16 else 0.0)
+            expected += (1 - uniform) * 0.5 * tail[distance] / sum(tail) + uniform * (64 - distance) / (64 * 65 / 2)
+            assert weights[head, distance].item() == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(weights.sum(1), torch.ones(3, dtype=torch.float64))
+
+
+def test_context_counts_as_far_as_131072_and_at_least_the_profile():
+    assert mixed_distances(profile(), 0).common.numel() == 16
+    assert mixed_distances(profile(), 1000).common.numel() == 1000
+    assert mixed_distances(profile(), 10**6).common.numel() == distances.FARTHEST == 131072
+
+
+def test_moments_are_sums_over_distances(monkeypatch):
+    monkeypatch.setattr(distances, "CHUNK", 7)
+    mixed = mixed_distances(profile(), 40, 0.1)
+    speed = torch.tensor([1.0, 0.1, -0.1, 0.0], dtype=torch.float64)
+    moments = rotary_moments(mixed, speed)
+    for head, row in enumerate(mixed.weights.tolist()):
+        for a, first in enumerate(speed.tolist()):
+            for b, second in enumerate(speed.tolist()):
+                angles = [(first - second) * distance for distance in range(40)]
+                expected = sum(p * complex(math.cos(x), -math.sin(x)) for p, x in zip(row, angles, strict=True))
+                assert abs(moments[head, a, b].item() - expected) < 1e-12
+
+
+def test_speed_of_zero_gives_the_means():
+    drawn = Distances(profile(1), torch.zeros(16, dtype=torch.float64), 1.0)
+    moments = rotary_moments(drawn, torch.tensor([0.3, 0.0], dtype=torch.float64))
+    angle = 0.3 * torch.arange(16, dtype=torch.float64)
+    expected = (profile(1)[0] * torch.polar(torch.ones_like(angle), -angle)).sum()
+    torch.testing.assert_close(moments[0, 0, 1], expected)
