@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import click
 
-from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.errors import InputError, KvfoldError, one_line
 
 _PLOT_KINDS = (".png", ".svg", ".pdf")
 _WORTH_TELLING = 10  # seconds
@@ -50,11 +50,8 @@ def run_command(
     except Exception as error:
         if os.environ.get("KVFOLD_TRACEBACK"):
             raise
-        text = " ".join(str(error).split())
-        _fail(
-            f"unexpected {type(error).__name__}: {text} (set KVFOLD_TRACEBACK=1 for the details, and please report it)",
-            1,
-        )
+        advice = "set KVFOLD_TRACEBACK=1 for the details, and please report it"
+        _fail(f"unexpected {type(error).__name__}: {one_line(error)} ({advice})", 1)
     raise SystemExit(0)
 
 

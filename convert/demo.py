@@ -100,7 +100,7 @@ def _measure_all(model: Path, numbers: int, place: Path, echo: Callable[[str], N
         request = ConvertRequest(model=str(model), out=str(place / name), quiet=True, **options)
         layout = convert_checkpoint(request).plan.layout
         rows.append(
-            Row(_label(layout.kind, request), layout.numbers_cached, checkpoint_perplexity(place / name, tokens))
+            Row(_label(layout.kind, request), layout.cache_elements, checkpoint_perplexity(place / name, tokens))
         )
     return rows
 

@@ -26,6 +26,16 @@ class KvfoldError(Exception):
 
 
 class InputError(KvfoldError):
-    """The request, or the checkpoint or text it names, is wrong: the person can mend it."""
+    """The request, or the checkpoint or text it names, is wrong: the user can fix it."""
 
     exit_status = 2
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a library's error, the name of its type when it has no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def one_line(error: BaseException) -> str:
+    """The whole message of a library's error on one line, the name of its type when it has none."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -12,7 +12,7 @@ from kvfold.convert.io.checkpoint import Checkpoint, open_headers
 from kvfold.convert.io.headers import DTYPE_BITS, FLOAT_DTYPES
 from kvfold.convert.sizes import bytes_text
 from kvfold.convert.targets.deepseek.problems import model_problems
-from kvfold.convert.targets.same_family import attention_kind, numbers_cached
+from kvfold.convert.targets.same_family import attention_kind, cache_elements
 
 CONTEXTS = {"8k": 8192, "128k": 131072}
 LATENT_TYPES = ("deepseek_v2", "deepseek_v3")
@@ -60,7 +60,7 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "windows": sorted({window for window in windows if window is not None}),
         "max_context": geometry.positions,
         **_weights(checkpoint, dtype),
-        "cache": _cache(numbers_cached(geometry), windows, dtype),
+        "cache": _cache(cache_elements(geometry), windows, dtype),
         "targets": _targets(model, windows, dtype),
         "latent": _latent_target(model),
     }
@@ -113,7 +113,7 @@ def _weights(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
 def _latent_target(model: Model) -> dict[str, Any]:
     """Whether MLA is possible, in what limits, or what stands in the way."""
     problems = model_problems(model)
-    geometry, limit = model.geometry, numbers_cached(model.geometry)
+    geometry, limit = model.geometry, cache_elements(model.geometry)
     if problems:
         return {"possible": False, "because": problems}
     return {"possible": True, "numbers_below": limit, "rope_dim_up_to": geometry.rotary_dims * geometry.kv_heads}
@@ -142,7 +142,7 @@ def _cache(numbers: int, windows: list[int | None], dtype: str) -> dict[str, Any
 
 
 def _targets(model: Model, windows: list[int | None], dtype: str) -> list[dict[str, Any]]:
-    geometry, present = model.geometry, numbers_cached(model.geometry)
+    geometry, present = model.geometry, cache_elements(model.geometry)
     fewer = possible_kv_heads(geometry) if model.family.accepts_fewer_kv_heads else []
     sizes = {
         "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}": present * kv_heads // geometry.kv_heads

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert import request as rq
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, one_line
 from kvfold.convert.sizes import parse_size
 
 _FOLDER = Path(__file__).resolve().parent.parent / "recipes"
@@ -109,7 +109,7 @@ def _parsed(path: Path, origin: str) -> dict[str, Any]:
         raise InputError(f"{origin}: expected TOML in UTF-8, found byte {error.start} that is none") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         end = f"at line {len(text.splitlines())}, the end"
-        reason = " ".join(str(error).split()).replace("at end of document", end)
+        reason = one_line(error).replace("at end of document", end)
         raise InputError(f"{origin}: expected TOML, found something else: {reason}") from error
 
 

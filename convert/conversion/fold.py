@@ -68,16 +68,19 @@ def fold_layer(plan: Plan, step: Step) -> tuple[AttentionWeights, grouping.Parti
 
 
 def fold_rotary(plan: Plan, layer: int) -> Rotary:
-    """The frequencies that a fold is fitted for; they guide it, whatever they are, rotation itself stays the model's.
+    """The frequencies that a fold is fitted to. They only guide the fit: the model keeps its own rotation.
 
-    Rope types whose frequencies move with the length of the text (dynamic) count as what they are for short ones.
+    Rope types whose frequencies depend on the length of the text (dynamic) count as those of short texts.
     """
     try:
         return source_rotary(plan, layer)
     except InputError:
-        plain = {"rope_type": "default", "rope_theta": plan.model.rope_table()["rope_theta"]}
-        config = {**plan.model.config, "rope_scaling": None, "rope_parameters": plain}
-        return layer_rotary(Model(plan.model.family, config), layer)
+        model = plan.model
+        kind = model.layers[layer].type
+        table = {**model.rope_table(kind), "rope_type": "default"}
+        tables = {kind: table} if kind in (model.family.rotary.by_type or {}) else table
+        plain = Model(model.family, {**model.config, "rope_scaling": None, "rope_parameters": tables})
+        return layer_rotary(plain, layer)
 
 
 def fold_context(plan: Plan, layer: int) -> int:

@@ -20,8 +20,8 @@ from kvfold.convert.targets.same_family import (
     ABSORBED,
     POOLED,
     attention_label,
+    cache_elements,
     folded_layout,
-    numbers_cached,
 )
 from kvfold.convert.targets.target import TargetLayout
 
@@ -30,7 +30,7 @@ _SLACK = 1 << 20  # config, index, card and file system blocks
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided before weights are read. ``numbers_cached`` counts per token and layer."""
+    """Everything that is decided before weights are read. ``cache_elements`` counts per token and layer."""
 
     request: ConvertRequest
     checkpoint: Checkpoint
@@ -57,8 +57,8 @@ class Plan:
         return attention_label(self.geometry)
 
     @property
-    def numbers_cached(self) -> int:
-        return numbers_cached(self.geometry)
+    def cache_elements(self) -> int:
+        return cache_elements(self.geometry)
 
     def latent_target(self) -> LatentTarget:
         """``latent`` of a plan that has one."""

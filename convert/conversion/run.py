@@ -12,13 +12,14 @@ from typing import Any
 
 from kvfold.convert.console import Pace
 from kvfold.convert.conversion import record as report
+from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, resumable
 from kvfold.convert.conversion.method import Measured, Method
 from kvfold.convert.conversion.plan import Plan, make_plan
 from kvfold.convert.conversion.stages import Progress, Stages
 from kvfold.convert.io.atomic import check_output, free_space_check, output_folder
 from kvfold.convert.io.checkpoint import open_checkpoint
-from kvfold.convert.io.config import dump, dump_record, license_of
+from kvfold.convert.io.config import dump
 from kvfold.convert.io.shards import ShardWriter
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.sizes import bytes_text
@@ -150,7 +151,6 @@ def _write_side_files(plan: Plan, measured: Measured | None, folder: Path) -> di
         shutil.copyfile(path, folder / path.name)
     (folder / "config.json").write_text(dump(plan.layout.config), encoding="utf-8")
     record = report.record(plan, {} if measured is None else measured.record(folder))
-    card = report.model_card(plan, license_of(plan.checkpoint.folder), record)
-    for name, text in {"kvfold.json": dump_record(record), "README.md": card}.items():
+    for name, text in {"kvfold.json": dump(record), "README.md": model_card(plan, record)}.items():
         (folder / name).write_text(text, encoding="utf-8")
     return record

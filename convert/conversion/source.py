@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.errors import InputError
 from kvfold.convert.families.layout import read_layer
 from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.io.tensors import count_non_finite, torch_dtype
+from kvfold.convert.io.tensors import refuse_non_finite, torch_dtype
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary
 
 
@@ -40,10 +39,5 @@ def reader(plan: Plan, layer: int) -> Callable[[str], Tensor]:
 def finite(checkpoint: Checkpoint, name: str) -> Tensor:
     """The tensor ``name``. Raises InputError when it holds NaN or infinity."""
     tensor = checkpoint.read(name)
-    bad = count_non_finite(tensor)
-    if bad:
-        raise InputError(
-            f"{checkpoint.origin}: tensor {name!r} in {checkpoint.tensors[name].file}: expected finite numbers, "
-            f"found {bad} NaN or infinite; such a model is damaged: fetch it again"
-        )
+    refuse_non_finite(tensor, f"{checkpoint.origin}: tensor {name!r} in {checkpoint.info(name).file}")
     return tensor

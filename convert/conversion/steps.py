@@ -129,7 +129,7 @@ class Calibrated(Measured):
                 f"{expected:.6f} on the same text: nothing was kept; please report it"
             )
         text = {"source": self.tokens.source, "sha256": self.tokens.digest}
-        counts = {"sequences": len(self.tokens.calibration), "kept_aside": len(self.tokens.held_out)}
+        counts = {"sequences": len(self.tokens.calibration), "held_out": len(self.tokens.held_out)}
         both = {"loss_in_memory": expected, "loss_of_written_checkpoint": written}
         length = {"tokens_each": self.tokens.calibration.shape[1]}
         return {

@@ -51,6 +51,11 @@ class Checkpoint:
     reader: Reader
     aliases: dict[str, str]
 
+    @property
+    def hub_id(self) -> str | None:
+        """The model's id on the hub, None for a folder."""
+        return self.origin.partition("@")[0] if "/" in self.origin else None
+
     def read(self, name: str) -> "torch.Tensor":
         """The tensor on the CPU in its stored dtype, owning its memory. KvfoldError when opened from remote headers."""
         return self.reader.read(self.info(name))

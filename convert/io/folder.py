@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, first_line
 from kvfold.convert.io.headers import Header, TensorInfo, parse_header
 
 CONFIG = "config.json"
@@ -88,12 +88,11 @@ def parse_json(path: Path, data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        reason = str(error).splitlines()[0]
         raise InputError(
-            f"{path}: expected JSON, found what does not parse: {reason}; mend or fetch it again"
+            f"{path}: expected JSON, found what does not parse: {first_line(error)}; fix it or fetch it again"
         ) from None
     if not isinstance(value, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(value).__name__}; mend or fetch it again")
+        raise InputError(f"{path}: expected a JSON object, found {type(value).__name__}; fix it or fetch it again")
     return value
 
 
@@ -147,7 +146,7 @@ def stray_shards(names: Iterable[str], index: str, weight_map: dict[str, str]) -
     """Problems: shards lying in the folder that the index does not name (half of another save)."""
     known = set(weight_map.values())
     strays = sorted(name for name in names if _STRAY[index].fullmatch(name) and name not in known)
-    return [f"{name}: a shard that {index} does not name; remove it, or mend the index" for name in strays]
+    return [f"{name}: a shard that {index} does not name; remove it, or fix the index" for name in strays]
 
 
 def index_problems(index: str, weight_map: dict[str, str], headers: dict[str, Header]) -> list[str]:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvfold.convert.errors import first_line
+
 # Bits per element of every dtype the format knows.
 DTYPE_BITS = {
     "BOOL": 8,
@@ -94,7 +96,7 @@ def parse_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Hea
     try:
         entries = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        return Header(problems=[f"{file}: expected a JSON header, found {_first_line(error)}; fetch it again"])
+        return Header(problems=[f"{file}: expected a JSON header, found {first_line(error)}; fetch it again"])
     if not raw.startswith(b"{") or not isinstance(entries, dict):
         return Header(problems=[f"{file}: expected the header to be a JSON object; fetch it again"])
     header = _check_entries(file, entries, PREFIX + length, size)
@@ -163,7 +165,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise _Duplicate(f"the name {twice!r} twice")
     return result
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, first_line
 from kvfold.convert.io.folder import CONFIG, EXTRA_PATTERNS, INDEX, LEGACY_INDEX, LEGACY_SINGLE, SINGLE
 from kvfold.convert.io.headers import MAX_HEADER, Header, parse_header
 
@@ -145,12 +145,8 @@ def _asked(model: HubModel, question: Callable[[], _Result]) -> _Result:
     except Exception as error:  # the hub's library passes on its transport's errors, which have no common base
         kinds = [kind.__name__ for kind in type(error).__mro__]
         advice = next((text for name, text in _ADVICE.items() if name in kinds), None)
-        reason = advice or f"no such folder here, and the hub could not hand it out: {_first_line(error)}"
+        reason = advice or f"no such folder here, and the hub could not hand it out: {first_line(error)}"
         raise InputError(f"{model}: expected a checkpoint's folder or a hub id, found {reason}") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from kvfold.convert.errors import first_line
 from kvfold.convert.io.headers import Header, TensorInfo
 from kvfold.convert.io.tensors import TORCH_DTYPES, dtype_name
 
@@ -43,8 +44,7 @@ def load_state(path: Path) -> dict[str, torch.Tensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
     except Exception as error:  # torch lets every kind of error of its unpickler and of its archive reader through
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"expected a whole file of plain tensors, found: {reason}") from None
+        raise ValueError(f"expected a whole file of plain tensors, found: {first_line(error)}") from None
     if not isinstance(state, dict):
         raise ValueError(f"expected a mapping of names to tensors, found {type(state).__name__}")
     return state

@@ -1,4 +1,4 @@
-"""Between torch tensors and bytes in files. The only module here that imports torch at its top."""
+"""Between torch tensors and bytes in files. Of this package only this module and ``legacy`` import torch."""
 
 import os
 from collections.abc import Iterator
@@ -79,6 +79,15 @@ def count_non_finite(tensor: torch.Tensor) -> int:
         return 0
     extremes = torch.stack(torch.aminmax(tensor))  # both are NaN when any element is
     return 0 if torch.isfinite(extremes).all() else int((~torch.isfinite(tensor)).sum())
+
+
+def refuse_non_finite(tensor: torch.Tensor, where: str, consequence: str = "") -> None:
+    """Raises InputError when a weight holds NaN or infinity; ``where`` names it, ``consequence`` is what follows."""
+    if bad := count_non_finite(tensor):
+        raise InputError(
+            f"{where}: expected finite numbers, found {bad} NaN or infinite{consequence}; "
+            "such a model is damaged: fetch it again"
+        )
 
 
 def cast_chunk(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

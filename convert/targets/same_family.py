@@ -40,7 +40,7 @@ def folded_layout(
 
         return write_layer(target, layer, weights, roles)
 
-    kind, cached = attention_label(target.geometry), numbers_cached(target.geometry)
+    kind, cached = attention_label(target.geometry), cache_elements(target.geometry)
     return TargetLayout(kind, config, tensors, computed, cached, encode)
 
 
@@ -65,7 +65,7 @@ def stored_dtype(present: str, dtype: str | None) -> str:
     return present if dtype is None or present not in FLOAT_DTYPES else _STORED[dtype]
 
 
-def numbers_cached(geometry: Geometry) -> int:
+def cache_elements(geometry: Geometry) -> int:
     """Numbers that one token takes in the cache of one layer: a key and a value per key/value head."""
     return 2 * geometry.kv_heads * geometry.head_dim
 

@@ -23,5 +23,5 @@ class TargetLayout:
     config: dict[str, Any]
     tensors: tuple[OutputTensor, ...]
     computed: tuple[tuple[str, ...], ...]
-    numbers_cached: int
+    cache_elements: int
     encode: Callable[[int, Any], Mapping[str, "Tensor"]]

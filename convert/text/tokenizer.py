@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, one_line
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.stream.skeleton import empty_model
 from kvfold.convert.text.documents import Document, Render
@@ -28,7 +28,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str
         return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises whatever its parsers raise
         empty_model(checkpoint.config, torch.float32)  # it reads config.json first: a bad one is not the tokenizer's
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         if not trust_remote_code and "trust_remote_code" in reason:
             raise InputError(
                 f"{checkpoint.origin}: {purpose} needs the model's tokenizer: refusing to run the tokenizer code in "

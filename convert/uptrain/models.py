@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, one_line
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.uptrain.constant import ConstantChannel, has_constant
 from kvfold.convert.uptrain.request import UptrainRequest
@@ -22,7 +22,7 @@ def load_model(model: str, checkpoint: Checkpoint, dtype: torch.dtype, request: 
             checkpoint.folder, dtype=dtype, trust_remote_code=request.trust_remote_code
         )
     except (ValueError, KeyError, TypeError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)[:200]
         raise InputError(f"{model}: expected a model that transformers can load, found: {reason}") from error
 
 

@@ -12,7 +12,7 @@ from kvfold.convert.conversion.record import versions
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.atomic import output_folder
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
-from kvfold.convert.io.config import dump_record
+from kvfold.convert.io.config import dump
 from kvfold.convert.io.tensors import torch_dtype
 from kvfold.convert.uptrain.request import UptrainRequest
 
@@ -71,11 +71,11 @@ def _check(source: Checkpoint, folder: Path, trained: Mapping[str, Tensor]) -> N
 def _write_records(before: Path, folder: Path, request: UptrainRequest, found: Mapping[str, Any]) -> None:
     """``kvfold.json`` and the model card of the start, each with the training added."""
     old = before / "kvfold.json"
-    record = json.loads(old.read_text(encoding="utf-8")) if old.is_file() else {"format": 1}
+    record = json.loads(old.read_text(encoding="utf-8")) if old.is_file() else {"format": 2}
     if "drift" in record:
         record["drift_before_uptraining"] = record.pop("drift")
     record["uptraining"] = {**found, "versions": versions()}
-    (folder / "kvfold.json").write_text(dump_record(record), encoding="utf-8")
+    (folder / "kvfold.json").write_text(dump(record), encoding="utf-8")
     card = before / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else f"# {Path(request.out).name}\n"
     (folder / "README.md").write_text(text.rstrip("\n") + "\n" + _section(request, found), encoding="utf-8")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.io.tensors import count_non_finite
+from kvfold.convert.io.tensors import refuse_non_finite
 from kvfold.convert.stream.stream import CheckpointStream
 
 
@@ -17,11 +17,8 @@ def check_finite(states: Iterable[Tensor], stream: CheckpointStream, layer: int 
         return
     where = "before the first layer or after the last" if layer is None else f"in layer {layer}"
     for name in stream.stored_names(layer):
-        if bad := count_non_finite(stream.read(name)):
-            raise InputError(
-                f"tensor {name!r}: expected finite numbers, found {bad} NaN or infinite, which make the activations "
-                f"of calibration text non-finite {where}; such a model is damaged: fetch it again"
-            )
+        consequence = f", which make the activations of calibration text non-finite {where}"
+        refuse_non_finite(stream.read(name), f"tensor {name!r}", consequence)
     raise InputError(
         f"expected finite activations of calibration text, found NaN or infinity {where}, although its weights are "
         f"finite: they outgrow {str(stream.dtype).removeprefix('torch.')}; "

@@ -70,7 +70,7 @@ def measure() -> Iterator[dict[str, Any]]:
             layout = convert_checkpoint(request).plan.layout
             after = checkpoint_perplexity(out, tokens)
             row = {"series": series, "method": method, "target": layout.kind, "options": options}
-            row |= {"numbers": layout.numbers_cached, "perplexity": after, "excess": math.log(after / before)}
+            row |= {"numbers": layout.cache_elements, "perplexity": after, "excess": math.log(after / before)}
             print(f"{series}, {row['target']}, {method}: {row['numbers']} numbers, {row['excess']:+.4f}", flush=True)
             yield row
 

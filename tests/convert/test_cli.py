@@ -77,7 +77,7 @@ def test_inspect_prints_a_summary_and_json():
 def test_dry_run_writes_nothing(tmp_path):
     done = kvfold("convert", demo_folder(), tmp_path / "out", "--to", "mqa", "--method", "mean", "--dry-run")
     assert done.returncode == 0
-    assert "MHA -> MQA, method mean: 512 -> 64 numbers cached per token and layer (87.5 % less)" in done.stdout
+    assert "MHA -> MQA, method mean: 512 -> 64 KV-cache elements per token per layer (87.5 % less)" in done.stdout
     assert "model.layers.0.self_attn.k_proj.weight  BF16 256x256 -> 32x256" in done.stdout
     assert not list(tmp_path.iterdir())
 

@@ -97,7 +97,7 @@ def test_a_shipped_recipe_plans_and_saves_what_it_says(name, shapes_of, tmp_path
     assert (about["model"], about["cached_before"], about["cached_after"]) == ASKED[name]
     request = recipe_request(name, model=str(shapes_of(hub)), out=str(tmp_path / "out"), dry_run=True)
     plan = convert_checkpoint(request).plan
-    assert (plan.numbers_cached, plan.layout.numbers_cached) == (before, after)
+    assert (plan.cache_elements, plan.layout.cache_elements) == (before, after)
     assert about["saving"] == saving(plan)
     assert request.refine == "auto"
     assert "not measured by us on the full model" in about["measured"]
@@ -313,7 +313,7 @@ def test_a_dry_run_by_recipe(shapes_of, tmp_path, capsys):
     hub = "meta-llama/Llama-2-7b-hf"
     assert run("convert", shapes_of(hub), tmp_path / "out", "--recipe", "llama-2-7b-gqa-8", "--dry-run") == 0
     shown = capsys.readouterr().out
-    assert "MHA -> GQA-8, method principal: 8192 -> 2048 numbers cached per token and layer (75.0 % less)" in shown
+    assert "MHA -> GQA-8, method principal: 8192 -> 2048 KV-cache elements per token per layer (75.0 % less)" in shown
     assert re.search(r"k_proj.weight  BF16 4096x4096 -> 1024x4096", shown)
 
 

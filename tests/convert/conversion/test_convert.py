@@ -98,7 +98,7 @@ def test_side_files(source, tmp_path):
     assert "license: mit" in (out / "README.md").read_text()
     record = json.loads((out / "kvfold.json").read_text())
     assert record["request"]["kv_heads"] == 2
-    assert record["numbers_cached_per_token_and_layer"] == {"from": 128, "to": 32}
+    assert record["cache_elements_per_token_per_layer"] == {"from": 128, "to": 32}
     assert record["tensors"]["model.norm.weight"] == {"origin": "copied", "from": ["model.norm.weight"]}
     assert record["tensors"]["model.layers.1.self_attn.k_proj.weight"]["origin"] == "mean"
     assert set(record["tensors"]) == set(tensors(out))
@@ -329,3 +329,16 @@ def test_the_card_tells_a_cast_from_a_copy(source, tmp_path):
     convert(source, tmp_path / "cast", dtype="float16")
     assert "Everything else is the source's, byte for byte." in (tmp_path / "kept" / "README.md").read_text()
     assert "Everything else is the source's, stored as float16." in (tmp_path / "cast" / "README.md").read_text()
+
+
+def test_progress_is_reported_stage_by_stage(source, tmp_path, capsys):
+    steps = []
+    request = ConvertRequest(model=str(source), out=str(tmp_path / "out"), to="mqa", method="mean")
+    convert_checkpoint(request, progress=lambda *step: steps.append(step))
+    size = sum(value.nbytes for value in tensors(tmp_path / "out").values())
+    assert [step for step in steps if step[0] == "convert"] == [("convert", layers, 3) for layers in range(4)]
+    written = [step for step in steps if step[0] == "write"]
+    assert written[0] == ("write", 0, size)
+    assert written[-1] == ("write", size, size)
+    assert written == sorted(written)
+    assert capsys.readouterr().err == ""

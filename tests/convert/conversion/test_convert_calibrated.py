@@ -64,7 +64,7 @@ def test_principal_is_the_default_and_similar_its_grouping(tmp_path):
 def test_a_calibrated_run_records_its_drift(folded, held_out):
     record = json.loads((folded / "kvfold.json").read_text())
     assert record["calibration"]["sequences"] == 16
-    assert record["calibration"]["kept_aside"] == 8
+    assert record["calibration"]["held_out"] == 8
     drift = record["drift"]
     assert len(drift["layers"]) == 4
     assert drift["cache_bytes_per_token"] == {"source": 4096, "student": 1024}
@@ -116,7 +116,7 @@ def test_latent_checkpoints_are_stock_deepseek(latent, held_out):
     cache = model(held_out[:1]).past_key_values
     held = sum(tensor.numel() for layer in cache.layers for tensor in (layer.keys, layer.values))
     record = json.loads((latent / "kvfold.json").read_text())
-    assert record["numbers_cached_per_token_and_layer"] == {"from": 512, "to": 64}
+    assert record["cache_elements_per_token_per_layer"] == {"from": 512, "to": 64}
     assert held == 64 * held_out.shape[1] * 4
 
 
@@ -196,3 +196,16 @@ def test_engine_layout_has_no_attention_bias_and_plain_rope(tmp_path, held_out, 
     assert f"layout deepseek would by {record['deepseek_layout']['kl']:.4f}" in card
     assert "vLLM accepts one from 0.11.1 on" in card
     assert checkpoint_perplexity(tmp_path / "out", held_out) < 2 * checkpoint_perplexity(latent, held_out)
+
+
+def test_progress_of_a_survey_and_of_the_splits_of_a_budget(tmp_path):
+    steps = []
+    request = ConvertRequest(
+        model=str(demo_folder()), out=str(tmp_path / "out"), to="mla", budget=8, samples=8, seq_len=32, quiet=True
+    )
+    convert_checkpoint(request, progress=lambda *step: steps.append(step))
+    stages = {stage: [step[1:] for step in steps if step[0] == stage] for stage in dict.fromkeys(s[0] for s in steps)}
+    assert list(stages) == ["survey", "splits", "write", "convert"]
+    assert stages["survey"] == [(layers, 4) for layers in range(5)]
+    assert stages["splits"] == [(splits, 3) for splits in range(4)]
+    assert stages["convert"] == [(layers, 4) for layers in range(5)]

@@ -304,7 +304,7 @@ def test_index_and_shards_that_disagree_are_told_at_once(sharded: Path) -> None:
     index = "model.safetensors.index.json"
     assert sorted(problems_of(sharded)) == sorted(
         [
-            f"model-00003-of-00009.safetensors: a shard that {index} does not name; remove it, or mend the index",
+            f"model-00003-of-00009.safetensors: a shard that {index} does not name; remove it, or fix the index",
             f"{sharded}: expected the file model-7.safetensors, found none; fetch it again",
             f"{index}: tensor 'gone' expected in {second}, found no such tensor there",
             f"{second}: tensor 'extra' is not named by {index}",

@@ -1,0 +1,145 @@
+"""The model card of a converted checkpoint. It holds no dates, timings or paths: equal requests give equal bytes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.conversion.record import engine_cost, versions
+from kvfold.convert.io.checkpoint import Checkpoint
+from kvfold.convert.io.hub import parse_hub_id
+
+_CARD = """---
+{front}
+---
+
+# {name}, {kind}
+
+Converted from `{name}` by kvfold {version}: {before} attention became {kind}.
+
+| | source | this checkpoint |
+|---|---|---|
+| attention | {before} | {kind} |
+| KV-cache elements per token per layer | {cached} | {cached_now} |
+{measured}
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+```
+{usage}
+## How it was made
+
+{method}.{refined}
+Everything else is the source's, {rest}. `kvfold.json` holds the request, the versions, a hash of the source and where
+each tensor came from.
+"""
+
+_ABSORB = """
+Stock transformers expands every cached token at every step. To decode over the latent cache itself:
+
+```python
+from kvfold.attention import absorb
+
+absorb(model)
+```
+"""
+
+_ENGINES = """
+Inference engines read this layout as a DeepSeek model whose layers are all dense (read off their sources, not run
+here): vLLM accepts one from 0.11.1 on (0.11.0 raises an error); SGLang makes layers dense by `first_k_dense_replace`
+(0.4.6 and 0.5.5 do); llama.cpp's loader (at 01a723dc630d) asks for a query latent too: convert with `--q-rank` for it.
+"""
+
+_METHODS = {
+    "mean": "Keys and values are the mean of the heads that they replace (Ainslie et al., 2023); it needs uptraining",
+    "first": "Each group keeps its first head (a baseline of Ainslie et al., 2023); it needs uptraining",
+    "random": "Keys and values are drawn at random (a baseline of Ainslie et al., 2023); it must be trained before use",
+    "principal": "Shared keys and values are principal components over text; queries and the output absorb the change",
+    "svd": "Keys and values were factored by a singular value decomposition of their weights; it needs uptraining",
+}
+
+
+_REFINED = """
+Then each layer's attention was refined to reproduce the source's residual stream on the calibration text, no labels."""
+
+
+def _usage(plan: Plan) -> str:
+    if plan.request.to != "mla":
+        return ""
+    return _ABSORB + (_ENGINES if plan.request.layout == "engine" else "")
+
+
+def _measured(found: Mapping[str, Any]) -> str:
+    """Rows of the card's table, and the text that they were measured on."""
+    drift, text = found["drift"], found["calibration"]
+    perplexity, size = drift["perplexity"], drift["cache_bytes_per_token"]
+    return f"""| cache, bytes per token | {size["source"]} | {size["student"]} |
+| perplexity | {perplexity["source"]:.3f} | {perplexity["student"]:.3f} |
+| KL of next-token distributions, nats | | {drift["kl"]["value"]:.4f} |
+| top-1 agreement | | {100 * drift["agreement"]["value"]:.1f} % |
+
+Measured on {drift["sequences"]} x {drift["length"]} held-out tokens of {text["source"]}.
+{engine_cost(found)}
+"""
+
+
+def model_card(plan: Plan, found: Mapping[str, Any]) -> str:
+    """README.md of the converted checkpoint; ``found`` is the content of its ``kvfold.json``."""
+    return _CARD.format(
+        front=front_matter(plan.checkpoint),
+        name=plan.source_name,
+        version=versions()["kvfold"],
+        before=plan.source_kind,
+        kind=plan.layout.kind,
+        cached=plan.cache_elements,
+        cached_now=plan.layout.cache_elements,
+        measured=_measured(found) if "drift" in found else "",
+        usage=_usage(plan),
+        method=_METHODS[plan.request.resolved_method],
+        refined=_REFINED if plan.request.refine else "",
+        rest="byte for byte" if plan.request.dtype == "auto" else f"stored as {plan.request.dtype}",
+    )
+
+
+def front_matter(source: Checkpoint) -> str:
+    """The card's metadata as YAML: the source's license, and the model on the hub that it is or comes from."""
+    from huggingface_hub import ModelCardData
+
+    known = card_metadata(source.folder)
+    metadata = ModelCardData(
+        base_model=source.hub_id or _hub_ids(known.get("base_model")),
+        library_name="transformers",
+        license=_texts(known.get("license")),
+        license_name=_texts(known.get("license_name")),
+        license_link=_texts(known.get("license_link")),
+        tags=["kvfold"],
+    )
+    return str(metadata.to_yaml())
+
+
+def card_metadata(folder: Path) -> dict[str, Any]:
+    """The front matter of the model card in ``folder``, empty when there is none that parses."""
+    from huggingface_hub import metadata_load
+
+    try:
+        return metadata_load(folder / "README.md") or {}
+    except Exception:  # no card, or no YAML in it, in ways that its parser leaves open: no reason to stop a conversion
+        return {}
+
+
+def _texts(value: Any) -> str | list[str] | None:
+    """A string or a list of strings as it is, None for anything else."""
+    if isinstance(value, list):
+        return [item for item in value if isinstance(item, str)] or None
+    return value if isinstance(value, str) else None
+
+
+def _hub_ids(value: Any) -> str | list[str] | None:
+    """``base_model`` as a card gives it, None if it is (as trainers write it) a path on somebody's machine."""
+    texts = _texts(value)
+    names = [texts] if isinstance(texts, str) else texts or []
+    return texts if names and all(parse_hub_id(name) for name in names) else None
