@@ -30,9 +30,9 @@ class AbsorbedProjections:
         """``x [B, T, E]`` -> queries that meet the latent: ``[B, H, T, R]``."""
         return absorb_query(torch.einsum("hde,bte->bhtd", self.query, x), self.query_up)
 
-    def outputs(self, mixed: Tensor) -> Tensor:
+    def outputs(self, z: Tensor) -> Tensor:
         """Weighted latents ``[B, H, T, R]`` -> ``[B, T, E]``."""
-        return torch.einsum("bhtd,ehd->bte", expand_value(mixed, self.value_up), self.output)
+        return torch.einsum("bhtd,ehd->bte", expand_value(z, self.value_up), self.output)
 
     def products(self) -> tuple[Tensor, Tensor]:
         """``W_uk^T W_q [H, R, E]`` and ``W_o W_uv [E, H, R]``, multiplied out in at least float32."""
@@ -54,11 +54,20 @@ def absorbed_projections(W_q: Tensor, W_uk: Tensor, W_uv: Tensor, W_o: Tensor) -
     return AbsorbedProjections(W_q, W_uk, W_uv, W_o)
 
 
+def absorption_pays(queries: int, nope_dim: int, value_dim: int, rank: int) -> bool:
+    """Whether absorbed attention takes fewer multiplications than explicit attention for ``T = queries``.
+
+    Per slot and head: ``T (2 R + P)`` absorbed, ``(Dn + Dv) R + T (Dn + P + Dv)`` explicit.
+    """
+    explicit = nope_dim + value_dim
+    return queries * (2 * rank - explicit) < explicit * rank
+
+
 def absorb_query(query: Tensor, up_key: Tensor) -> Tensor:
     """``W_uk,h^T q``: ``query [B, H, T, Dn]``, ``up_key [H, Dn, R]`` -> ``[B, H, T, R]``."""
     return torch.einsum("bhtd,hdr->bhtr", query, up_key)
 
 
-def expand_value(mixed: Tensor, up_value: Tensor) -> Tensor:
-    """``W_uv,h c``: ``mixed [B, H, T, R]``, ``up_value [H, Dv, R]`` -> ``[B, H, T, Dv]``."""
-    return torch.einsum("bhtr,hdr->bhtd", mixed, up_value)
+def expand_value(z: Tensor, up_value: Tensor) -> Tensor:
+    """``W_uv,h z_h``: ``z [B, H, T, R]``, ``up_value [H, Dv, R]`` -> ``[B, H, T, Dv]``."""
+    return torch.einsum("bhtr,hdr->bhtd", z, up_value)

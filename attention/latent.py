@@ -9,7 +9,8 @@ the rotary key that all heads share, side by side), ``up_key [H, Dn, R]``, ``up_
 
 Explicit: ``W_uk c`` and ``W_uv c`` are made for all heads and slots, ``S H (Dn + Dv) R`` multiplications a call: right
 for prefill and training. Absorbed: ``W_uk`` meets the query and ``W_uv`` the result, attention runs over the cache
-itself as one key head of ``R + P`` dims whose values are its own first ``R``: right for decoding.
+itself as one key head of ``R + P`` dims whose values are its own first ``R``: right for decoding. A decoding step on
+CUDA in half precision runs in the Triton kernel of ``decode/``, all else in blocks (``blocked.py``).
 """
 
 import torch
@@ -18,8 +19,9 @@ from torch.nn.functional import linear
 
 from kvfold.attention.absorbed import absorb_query, expand_value
 from kvfold.attention.checks import expect_alike, expect_shape
+from kvfold.attention.decode.latent import kernel_takes, latent_decode
 from kvfold.attention.grouped import attend
-from kvfold.attention.mask import visibility
+from kvfold.attention.mask import Visibility, visibility
 
 
 def latent_attention(
@@ -39,19 +41,39 @@ def latent_attention(
 ) -> Tensor:
     """The formulas above over the slots each query sees (see ``grouped_attention``): ``[B, H, T, Dv]``.
 
-    Queries and the rotary keys in ``latent`` are already turned. ``scale`` is ``1 / sqrt(Dn + P)`` by default. Raises
+    Queries and the rotary keys in ``latent`` are already rotated. ``scale`` is ``1 / sqrt(Dn + P)`` by default. Raises
     ValueError for shapes, dtypes or devices that do not fit together.
     """
     _check(query_nope, query_rope, latent, up_key, up_value)
-    slots, rank = latent.shape[1], up_key.shape[2]
+    slots = latent.shape[1]
     rule = visibility(query_nope, slots, causal=causal, offset=offset, window=window, starts=starts, lengths=lengths)
     scale = (query_nope.shape[-1] + query_rope.shape[-1]) ** -0.5 if scale is None else scale
     if absorbed:
-        query = torch.cat([absorb_query(query_nope, up_key), query_rope], -1)
-        keys = latent[:, None]
-        return expand_value(attend(query, keys, keys[..., :rank], rule, scale, None), up_value)
+        return expand_value(_attend_latent(absorb_query(query_nope, up_key), query_rope, latent, rule, scale), up_value)
     key, value = expand_latent(latent, up_key, up_value)
     return attend(torch.cat([query_nope, query_rope], -1), key, value, rule, scale, None)
+
+
+def _attend_latent(query: Tensor, query_rope: Tensor, latent: Tensor, rule: Visibility, scale: float) -> Tensor:
+    """Weighted latents ``z [B, H, T, R]`` of absorbed queries ``[B, H, T, R]``."""
+    rank = query.shape[-1]
+    if _by_kernel(query, query_rope, latent, rule):
+        slots = latent.shape[1]
+        seen = None if rule.sees_all(1, slots) else rule.block(0, 1, 0, slots, latent.device)[:, None]
+        return latent_decode(query, query_rope, latent[..., :rank], latent[..., rank:], scale, seen)
+    keys = latent[:, None]
+    return attend(torch.cat([query, query_rope], -1), keys, keys[..., :rank], rule, scale, None)
+
+
+def _by_kernel(query: Tensor, query_rope: Tensor, latent: Tensor, rule: Visibility) -> bool:
+    """Whether the Triton kernel computes this call; it has no gradient and would read the keys outside of a window.
+
+    On a CPU ``latent_decode`` would gain nothing: blocks read a joined cache faster than it does, by a little in
+    float32 and about twice in bfloat16 (``recipes/benchmarks/bench_attention.py`` measures both).
+    """
+    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, query_rope, latent))
+    plain = rule.window is None and not wants_gradient and min(latent.shape) > 0
+    return plain and kernel_takes(query, query_rope, None)
 
 
 def expand_latent(latent: Tensor, up_key: Tensor, up_value: Tensor) -> tuple[Tensor, Tensor]:

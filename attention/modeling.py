@@ -1,4 +1,4 @@
-"""Attention modules that take their projections as arguments: any Linear, quantised, adapted or fused one will do.
+"""Attention modules that take their projections as arguments: any Linear, quantized, adapted or fused one will do.
 
 Shapes: ``B`` sequences, ``T`` new tokens, ``S`` slots in the cache after them, ``E`` model dim, ``H`` query heads,
 ``G`` key/value heads, ``D`` head dim, ``Dv`` value dim, ``R`` latent rank, ``P`` rotary dims, ``Dn`` other query dims.
@@ -7,6 +7,7 @@ Shapes: ``B`` sequences, ``T`` new tokens, ``S`` slots in the cache after them, 
 import torch
 from torch import Tensor, nn
 
+from kvfold.attention.absorbed import absorption_pays
 from kvfold.attention.cache import KVCache, LatentCache, SlotCache
 from kvfold.attention.checks import expect_at_least, expect_divides, expect_shape
 from kvfold.attention.grouped import grouped_attention
@@ -103,14 +104,14 @@ class GroupedAttention(nn.Module):
             key, value = self._memory(x, memory, cache, counts)
         else:
             key, value = self._project(x)
-            offset, own = _place(cache, x.shape[1])
+            offset, slots = _place(cache, x.shape[1])
             if self.rotation is not None:
-                tables = self.rotation.tables(own.to(x.device) if positions is None else positions, query.dtype)
+                tables = self.rotation.tables(slots.to(x.device) if positions is None else positions, query.dtype)
                 query, key = self.rotation(query, tables), self.rotation(key, tables)
             if cache is not None:
                 key, value = cache.append(key, value, counts)
         lengths = cache.lengths if cache is not None and lengths is None else lengths
-        mixed = grouped_attention(
+        z = grouped_attention(
             query,
             key,
             value,
@@ -122,10 +123,10 @@ class GroupedAttention(nn.Module):
             bias=bias,
             scale=self.scale,
         )
-        return _output(self.output, mixed)
+        return _output(self.output, z)
 
     def _project(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys ``[B, G, S, D]``, not yet turned, and values ``[B, G, S, Dv]``."""
+        """Keys ``[B, G, S, D]``, not yet rotated, and values ``[B, G, S, Dv]``."""
         key = self.key_norm(_heads(self.key(source), self.kv_heads))
         return key, _heads(self.value(source), self.kv_heads)
 
@@ -193,10 +194,8 @@ class LatentAttention(nn.Module):
         return weight[:, : self.nope_dim], weight[:, self.nope_dim :]
 
     def absorbs(self, queries: int) -> bool:
-        """Whether absorption takes fewer multiplications for this many queries: per slot and head ``T (2 R + P)``
-        against ``(Dn + Dv) R + T (Dn + P + Dv)``."""
-        explicit = self.nope_dim + self.value_dim
-        return queries * (2 * self.kv_rank - explicit) < explicit * self.kv_rank
+        """Whether absorption takes fewer multiplications for this many queries (``absorption_pays``)."""
+        return absorption_pays(queries, self.nope_dim, self.value_dim, self.kv_rank)
 
     def forward(
         self,
@@ -214,16 +213,16 @@ class LatentAttention(nn.Module):
         ``absorbed`` ``None``: explicit without a cache (training, encoding), and with one whatever ``absorbs`` says.
         """
         _expect_tokens(x)
-        offset, own = _place(cache, x.shape[1])
+        offset, slots = _place(cache, x.shape[1])
         query = _heads(self.query(x), self.heads)
         expect_shape("query(x)", query, "B H T Dn+P", {"Dn+P": self.nope_dim + self.rope_dim})
         nope, rope = torch.split(query, [self.nope_dim, self.rope_dim], -1)
-        tables = self.rotation.tables(own.to(x.device) if positions is None else positions, x.dtype)
+        tables = self.rotation.tables(slots.to(x.device) if positions is None else positions, x.dtype)
         latent = self._latent(x, tables)
         if cache is not None:
             latent = cache.append(latent, counts)
             lengths = cache.lengths if lengths is None else lengths
-        mixed = latent_attention(
+        z = latent_attention(
             nope,
             self.rotation(rope, tables),
             latent,
@@ -236,10 +235,10 @@ class LatentAttention(nn.Module):
             lengths=lengths,
             scale=self.scale,
         )
-        return _output(self.output, mixed)
+        return _output(self.output, z)
 
     def _latent(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """What the cache holds of ``x``: ``[B, T, R + P]``, normalised and turned."""
+        """The cache entries of ``x``: normed latent and rotated key, ``[B, T, R + P]``."""
         down: Tensor = self.down(x)
         expect_shape("down(x)", down, "B T R+P", {"R+P": self.kv_rank + self.rope_dim})
         c, rope = torch.split(down, [self.kv_rank, self.rope_dim], -1)
@@ -264,7 +263,7 @@ def _place(cache: SlotCache | None, queries: int) -> tuple[int | Tensor | None, 
     return cache.length if cache.lengths is None else cache.lengths, cache.positions(queries)
 
 
-def _output(projection: nn.Module, mixed: Tensor) -> Tensor:
-    """``[B, H, T, Dv]`` through ``H Dv -> E``."""
-    result: Tensor = projection(mixed.transpose(1, 2).flatten(2))
+def _output(projection: nn.Module, z: Tensor) -> Tensor:
+    """The attention context ``z [B, H, T, Dv]`` through ``H Dv -> E``: ``[B, T, E]``."""
+    result: Tensor = projection(z.transpose(1, 2).flatten(2))
     return result

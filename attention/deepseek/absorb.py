@@ -3,8 +3,8 @@
 Stock transformers expands every cached token into every head's keys and values at every step, ``S H (Dn + Dv) R``
 multiplications a layer. After ``absorb`` a decoding step attends over the cached latents themselves
 (``kvfold.attention.absorbed``); prefill and training go on as before. Weights, state dict and the cache's layout
-(normed latent, turned rotary key: what transformers itself caches for this class) stay as they are, so a cache begun by
-one form can be continued by the other, ``generate``, ``save_pretrained`` and ``torch.compile`` work unchanged, and
+(normed latent, rotated key: what transformers itself caches for this class) stay as they are, so a cache begun by one
+form can be continued by the other, ``generate``, ``save_pretrained`` and ``torch.compile`` work unchanged, and
 ``unabsorb`` undoes it.
 
     from kvfold.attention import absorb
@@ -27,14 +27,14 @@ def absorb(model: Model) -> Model:
 
     Absorbing twice changes nothing. Raises ValueError when ``model`` has no such attention.
     """
-    found = [module for module in model.modules() if type(module) in FORMS or type(module) in _STOCK]
-    if not found:
+    layers = [module for module in model.modules() if type(module) in FORMS or type(module) in _STOCK]
+    if not layers:
         names = ", ".join(stock.__name__ for stock in FORMS)
         raise ValueError(
             f"model: expected latent attention of transformers' own classes ({names}), found none in "
             f"{type(model).__name__}; convert a checkpoint with `kvfold convert MODEL OUT --to mla`"
         )
-    for module in found:
+    for module in layers:
         _become(module, FORMS.get(type(module), type(module)))
     return model
 
@@ -45,11 +45,6 @@ def unabsorb(model: Model) -> Model:
         if type(module) in _STOCK:
             _become(module, _STOCK[type(module)])
     return model
-
-
-def is_absorbed(model: nn.Module) -> bool:
-    """Whether any layer of ``model`` is absorbed."""
-    return any(type(module) in _STOCK for module in model.modules())
 
 
 def _become(module: nn.Module, form: type[nn.Module]) -> None:

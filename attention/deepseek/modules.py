@@ -1,6 +1,6 @@
 """Latent attention of transformers' DeepSeek classes, decoding over the latent cache.
 
-Shapes: ``hidden [B, T, E]``; the cache holds per layer the normed latent ``[B, 1, S, R]`` as keys and the turned rotary
+Shapes: ``hidden [B, T, E]``; the cache holds per layer the normed latent ``[B, 1, S, R]`` as keys and the rotated
 key ``[B, 1, S, P]`` as values. A call is absorbed when it reads a cache for few queries and nothing wants a gradient;
 otherwise keys and values are expanded and go to the attention function that the model is configured with.
 """
@@ -16,10 +16,10 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Atten
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from kvfold.attention.absorbed import absorb_query, expand_value
-from kvfold.attention.deepseek.decode import latent_decode, latent_rows
+from kvfold.attention.absorbed import absorb_query, absorption_pays, expand_value
+from kvfold.attention.decode.latent import latent_decode, latent_rows
 
-Found = tuple[Tensor, Tensor | None]  # mixed values [B, T, H, Dv], attention weights [B, H, T, S]
+Context = tuple[Tensor, Tensor | None]  # z [B, T, H, Dv], attention weights [B, H, T, S] (eager attention only)
 
 
 class _Absorbed(nn.Module):
@@ -34,7 +34,7 @@ class _Absorbed(nn.Module):
         attention_mask: Any = None,
         past_key_values: Any = None,
         **kwargs: Any,
-    ) -> Found:
+    ) -> Context:
         """As the stock modules: output ``[B, T, E]`` and, with eager attention, the attention weights."""
         this = cast(Any, self)
         nope, rope = _query(this, hidden_states)
@@ -44,10 +44,10 @@ class _Absorbed(nn.Module):
             latent, key_rope = past_key_values.update(latent, key_rope, this.layer_idx)
         has_past = latent.shape[2] > hidden_states.shape[1]
         if has_past and _absorbs(this, nope, attention_mask):
-            mixed, weights = _absorbed(this, nope, rope, latent, key_rope, attention_mask)
+            z, weights = _absorbed(this, nope, rope, latent, key_rope, attention_mask)
         else:
-            mixed, weights = _explicit(this, nope, rope, latent, key_rope, attention_mask, kwargs)
-        return this.o_proj(mixed.reshape(*hidden_states.shape[:-1], -1)), weights
+            z, weights = _explicit(this, nope, rope, latent, key_rope, attention_mask, kwargs)
+        return this.o_proj(z.reshape(*hidden_states.shape[:-1], -1)), weights
 
 
 class AbsorbedDeepseekV2Attention(_Absorbed, DeepseekV2Attention):  # type: ignore[misc]  # transformers has no types
@@ -69,7 +69,7 @@ FORMS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def _query(this: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """``[B, H, T, Dn]`` and ``[B, H, T, P]``, not yet turned."""
+    """``[B, H, T, Dn]`` and ``[B, H, T, P]``, not yet rotated."""
     if this.q_lora_rank is None:
         query = this.q_proj(hidden)
     else:
@@ -80,57 +80,56 @@ def _query(this: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _latent(this: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The normed latent ``[B, 1, T, R]`` and the rotary key ``[B, 1, T, P]``, not yet turned."""
+    """The normed latent ``[B, 1, T, R]`` and the rotary key ``[B, 1, T, P]``, not yet rotated."""
     down = this.kv_a_proj_with_mqa(hidden)
     latent, rope = torch.split(down, [this.kv_lora_rank, this.qk_rope_head_dim], -1)
     return this.kv_a_layernorm(latent)[:, None], rope[:, None]
 
 
 def _rotate(this: Any, query: Tensor, key: Tensor, embeddings: Any) -> tuple[Tensor, Tensor]:
-    """By the stock file's own functions, so that every version's conventions hold: V2 turns complex numbers."""
+    """By the functions of the stock file, so that every version's conventions hold: V2 multiplies complex numbers."""
     if isinstance(embeddings, Tensor):
-        turned = this.home.apply_rotary_emb(query, key, embeddings.to(query.device))
+        rotated = this.home.apply_rotary_emb(query, key, embeddings.to(query.device))
     elif this.config.rope_interleave:
-        turned = this.home.apply_rotary_pos_emb_interleave(query, key, *embeddings)
+        rotated = this.home.apply_rotary_pos_emb_interleave(query, key, *embeddings)
     else:
-        turned = this.home.apply_rotary_pos_emb(query, key, *embeddings)
-    return cast(tuple[Tensor, Tensor], turned)
+        rotated = this.home.apply_rotary_pos_emb(query, key, *embeddings)
+    return cast(tuple[Tensor, Tensor], rotated)
 
 
 def _absorbs(this: Any, nope: Tensor, mask: Any) -> bool:
     """Whether to attend over the latents: fewer multiplications, no gradient, a mask and a weight that can be read.
 
-    Per slot and head absorption takes ``T (2 R + P)`` multiplications, expansion ``(Dn + Dv) R + T (Dn + P + Dv)``.
-    Without a mask several queries are left to the attention function, whose own rule says which keys they see. A weight
-    on another device is offloaded, and an up-projection that is not a plain linear layer (an adapter, a quantised one)
+    Several queries without a mask are left to the attention function, whose own rule says which keys they see. A weight
+    on another device is offloaded, and an up-projection that is not a plain linear layer (an adapter, a quantized one)
     has no weight to absorb.
     """
-    queries, explicit = nope.shape[2], this.qk_nope_head_dim + this.v_head_dim
-    fewer = queries * (2 * this.kv_lora_rank - explicit) < explicit * this.kv_lora_rank
+    queries = nope.shape[2]
+    pays = absorption_pays(queries, this.qk_nope_head_dim, this.v_head_dim, this.kv_lora_rank)
     wants_gradient = torch.is_grad_enabled() and (this.training or nope.requires_grad)
     readable = queries == 1 if mask is None else isinstance(mask, Tensor) and (mask.dim() == 4 or queries == 1)
     plain = type(this.kv_b_proj) is nn.Linear and this.kv_b_proj.weight.device == nope.device
-    return fewer and not wants_gradient and readable and plain
+    return pays and not wants_gradient and readable and plain
 
 
-def _absorbed(this: Any, nope: Tensor, rope: Tensor, latent: Tensor, key_rope: Tensor, mask: Tensor | None) -> Found:
+def _absorbed(this: Any, nope: Tensor, rope: Tensor, latent: Tensor, key_rope: Tensor, mask: Tensor | None) -> Context:
     heads = this.kv_b_proj.weight.view(-1, this.qk_nope_head_dim + this.v_head_dim, this.kv_lora_rank)
     up_key, up_value = heads[:, : this.qk_nope_head_dim], heads[:, this.qk_nope_head_dim :]  # views: nothing is copied
     query = absorb_query(nope, up_key)
     if mask is not None and mask.dim() == 2:
-        mask = mask[:, None, None].bool()  # what flash attention is given: which tokens are none
+        mask = mask[:, None, None].bool()  # flash attention's mask: true for real tokens
     mask = None if mask is None else mask[..., : latent.shape[2]]
     weights = None
     if this.config._attn_implementation == "eager":
-        mixed, weights = latent_rows(query, rope, latent[:, 0], key_rope[:, 0], mask, this.scaling)
+        z, weights = latent_rows(query, rope, latent[:, 0], key_rope[:, 0], mask, this.scaling)
     else:
-        mixed = latent_decode(query, rope, latent[:, 0], key_rope[:, 0], this.scaling, mask)
-    return expand_value(mixed, up_value).transpose(1, 2), weights
+        z = latent_decode(query, rope, latent[:, 0], key_rope[:, 0], this.scaling, mask)
+    return expand_value(z, up_value).transpose(1, 2), weights
 
 
 def _explicit(
     this: Any, nope: Tensor, rope: Tensor, latent: Tensor, key_rope: Tensor, mask: Any, options: dict[str, Any]
-) -> Found:
+) -> Context:
     """Every head's keys ``[B, H, S, Dn + P]`` and values ``[B, H, S, Dv]``, and the configured attention over them."""
     up = this.kv_b_proj(latent[:, 0])
     up = up.view(*up.shape[:2], -1, this.qk_nope_head_dim + this.v_head_dim).transpose(1, 2)
@@ -140,5 +139,4 @@ def _explicit(
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(this.config._attn_implementation, eager)
     dropout = this.attention_dropout if this.training else 0.0
     query = torch.cat([nope, rope], -1)
-    found = attend(this, query, key, value, mask, dropout=dropout, scaling=this.scaling, **options)
-    return cast(Found, found)
+    return cast(Context, attend(this, query, key, value, mask, dropout=dropout, scaling=this.scaling, **options))

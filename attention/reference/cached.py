@@ -1,11 +1,11 @@
 """The same variants one token at a time: what a decoder keeps between steps, and what it computes from it.
 
 Each ``*_step`` takes the new token ``x [E]`` and a cache, a plain list with one entry per earlier token, appends what
-the variant caches of ``x``, and gives ``y [E]``. A sequence fed step by step must give what reference.py gives for the
-whole of it. Shapes and sources as there; the entries per token are
+the variant caches of ``x``, and gives ``y [E]``. A sequence fed step by step must give what whole.py computes for all
+of it at once. Shapes and sources as there; the entries per token are
 
-    grouped-query   keys [G, D], values [G, Dv]     2 G D numbers (G = H: multi-head, G = 1: multi-query)
-    latent          c [R], k_rope [P]               R + P numbers
+    grouped-query   keys [G, D], values [G, Dv]     2 G D elements (G = H: multi-head, G = 1: multi-query)
+    latent          c [R], k_rope [P]               R + P elements
     cross           nothing per step: the memory's keys [G, S, D] and values [G, S, Dv], once
 """
 
@@ -40,8 +40,8 @@ def grouped_query_step(
     cache.append((key[:, 0], value[:, 0]))
     keys = torch.stack([key for key, _ in cache], 1)  # [G, S, D]
     values = torch.stack([value for _, value in cache], 1)
-    mixed = grouped_query_heads(query, keys, values, BIDIRECTIONAL, scale)
-    return project_output(mixed, w.output, w.output_bias)[0]
+    z = grouped_query_heads(query, keys, values, BIDIRECTIONAL, scale)
+    return project_output(z, w.output, w.output_bias)[0]
 
 
 def latent_step(
@@ -54,8 +54,8 @@ def latent_step(
     heads = absorbed_heads if absorbed else latent_heads
     latents = torch.stack([c for c, _ in cache])  # [S, R]
     rope_keys = torch.stack([rope_key for _, rope_key in cache])
-    mixed = heads(*latent_queries(x[None], w, turn, here), latents, rope_keys, w, BIDIRECTIONAL, scale)
-    return project_output(mixed, w.output)[0]
+    z = heads(*latent_queries(x[None], w, turn, here), latents, rope_keys, w, BIDIRECTIONAL, scale)
+    return project_output(z, w.output)[0]
 
 
 def cross_cache(memory: Tensor, w: GroupedWeights) -> tuple[Tensor, Tensor]:
@@ -71,5 +71,5 @@ def cross_step(x: Tensor, cache: tuple[Tensor, Tensor], w: GroupedWeights, scale
     heads = range(w.query.shape[0])
     here = torch.arange(1)
     query = torch.stack([project_head(x[None], w.query, w.query_bias, h, no_rope, here) for h in heads])
-    mixed = grouped_query_heads(query, *cache, BIDIRECTIONAL, scale)
-    return project_output(mixed, w.output, w.output_bias)[0]
+    z = grouped_query_heads(query, *cache, BIDIRECTIONAL, scale)
+    return project_output(z, w.output, w.output_bias)[0]

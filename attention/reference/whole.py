@@ -3,15 +3,14 @@
 Nothing here shares code with the fast paths, which are tested against it. One sequence at a time; shapes: ``T`` query
 tokens, ``S`` key tokens, ``E`` model dim, ``H`` query heads, ``G`` key/value heads, ``D`` head dim, ``Dv`` value dim,
 ``R`` latent rank, ``Rq`` query latent rank, ``P`` rotary dims, ``Dn`` dims of a query without rotation. Weights map
-columns: ``W [D, E]`` takes ``x [E]`` to ``W x [D]``. Token-by-token versions with caches are in reference_cached.py.
+columns: ``W [D, E]`` takes ``x [E]`` to ``W x [D]``. Token-by-token versions with caches are in cached.py.
 
 Sources: Vaswani et al. 2017 ("Attention is all you need"), Shazeer 2019 ("Fast transformer decoding"), Ainslie et al.
 2023 ("GQA"), DeepSeek-AI 2024 ("DeepSeek-V2"), Su et al. 2021 ("RoFormer").
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,15 +42,6 @@ class LatentWeights:
     up_value: Tensor  # [H, Dv, R], W_uv
     output: Tensor  # [E, H, Dv]
     query_down: Tensor | None = None  # [Rq, E], W_dq
-
-
-Weights = TypeVar("Weights", GroupedWeights, LatentWeights)
-
-
-def as_float64(weights: Weights) -> Weights:
-    """The same weights in the precision of this file."""
-    found = {field.name: getattr(weights, field.name) for field in fields(weights)}
-    return replace(weights, **{name: w.double() for name, w in found.items() if w is not None})
 
 
 # The pieces
@@ -309,8 +299,8 @@ def absorbed_heads(
     heads = []
     for h in range(len(nope)):
         query = torch.cat([project(nope[h], w.up_key[h].T), rope[h]], -1)
-        mixed = attention(query, torch.cat([c, rope_key], -1), c, masks, h, scale)
-        heads.append(project(mixed, w.up_value[h]))
+        z = attention(query, torch.cat([c, rope_key], -1), c, masks, h, scale)
+        heads.append(project(z, w.up_value[h]))
     return torch.stack(heads)
 
 
@@ -320,5 +310,5 @@ def latent_attention(
     """Multi-head latent attention (DeepSeek-V2 2024, sec. 2.1): ``x [T, E]`` -> ``[T, E]``."""
     places = torch.arange(len(x))
     heads = absorbed_heads if absorbed else latent_heads
-    mixed = heads(*latent_queries(x, w, turn, places), *latent_keys(x, w, turn, places), w, masks, scale)
-    return project_output(mixed, w.output)
+    z = heads(*latent_queries(x, w, turn, places), *latent_keys(x, w, turn, places), w, masks, scale)
+    return project_output(z, w.output)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from kvfold.attention import absorbed
-from kvfold.attention.deepseek.decode import latent_decode
+from kvfold.attention.decode.latent import latent_decode
 from kvfold.convert.bench.clock import Clock
 from kvfold.convert.bench.costs import Weights, costs
 from kvfold.convert.bench.run import Options, bench, bench_table, subjects

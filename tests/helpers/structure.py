@@ -24,7 +24,7 @@ FLOORS = {
         ["checks", "products"],
         ["mask", "rotary"],
         ["cache", "reference"],
-        ["blocked"],
+        ["blocked", "decode"],
         ["grouped", "absorbed"],
         ["latent"],
         ["modeling"],

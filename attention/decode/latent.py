@@ -7,17 +7,21 @@ Shapes: ``query [B, H, T, R]`` (already absorbed), ``query_rope [B, H, T, P]``, 
     result_ht = sum_s softmax(score)_hts latent_s
 
 Latent and rotary key are two tensors, as transformers caches them; nothing joins them. On CUDA in half precision a
-Triton kernel reads each slot once for all heads (``kernels/latent_decode.py``); elsewhere blocks of matrix products do.
-One registered operator, so that a traced graph holds one node. Forward only.
+Triton kernel reads each slot once for all heads (``kernel.py``; ``kernel_takes`` says which calls); elsewhere blocks of
+matrix products do. One registered operator, so that a traced graph holds one node. Forward only.
 """
+
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from kvfold.attention.deepseek.kernels import triton_decode
 from kvfold.attention.products import fast, mix, row_products
 
-_SCORES = 1 << 19  # scores held at once on a CPU
+_SCORES = 1 << 19  # scores held at once on a CPU: in float32 they take 2 MB, about a core's cache
+_HAS_TRITON = find_spec("triton") is not None
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_KERNEL_RANK, _KERNEL_ROPE = 512, 64  # DeepSeek's own sizes: larger tiles do not fit a multiprocessor's shared memory
 
 
 def latent_decode(
@@ -32,6 +36,18 @@ def latent_decode(
     return _decode(query, query_rope, latent, key_rope, scale, mask)  # an operator's call is slow
 
 
+def kernel_takes(query: Tensor, query_rope: Tensor, mask: Tensor | None) -> bool:
+    """Whether the Triton kernel computes this call: CUDA, half precision, one query, ``R <= 512``, ``P <= 64``.
+
+    A mask must be boolean and the same for all heads. Shapes as at the top of this file.
+    """
+    if not _HAS_TRITON or query.device.type != "cuda" or query.dtype not in _KERNEL_DTYPES or query.shape[2] != 1:
+        return False
+    if query.shape[-1] > _KERNEL_RANK or query_rope.shape[-1] > _KERNEL_ROPE:
+        return False
+    return mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
+
+
 @torch.library.custom_op("kvfold::latent_decode", mutates_args=())
 def _operator(
     query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None
@@ -42,9 +58,10 @@ def _operator(
 def _decode(
     query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None
 ) -> Tensor:
-    kernel = triton_decode(query, query_rope, mask)
-    if kernel is not None:
-        return kernel(query, query_rope, latent, key_rope, scale, mask=None if mask is None else mask[:, 0, 0])
+    if kernel_takes(query, query_rope, mask):
+        from kvfold.attention.decode.kernel import decode_latent  # imports Triton, which is optional
+
+        return decode_latent(query, query_rope, latent, key_rope, scale, mask=None if mask is None else mask[:, 0, 0])
     if query.device.type != "cpu":
         return latent_rows(query, query_rope, latent, key_rope, mask, scale)[0]
     return _in_blocks(query, query_rope, latent, key_rope, scale, mask)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvfold.attention.deepseek import decode as home
-from kvfold.attention.deepseek.decode import latent_decode, latent_rows
+from kvfold.attention.decode import latent as home
+from kvfold.attention.decode.latent import latent_decode, latent_rows
 
 
 def problem(dtype, slots, queries=1, batch=3):

@@ -28,7 +28,7 @@ CASES = {
 WORKER = """
 import json, sys
 import torch
-from kvfold.attention.deepseek.kernel import decode_latent
+from kvfold.attention.decode.kernel import decode_latent
 
 def run(B=3, H=4, R=64, P=16, S=130, dtype="float16", splits=None, lengths=None, padding=None, strided=False, gain=1.0):
     torch.manual_seed(3)
@@ -57,14 +57,46 @@ def run(B=3, H=4, R=64, P=16, S=130, dtype="float16", splits=None, lengths=None,
     return {"shape": list(found.shape), "finite": bool(found.isfinite().all()), "error": error(found),
             "naive": error(formula(kind)), "size": float(exact.abs().max()), "first": float(found[0].abs().max())}
 
-print(json.dumps({name: run(**case) for name, case in json.load(sys.stdin).items()}))
+def route(dtype, S=130, **options):
+    # through latent_attention(absorbed=True), which takes the kernel on CUDA only: here kernel_takes looks at the dtype
+    from kvfold.attention import latent, latent_attention
+    from kvfold.attention.decode import kernel, latent as home
+    from kvfold.attention.reference import whole
+    calls = []
+    plain = kernel.decode_latent
+    kernel.decode_latent = lambda *some, **more: calls.append(1) or plain(*some, **more)
+    latent.kernel_takes = home.kernel_takes = lambda query, *_: query.dtype in home._KERNEL_DTYPES
+    torch.manual_seed(3)
+    sizes = (3, 4, 1, 16), (3, 4, 1, 8), (3, S, 40), (4, 16, 32), (4, 16, 32)
+    inputs = [torch.randn(size).to(getattr(torch, dtype)) for size in sizes]
+    options = {name: torch.tensor(value) for name, value in options.items()}
+    with torch.no_grad():
+        found, naive = (latent_attention(*inputs, absorbed=form, **options) for form in (True, False))
+    nope, rope, cache, *ups = (x.double() for x in inputs)
+    weights = whole.LatentWeights(*[cache] * 4, *ups, cache)
+    own = [{name: int(value[row]) for name, value in options.items()} for row in range(3)]
+    masks = [whole.Masks(True, S - 1, None, each.get("starts", 0), each.get("lengths")) for each in own]
+    exact = torch.stack([whole.absorbed_heads(nope[row], rope[row], cache[row, :, :32], cache[row, :, 32:], weights,
+                                              masks[row], None) for row in range(3)])
+    error = lambda x: float((x.double() - exact).square().mean().sqrt())
+    return {"calls": len(calls), "error": error(found), "naive": error(naive), "first": float(found[0].abs().max())}
+
+cases = json.load(sys.stdin)
+print(json.dumps({name: (route if case.pop("route", False) else run)(**case) for name, case in cases.items()}))
 """
+ROUTED = {
+    "float16": {"dtype": "float16"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "left-padding": {"dtype": "float16", "starts": [0, 5, 100]},
+    "sees-nothing": {"dtype": "float16", "lengths": [0, 7, 130]},
+}
 
 
 @pytest.fixture(scope="module")
 def found():
+    cases = CASES | {f"routed {name}": {"route": True, **case} for name, case in ROUTED.items()}
     environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return json.loads(run_python("-c", WORKER, input=json.dumps(CASES), environment=environment).stdout)
+    return json.loads(run_python("-c", WORKER, input=json.dumps(cases), environment=environment).stdout)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -76,3 +108,11 @@ def test_error_is_at_most_twice_that_of_the_naive_formula(found, case):
 
 def test_a_sequence_that_sees_nothing_gives_zeros(found):
     assert found["sees-nothing"]["first"] == 0
+
+
+@pytest.mark.parametrize("case", ROUTED)
+def test_latent_attention_reaches_the_kernel(found, case):
+    result = found[f"routed {case}"]
+    assert result["calls"] == 1
+    assert result["error"] <= 2 * result["naive"]
+    assert (result["first"] == 0) == (case == "sees-nothing")
