@@ -1,28 +1,26 @@
-"""Run one decoder layer of a transformers model and keep what its attention did.
+"""Run one decoder layer of a transformers model and record what its attention did.
 
 Queries and keys are taken where every transformers family hands them over, after rotary embedding and per-head norms:
-an attention function of our own is named in the config for the length of one call; it notes its arguments and lets the
-function that the model would have used compute the result. Nothing of the model is replaced.
+the recorder is named in the config as the attention function for the length of one call; it notes its arguments and
+lets the function that the model would have used compute the result. Nothing of the model is replaced.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import AttentionInterface
 
+from kvfold.attention.drift.frame import Arguments, Stop, attention_of
 from kvfold.attention.drift.streams import LayerOutput
 
-IMPLEMENTATION = "kvfold_capture"
-_ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
+RECORDER = "kvfold_recorder"
 _OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo")
-
-
-class _Stop(Exception):
-    """Leaves a layer once its attention has been seen."""
 
 
 @dataclass(frozen=True)
@@ -38,47 +36,78 @@ class _Call:
 
 @dataclass
 class _Recording:
-    """What is noted while one layer runs. ``implementation`` is the attention function the model really uses."""
+    """What is noted while one layer runs. ``implementation`` is the attention function that the model really uses."""
 
     implementation: str
     input: Tensor | None = None
     output: Tensor | None = None
+    output_weight: Tensor | None = None
     call: _Call | None = None
 
 
-_ACTIVE: list[_Recording] = []
+_current: ContextVar[_Recording] = ContextVar("kvfold_recording")
 
 
-def attention_of(layer: nn.Module) -> nn.Module:
-    """The self-attention module of a decoder layer; ValueError when it has none of the usual names."""
-    for name in _ATTENTION_NAMES:
-        module = getattr(layer, name, None)
-        if isinstance(module, nn.Module):
-            return module
-    found = ", ".join(name for name, _ in layer.named_children()) or "no children"
-    raise ValueError(f"layer: expected a child named {', '.join(_ATTENTION_NAMES)}, found {found}")
+@dataclass(frozen=True)
+class OpenLayer:
+    """One layer of a stream, in memory.
+
+    ``arguments`` gives what the stock model passes the layer beside a residual stream ``[B, T, E]``. ``tensors`` take
+    the place of the module's own parameters, under the same names; None runs the module as it is.
+    """
+
+    index: int
+    module: nn.Module
+    arguments: Callable[[Tensor], Arguments]
+    tensors: dict[str, Tensor] | None = None
+
+    def __call__(self, hidden: Tensor) -> LayerOutput:
+        """Run the whole layer on ``hidden [B, T, E]``."""
+        given = self.arguments(hidden)
+        return run_layer(self.module, hidden, given.args, given.kwargs, self.tensors)
+
+    def attend(self, hidden: Tensor) -> LayerOutput:
+        """Run the layer up to its attention's output only: ``hidden`` of the result is None."""
+        given = self.arguments(hidden)
+        return run_layer(self.module, hidden, given.args, given.kwargs, self.tensors, whole=False)
+
+    def run_submodule(self, name: str, inputs: Tensor) -> Tensor:
+        """What the module ``name`` of the layer makes of ``inputs``."""
+        module = self.module.get_submodule(name)
+        prefix = f"{name}."
+        own = {key.removeprefix(prefix): value for key, value in (self.tensors or {}).items() if key.startswith(prefix)}
+        result: Tensor = functional_call(module, own, (inputs,))
+        return result
 
 
 def run_layer(
-    layer: nn.Module, hidden: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], *, whole: bool = True
+    layer: nn.Module,
+    hidden: Tensor,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    tensors: Mapping[str, Tensor] | None = None,
+    *,
+    whole: bool = True,
 ) -> LayerOutput:
     """Run ``layer(hidden, *args, **kwargs)`` as the stock model would, or only as far as its attention's output.
 
-    ``query`` and ``key`` of the result are ``None`` for models whose attention does not go through transformers'
-    attention interface, or whose mask is neither causal nor a causal sliding window. Raises ValueError for a layer
-    that never calls its attention module.
+    ``tensors`` are used for the layer's parameters of those names; gradients flow to them. ``query`` and ``key`` of the
+    result are None for models whose attention does not go through transformers' attention interface, or whose mask
+    says more than causality and a window. Raises ValueError for a layer that never calls its attention module.
     """
     attention = attention_of(layer)
     with _recording(attention, whole) as recording:
         try:
-            result = layer(hidden, *args, **kwargs)
-        except _Stop:
+            if tensors is None:
+                result = layer(hidden, *args, **kwargs)
+            else:
+                result = functional_call(layer, dict(tensors), (hidden, *args), dict(kwargs))
+        except Stop:
             result = None
     if recording.output is None or recording.input is None:
         raise ValueError(f"layer: expected {type(layer).__name__} to call its attention module, which it did not")
     after = result[0] if isinstance(result, tuple) else result
-    details = {} if recording.call is None else _details(attention, recording.call, recording.output.shape[-1])
-    return LayerOutput(after, recording.output, recording.input, **details)
+    return LayerOutput(after, recording.output, recording.input, **_details(recording))
 
 
 @contextmanager
@@ -92,20 +121,21 @@ def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
 
     def note_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         recording.output = output[0] if isinstance(output, tuple) else output
+        recording.output_weight = _output_weight(module)  # within the call: it may be one of ``tensors``
         if not whole:
-            raise _Stop
+            raise Stop
 
     hooks = (
         attention.register_forward_pre_hook(note_input, with_kwargs=True),
         attention.register_forward_hook(note_output),
     )
-    _ACTIVE.append(recording)
-    _name_implementation(config, IMPLEMENTATION)
+    token = _current.set(recording)
+    _name_implementation(config, RECORDER)
     try:
         yield recording
     finally:
         _name_implementation(config, own)
-        _ACTIVE.pop()
+        _current.reset(token)
         for hook in hooks:
             hook.remove()
 
@@ -115,18 +145,19 @@ def _name_implementation(config: Any, name: str) -> None:
         config._attn_implementation_internal = name  # the public setter also rewrites every sub-config
 
 
-def _capture(
+def _record(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: notes the call and computes it as the model would have."""
-    recording = _ACTIVE[-1]
+    recording = _current.get()
     compute = _implementation(module, recording.implementation)
     result: tuple[Tensor, Tensor | None] = compute(module, query, key, value, attention_mask, **options)
-    recording.call = _Call(query, key, attention_mask, {"is_causal": _is_causal(module), **options}, result[0])
+    options = {"is_causal": bool(getattr(module, "is_causal", True)), **options}
+    recording.call = _Call(query, key, attention_mask, options, result[0])
     return result
 
 
-AttentionInterface.register(IMPLEMENTATION, _capture)
+AttentionInterface.register(RECORDER, _record)
 
 
 def _implementation(module: nn.Module, name: str) -> Callable[..., Any]:
@@ -141,16 +172,15 @@ def _implementation(module: nn.Module, name: str) -> Callable[..., Any]:
     raise ValueError(f"layer: expected the modelling file of {type(module).__name__} to have eager_attention_forward")
 
 
-def _is_causal(module: nn.Module) -> bool:
-    return bool(getattr(module, "is_causal", True))
-
-
-def _details(attention: nn.Module, call: _Call, model_dim: int) -> dict[str, Any]:
-    """The fields of ``LayerOutput`` that one recorded call gives."""
+def _details(recording: _Recording) -> dict[str, Any]:
+    """The fields of ``LayerOutput`` that the recorded attention call gives; none without a call."""
+    call, weight = recording.call, recording.output_weight
+    if call is None or recording.output is None:
+        return {}
     length, heads = call.query.shape[2], call.query.shape[1]
     window = call.options.get("sliding_window")
     window = window if isinstance(window, int) and window < length else None
-    causal = call.options.get("is_causal") is not False
+    causal, plain = _mask_rule(call, window)
     scale = call.options.get("scaling")
     details: dict[str, Any] = {
         "scale": call.query.shape[-1] ** -0.5 if scale is None else float(scale),
@@ -158,33 +188,38 @@ def _details(attention: nn.Module, call: _Call, model_dim: int) -> dict[str, Any
         "softcap": call.options.get("softcap"),
         "causal": causal,
     }
-    if _expressible(call, window, causal):
+    if plain and call.options.get("position_bias") is None and call.options.get("s_aux") is None:
         details |= {"query": call.query, "key": call.key}
-    weight = _output_weight(attention, model_dim)
-    if weight is not None and weight.shape[1] == heads * call.mixed.shape[-1]:
+    model_dim = recording.output.shape[-1]
+    if weight is not None and weight.shape == (model_dim, heads * call.mixed.shape[-1]):
         details |= {"mixed": call.mixed, "output_weight": weight.view(model_dim, heads, -1)}
     return details
 
 
-def _expressible(call: _Call, window: int | None, causal: bool) -> bool:
-    """Whether scale, window, softcap and causality say all there is to say about the attention weights."""
-    if call.options.get("position_bias") is not None or call.options.get("s_aux") is not None:
-        return False
+def _mask_rule(call: _Call, window: int | None) -> tuple[bool, bool]:
+    """Whether queries see only the keys before them, and whether that and ``window`` are all that the mask says.
+
+    Without a mask the attention function goes by ``is_causal``; a mask outweighs it: the first query of a causal mask
+    sees itself alone, and every query that has ``window`` keys behind it sees those.
+    """
     length = call.query.shape[2]
+    causal = call.options.get("is_causal") is not False
+    if call.key.shape[2] != length:
+        return causal, False
     if not isinstance(call.mask, Tensor) or call.mask.dim() != 4:
-        return call.key.shape[2] == length
-    last = call.mask[..., -1, :]
-    seen = (last if last.dtype.is_floating_point is False else last == 0).sum(-1)
-    expected = length if window is None or not causal else window
-    return call.key.shape[2] == length and bool((seen == expected).all())
+        return causal, True
+    reach = length if window is None else window
+    ends = call.mask[..., [0, -1], :]
+    first, last = (ends if not ends.dtype.is_floating_point else ends == 0).sum(-1).unbind(-1)
+    causal = bool((first == 1).all())
+    return causal, bool((last == reach).all()) and (causal or bool((first == reach).all()))
 
 
-def _output_weight(attention: nn.Module, model_dim: int) -> Tensor | None:
+def _output_weight(attention: nn.Module) -> Tensor | None:
     """The output projection's weight as ``[E, H * Dv]``, whichever way round it is stored."""
     for name in _OUTPUT_NAMES:
         projection = getattr(attention, name, None)
         weight = getattr(projection, "weight", None)
         if isinstance(weight, Tensor) and weight.dim() == 2:
-            stored = weight.T if type(projection).__name__ == "Conv1D" else weight
-            return stored.detach() if stored.shape[0] == model_dim else None
+            return (weight.T if type(projection).__name__ == "Conv1D" else weight).detach()
     return None

@@ -18,6 +18,7 @@ from kvfold.attention.drift.lockstep import HeadDrift, LayerDrift, Measurement, 
 from kvfold.attention.drift.streams import LayerStream
 
 _TOKENS_AT_ONCE = 4096
+_FLOOR_TOKENS = 512
 _LAYER_NUMBERS = ("attention_local", "attention_propagated", "residual_local", "residual_propagated", "row_kl")
 
 __all__ = ["DriftReport", "Floor", "HeadDrift", "LayerDrift", "Measurement", "measure_drift"]
@@ -144,6 +145,20 @@ def report(
         measured=measured,
         floor=floor,
     )
+
+
+def floor_count(tokens: Tensor) -> int:
+    """How many sequences of ``tokens [N, T]`` a rounding floor needs: those of about 512 tokens.
+
+    Twice as many gave the same floor.
+    """
+    return max(1, min(len(tokens), _FLOOR_TOKENS // tokens.shape[1]))
+
+
+def report_of(measured: Measurement, source: LayerStream, student: LayerStream, tokens: Tensor) -> DriftReport:
+    """The report of a comparison that has been ``measured`` over ``tokens [N, T]``, with its floor and cache bytes."""
+    floor = rounding_floor(source, student, tokens[: floor_count(tokens)])
+    return report(measured, source, student, tokens, floor, [s.cache_bytes_per_token() for s in (source, student)])
 
 
 def perplexity(loss: float) -> float:

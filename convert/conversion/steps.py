@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvfold.attention.drift.lockstep import compare_predictions
-from kvfold.attention.drift.report import DriftReport
+from kvfold.attention.drift.report import DriftReport, report_of
 from kvfold.convert.console import duration
 from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.method import Converted, Measured, Notes
@@ -24,12 +24,12 @@ from kvfold.convert.conversion.refinement import Refiner
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.checkpoint import open_checkpoint
-from kvfold.convert.measure.drift import report_of
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.documents import BUILT_IN
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
-from kvfold.convert.walk.walk import Step, Twin, Walk, chunk_size, embed, residual
+from kvfold.convert.walk.twin import Twin
+from kvfold.convert.walk.walk import Step, Walk, chunk_size, embed, residual
 
 _AGREE = 1e-3  # relative; what is written was rounded in memory too, so only the order of sums differs
 

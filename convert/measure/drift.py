@@ -5,16 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.lockstep import Measurement
-from kvfold.attention.drift.report import DriftReport, measure_drift, report, rounding_floor
+from kvfold.attention.drift.report import DriftReport, floor_count, measure_drift
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.tokenizer import load_tokenizer
 from kvfold.convert.text.windows import load_calibration
-
-_FLOOR_TOKENS = 512
 
 
 def drift_checkpoints(
@@ -39,7 +36,7 @@ def drift_checkpoints(
         place = choose_device(device)
         tokens = drift_tokens(text, load_tokenizer(source, trust_remote_code, "measuring drift"), samples, seq_len)
         teacher, twin = _stream(source, place, dtype), _stream(student, place, dtype)
-        return measure_drift(teacher, twin, tokens, floor_sequences=floor_sequences(tokens))
+        return measure_drift(teacher, twin, tokens, floor_sequences=floor_count(tokens))
     finally:
         source.close()
         student.close()
@@ -66,17 +63,3 @@ def drift_tokens(text: str | None, tokenizer: Any, samples: int, seq_len: int) -
     """``[samples, seq_len]`` tokens to measure on."""
     found = load_calibration(text, tokenizer, samples, seq_len, held_out=0, split="heldout", option="--text")
     return found.calibration
-
-
-def floor_sequences(tokens: Tensor) -> int:
-    """A rounding floor needs few tokens: enough sequences for about five hundred (twice as many give the same)."""
-    return max(1, min(len(tokens), _FLOOR_TOKENS // tokens.shape[1]))
-
-
-def report_of(
-    measured: Measurement, source: CheckpointStream, student: CheckpointStream, held_out: Tensor
-) -> DriftReport:
-    """The report of a walk that has measured its own conversion over ``held_out [M, T]``, its floor added."""
-    floor = rounding_floor(source, student, held_out[: floor_sequences(held_out)])
-    cache_bytes = [stream.cache_bytes_per_token() for stream in (source, student)]
-    return report(measured, source, student, held_out, floor, cache_bytes)

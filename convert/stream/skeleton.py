@@ -1,65 +1,38 @@
-"""A stock model on the meta device, its decoder layers taken out, ready to be run with tensors that come and go."""
+"""A stock model on the meta device, where it has shapes and weighs nothing, ready to be run with tensors from files."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from kvfold.attention.drift.softcap import BLOCKWISE
 from kvfold.convert.errors import InputError
-from kvfold.convert.stream.config_faults import build_checked
-from kvfold.convert.stream.recorder import ATTENTION
 
-_ATTENTION_NAMES = ("self_attn", "attention", "attn")
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Visit = Callable[[int, Tensor, Arguments], Tensor]
-
-
-class Stop(Exception):
-    """Carries a result out of a stock forward."""
-
-
-class StandIn(nn.Module):
-    """Takes a decoder layer's place in the stock forward and hands what it is called with to ``visit``."""
-
-    def __init__(self, visit: Visit, index: int, block: nn.Module) -> None:
-        super().__init__()
-        self.index = index
-        # past nn.Module's bookkeeping: the layer is not a child of this module
-        self.__dict__["visit"] = visit
-        self.__dict__["block"] = block
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        visit: Visit = self.__dict__["visit"]
-        return visit(self.index, hidden_states, (args, kwargs))
-
-    def __getattr__(self, name: str) -> Any:
-        """Model code may ask a layer for its type: the layer itself answers."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["block"], name)
+Built = TypeVar("Built")
+_LONGEST = 200  # characters of another library's error text
 
 
 def empty_model(config: dict[str, Any], dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
-    """The stock causal language model of ``config``, in eval mode, with recording attention: all of it on the meta
-    device but for what no checkpoint holds. Raises InputError that names the key for which it cannot be built."""
-    return build_checked(config, lambda values: _built(values, dtype, torch.device(device)))
+    """The stock causal language model of ``config`` in eval mode, on the meta device but for what no checkpoint holds.
+
+    Raises InputError that names the key of config.json for which transformers cannot build it.
+    """
+    return build_checked(config, lambda values: _build(values, dtype, torch.device(device)))
 
 
-def _built(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
+def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
     model_type = config.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise InputError(f"config.json: model_type {model_type!r} is not one that this transformers knows")
     hf_config = CONFIG_MAPPING[model_type].from_dict({key: value for key, value in config.items() if key != "auto_map"})
     if getattr(hf_config, "output_router_logits", False):
-        hf_config.output_router_logits = False  # it asks for a loss of training, made of what all layers tell
+        hf_config.output_router_logits = False  # a training loss, computed from what all layers return
     with torch.device("meta"):
-        # torch's grouped matrix product, which experts use by default, knows no float64
+        # torch's grouped matrix product, which experts use by default, has no float64
         experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION, **experts)
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=BLOCKWISE, **experts)
     embedding = model.get_input_embeddings()
     embedding.padding_idx = None  # it only concerns gradients, and must lie inside a table of which few rows are loaded
     materialise_buffers(model, device)
@@ -67,66 +40,64 @@ def _built(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
 
 
 def materialise_buffers(model: Any, device: torch.device) -> None:
-    """Give buffers that no checkpoint holds (rotary frequencies, embedding scales) their values, as loading does."""
-    for module in model.modules():
-        pending = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-        pending = [name for name in pending if name in module._non_persistent_buffers_set]
+    """Give buffers that no checkpoint holds (rotary frequencies, embedding scales) their values, as loading does.
+
+    ``accelerate.init_empty_weights(include_buffers=False)`` makes the same values, but allocates every parameter before
+    it drops it: an embedding table of 4 GB, or all experts of a layer, must then fit in memory.
+    """
+    stored = model.state_dict().keys()
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        pending = [name for name, _ in module.named_buffers(recurse=False) if prefix + name not in stored]
         for name in pending:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+            setattr(module, name, torch.empty_like(getattr(module, name), device=device))
         if pending:
             model._init_weights(module)
 
 
-def attention_of(block: nn.Module) -> nn.Module:
-    """The attention module of a decoder layer."""
-    for name in _ATTENTION_NAMES:
-        module = getattr(block, name, None)
-        if isinstance(module, nn.Module):
-            return module
-    raise InputError(f"{type(block).__name__} has no attention module named {', '.join(_ATTENTION_NAMES)}")
+def build_checked(config: dict[str, Any], build: Callable[[dict[str, Any]], Built]) -> Built:
+    """``build(config)``. Raises InputError that names the key at fault when transformers' classes refuse it.
 
-
-def layer_list(model: Any) -> tuple[str, nn.ModuleList]:
-    """The path of the model's list of decoder layers and the list."""
-    decoder = model.base_model
-    count = model.config.num_hidden_layers
-    for name, child in decoder.named_children():
-        if isinstance(child, nn.ModuleList) and len(child) == count:
-            path = f"{model.base_model_prefix}.{name}" if decoder is not model else name
-            return path, child
-    raise InputError(f"{type(decoder).__name__} has no list of {count} decoder layers")
-
-
-def cached_bytes(config: Any, blocks: list[nn.Module], arguments: list[Arguments], hidden: Tensor) -> int:
-    """Bytes in transformers' cache after ``hidden [1, T, E]`` (on the meta device) went through the attention modules.
-
-    The cache object is the one that generation fills; on the meta device its tensors have shapes and no data.
+    Some of their errors name the key ("Validation error for field 'vocab_size'"), many only the value (KeyError 'x').
+    So it is found by trial: the key without which, with the class's default in its place, a model can be built.
     """
-    cache = DynamicCache(config=config)
-
-    def stop(module: nn.Module, inputs: Any, output: Any) -> None:
-        raise Stop
-
-    for block, (args, kwargs) in zip(blocks, arguments, strict=True):
-        handle = attention_of(block).register_forward_hook(stop)
-        try:
-            block(hidden, *_to_meta(args), **{**_to_meta(kwargs), "past_key_values": cache})
-        except Stop:
-            pass
-        finally:
-            handle.remove()
-    return sum(_bytes(layer.keys) + _bytes(layer.values) for layer in cache.layers)
+    try:
+        return build(config)
+    except InputError:
+        raise
+    except Exception as error:
+        key = next((key for key in config if key != "model_type" and _builds_without(key, config, build)), None)
+        if key is None and isinstance(error, RuntimeError):  # of torch itself, such as no memory on a device
+            raise
+        raise InputError(_fault(config, key, error)) from error
 
 
-def _to_meta(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to("meta")
-    if isinstance(value, tuple):
-        return tuple(_to_meta(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _to_meta(item) for key, item in value.items()}
-    return value
+def unusable(error: Exception) -> str:
+    """The message for an ``error`` that no single key of config.json explains."""
+    return f"config.json: expected one that transformers can build and run a model of, found: {_reason(error)}"
 
 
-def _bytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+def _builds_without(key: str, config: dict[str, Any], build: Callable[[dict[str, Any]], object]) -> bool:
+    try:
+        build({name: value for name, value in config.items() if name != key})
+    except Exception:
+        return False
+    return True
+
+
+def _fault(config: dict[str, Any], key: str | None, error: Exception) -> str:
+    if key is None:
+        return unusable(error)
+    expected = _activations() if "act" in key.split("_") else f"a value that a {config.get('model_type')} model takes"
+    return f"config.json: {key} must be {expected}, found {config[key]!r} ({_reason(error)})"
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST]
+
+
+def _activations() -> str:
+    from transformers.activations import ACT2FN
+
+    known = [name for name in ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2") if name in ACT2FN]
+    return f"an activation that transformers knows, such as {', '.join(known)}"

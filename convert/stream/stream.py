@@ -1,9 +1,14 @@
 """A checkpoint as a stream of layers: any decoder that transformers knows, one layer in memory at a time.
 
-The model is built from its config on the meta device, where it weighs nothing. transformers' own forward, with every
-decoder layer replaced by a stand-in, gives the embeddings, the arguments that each layer is called with (position
-embeddings, the mask of its layer type, ...) and the logits. A layer runs with tensors read when it is opened and
-dropped when it is closed; the module itself never leaves the meta device.
+The model is built from its config on the meta device, where it weighs nothing; the module itself never leaves it.
+transformers' own forward, with every decoder layer replaced by a stand-in (``attention/drift/frame.py``), gives the
+embeddings, the arguments of each layer and the logits. A layer runs with tensors that are read when it is opened and
+dropped when it is closed. With a ``read`` that gives trainable tensors for some names, gradients reach them::
+
+    loss <- LayerOutput <- functional_call(stock layer) <- parameters <- WeightMap.load <- read(name) <- float32 master
+
+Every arrow is the way that loading the finished file will take: renaming, conversion, rounding to the stored dtype and
+casting to the dtype of the computation. So what is trained is exactly what will be stored (``walk/refine.py``).
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -11,26 +16,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
-from kvfold.attention.drift.streams import LayerOutput
+from kvfold.attention.drift.frame import Arguments, Frame, attention_name, cache_bytes_per_token
+from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert.errors import InputError
-from kvfold.convert.stream.config_faults import unusable
-from kvfold.convert.stream.recorder import recording
-from kvfold.convert.stream.skeleton import (
-    Arguments,
-    StandIn,
-    Stop,
-    Visit,
-    attention_of,
-    cached_bytes,
-    empty_model,
-    layer_list,
-)
-from kvfold.convert.stream.weight_map import Read, Recipe, WeightMap
-
-_OUTPUT_NAMES = ("o_proj", "dense", "out_proj", "c_proj")
+from kvfold.convert.stream.parameters import Parameters
+from kvfold.convert.stream.skeleton import empty_model, unusable
+from kvfold.convert.stream.weight_map import Read, WeightSource
 
 
 class CheckpointStream:
@@ -38,8 +31,9 @@ class CheckpointStream:
 
     ``config`` is config.json's content, ``read(name)`` gives a stored tensor and ``names`` are those there are. A
     converted model is the same class with its own config and a ``read`` that looks among the new tensors first.
-    ``twin`` is a stream over the same files: tensors that its open layer has in memory and that ``read`` would give
-    alike are shared; ``changed`` names the tensors that differ.
+    ``teacher`` is a stream over the same files: tensors that its open layer has in memory are shared, but for those
+    named in ``changed``, which ``read`` gives otherwise. Raises InputError for a config that transformers cannot build
+    a decoder of.
     """
 
     def __init__(
@@ -49,30 +43,28 @@ class CheckpointStream:
         names: Collection[str],
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        twin: "CheckpointStream | None" = None,
+        teacher: "CheckpointStream | None" = None,
         changed: Collection[str] = (),
     ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
-        self.model = empty_model(config, dtype, self.device)
-        self.weights = WeightMap(self.model, names)
-        self._config, self._names = config, names
         self.read = read
-        self._twin = twin
-        self._changed = changed
-        self._path, blocks = layer_list(self.model)
-        self._blocks: list[nn.Module] = list(blocks)
-        self._visit: Visit | None = None
-        stand_ins = nn.ModuleList([StandIn(self._visited, index, block) for index, block in enumerate(self._blocks)])
-        parent, _, child = self._path.rpartition(".")
-        setattr(self.model.get_submodule(parent), child, stand_ins)
-        self._arguments: tuple[int, list[Arguments]] | None = None
-        self._loaded: dict[Recipe, dict[str, Tensor]] = {}
-        self._table: Tensor | None = None
+        self._config, self._names = config, names
+        model = empty_model(config, dtype, self.device)
+        shared = None if teacher is None else teacher.parameters
+        self.parameters = Parameters(model, read, names, self.device, dtype, shared, changed)
+        try:
+            self._frame = Frame(model)
+        except ValueError as error:
+            raise InputError(f"config.json: {error}") from error
+        embedding = model.get_input_embeddings()
+        self._width = int(embedding.weight.shape[1])
+        self._embedding = next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
+        self._recorded: tuple[int, list[Arguments]] | None = None
 
     @property
     def layers(self) -> int:
-        return len(self._blocks)
+        return len(self._frame.layers)
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -81,55 +73,21 @@ class CheckpointStream:
         Only the rows of tokens that occur are converted; the stored table is kept for the next call until ``release``.
         """
         rows, local = torch.unique(tokens.to(self.device), return_inverse=True)
-        name = self._embedding_name()
-        if self._table is None:
-            self._table = self._stored_table(name)
-        ends = self._ends(head=False)
-        ends[name] = self._table[rows.to(self._table.device)].to(self.device, self.dtype)
-
-        def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
-            raise Stop(hidden)
-
-        hidden: Tensor = self._forward(ends, visit, input_ids=local)
-        return hidden
+        tensors = self._ends(head=False)
+        tensors[self._embedding] = self.parameters.rows(self._embedding, rows)
+        return self._enter(tensors, input_ids=local)[0]
 
     @contextmanager
-    def open_layer(self, index: int) -> Iterator["CheckpointLayer"]:
+    def open_layer(self, index: int) -> Iterator[OpenLayer]:
         """Read a layer's tensors; they are dropped on leaving."""
         self.release()
-        layer = CheckpointLayer(self, index, self._blocks[index], self._layer_tensors(index))
+        tensors = self.parameters.under(self._prefix(index))
+        module = self._frame.layers[index]
         try:
-            yield layer
+            yield OpenLayer(index, module, lambda hidden: self.arguments(hidden.shape[1])[index], tensors)
         finally:
-            layer.tensors.clear()
+            tensors.clear()
             self.release()
-
-    def stored_names(self, index: int | None) -> list[str]:
-        """The stored tensors that a layer is made of, or for None those outside the layers."""
-        inside = f"{self._path}." if index is None else f"{self._path}.{index}."
-        recipes = [
-            recipe for target, recipe in self.weights.recipes.items() if target.startswith(inside) != (index is None)
-        ]
-        return [source for recipe in recipes for source in recipe.sources]
-
-    def attention_recipes(self, index: int) -> list[Recipe]:
-        """What makes the parameters of a layer's attention module."""
-        block = self._blocks[index]
-        attention = attention_of(block)
-        path = next(path for path, module in block.named_modules() if module is attention)
-        return self.weights.under(f"{self._path}.{index}.{path}.")
-
-    def remake(self, layer: "CheckpointLayer", recipes: Iterable[Recipe]) -> None:
-        """Make parameters of an open layer anew from what ``read`` gives now; gradients flow back to that."""
-        prefix = f"{self._path}.{layer.index}."
-        for recipe in recipes:
-            made = self.weights.load(recipe, self.read, self.dtype, self.device)
-            layer.tensors.update({name.removeprefix(prefix): tensor for name, tensor in made.items()})
-
-    def release(self) -> None:
-        """Drop whatever was kept between calls. Opening a layer does it too."""
-        self._loaded.clear()
-        self._table = None
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -137,181 +95,96 @@ class CheckpointStream:
 
         The output head stays loaded until ``release``.
         """
-
-        def visit(index: int, inputs: Tensor, arguments: Arguments) -> Tensor:
-            return hidden if index == self.layers - 1 else inputs
-
-        logits: Tensor = self._forward(self._ends(head=True), visit, inputs_embeds=hidden).logits
-        return logits
-
-    def cache_bytes_per_token(self) -> int:
-        """Bytes that transformers' own cache grows by per token, all layers, with the model in its stored dtype.
-
-        That is the dtype which transformers loads it in, whatever this stream computes in.
-        """
-        hidden = torch.empty(1, 2, self._width(), dtype=self.dtype, device="meta")
-        held = cached_bytes(self.model.config, self._blocks, self.arguments(2), hidden) // 2
-        name = self._config.get("dtype") or self._config.get("torch_dtype")
-        stored = getattr(torch, str(name).removeprefix("torch."), self.dtype)
-        return held * stored.itemsize // self.dtype.itemsize
-
-    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "CheckpointStream":
-        """The same checkpoint, computed elsewhere or in another precision (and sharing no tensors with a twin)."""
-        device, dtype = self.device if device is None else device, self.dtype if dtype is None else dtype
-        return CheckpointStream(self._config, self.read, self._names, device, dtype)
+        with _blaming_config():
+            return self._frame.logits(hidden, self._ends(head=True), inputs_embeds=hidden)
 
     def arguments(self, tokens: int) -> list[Arguments]:
         """What the stock model passes each layer beside the hidden states, for unpadded sequences of ``tokens``.
 
         Recorded for one sequence: masks and position embeddings broadcast over the batch.
         """
-        if self._arguments is None or self._arguments[0] != tokens:
-            recorded: list[Arguments] = []
+        if self._recorded is None or self._recorded[0] != tokens:
+            self._recorded = (tokens, self._enter({}, inputs_embeds=self._blank(tokens))[1])
+        return self._recorded[1]
 
-            def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
-                recorded.append(arguments)
-                if index == self.layers - 1:
-                    raise Stop(hidden)
-                return hidden
+    def attention_sources(self, index: int) -> list[WeightSource]:
+        """The sources of the parameters of a layer's attention module."""
+        attention = attention_name(self._frame.layers[index])
+        return self.parameters.map.under(f"{self._prefix(index)}{attention}.")
 
-            blank = torch.zeros(1, tokens, self._width(), dtype=self.dtype, device=self.device)
-            with torch.no_grad():
-                self._forward({}, visit, inputs_embeds=blank)
-            self._arguments = (tokens, recorded)
-        return self._arguments[1]
+    def reload(self, layer: OpenLayer, sources: Iterable[WeightSource]) -> None:
+        """Make parameters of an open layer of what ``read`` gives now; gradients flow back to that."""
+        prefix = self._prefix(layer.index)
+        assert layer.tensors is not None  # as open_layer makes it
+        for source in sources:
+            made = self.parameters.load(source)
+            layer.tensors.update({name.removeprefix(prefix): tensor for name, tensor in made.items()})
 
-    def _visited(self, index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
-        if self._visit is None:
-            raise RuntimeError("a stand-in for a layer was called outside the stream's own forward")
-        return self._visit(index, hidden, arguments)
+    def stored_names(self, index: int | None) -> list[str]:
+        """The stored tensors that a layer is made of, or for None those outside the layers."""
+        inside = f"{self._frame.path}." if index is None else self._prefix(index)
+        sources = self.parameters.map.sources.items()
+        kept = [source for target, source in sources if target.startswith(inside) != (index is None)]
+        return [name for source in kept for name in source.names]
 
-    def _forward(self, tensors: dict[str, Tensor], visit: Visit, **inputs: Tensor) -> Any:
-        self._visit = visit
-        try:
-            return functional_call(self.model, tensors, (), {**inputs, "use_cache": False}, strict=False)
-        except Stop as stop:
-            return stop.args[0]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:  # no layer runs here: it is the config
-            raise InputError(unusable(error)) from error
-        finally:
-            self._visit = None
+    def release(self) -> None:
+        """Drop all parameters that are kept between calls. Opening a layer does it too."""
+        self.parameters.release()
 
-    def _layer_tensors(self, index: int) -> dict[str, Tensor]:
-        prefix = f"{self._path}.{index}."
-        tensors: dict[str, Tensor] = {}
-        for recipe in self.weights.under(prefix):
-            made = self._shared(recipe)
-            if made is None:
-                made = self.weights.load(recipe, self.read, self.dtype, self.device)
-            self._loaded[recipe] = made
-            tensors.update(made)
-        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    def cache_bytes_per_token(self) -> int:
+        """Bytes that transformers' own cache grows by per token, all layers, with the model in its stored dtype.
+
+        That is the dtype which transformers loads it in, whatever this stream computes in.
+        """
+
+        def enter(tokens: int) -> tuple[Tensor, list[Arguments]]:
+            hidden, arguments = self._enter({}, inputs_embeds=self._blank(tokens), use_cache=True)
+            return hidden.to("meta"), [Arguments(_to_meta(each.args), _to_meta(each.kwargs)) for each in arguments]
+
+        total = cache_bytes_per_token(self._frame.layers, enter)
+        name = self._config.get("dtype") or self._config.get("torch_dtype")
+        stored = getattr(torch, str(name).removeprefix("torch."), self.dtype)
+        return total * stored.itemsize // self.dtype.itemsize
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "CheckpointStream":
+        """The same checkpoint, computed elsewhere or in another precision (and sharing no tensors with a teacher)."""
+        device, dtype = self.device if device is None else device, self.dtype if dtype is None else dtype
+        return CheckpointStream(self._config, self.read, self._names, device, dtype)
+
+    def _blank(self, tokens: int) -> Tensor:
+        """A residual stream ``[1, T, E]`` of zeros."""
+        return torch.zeros(1, tokens, self._width, dtype=self.dtype, device=self.device)
+
+    def _prefix(self, index: int) -> str:
+        return f"{self._frame.path}.{index}."
+
+    @torch.no_grad()
+    def _enter(self, tensors: dict[str, Tensor], **inputs: Any) -> tuple[Tensor, list[Arguments]]:
+        with _blaming_config():
+            return self._frame.enter(tensors, **inputs)
 
     def _ends(self, head: bool) -> dict[str, Tensor]:
         """The parameters outside the layers but for the embeddings: with the output head, or without."""
-        embedding = self._embedding_name()
-        base = f"{self.model.base_model_prefix}."
-        wanted = [
-            name
-            for name in self.weights.expected
-            if not name.startswith(f"{self._path}.") and name != embedding and (head or name.startswith(base))
-        ]
-        tensors: dict[str, Tensor] = {}
-        for name in wanted:
-            recipe = self.weights.source_of(name)
-            made = self._loaded.get(recipe) or self._shared(recipe)
-            if made is None:
-                made = self.weights.load(recipe, self.read, self.dtype, self.device)
-            self._loaded[recipe] = made
-            tensors[name] = made[recipe.target]
-        return tensors
-
-    def _shared(self, recipe: Recipe) -> dict[str, Tensor] | None:
-        twin = self._twin
-        if twin is None or twin.dtype != self.dtype or any(source in self._changed for source in recipe.sources):
-            return None
-        made = twin._loaded.get(recipe)
-        if made is None or any(tensor.shape != self.weights.expected[name].shape for name, tensor in made.items()):
-            return None
-        return made
-
-    def _stored_table(self, name: str) -> Tensor:
-        recipe = self.weights.source_of(name)
-        if recipe.converter is not None:
-            raise InputError(
-                f"{name} is stored in parts ({', '.join(recipe.sources[:3])}); embeddings must be one tensor"
-            )
-        return self.read(recipe.sources[0])
-
-    def _embedding_name(self) -> str:
-        embedding = self.model.get_input_embeddings()
-        return next(f"{name}.weight" for name, module in self.model.named_modules() if module is embedding)
-
-    def _width(self) -> int:
-        return int(self.model.get_input_embeddings().weight.shape[1])
+        base = "" if head else f"{self._frame.model.base_model_prefix}."
+        outside = [name for name in self.parameters.map.expected if not name.startswith(f"{self._frame.path}.")]
+        return self.parameters.named(name for name in outside if name != self._embedding and name.startswith(base))
 
 
-class CheckpointLayer:
-    """One open layer. ``tensors`` are its parameters, named as in its module; replace them to run other weights."""
+@contextmanager
+def _blaming_config() -> Iterator[None]:
+    """The stock forward without its layers fails on nothing but its config: an InputError says so."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(unusable(error)) from error
 
-    def __init__(self, stream: CheckpointStream, index: int, module: nn.Module, tensors: dict[str, Tensor]) -> None:
-        self.index = index
-        self.module = module
-        self.tensors = tensors
-        self._stream = stream
 
-    def __call__(self, hidden: Tensor) -> LayerOutput:
-        """The whole layer on ``hidden [B, T, E]``."""
-        return self._run(hidden, attention_only=False)
-
-    def attend(self, hidden: Tensor) -> LayerOutput:
-        """Only what comes before the attention module and the module itself: ``hidden`` of the result is None."""
-        return self._run(hidden, attention_only=True)
-
-    def _run(self, hidden: Tensor, attention_only: bool) -> LayerOutput:
-        args, kwargs = self._stream.arguments(hidden.shape[1])[self.index]
-        seen: dict[str, Tensor] = {}
-
-        def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-            seen["input"] = named["hidden_states"] if "hidden_states" in named else inputs[0]
-
-        def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            seen["output"] = output[0] if isinstance(output, tuple) else output
-            if attention_only:
-                raise Stop
-
-        attention = attention_of(self.module)
-        handles = [
-            attention.register_forward_pre_hook(before, with_kwargs=True),
-            attention.register_forward_hook(after),
-        ]
-        with recording() as call:
-            try:
-                result = functional_call(self.module, self.tensors, (hidden, *args), dict(kwargs))
-            except Stop:
-                result = None
-            finally:
-                for handle in handles:
-                    handle.remove()
-        return LayerOutput(
-            hidden=result[0] if isinstance(result, tuple) else result,
-            attention=seen["output"],
-            attention_input=seen["input"],
-            query=call.query,
-            key=call.key,
-            scale=call.scale,
-            window=call.window,
-            softcap=call.softcap,
-            mixed=call.mixed,
-            output_weight=self._output_weight(call.mixed),
-        )
-
-    def _output_weight(self, mixed: Tensor | None) -> Tensor | None:
-        """The output projection by head, ``[E, H, Dv]``."""
-        attention = attention_of(self.module)
-        name = next((name for name in _OUTPUT_NAMES if isinstance(getattr(attention, name, None), nn.Linear)), None)
-        if name is None or mixed is None:
-            return None
-        path = next(path for path, module in self.module.named_modules() if module is attention)
-        weight = self.tensors[f"{path}.{name}.weight"]
-        return weight.view(weight.shape[0], *mixed.shape[2:])
+def _to_meta(value: Any) -> Any:
+    """Tensors within tuples and dicts on the meta device; a cache stays as it is."""
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if isinstance(value, tuple):
+        return tuple(_to_meta(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _to_meta(item) for key, item in value.items()}
+    return value

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
-from kvfold.attention.drift.streams import LayerOutput, StreamLayer
-from kvfold.convert.stream.stream import CheckpointLayer
+from kvfold.attention.drift.recording import OpenLayer
+from kvfold.attention.drift.streams import LayerOutput
 from kvfold.convert.walk.walk import Hidden
 
 
@@ -26,16 +25,11 @@ class Share:
     scale: float = 1.0
     norm: str | None = None
 
-    def of(self, layer: StreamLayer, output: LayerOutput) -> Tensor:
+    def of(self, layer: OpenLayer, output: LayerOutput) -> Tensor:
         """What ``layer``'s attention adds, ``[B, T, E]``."""
         attention = output.attention
-        if self.norm is not None and isinstance(layer, CheckpointLayer):
-            module: nn.Module = layer.module.get_submodule(self.norm)
-            prefix = f"{self.norm}."
-            own = {
-                name.removeprefix(prefix): tensor for name, tensor in layer.tensors.items() if name.startswith(prefix)
-            }
-            attention = functional_call(module, own, (attention,))
+        if self.norm is not None:
+            attention = layer.run_submodule(self.norm, attention)
         return attention * self.scale
 
 
@@ -70,7 +64,7 @@ class Examples:
 
 
 @torch.no_grad()
-def examples(share: Share, teacher: StreamLayer, hidden: Hidden, student: Hidden) -> Examples:
+def examples(share: Share, teacher: OpenLayer, hidden: Hidden, student: Hidden) -> Examples:
     """Run ``teacher``'s attention over its inputs ``hidden``; ``student`` are the student's on the same tokens."""
     targets, energy, numbers = [], 0.0, 0
     for theirs, own in zip(hidden, student, strict=True):

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.stream.stream import CheckpointLayer
 from kvfold.convert.walk.objective import PLAIN, Examples, Share, examples, squares
-from kvfold.convert.walk.walk import Step, Twin
+from kvfold.convert.walk.twin import Twin
+from kvfold.convert.walk.walk import Step
 
 ROUND = 50  # steps between two looks at the sequences kept aside
 AUTO_STEPS = 1000  # the most that ``auto`` spends on a layer
@@ -91,12 +92,12 @@ def refine_layer(step: Step, tensors: Tensors, task: Refinement) -> Refined:
 class _Student:
     """The converted layer with masters in place of its attention's tensors."""
 
-    def __init__(self, twin: Twin, layer: CheckpointLayer, tensors: Tensors, share: Share) -> None:
+    def __init__(self, twin: Twin, layer: OpenLayer, tensors: Tensors, share: Share) -> None:
         self.index = layer.index
         self._stream, self._layer, self._share = twin.stream, layer, share
-        recipes = twin.stream.attention_recipes(layer.index)
-        self._recipes = [recipe for recipe in recipes if not tensors.keys().isdisjoint(recipe.sources)]
-        trained = {name for recipe in self._recipes for name in recipe.sources}
+        sources = twin.stream.attention_sources(layer.index)
+        self._trained = [source for source in sources if not tensors.keys().isdisjoint(source.names)]
+        trained = {name for source in self._trained for name in source.names}
         self.masters = {
             name: tensor.detach().to(self._stream.device, torch.float32, copy=True).requires_grad_()
             for name, tensor in tensors.items()
@@ -106,7 +107,7 @@ class _Student:
 
     def missing(self, hidden: Tensor, target: Tensor) -> Tensor:
         """What the student's attention adds too much to ``hidden``, ``[b, T, E]``, in float32 or wider."""
-        self._stream.remake(self._layer, self._recipes)
+        self._stream.reload(self._layer, self._trained)
         added = self._share.of(self._layer, self._layer.attend(hidden))
         wide = torch.promote_types(added.dtype, torch.float32)
         return added.to(wide) - target.to(wide)

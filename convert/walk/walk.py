@@ -13,22 +13,21 @@ sequences; the student's carries the held-out ones, and the calibration sequence
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvfold.attention.drift.lockstep import LayerDrift, Measurement, compare_layer, compare_predictions
-from kvfold.attention.drift.streams import LayerOutput, StreamLayer
+from kvfold.attention.drift.recording import OpenLayer
+from kvfold.attention.drift.streams import LayerOutput
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.io.shards import OutputTensor
-from kvfold.convert.io.tensors import torch_dtype
-from kvfold.convert.stream.stream import CheckpointLayer, CheckpointStream
+from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.finite import check_finite
 from kvfold.convert.walk.statistics import StatisticsAccumulator
+from kvfold.convert.walk.twin import Twin
 
 _CPU_TOKENS = 4096
 _GPU_TOKENS = 32768
@@ -36,42 +35,6 @@ _JUDGED_TOKENS = 2048
 _ESTIMATED_TOKENS = 1024
 
 Hidden = list[Tensor]  # the residual stream of all sequences, in chunks [b, T, E] of one layer call each
-
-
-class Twin:
-    """The converted model as a stream: what a stock model would load from the finished checkpoint.
-
-    ``config`` and ``tensors`` are the converted checkpoint's. Tensors that are copied come from the source, the others
-    are those last ``put``, both rounded to the dtype that the checkpoint will store. Copied tensors are shared with the
-    source's open layer, unless ``recast`` says that the checkpoint will store them in another dtype than the source.
-    """
-
-    def __init__(
-        self, source: CheckpointStream, config: dict[str, Any], tensors: Iterable[OutputTensor], recast: bool = False
-    ) -> None:
-        self._planned = {tensor.name: tensor for tensor in tensors}
-        self._read_source = source.read
-        self._put: Mapping[str, Tensor] = {}
-        self._dtypes = {name: torch_dtype(tensor.dtype) for name, tensor in self._planned.items()}
-        changed = {name for name, tensor in self._planned.items() if recast or tensor.source != name}
-        self.stream = CheckpointStream(
-            config, self._read, list(self._planned), source.device, source.dtype, twin=source, changed=changed
-        )
-
-    def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take a layer's tensors, named and shaped as in the converted checkpoint's files, instead of those before."""
-        unplanned = sorted(name for name in tensors if name not in self._planned or self._planned[name].source)
-        if unplanned:
-            raise KvfoldError(f"the converted checkpoint computes no tensors {', '.join(unplanned)}")
-        self._put = dict(tensors)
-
-    def _read(self, name: str) -> Tensor:
-        source = self._planned[name].source
-        if source is not None:
-            return self._read_source(source).to(self._dtypes[name])
-        if name not in self._put:
-            raise KvfoldError(f"tensor {name!r} was asked for before its layer was converted")
-        return self._put[name].to(self._dtypes[name])
 
 
 class Step:
@@ -83,7 +46,7 @@ class Step:
     ``drift`` is how far the converted layer is from the source's, None before ``convert``. ``twin`` is the student.
     """
 
-    def __init__(self, index: int, source: StreamLayer, twin: Twin, held_out: Hidden, student: Hidden) -> None:
+    def __init__(self, index: int, source: OpenLayer, twin: Twin, held_out: Hidden, student: Hidden) -> None:
         self.index = index
         self.source = source
         self.statistics: LayerStatistics | None = None
@@ -183,7 +146,7 @@ class Walk:
                     raise KvfoldError(f"the walk went on from layer {index} before it was converted")
                 self.drifts.append(step.drift)
 
-    def _gathered(self, layer: CheckpointLayer) -> LayerStatistics | None:
+    def _gathered(self, layer: OpenLayer) -> LayerStatistics | None:
         return gather(self._source, layer, self._calibration, self._profile)[0] if self._calibration else None
 
     @torch.no_grad()
@@ -213,9 +176,7 @@ def survey(
 
 
 @torch.no_grad()
-def gather(
-    source: CheckpointStream, layer: CheckpointLayer, states: Hidden, profile: bool
-) -> tuple[LayerStatistics, Tensor]:
+def gather(source: CheckpointStream, layer: OpenLayer, states: Hidden, profile: bool) -> tuple[LayerStatistics, Tensor]:
     """The statistics of a layer over ``states``, which move on to its outputs, and what the first chunk's attention
     was given, ``[n, E]``. Raises InputError when the outputs are not finite."""
     accumulator = StatisticsAccumulator(profile)

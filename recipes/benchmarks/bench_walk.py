@@ -173,7 +173,8 @@ def bench_walk(arguments: argparse.Namespace) -> dict[str, Any]:
     from kvfold.convert.stream.stream import CheckpointStream
     from kvfold.convert.text.windows import held_out_count
     from kvfold.convert.transforms.fold import grouping, principal
-    from kvfold.convert.walk.walk import Twin, Walk
+    from kvfold.convert.walk.twin import Twin
+    from kvfold.convert.walk.walk import Walk
 
     config = config_of(SEVENTY, arguments.layers or 2, 8, arguments.vocabulary, False)
     model, source = model_of(config), weights(config)

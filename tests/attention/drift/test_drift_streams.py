@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from kvfold.attention.drift.loaded import as_stream, tensor_bytes
+from kvfold.attention.drift.frame import tensor_bytes
+from kvfold.attention.drift.loaded import as_stream
 from kvfold.attention.drift.profile import distance_profile
 from kvfold.attention.drift.streams import LayerStream
 

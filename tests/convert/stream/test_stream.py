@@ -214,10 +214,9 @@ def test_only_the_open_layer_is_in_memory(tokens: Tensor) -> None:
         held = layer.tensors
         assert held
     assert not held
-    assert not stream._loaded
-    assert stream._table is None
-    assert all(parameter.is_meta for block in stream._blocks for parameter in block.parameters())
-    assert all(parameter.is_meta for parameter in stream.model.parameters())
+    assert stream.parameters.empty
+    assert all(parameter.is_meta for block in stream._frame.layers for parameter in block.parameters())
+    assert all(parameter.is_meta for parameter in stream._frame.model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -235,7 +234,7 @@ def test_a_student_reads_its_own_tensors_first_and_shares_the_rest(family: str, 
         return new[name] if name in new else stored[name]
 
     source = CheckpointStream(config, stored.__getitem__, stored)
-    student = CheckpointStream(changed_config, overlay, stored, twin=source, changed=new)
+    student = CheckpointStream(changed_config, overlay, stored, teacher=source, changed=new)
     with source.open_layer(0) as before, student.open_layer(0) as after:
         assert after.tensors[shared] is before.tensors[shared]
         assert set(read) == {name for name in new if ".layers.0." in name}

@@ -16,7 +16,8 @@ from kvfold.convert.targets.deepseek.tensors import CONSTANT
 from kvfold.convert.walk import refine as refining
 from kvfold.convert.walk.objective import examples
 from kvfold.convert.walk.refine import AUTO_STEPS, ROUND, Refinement, picks, rates, refine_layer
-from kvfold.convert.walk.walk import Twin, Walk
+from kvfold.convert.walk.twin import Twin
+from kvfold.convert.walk.walk import Walk
 
 # family -> the module that is given the residual stream after the attention
 AFTER_ATTENTION = {

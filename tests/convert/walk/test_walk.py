@@ -13,7 +13,8 @@ from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.io.tensors import dtype_name
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.walk.walk import Step, Twin, Walk, chunk_size, estimate_seconds, survey
+from kvfold.convert.walk.twin import Twin
+from kvfold.convert.walk.walk import Step, Walk, chunk_size, estimate_seconds, survey
 
 LAYERS = 3
 SHAPE = {

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from transformers.core_model_loading import Chunk, Concatenate, WeightConverter, WeightRenaming
 
 from kvfold.convert.errors import InputError, KvfoldError
-from kvfold.convert.stream import weight_map as module_weights
+from kvfold.convert.stream import weight_map
 from kvfold.convert.stream.skeleton import empty_model
 from kvfold.convert.stream.weight_map import WeightMap
 
@@ -39,7 +39,7 @@ def model() -> Any:
 
 
 def conversions(monkeypatch: pytest.MonkeyPatch, *entries: Any) -> None:
-    monkeypatch.setattr(module_weights, "get_model_conversion_mapping", lambda model: list(entries))
+    monkeypatch.setattr(weight_map, "get_model_conversion_mapping", lambda model: list(entries))
 
 
 def stored(model: Any) -> dict[str, Tensor]:
@@ -49,8 +49,8 @@ def stored(model: Any) -> dict[str, Tensor]:
 
 def load(weights: WeightMap, tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for recipe in weights.under(prefix):
-        found |= weights.load(recipe, tensors.__getitem__, torch.float32, "cpu")
+    for source in weights.under(prefix):
+        found |= weights.load(source, tensors.__getitem__, torch.float32, "cpu")
     return found
 
 
@@ -116,6 +116,6 @@ def test_tied_parameters_come_from_each_other(monkeypatch: pytest.MonkeyPatch) -
     tied = empty_model({**CONFIG, "tie_word_embeddings": True}, torch.float32)
     names = [name for name in tied.state_dict() if name != "lm_head.weight"]
     weights = WeightMap(tied, names)
-    assert weights.source_of("lm_head.weight").sources == ("model.embed_tokens.weight",)
+    assert weights.source_of("lm_head.weight").names == ("model.embed_tokens.weight",)
     with pytest.raises(InputError, match="lacks tensors for 1 parameters of LlamaForCausalLM"):
         WeightMap(tied, [name for name in names if "norm" not in name]).source_of("model.norm.weight")

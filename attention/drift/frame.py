@@ -1,0 +1,214 @@
+"""A stock model without its decoder layers: the parts around them run as transformers wrote them.
+
+Embeddings, rotary tables, masks, the final norm and the head are never written anew. A *frame* is a stock model whose
+decoder layers are replaced by stand-ins; its own forward then tells what each layer would be called with, and turns a
+residual stream of ours into logits::
+
+    tokens -> embedding -> [stand-in 0] -> ... -> [stand-in L-1] -> final norm -> head -> logits
+                                 |   ^
+              hidden, Arguments  v   |  hidden states to go on with, or Stop
+                           visit(index, hidden, arguments)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import Cache
+
+_ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
+
+
+class Stop(Exception):
+    """Leaves the forward of a stock module early."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a stock model passes a decoder layer beside the residual stream."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+Visit = Callable[[int, Tensor, Arguments], Tensor]
+
+
+class StandIn(nn.Module):
+    """Takes a decoder layer's place in the stock forward: the layer to whoever asks, a call of ``visit`` inside."""
+
+    def __init__(self, index: int, layer: nn.Module, frame: "Frame") -> None:
+        super().__init__()
+        self.index = index
+        self._behind = (layer, frame)  # in a tuple, so that neither becomes a submodule
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattribute__("_behind")[0], name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+        return self._behind[1].visited(self.index, hidden_states, Arguments(args, kwargs))
+
+
+class Frame:
+    """``model`` with stand-ins in place of its decoder ``layers``, which are kept aside; the model is changed by it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.path, layers = layer_list(model)
+        self.layers = list(layers)
+        self.model = model
+        self._visit: Visit | None = None
+        self._returns_tuples = False
+        parent, _, name = self.path.rpartition(".")
+        stand_ins = nn.ModuleList(StandIn(index, layer, self) for index, layer in enumerate(self.layers))
+        setattr(model.get_submodule(parent), name, stand_ins)
+
+    def run(self, visit: Visit, tensors: Mapping[str, Tensor] | None = None, **inputs: Any) -> Any:
+        """The stock forward's output for ``inputs``, or None when ``visit`` raised ``Stop``.
+
+        ``tensors`` are used for the parameters and buffers of those names.
+        """
+        inputs = {"use_cache": False, **inputs}
+        self._visit = visit
+        try:
+            if tensors is None:
+                return self.model(**inputs)
+            return functional_call(self.model, dict(tensors), (), inputs, strict=False)
+        except Stop:
+            return None
+        finally:
+            self._visit = None
+
+    def visited(self, index: int, hidden: Tensor, arguments: Arguments) -> Tensor | tuple[Tensor]:
+        """What the stand-in of a layer returns to the stock forward."""
+        if self._visit is None:
+            raise RuntimeError("a stand-in for a layer was called outside the frame's own forward")
+        after = self._visit(index, hidden, arguments)
+        return (after,) if self._returns_tuples else after
+
+    def enter(self, tensors: Mapping[str, Tensor] | None = None, **inputs: Any) -> tuple[Tensor, list[Arguments]]:
+        """The residual stream before the first layer, ``[B, T, E]``, and the arguments of every layer."""
+        entered: list[Tensor] = []
+        recorded: list[Arguments] = []
+
+        def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
+            entered.append(hidden)
+            recorded.append(arguments)
+            if index == len(self.layers) - 1:
+                raise Stop
+            return hidden
+
+        self.run(visit, tensors, **inputs)
+        return entered[0], recorded
+
+    def logits(self, hidden: Tensor, tensors: Mapping[str, Tensor] | None = None, **inputs: Any) -> Tensor:
+        """Logits ``[B, T, V]`` of the residual stream after the last layer; ``inputs`` are any of its shape."""
+
+        def visit(index: int, entering: Tensor, arguments: Arguments) -> Tensor:
+            return hidden if index == len(self.layers) - 1 else entering
+
+        logits: Tensor = self.run(visit, tensors, **inputs).logits
+        return logits
+
+    def detect_tuples(self, device: torch.device) -> None:
+        """Learn from a forward over two tokens whether the model unpacks what its layers return.
+
+        Some families do (bloom); of a stand-in's tensor ``[B, T, E]`` they then take the first row.
+        """
+        dims: list[int] = []
+
+        def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
+            dims.append(hidden.dim())
+            if index > 0:
+                raise Stop
+            return hidden
+
+        output = self.run(visit, input_ids=torch.zeros(1, 2, dtype=torch.long, device=device))
+        if output is not None:
+            dims.append(output.logits.dim())
+        self._returns_tuples = dims[-1] < dims[0]
+
+
+def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The path and the list of a model's decoder layers: as many as its config says, each with a self-attention.
+
+    Raises ValueError when there is no such list.
+    """
+    config = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if config is not None else None
+    count = getattr(text, "num_hidden_layers", None)
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count and count:
+            attention_of(module[0])
+            return path, module
+    raise ValueError(f"model: expected a list of {count} decoder layers in {type(model).__name__}, found none")
+
+
+def attention_of(layer: nn.Module) -> nn.Module:
+    """The self-attention module of a decoder layer. Raises ValueError when it has none of the usual names."""
+    return layer.get_submodule(attention_name(layer))
+
+
+def attention_name(layer: nn.Module) -> str:
+    """The name of a decoder layer's self-attention module. Raises ValueError when it has none of the usual names."""
+    for name in _ATTENTION_NAMES:
+        if isinstance(getattr(layer, name, None), nn.Module):
+            return name
+    found = ", ".join(name for name, _ in layer.named_children()) or "no children"
+    raise ValueError(f"layer: expected a child named {', '.join(_ATTENTION_NAMES)}, found {found}")
+
+
+def cache_bytes_per_token(
+    layers: Sequence[nn.Module], enter: Callable[[int], tuple[Tensor, Sequence[Arguments]]]
+) -> int:
+    """By how many bytes per token the cache of generation grows, all layers together.
+
+    ``enter(tokens)`` gives the residual stream of one sequence and the arguments of every layer, as ``Frame.enter(...,
+    use_cache=True)`` records them: the cache among them is the object that the stock model makes for generation. On the
+    meta device its tensors have shapes and no data.
+    """
+    few, more = (_cached_bytes(layers, *enter(tokens)) for tokens in (2, 4))
+    return (more - few) // 2
+
+
+def _cached_bytes(layers: Sequence[nn.Module], hidden: Tensor, arguments: Sequence[Arguments]) -> int:
+    """Bytes in the cache after the attention of every layer has seen ``hidden [B, T, E]``."""
+
+    def stop(module: nn.Module, inputs: Any, output: Any) -> None:
+        raise Stop
+
+    for layer, given in zip(layers, arguments, strict=True):
+        handle = attention_of(layer).register_forward_hook(stop)
+        try:
+            layer(hidden, *given.args, **given.kwargs)
+        except Stop:
+            pass
+        finally:
+            handle.remove()
+    passed = [value for given in arguments for value in (*given.args, *given.kwargs.values())]
+    return tensor_bytes([value for value in passed if isinstance(value, Cache)])
+
+
+def tensor_bytes(holder: Any) -> int:
+    """Bytes of all tensors that an object holds in its attributes, lists and dicts, each counted once."""
+    seen: set[int] = set()
+    pending, total = [holder], 0
+    while pending:
+        item = pending.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            total += item.numel() * item.element_size()
+        elif isinstance(item, dict):
+            pending.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            pending.extend(item)
+        elif hasattr(item, "__dict__") and not isinstance(item, (type, nn.Module)):
+            pending.extend(vars(item).values())
+    return total

@@ -1,0 +1,57 @@
+"""The student of a conversion: the converted model as a stream of layers, before its checkpoint is complete.
+
+The student always runs from what the file will hold. A candidate for a layer is encoded into the tensors of the
+converted checkpoint, rounded to the dtype in which they will be stored, and read back through the same weight map and
+the same stock module that will load the finished files::
+
+    transform -> layout.encode -> Twin.put -> read(name), rounded -> WeightMap -> stock module -> error, drift, loss
+
+So an error, a drift or a loss of the walk is one of the written checkpoint, and what refinement trains is what is
+stored.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from kvfold.convert.errors import KvfoldError
+from kvfold.convert.io.shards import OutputTensor
+from kvfold.convert.io.tensors import torch_dtype
+from kvfold.convert.stream.stream import CheckpointStream
+
+
+class Twin:
+    """The converted model as a stream: what a stock model would load from the finished checkpoint.
+
+    ``config`` and ``tensors`` are the converted checkpoint's. Tensors that are copied come from the source, the others
+    are those last ``put``, both rounded to the dtype that the checkpoint will store. Copied tensors are shared with the
+    source's open layer, unless ``recast`` says that the checkpoint will store them in another dtype than the source.
+    """
+
+    def __init__(
+        self, source: CheckpointStream, config: dict[str, Any], tensors: Iterable[OutputTensor], recast: bool = False
+    ) -> None:
+        self._planned = {tensor.name: tensor for tensor in tensors}
+        self._read_source = source.read
+        self._put: Mapping[str, Tensor] = {}
+        self._dtypes = {name: torch_dtype(tensor.dtype) for name, tensor in self._planned.items()}
+        changed = {name for name, tensor in self._planned.items() if recast or tensor.source != name}
+        self.stream = CheckpointStream(
+            config, self._read, list(self._planned), source.device, source.dtype, teacher=source, changed=changed
+        )
+
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take a layer's tensors, named and shaped as in the converted checkpoint's files, instead of those before."""
+        unplanned = sorted(name for name in tensors if name not in self._planned or self._planned[name].source)
+        if unplanned:
+            raise KvfoldError(f"the converted checkpoint computes no tensors {', '.join(unplanned)}")
+        self._put = dict(tensors)
+
+    def _read(self, name: str) -> Tensor:
+        source = self._planned[name].source
+        if source is not None:
+            return self._read_source(source).to(self._dtypes[name])
+        if name not in self._put:
+            raise KvfoldError(f"tensor {name!r} was asked for before its layer was converted")
+        return self._put[name].to(self._dtypes[name])

@@ -1,0 +1,209 @@
+"""One layer run and recorded: what the attention computes, what is noted of it, and that nothing stays behind."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvfold.attention.drift.recording import RECORDER, run_layer
+from kvfold.attention.drift.softcap import BLOCKWISE, capped_attention
+
+
+def arguments(length: int, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    keys = length if keys is None else keys
+    return torch.randn(2, 4, length, 8), torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 6)
+
+
+def whole_map(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float, softcap: float | None) -> Tensor:
+    query, key, value = query.double(), key.double().repeat_interleave(2, 1), value.double().repeat_interleave(2, 1)
+    scores = scale * query @ key.mT
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize(("length", "keys"), [(7, 7), (256, 256), (301, 301), (3, 300), (270, 300)])
+def test_capped_attention_is_the_formula(length: int, keys: int) -> None:
+    query, key, value = arguments(length, keys)
+    seen = torch.ones(length, keys).tril(keys - length).bool()
+    expected = whole_map(query, key, value, seen, 0.4, 1.5)
+    found = capped_attention(query, key, value, seen[None, None], 0.4, 1.5)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_capped_attention_has_the_formulas_gradients() -> None:
+    query, key, value = (tensor.double().requires_grad_() for tensor in arguments(5))
+    seen = torch.ones(1, 1, 5, 5).tril().bool()
+    torch.autograd.gradcheck(lambda *given: capped_attention(*given, seen, 0.4, 1.5), (query, key, value))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_masks_are_left_out_only_where_scores_are_not_capped(softcap: float | None) -> None:
+    config = LlamaConfig()
+    config.attn_logit_softcapping = softcap
+    mask = AttentionMaskInterface()[BLOCKWISE](batch_size=1, q_length=5, kv_length=5, config=config)
+    assert (mask is None) == (softcap is None)
+    assert mask is None or torch.equal(mask[0, 0], torch.ones(5, 5).tril().bool())
+
+
+def test_capped_scores_need_a_mask() -> None:
+    query, key, value = arguments(5)
+    with pytest.raises(ValueError, match="attention_mask: expected a mask beside a softcap, found none"):
+        ALL_ATTENTION_FUNCTIONS[BLOCKWISE](nn.Module(), query, key, value, None, softcap=1.0)
+
+
+class Attention(nn.Module):
+    """Queries, keys and values that are given, through transformers' attention interface."""
+
+    num_key_value_groups = 2
+
+    def __init__(self, is_causal: bool = True, **options: Any) -> None:
+        super().__init__()
+        self.config = LlamaConfig(attn_implementation=BLOCKWISE)
+        self.is_causal = is_causal
+        self.options = options
+        self.given: tuple[Tensor, Tensor, Tensor] = arguments(9)
+
+    def forward(self, hidden_states: Tensor, mask: Tensor | None) -> tuple[Tensor, None]:
+        mixed, _ = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](self, *self.given, mask, **self.options)
+        return mixed.flatten(2), None
+
+
+class Layer(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.self_attn = attention
+
+    def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.self_attn(hidden_states + 1, mask)[0] * 2
+
+
+HIDDEN = torch.zeros(2, 9, 3)
+ORDER = torch.arange(9)[:, None] - torch.arange(9)
+CAUSAL = ORDER >= 0
+
+
+def test_what_is_noted_and_what_is_computed() -> None:
+    for softcap, window in ((None, None), (None, 4), (0.7, 4)):
+        seen = CAUSAL if window is None else CAUSAL & (window > ORDER)
+        attention = Attention(scaling=0.3, softcap=softcap, sliding_window=window)
+        found = run_layer(Layer(attention), HIDDEN, (), {"mask": seen[None, None]})
+        expected = whole_map(*attention.given, seen, 0.3, softcap)
+        torch.testing.assert_close(found.attention.double(), expected.flatten(2), rtol=1e-5, atol=1e-6)
+        assert torch.equal(found.hidden, found.attention * 2)
+        assert torch.equal(found.attention_input, HIDDEN + 1)
+        assert found.query is attention.given[0]
+        assert found.key is attention.given[1]
+        assert (found.scale, found.window, found.softcap, found.causal) == (0.3, window, softcap, True)
+
+
+def test_the_scale_is_one_over_the_root_of_the_head_dim_unless_given() -> None:
+    assert run_layer(Layer(Attention()), HIDDEN, (), {}).scale == 8**-0.5
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_without_a_mask_the_attention_functions_causality_counts(causal: bool) -> None:
+    attention = Attention(is_causal=causal)
+    found = run_layer(Layer(attention), HIDDEN, (), {})
+    seen = CAUSAL if causal else torch.ones_like(CAUSAL)
+    expected = whole_map(*attention.given, seen, 8**-0.5, None)
+    torch.testing.assert_close(found.attention.double(), expected.flatten(2), rtol=1e-5, atol=1e-6)
+    assert found.causal is causal
+    assert found.query is not None
+
+
+@pytest.mark.parametrize(
+    ("seen", "window", "causal", "plain"),
+    [
+        (CAUSAL, None, True, True),
+        (CAUSAL & (ORDER < 4), 4, True, True),
+        (torch.ones(9, 9).bool(), None, False, True),
+        (ORDER.abs() < 4, 4, False, True),
+        (CAUSAL & (ORDER < 4), None, True, False),  # a window that the layer does not tell
+        (CAUSAL, 4, True, False),
+        (ORDER.abs() < 4, None, False, False),
+        (CAUSAL & (torch.arange(9) // 4 == (torch.arange(9) // 4)[:, None]), None, True, False),  # chunks
+        (CAUSAL | (torch.arange(9) < 3), None, False, False),  # a prefix that is seen from everywhere
+    ],
+)
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_mask_outweighs_the_modules_word(
+    seen: Tensor, window: int | None, causal: bool, plain: bool, additive: bool, is_causal: bool
+) -> None:
+    mask = seen[None, None]
+    if additive:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    attention = Attention(is_causal=is_causal, sliding_window=window)
+    found = run_layer(Layer(attention), HIDDEN, (), {"mask": mask})
+    assert (found.causal, found.window) == (causal, window)
+    assert (found.query is not None) is (found.key is not None) is plain
+
+
+@pytest.mark.parametrize("option", ["position_bias", "s_aux"])
+def test_scores_that_are_more_than_queries_and_keys_show_none(option: str) -> None:
+    attention = Attention(**{option: torch.zeros(1, 4, 9, 9) if option == "position_bias" else torch.zeros(4)})
+    found = run_layer(Layer(attention), HIDDEN, (), {"mask": CAUSAL[None, None]})
+    assert found.query is None
+    assert found.key is None
+
+
+def test_nothing_is_left_behind() -> None:
+    class Broken(Attention):
+        def forward(self, hidden_states: Tensor, mask: Tensor | None) -> Any:
+            assert self.config._attn_implementation == RECORDER
+            raise RuntimeError("broken")
+
+    layer = Layer(Broken())
+    with pytest.raises(RuntimeError, match="broken"):
+        run_layer(layer, HIDDEN, (), {})
+    assert layer.self_attn.config._attn_implementation == BLOCKWISE
+    assert not layer.self_attn._forward_hooks
+    assert not layer.self_attn._forward_pre_hooks
+
+
+def test_each_recording_notes_its_own_call() -> None:
+    inner = Layer(Attention())
+
+    class Nested(Attention):
+        def forward(self, hidden_states: Tensor, mask: Tensor | None) -> Any:
+            self.before = run_layer(inner, hidden_states, (), {})
+            return super().forward(hidden_states, mask)
+
+    outer = Layer(Nested())
+    outer.self_attn.given = tuple(tensor * 2 for tensor in outer.self_attn.given)
+    found = run_layer(outer, HIDDEN, (), {})
+    assert found.query is outer.self_attn.given[0]
+    assert outer.self_attn.before.query is inner.self_attn.given[0]
+
+
+def test_a_layer_that_skips_its_attention_is_named() -> None:
+    class Skipping(Layer):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return hidden_states
+
+    with pytest.raises(ValueError, match="layer: expected Skipping to call its attention module, which it did not"):
+        run_layer(Skipping(Attention()), HIDDEN, (), {})
+
+
+def test_tensors_take_the_place_of_the_modules_parameters() -> None:
+    class Projected(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.o_proj = nn.Linear(24, 5, bias=False)
+
+        def forward(self, hidden_states: Tensor, mask: Tensor | None) -> Any:
+            return self.o_proj(super().forward(hidden_states, mask)[0]), None
+
+    layer = Layer(Projected())
+    weight = torch.randn(5, 24, requires_grad=True)
+    found = run_layer(layer, HIDDEN, (), {}, {"self_attn.o_proj.weight": weight})
+    assert torch.equal(found.output_weight, weight.view(5, 4, 6))
+    torch.testing.assert_close(found.attention, torch.einsum("bthd,ehd->bte", found.mixed, found.output_weight))
+    found.attention.sum().backward()
+    assert weight.grad is not None
+    assert layer.self_attn.o_proj.weight.grad is None
