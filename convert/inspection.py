@@ -143,10 +143,9 @@ def _cache(numbers: int, windows: list[int | None], dtype: str) -> dict[str, Any
 
 def _targets(model: Model, windows: list[int | None], dtype: str) -> list[dict[str, Any]]:
     geometry, present = model.geometry, cache_elements(model.geometry)
-    fewer = possible_kv_heads(geometry) if model.family.accepts_fewer_kv_heads else []
     sizes = {
         "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}": present * kv_heads // geometry.kv_heads
-        for kv_heads in fewer
+        for kv_heads in possible_kv_heads(geometry)
     }
     if not model_problems(model):
         sizes |= {f"--to mla --budget {present // part}": present // part for part in _PARTS if present // part >= 4}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.schema import Family, read_family
+from kvfold.convert.families.schema import Family, parse_family, read_table
 from kvfold.convert.families.values import TYPES
 
 _FOLDER = Path(__file__).parent
@@ -22,8 +22,12 @@ def supported() -> tuple[str, ...]:
 
 @lru_cache
 def load_family(name: str) -> Family:
-    """The family called ``name``, which must be one of ``supported()``."""
-    return read_family(_FOLDER / f"{name}.json")
+    """The family called ``name``, which must be one of ``supported()``.
+
+    Raises ``ValueError`` naming file, place and key when its file does not fit the schema.
+    """
+    path = _FOLDER / f"{name}.json"
+    return parse_family(read_table(path), path.name)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

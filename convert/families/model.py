@@ -107,17 +107,12 @@ class Model:
     def kv_config(self, kv_heads: int) -> dict[str, int]:
         """The config keys that change for ``kv_heads`` key/value heads, in the spelling that the config uses.
 
-        Raises ``InputError`` when the stock class takes no fewer heads or the number does not divide the query heads.
+        Raises ``InputError`` when the number does not divide the query heads.
         """
-        family, heads = self.family, self.geometry.heads
-        if not family.accepts_fewer_kv_heads:
-            raise InputError(
-                f"{family.architecture} has as many key/value heads as query heads; model_type {family.model_type!r} "
-                f"cannot have {kv_heads}"
-            )
+        heads = self.geometry.heads
         if kv_heads < 1 or heads % kv_heads:
             raise InputError(f"kv-heads is {kv_heads}; a divisor of the {heads} query heads was expected")
-        return {self.values.spelling(family.sizes.kv_heads): kv_heads}
+        return {self.values.spelling(self.family.sizes.kv_heads): kv_heads}
 
     def check_values(self) -> None:
         """Raises ``InputError`` for a present value of the wrong type, whether or not this config uses it."""
@@ -150,7 +145,7 @@ class Model:
         layers, most = self.geometry.layers, max(count, _MOST_UNCHECKED)
         if layers > most:
             return f"missing: config.json tells of {layers} layers, the files hold {count} tensors in all"
-        widest = max(experts(spec, scope) for spec, scope in present(self.values, self._layer_values))
+        widest = max(experts(spec, scope) for _, spec, scope in present(self.values, self._layer_values))
         if widest > most:
             return f"missing: config.json tells of {widest} experts, the files hold {count} tensors in all"
         return None

@@ -1,4 +1,8 @@
-"""What a family file says: one JSON object per model type, read strictly (an unknown or missing key is an error).
+"""The keys of a family file: one JSON object per model type, read strictly (an unknown or missing key is an error).
+
+A file that ``extends`` another holds only what differs. Each of its sections (``config``, ``attention``, ``tensors``,
+...) is merged with the base's entry by entry: an entry replaces the base's as a whole, and null removes it. Anything
+but a section, such as the list ``tolerated``, replaces the base's.
 
 A value marked *expression* is a string in the language of ``expressions.py`` over the config keys that the file lists
 under ``config`` (and ``layer``, ``layer_type``, ``sparse`` where it is evaluated per layer), or a JSON literal.
@@ -131,7 +135,6 @@ class BlockSpec:
 class TensorSpec:
     """A tensor outside the attention. ``name`` may hold ``{layer}`` and ``{expert}`` (counted by ``each``)."""
 
-    role: str
     name: str
     shape: tuple[Expression, ...]
     when: Expression = True
@@ -152,13 +155,12 @@ class Family:
 
     model_type: str
     architecture: str
-    accepts_fewer_kv_heads: bool
     config: Mapping[str, Key]
     sizes: Sizes
     attention: Attention
     rotary: Rope
     block: BlockSpec
-    tensors: tuple[TensorSpec, ...]
+    tensors: Mapping[str, TensorSpec]  # by role, such as embedding, gate, final_norm
     tolerated: tuple[Tolerated, ...]
 
 
@@ -182,13 +184,31 @@ def _freeze(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def read_family(path: Path) -> Family:
-    """The family file at ``path``. Raises ``ValueError`` naming file, place and key when it does not fit the schema."""
-    return parse_family(json.loads(path.read_text(encoding="utf-8")), path.name)
+def read_table(path: Path, extending: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The family file at ``path``, decoded and merged with those it extends, which lie beside it.
+
+    ``extending`` are the files that lead here. Raises ``ValueError`` for a circle and for a null without an entry to
+    remove.
+    """
+    if path.name in extending:
+        raise ValueError(f"{path.name}: expected no circle of extends, found {' -> '.join([*extending, path.name])}")
+    table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if "extends" not in table:
+        return table
+    base = read_table(path.with_name(f"{table.pop('extends')}.json"), (*extending, path.name))
+    return base | {key: _merged(base.get(key), value, f"{path.name}: {key}") for key, value in table.items()}
+
+
+def _merged(base: Any, value: Any, where: str) -> Any:
+    if not isinstance(base, Mapping) or not isinstance(value, Mapping):
+        return value
+    if absent := [name for name, entry in value.items() if entry is None and name not in base]:
+        raise ValueError(f"{where}: null removes what the extended family has, found no {', '.join(absent)} there")
+    return {name: entry for name, entry in {**base, **value}.items() if entry is not None}
 
 
 def parse_family(table: Any, where: str) -> Family:
-    """A decoded family file; ``where`` begins the message of the ``ValueError`` raised for what does not fit."""
+    """A merged family file; ``where`` begins the message of the ``ValueError`` raised for what does not fit."""
     spec = build(Family, table, where)
     attention, rotary = dict(spec.attention), dict(spec.rotary)  # type: ignore[call-overload]
     if attention.get("norm") is not None:
@@ -202,7 +222,7 @@ def parse_family(table: Any, where: str) -> Family:
         attention=build(Attention, attention, f"{where}: attention"),
         rotary=build(Rope, rotary, f"{where}: rotary"),
         block=build(BlockSpec, spec.block, f"{where}: block"),
-        tensors=tuple(build(TensorSpec, item, f"{where}: tensors[{i}]") for i, item in enumerate(spec.tensors)),
+        tensors=_each(TensorSpec, spec.tensors, f"{where}: tensors"),
         tolerated=tuple(build(Tolerated, item, f"{where}: tolerated[{i}]") for i, item in enumerate(spec.tolerated)),
     )
 

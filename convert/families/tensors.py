@@ -29,20 +29,20 @@ class StoredTensor:
 
 def block_tensors(values: Values, layers: Sequence[Values]) -> Iterator[StoredTensor]:
     """The tensors outside the attention, in the order of the family file; ``layers`` are the values of each layer."""
-    for spec, scope in present(values, layers):
+    for role, spec, scope in present(values, layers):
         shape = tuple(int(evaluate(size, scope)) for size in spec.shape)
         layer = scope["layer"] if _per_layer(spec) else None
         name = spec.name.replace("{layer}", str(layer))
         for expert in range(experts(spec, scope)):
-            yield StoredTensor(name.replace("{expert}", str(expert)), (spec.role,), layer, shape)
+            yield StoredTensor(name.replace("{expert}", str(expert)), (role,), layer, shape)
 
 
-def present(values: Values, layers: Sequence[Values]) -> Iterator[tuple[TensorSpec, Values]]:
-    """The rows of the family file that this config has, once per layer where they name one."""
-    for spec in values.family.tensors:
+def present(values: Values, layers: Sequence[Values]) -> Iterator[tuple[str, TensorSpec, Values]]:
+    """Role and row of the family file of what this config has, once per layer where the row names one."""
+    for role, spec in values.family.tensors.items():
         for scope in layers if _per_layer(spec) else (values,):
             if evaluate(spec.when, scope):
-                yield spec, scope
+                yield role, spec, scope
 
 
 def experts(spec: TensorSpec, scope: Values) -> int:

@@ -1,9 +1,10 @@
-"""The family files: a strict schema, every key read, and a small safe language for shapes and conditions."""
+"""The family files: what they take over, a strict schema of which all is used, and expressions."""
 
 import json
 from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from helpers.processes import run_python
@@ -12,7 +13,7 @@ from kvfold.convert.families import expressions, schema
 from kvfold.convert.families.family import load_family, supported
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import layer_rotary
-from kvfold.convert.families.values import Values
+from kvfold.convert.families.values import TYPES, Values
 
 FOLDER = Path(schema.__file__).parent
 
@@ -23,7 +24,8 @@ PROMISED = [
 
 
 def table(name: str) -> dict:
-    return json.loads((FOLDER / f"{name}.json").read_text())
+    """The family file with what it takes over from those it extends."""
+    return schema.read_table(FOLDER / f"{name}.json")
 
 
 def test_the_families_are_those_promised():
@@ -33,6 +35,86 @@ def test_the_families_are_those_promised():
 @pytest.mark.parametrize("name", supported())
 def test_a_file_is_named_for_its_model_type(name):
     assert load_family(name).model_type == name == table(name)["model_type"]
+
+
+def raw(name: str) -> dict:
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", [name for name in supported() if "extends" in raw(name)])
+def test_a_file_that_extends_another_holds_differences_only(name):
+    data = raw(name)
+    base = table(data["extends"])
+    for section, value in data.items():
+        if isinstance(value, dict):
+            assert [entry for entry in value if entry in base[section] and value[entry] == base[section][entry]] == []
+        else:
+            assert value != base.get(section)
+
+
+def write(folder: Path, **tables: dict) -> None:
+    for name, data in tables.items():
+        (folder / f"{name}.json").write_text(json.dumps(data))
+
+
+def test_sections_merge_entry_by_entry(tmp_path):
+    first = {"kind": "a", "block": {"x": {"one": 1, "two": 2}, "y": 1, "z": 1}, "names": ["a", "b"]}
+    second = {"extends": "first", "block": {"x": {"one": None}, "y": None, "w": 5}, "names": ["c"]}
+    write(tmp_path, first=first, second=second, third={"extends": "second", "kind": "c", "rest": {"q": 1}})
+    merged = {"kind": "a", "block": {"x": {"one": None}, "z": 1, "w": 5}, "names": ["c"]}
+    assert schema.read_table(tmp_path / "second.json") == merged
+    assert schema.read_table(tmp_path / "third.json") == {**merged, "kind": "c", "rest": {"q": 1}}
+
+
+def test_what_cannot_be_extended_is_named(tmp_path):
+    write(tmp_path, first={"block": {}}, second={"extends": "first", "block": {"gone": None}})
+    with pytest.raises(ValueError, match="null removes") as caught:
+        schema.read_table(tmp_path / "second.json")
+    assert str(caught.value) == ("second.json: block: null removes what the extended family has, found no gone there")
+    write(tmp_path, first={"extends": "second"})
+    with pytest.raises(ValueError, match="circle") as caught:
+        schema.read_table(tmp_path / "first.json")
+    assert str(caught.value) == (
+        "first.json: expected no circle of extends, found first.json -> second.json -> first.json"
+    )
+
+
+def test_every_option_of_the_schema_is_used_by_some_family():
+    families = [load_family(name) for name in supported()]
+    parts = {
+        schema.Family: families,
+        schema.Key: [key for family in families for key in family.config.values()],
+        schema.Sizes: [family.sizes for family in families],
+        schema.Norm: [family.attention.norm for family in families if family.attention.norm is not None],
+        schema.Attention: [family.attention for family in families],
+        schema.RopeOfType: [own for family in families for own in (family.rotary.by_type or {}).values()],
+        schema.Rope: [family.rotary for family in families],
+        schema.BlockSpec: [family.block for family in families],
+        schema.TensorSpec: [tensor for family in families for tensor in family.tensors.values()],
+        schema.Tolerated: [extra for family in families for extra in family.tolerated],
+    }
+    idle = []
+    for spec, found in parts.items():
+        hints = get_type_hints(spec)
+        for option in fields(spec):
+            values = [getattr(part, option.name) for part in found]
+            idle += [f"{spec.__name__}.{option.name}"] * all(value == option.default for value in values)
+            idle += [f"{spec.__name__}.{option.name}: {c}" for c in choices(hints[option.name]) if not used(c, values)]
+    idle += [f"type {kind}" for kind in TYPES if kind not in {key.type for key in parts[schema.Key]}]
+    assert idle == []
+
+
+def choices(hint: object) -> tuple:
+    """The values that a type hint lists: both of a flag, all of a Literal, also as part of a union."""
+    if hint is bool:
+        return (True, False)
+    parts = get_args(hint)
+    return parts if get_origin(hint) is Literal else tuple(value for part in parts for value in choices(part))
+
+
+def used(choice: object, values: list) -> bool:
+    """Whether a value is ``choice``, or an expression that names it."""
+    return any(value == choice or (isinstance(value, str) and repr(choice) in value) for value in values)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +128,7 @@ def test_a_file_is_named_for_its_model_type(name):
         ("rotary",),
         ("rotary", "by_type", "full_attention"),
         ("block",),
-        ("tensors", 0),
+        ("tensors", "gate"),
         ("tolerated", 0),
     ],
 )
@@ -102,7 +184,7 @@ def test_every_key_of_every_file_is_read(name, tiny_family, monkeypatch):
     assert not unread(data["rotary"], schema.Rope)
     assert not any(unread(own, schema.RopeOfType) for own in data["rotary"].get("by_type", {}).values())
     assert not unread(data["block"], schema.BlockSpec)
-    assert not any(unread(tensor, schema.TensorSpec) for tensor in data["tensors"])
+    assert not any(unread(tensor, schema.TensorSpec) for tensor in data["tensors"].values())
     assert not any(unread(extra, schema.Tolerated) for extra in data["tolerated"])
 
 
@@ -124,7 +206,6 @@ def ask_everything(family: schema.Family, config: dict) -> None:
 
     assert family.model_type
     assert family.architecture
-    assert family.accepts_fewer_kv_heads
     model = Model(family, config)
     _ = model.block, model.names
     model.kv_config(1)
@@ -147,8 +228,8 @@ def test_expressions_refer_to_keys_of_the_file(name):
         data["rotary"].get("rotates"),
         *(value for key, value in data["block"].items() if key not in ("norm", "mlp")),
         *(key["otherwise"] for key in data["config"].values() if "otherwise" in key),
-        *(size for tensor in data["tensors"] for size in tensor["shape"]),
-        *(tensor.get(key) for tensor in data["tensors"] for key in ("when", "each")),
+        *(size for tensor in data["tensors"].values() for size in tensor["shape"]),
+        *(tensor.get(key) for tensor in data["tensors"].values() for key in ("when", "each")),
         *(extra.get("when") for extra in data["tolerated"]),
     ]
     assert set().union(*(expressions.names(part) for part in parts)) <= known
