@@ -3,26 +3,29 @@
 The names below are loaded on first use, so that importing this package stays free of torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvfold.attention.absorbed import AbsorbedProjections, absorbed_projections
     from kvfold.attention.cache import KVCache, LatentCache, cache_bytes, cache_numbers
     from kvfold.attention.deepseek.absorb import absorb, unabsorb
     from kvfold.attention.drift.profile import distance_profile, row_kl
-    from kvfold.attention.drift.report import measure_drift
+    from kvfold.attention.drift.report import DriftReport, measure_drift
+    from kvfold.attention.drift.streams import LayerStream
     from kvfold.attention.grouped import grouped_attention
     from kvfold.attention.latent import latent_attention
     from kvfold.attention.modeling import GroupedAttention, LatentAttention
     from kvfold.attention.rotary import apply_rotary, rotary_frequencies, rotary_tables
 
-_HOME = {
+_MODULES = {
     "AbsorbedProjections": "absorbed",
+    "DriftReport": "drift.report",
     "GroupedAttention": "modeling",
     "KVCache": "cache",
     "LatentAttention": "modeling",
     "LatentCache": "cache",
+    "LayerStream": "drift.streams",
     "absorb": "deepseek.absorb",
     "absorbed_projections": "absorbed",
     "apply_rotary": "rotary",
@@ -40,10 +43,12 @@ _HOME = {
 
 __all__ = [
     "AbsorbedProjections",
+    "DriftReport",
     "GroupedAttention",
     "KVCache",
     "LatentAttention",
     "LatentCache",
+    "LayerStream",
     "absorb",
     "absorbed_projections",
     "apply_rotary",
@@ -60,7 +65,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return getattr(_import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -3,26 +3,54 @@
 The names below are loaded on first use, so that importing this package (and every ``--help``) stays free of torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfold.convert.conversion.run import convert_checkpoint
-    from kvfold.convert.inspection import inspect_checkpoint
+    from kvfold.convert.conversion.run import Conversion, convert_checkpoint
+    from kvfold.convert.errors import InputError, KvfoldError
+    from kvfold.convert.inspection import Inspection, inspect_checkpoint
+    from kvfold.convert.measure.drift import drift_checkpoints
     from kvfold.convert.recipes import recipe_request
     from kvfold.convert.request import ConvertRequest
 
-__all__ = ["ConvertRequest", "convert_checkpoint", "inspect_checkpoint", "recipe_request"]
+    __version__: str
 
-_HOME = {
-    "ConvertRequest": "kvfold.convert.request",
-    "convert_checkpoint": "kvfold.convert.conversion.run",
-    "inspect_checkpoint": "kvfold.convert.inspection",
-    "recipe_request": "kvfold.convert.recipes",
+__all__ = [
+    "Conversion",
+    "ConvertRequest",
+    "InputError",
+    "Inspection",
+    "KvfoldError",
+    "__version__",
+    "convert_checkpoint",
+    "drift_checkpoints",
+    "inspect_checkpoint",
+    "recipe_request",
+]
+
+_MODULES = {
+    "Conversion": "conversion.run",
+    "ConvertRequest": "request",
+    "InputError": "errors",
+    "Inspection": "inspection",
+    "KvfoldError": "errors",
+    "convert_checkpoint": "conversion.run",
+    "drift_checkpoints": "measure.drift",
+    "inspect_checkpoint": "inspection",
+    "recipe_request": "recipes",
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("kvfold")
+    if name in _MODULES:
+        return getattr(_import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,7 +1,8 @@
-"""The ``kvfold`` command. What is heavy is imported inside the commands: ``--help`` and ``inspect`` must be quick."""
+"""The ``kvfold`` command. Heavy modules are imported inside the commands: ``--help`` and ``inspect`` must be quick."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import click
@@ -14,21 +15,35 @@ _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
 class _Commands(click.Group):
-    """Lists commands in the order they are written below, which is the order a person meets them in."""
+    """Lists the commands in the order in which they are written below."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
 
-class _StepsOrAuto(click.ParamType[int | str]):
-    name = "STEPS|auto"
+class _PanelOption(click.Option):
+    """An option that ``--help`` lists under the heading ``panel``."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if value == "auto":
-            return "auto"
-        if not str(value).isdigit():
-            self.fail(f"expected a number of steps or auto, found {value!r}")
-        return int(value)
+    def __init__(self, *args: Any, panel: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.panel = panel
+
+
+class _PanelCommand(click.Command):
+    """Lists its options by their panels."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for option in self.get_params(ctx):
+            if isinstance(option, click.Option) and (row := option.get_help_record(ctx)) is not None:
+                panels.setdefault(getattr(option, "panel", "Running"), []).append(row)
+        for title, rows in panels.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+def _steps_or_auto(value: int | str) -> int | str:
+    return int(value) if str(value).isdigit() else value  # the request refuses other words
 
 
 @click.group(
@@ -51,77 +66,89 @@ def kvfold(ctx: click.Context) -> None:
 @click.argument("model")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the summary.")
 def inspect(model: str, as_json: bool) -> None:
-    """Show what MODEL is: attention kind, heads, cache bytes per token, and what it can become.
+    """Show MODEL's attention kind, heads and cache bytes per token, and the targets it can be converted to.
 
     Reads the headers and the config only: a hub id is not downloaded.
     """
     from kvfold.convert.inspection import inspect_checkpoint, summary
 
-    found = inspect_checkpoint(model)
-    click.echo(json.dumps(found, indent=2) if as_json else summary(found))
+    facts = inspect_checkpoint(model)
+    click.echo(json.dumps(facts.to_dict(), indent=2) if as_json else summary(facts))
 
 
-def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def apply(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return apply
-
-
-_TARGET_OPTIONS = _options(
-    click.option(
-        "--to", type=click.Choice(rq.TARGETS), help="Attention kind to convert to; required without --recipe."
-    ),
-    click.option("--kv-heads", type=int, metavar="N", help="Key/value heads to keep (gqa)."),
-    click.option("--kv-rank", type=int, metavar="R", help="Latent numbers cached per token and layer (mla)."),
-    click.option("--rope-dim", type=int, metavar="P", help="Rotary-key numbers cached per token and layer (mla)."),
-    click.option("--budget", type=int, metavar="N", help="Choose R + P = N by measured drift (mla)."),
-    click.option("--q-rank", type=int, metavar="N", help="Also factor the queries through a latent of N (mla)."),
-    click.option(
-        "--method", metavar="NAME", help="principal (calibrated, default), mean, first, random; mla: principal, svd."
-    ),
-    click.option("--group", type=click.Choice(rq.GROUPINGS), help="Which heads share: similar ones, or neighbours."),
-    click.option(
-        "--layout", type=click.Choice(rq.LAYOUTS), help="What an MLA checkpoint is written as (default deepseek)."
-    ),
+_device = click.option(
+    "--device",
+    type=click.Choice(rq.DEVICES),
+    default="auto",
+    show_default=True,
+    help="auto: the GPU where there is one.",
 )
-_CALIBRATION_OPTIONS = _options(
-    click.option(
-        "--calibration", metavar="FILE|DATASET", help="Text like the model's own use: .txt, .jsonl, or a datasets name."
-    ),
-    click.option("--samples", type=int, default=128, show_default=True, help="Calibration sequences."),
-    click.option("--seq-len", type=int, default=512, show_default=True, help="Tokens per sequence."),
-    click.option("--seed", type=int, default=0, show_default=True, help="Draws the sequences (and --method random)."),
-    click.option(
-        "--refine", type=_StepsOrAuto(), default=0, show_default=True, help="Reconstruction steps per layer, no labels."
-    ),
+_compute_dtype = click.option(
+    "--dtype", type=click.Choice(rq.DTYPES), default="auto", show_default=True, help="Dtype to compute in."
 )
-_RUNNING_OPTIONS = _options(
-    click.option("--device", type=click.Choice(rq.DEVICES), default="auto", show_default=True),
-    click.option(
-        "--dtype", type=click.Choice(rq.DTYPES), default="auto", show_default=True, help="Stored dtype; auto keeps it."
-    ),
-    click.option("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest weight file."),
-    click.option("--dry-run", is_flag=True, help="Print the plan and the disk space; touch nothing."),
-    click.option("--resume", is_flag=True, help="Go on at a killed calibrated run's last finished layer, or start."),
-    click.option(
-        "--overwrite", is_flag=True, help="Replace OUT; the old one stays whole until the new one is on disk."
-    ),
-    click.option("--quiet", is_flag=True, help="No progress, no summary."),
-    click.option("--allow-growth", is_flag=True, help="Permit a target that caches as much as the source, or more."),
-    click.option("--trust-remote-code", is_flag=True, help="Permit code that the checkpoint carries to run."),
-)
+_json_file = click.option("--json", "json_file", metavar="FILE", help="Also write the numbers to FILE.")
+
+_target = partial(click.option, cls=_PanelOption, panel="Target")
+_calibration = partial(click.option, cls=_PanelOption, panel="Calibration", show_default=True)
+_refinement = partial(click.option, cls=_PanelOption, panel="Refinement", show_default=True)
+_running = partial(click.option, cls=_PanelOption, panel="Running")
 
 
-@kvfold.command()
+@kvfold.command(cls=_PanelCommand)
 @click.argument("model")
 @click.argument("out")
-@_TARGET_OPTIONS
-@_CALIBRATION_OPTIONS
-@_RUNNING_OPTIONS
-@click.option("--recipe", metavar="NAME|FILE.toml", help="Take what is not given here from a recipe.")
+@_target("--to", type=click.Choice(rq.TARGETS), help="Attention kind to convert to; required without --recipe.")
+@_target("--kv-heads", type=int, metavar="N", help="Key/value heads to keep (gqa).")
+@_target("--kv-rank", type=int, metavar="R", help="Rank of the latent: R cache elements per token per layer (mla).")
+@_target("--rope-dim", type=int, metavar="P", help="Rotary key dims: P cache elements per token per layer (mla).")
+@_target("--budget", type=int, metavar="N", help="Choose R + P = N by measured drift (mla).")
+@_target("--q-rank", type=int, metavar="N", help="Also factor the queries through a latent of rank N (mla).")
+@_target("--method", metavar="NAME", help="principal (calibrated; default), mean, first, random; mla: principal, svd.")
+@_target("--group", type=click.Choice(rq.GROUPINGS), help="Heads that share: similar ones, or neighbors.")
+@_target("--layout", metavar="|".join(rq.LAYOUTS), help="Layout of an MLA checkpoint (default deepseek).")
+@_target("--recipe", metavar="NAME|FILE.toml", help="Defaults from a recipe; options on the command line override it.")
+@_target("--allow-growth", is_flag=True, help="Allow targets whose cache is not smaller than the source's.")
+@_calibration(
+    "--calibration", metavar="FILE|DATASET", help="Text like the model's own use: .txt, .jsonl, or a datasets name."
+)
+@_calibration("--samples", type=int, default=rq.ConvertRequest.samples, help="Calibration sequences.")
+@_calibration("--seq-len", type=int, default=rq.ConvertRequest.seq_len, help="Tokens per sequence.")
+@_calibration(
+    "--seed", type=int, default=rq.ConvertRequest.seed, help="Seed of the sequences drawn (and of --method random)."
+)
+@_refinement(
+    "--refine",
+    type=_steps_or_auto,
+    metavar="STEPS|auto",
+    default=rq.ConvertRequest.refine,
+    help="Reconstruction steps per layer, without labels.",
+)
+@_running(
+    "--device",
+    type=click.Choice(rq.DEVICES),
+    default=rq.ConvertRequest.device,
+    show_default=True,
+    help="auto: the GPU where there is one.",
+)
+@_running(
+    "--dtype",
+    type=click.Choice(rq.DTYPES),
+    default=rq.ConvertRequest.dtype,
+    show_default=True,
+    help="Stored dtype; auto keeps the source's.",
+)
+@_running(
+    "--max-shard-size",
+    default=rq.ConvertRequest.max_shard_size,
+    show_default=True,
+    metavar="SIZE",
+    help="Largest weight file.",
+)
+@_running("--dry-run", is_flag=True, help="Print the plan and the disk space; write nothing.")
+@_running("--resume", is_flag=True, help="Resume an interrupted calibrated run at its last finished layer.")
+@_running("--overwrite", is_flag=True, help="Replace OUT; the old one stays whole until the new one is on disk.")
+@_running("--quiet", is_flag=True, help="No progress, no summary.")
+@_running("--trust-remote-code", is_flag=True, help="Allow code in the checkpoint to run.")
 def convert(recipe: str | None, **options: Any) -> None:
     """Convert MODEL and write the result to the folder OUT."""
     from kvfold.convert.recipes import recipe_request
@@ -146,12 +173,12 @@ def convert(recipe: str | None, **options: Any) -> None:
 )
 @click.option("--samples", type=click.IntRange(1), default=16, show_default=True, help="Sequences.")
 @click.option("--seq-len", type=click.IntRange(2), default=512, show_default=True, help="Tokens per sequence.")
-@click.option("--device", type=click.Choice(rq.DEVICES), default="auto", show_default=True)
-@click.option("--dtype", type=click.Choice(rq.DTYPES), default="auto", show_default=True, help="Dtype to compute in.")
-@click.option("--json", "json_file", metavar="FILE", help="Also write the numbers to FILE.")
-@click.option("--trust-remote-code", is_flag=True, help="Permit code that MODEL carries for its tokenizer to run.")
+@_device
+@_compute_dtype
+@_json_file
+@click.option("--trust-remote-code", is_flag=True, help="Allow the tokenizer code in MODEL to run.")
 def drift(model: str, out: str, json_file: str | None, **options: Any) -> None:
-    """Measure how far the converted checkpoint OUT is from MODEL, layer by layer and at the end."""
+    """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and at the end."""
     from kvfold.convert.measure.drift import drift_checkpoints
     from kvfold.convert.measure.table import drift_table
 
@@ -167,14 +194,18 @@ def drift(model: str, out: str, json_file: str | None, **options: Any) -> None:
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @click.option("--context", default="2048", show_default=True, metavar="N,N", help="Tokens in the cache.")
 @click.option("--batch", default="1", show_default=True, metavar="N,N", help="Sequences decoded at once.")
-@click.option("--shape", metavar="NAME", help="Each attention kind of a known shape, random weights: llama-2-7b, ...")
+@click.option("--shape", metavar="NAME", help="Random weights in a known shape, every attention kind: llama-2-7b, ...")
 @click.option("--layers", type=click.IntRange(1), metavar="N", help="Layers of --shape.")
-@click.option("--device", type=click.Choice(rq.DEVICES), default="auto", show_default=True)
-@click.option("--dtype", type=click.Choice(rq.DTYPES), default="auto", show_default=True, help="Dtype to compute in.")
-@click.option("--cache", type=click.Choice(["dynamic", "static"]), default="dynamic", show_default=True)
-@click.option("--prefill-tokens", type=click.IntRange(0), metavar="N", help="At most so many; 0: no prefill.")
-@click.option("--threads", type=click.IntRange(1), metavar="N", help="CPU threads; default: torch's own choice.")
-@click.option("--json", "json_file", metavar="FILE", help="Also write the numbers to FILE.")
+@_device
+@_compute_dtype
+@click.option(
+    "--cache", type=click.Choice(["dynamic", "static"]), default="dynamic", show_default=True, help="Kind of KV cache."
+)
+@click.option(
+    "--prefill-tokens", type=click.IntRange(0), metavar="N", help="Tokens to prefill at most; 0 skips the prefill."
+)
+@click.option("--threads", type=click.IntRange(1), metavar="N", help="CPU threads; default: torch's choice.")
+@_json_file
 @click.option("--plot", metavar="FILE", help="Also draw them (PNG, SVG, PDF); needs the report extra.")
 def bench(
     models: tuple[str, ...],
@@ -186,7 +217,7 @@ def bench(
     plot: str | None,
     **options: Any,
 ) -> None:
-    """Time MODELs side by side: prefill and decoding, cache and memory, ratios to the first.
+    """Time MODELs side by side: prefill, decoding, cache and memory, with ratios to the first.
 
     A latent (MLA) model is timed in stock form and absorbed. Decoding starts from a cache of random values.
     """

@@ -46,7 +46,7 @@ def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[Row]:
     facts = inspect_checkpoint(str(model))
     echo(summary(facts) + "\n")
     with _workplace(folder) as place, _one_thread():
-        rows = _measure_all(model, facts["cache"]["numbers_per_token_and_layer"], place, echo)
+        rows = _measure_all(model, facts.cache.numbers_per_token_and_layer, place, echo)
     echo("\n" + table(rows))
     if folder is not None:
         echo(f"\nThe converted checkpoints are in {folder}: load one with transformers' AutoModelForCausalLM.")

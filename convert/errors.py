@@ -1,4 +1,4 @@
-"""What kvfold raises when it cannot go on. The command line turns these into its last line on stderr."""
+"""The exceptions of kvfold. The command line turns them into its last line on stderr and its exit status."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,10 @@ _SHOWN = 20
 
 
 class KvfoldError(Exception):
-    """Something failed. ``message`` says what was wrong, where, what was expected, what was found and what to do.
+    """An error that kvfold explains: what was wrong, where, what was expected, what was found and what to do.
 
-    ``details`` are further problems of the same kind, one short line each; the first 20 are shown, then a count.
+    ``message`` is that sentence. ``details`` are further problems of the same kind, one short line each; the first 20
+    are shown, then a count.
     """
 
     exit_status = 1

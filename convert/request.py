@@ -1,24 +1,46 @@
-"""What a person asks of a conversion, validated on its own: no checkpoint is opened and torch is not imported here."""
+"""The options of a conversion, and which values they take. No checkpoint is opened, torch is not imported."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.sizes import parse_size
 
 Target = Literal["gqa", "mqa", "mla"]
+Method = Literal["principal", "mean", "first", "random", "svd"]
+Grouping = Literal["similar", "contiguous"]
+Layout = Literal["deepseek", "engine"]
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
-TARGETS = ("gqa", "mqa", "mla")
-FOLD_METHODS = ("principal", "mean", "first", "random")
-MLA_METHODS = ("principal", "svd")
+TARGETS: tuple[str, ...] = get_args(Target)
+METHODS: tuple[str, ...] = get_args(Method)
+GROUPINGS: tuple[str, ...] = get_args(Grouping)
+LAYOUTS: tuple[str, ...] = get_args(Layout)
+DEVICES: tuple[str, ...] = get_args(Device)
+DTYPES: tuple[str, ...] = get_args(Dtype)
+
 WEIGHTS_ONLY = frozenset({"mean", "first", "random", "svd"})
-GROUPINGS = ("similar", "contiguous")
-LAYOUTS = ("deepseek", "engine", "kvfold")
-DEVICES = ("auto", "cpu", "cuda")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Options that say where and how to run; they do not change the result.
+RUN_ONLY = frozenset(
+    ("model", "out", "device", "dry_run", "resume", "overwrite", "quiet", "allow_growth", "trust_remote_code")
+)
+# The targets that an option belongs to; all others belong to every target.
+GOES_WITH: dict[str, tuple[str, ...]] = {"kv_heads": ("gqa",), "group": ("gqa", "mqa")} | dict.fromkeys(
+    ("kv_rank", "rope_dim", "budget", "q_rank", "layout"), ("mla",)
+)
 
-# the smallest value of each option that is a whole number
-LEAST = {
+_CHOICES = {
+    "to": TARGETS,
+    "method": METHODS,
+    "group": GROUPINGS,
+    "layout": LAYOUTS,
+    "device": DEVICES,
+    "dtype": DTYPES,
+}
+_LEAST = {
     "kv_heads": 1,
     "kv_rank": 1,
     "rope_dim": 0,
@@ -35,27 +57,27 @@ class ConvertRequest:
     """One conversion. Field names are the options of ``kvfold convert`` with underscores.
 
     ``method`` and ``group`` left at None take the best there is for the target (see ``resolved_method``); ``refine``
-    is a number of steps per layer or ``"auto"``. Raises InputError when the values cannot go together.
+    is a number of steps per layer or ``"auto"``. Raises InputError, with every problem at once.
     """
 
     model: str
     out: str
     to: Target
     kv_heads: int | None = None
-    method: str | None = None
-    group: str | None = None
+    method: Method | None = None
+    group: Grouping | None = None
     kv_rank: int | None = None
     rope_dim: int | None = None
     budget: int | None = None
     q_rank: int | None = None
-    layout: str | None = None
+    layout: Layout | None = None
     calibration: str | None = None
     samples: int = 128
     seq_len: int = 512
     seed: int = 0
-    refine: int | str = 0
-    device: str = "auto"
-    dtype: str = "auto"
+    refine: int | Literal["auto"] = 0
+    device: Device = "auto"
+    dtype: Dtype = "auto"
     max_shard_size: int | str = "5GB"
     dry_run: bool = False
     resume: bool = False
@@ -65,23 +87,18 @@ class ConvertRequest:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        problems = [
-            *_path_problems(self),
-            *_choice_problems(self),
-            *_number_problems(self),
-            *_combination_problems(self),
-        ]
+        problems = [*_path_problems(self), *_value_problems(self), *_combination_problems(self)]
         if problems:
             raise InputError(problems[0], problems[1:])
         object.__setattr__(self, "max_shard_size", parse_size(self.max_shard_size))
 
     @property
-    def resolved_method(self) -> str:
+    def resolved_method(self) -> Method:
         return self.method or "principal"
 
     @property
     def calibrated(self) -> bool:
-        """Whether the conversion reads text: it walks the model over calibration tokens."""
+        """Whether the conversion runs the model over calibration text."""
         return self.resolved_method not in WEIGHTS_ONLY or bool(self.refine)
 
     @property
@@ -90,8 +107,7 @@ class ConvertRequest:
 
     def result_options(self) -> dict[str, Any]:
         """The options that decide the result, without those that only say where and how to run."""
-        left_out = {"model", "out", "device", "dry_run", "resume", "overwrite", "quiet", "calibration"}
-        left_out |= {"allow_growth", "trust_remote_code"}  # they permit a result and do not change it
+        left_out = {*RUN_ONLY, "calibration"}
         if not self.calibrated and self.resolved_method != "random":
             left_out.add("seed")
         if not self.calibrated:
@@ -100,90 +116,95 @@ class ConvertRequest:
         return {name: value for name, value in options.items() if value is not None} | {"method": self.resolved_method}
 
 
-def _path_problems(request: ConvertRequest) -> list[str]:
+def expected(name: str, value: Any) -> str | None:
+    """The values that option ``name`` takes, in words, when ``value`` is none of them; None when it is one."""
+    if name in _CHOICES:
+        allowed = _CHOICES[name]
+        return None if value in allowed else f"one of {', '.join(allowed)}{did_you_mean(value, allowed)}"
+    if name in _LEAST:
+        if not _is_whole(value, _LEAST[name]):
+            return f"a whole number of at least {_LEAST[name]}"
+        return "a number below 2**63" if name == "seed" and value >= 2**63 else None
+    if name == "refine":
+        return None if value == "auto" or _is_whole(value, 0) else "a number of steps or auto"
+    if name == "max_shard_size":
+        return None if parse_size(value) else "a size such as 5GB, 500MB or 2GiB"
+    if name == "calibration":
+        return None if isinstance(value, str) and value.strip() else "the name of a text file or dataset"
+    return None
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def did_you_mean(found: Any, known: Iterable[str]) -> str:
+    """`` (did you mean NAME?)`` for the one of ``known`` that ``found`` resembles most; empty when none does."""
+    spelt = {_plain(name): name for name in known}
+    close = get_close_matches(_plain(found), spelt, 1)
+    return f" (did you mean {spelt[close[0]]}?)" if close else ""
+
+
+def _plain(text: Any) -> str:
+    return str(text).strip().lower().replace("-", "_")
+
+
+def _path_problems(request: ConvertRequest) -> Iterator[str]:
     """An empty name, as an unset shell variable gives, would mean the current folder, which --overwrite replaces."""
-    return [
-        f"{name.upper()}: expected {expected}, found an empty name; is a shell variable unset?"
-        for name, expected in (("model", "a folder or a hub id"), ("out", "a folder to write"))
-        if not str(getattr(request, name)).strip()
-    ]
+    for name, wanted in (("model", "a folder or a hub id"), ("out", "a folder to write")):
+        if not str(getattr(request, name)).strip():
+            yield f"{name.upper()}: expected {wanted}, found an empty name; is a shell variable unset?"
 
 
-def _choice_problems(request: ConvertRequest) -> list[str]:
-    methods = MLA_METHODS if request.to == "mla" else FOLD_METHODS
-    choices = {
-        "to": (request.to, TARGETS),
-        "method": (request.method, methods),
-        "group": (request.group, GROUPINGS),
-        "layout": (request.layout, LAYOUTS),
-        "device": (request.device, DEVICES),
-        "dtype": (request.dtype, DTYPES),
-    }
-    where = {"method": f" with --to {request.to}"}
-    return [
-        f"--{name}{where.get(name, '')}: expected one of {', '.join(allowed)}, found {value!r}"
-        for name, (value, allowed) in choices.items()
-        if value is not None and value not in allowed
-    ]
+def _value_problems(request: ConvertRequest) -> Iterator[str]:
+    for field in fields(request):
+        value = getattr(request, field.name)
+        wanted = None if value is None and field.default is None else expected(field.name, value)
+        if field.name == "layout" and value == "kvfold":
+            yield "--layout kvfold does not exist yet: use --layout deepseek or --layout engine"
+        elif field.name == "method" and value is not None and value not in methods_of(request.to):
+            allowed = ", ".join(methods_of(request.to))
+            yield f"--method with --to {request.to}: expected one of {allowed}, found {value!r}"
+        elif wanted is not None:
+            yield f"{_option(field.name)}: expected {wanted}, found {value!r}"
 
 
-def _number_problems(request: ConvertRequest) -> list[str]:
-    problems = []
-    for name, low in LEAST.items():
-        value = getattr(request, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-            problems.append(f"{_option(name)}: expected a whole number of at least {low}, found {value!r}")
-    if isinstance(request.seed, int) and request.seed >= 2**63:
-        problems.append(f"--seed: expected a number below 2**63, found {request.seed}")
-    refine = request.refine
-    if refine != "auto" and (isinstance(refine, bool) or not isinstance(refine, int) or refine < 0):
-        problems.append(f"--refine: expected a number of steps or auto, found {refine!r}")
-    return problems
+def methods_of(to: str | None) -> tuple[str, ...]:
+    """The methods of a target."""
+    return ("principal", "svd") if to == "mla" else ("principal", "mean", "first", "random")
 
 
-def _combination_problems(request: ConvertRequest) -> list[str]:
-    problems = []
-    if request.to == "gqa" and request.kv_heads is None:
-        problems.append("--to gqa needs --kv-heads: the number of key/value heads to keep; `kvfold inspect` lists them")
-    if request.to != "gqa" and request.kv_heads is not None:
-        problems.append(f"--kv-heads goes with --to gqa, found --to {request.to}: leave it out, or use --to gqa")
-    if request.to == "mla":
-        problems += _mla_problems(request)
-    else:
-        problems += [
-            f"{_option(name)} goes with --to mla, found --to {request.to}: leave it out, or use --to mla"
-            for name in ("kv_rank", "rope_dim", "budget", "q_rank", "layout")
-            if getattr(request, name) is not None
-        ]
-        if request.group == "similar" and request.resolved_method in WEIGHTS_ONLY:
-            problems.append(
-                f"--group similar needs --method principal, found --method {request.resolved_method}, which reads no "
-                "text to judge a grouping by: leave --group out, or use --method principal"
-            )
-    if not request.calibrated and request.calibration is not None:
-        problems.append(
-            f"--calibration: --method {request.resolved_method} without --refine reads no text: "
-            "leave it out, or use --method principal"
+def _combination_problems(request: ConvertRequest) -> Iterator[str]:
+    to, method = request.to, request.resolved_method
+    if to == "gqa" and request.kv_heads is None:
+        yield "--to gqa needs --kv-heads: the number of key/value heads to keep; `kvfold inspect` lists them"
+    for name, targets in GOES_WITH.items():
+        if to not in targets and getattr(request, name) is not None:
+            some = " or ".join(targets)
+            yield f"{_option(name)} goes with --to {some}, found --to {to}: leave it out, or use --to {some}"
+    if to == "mla":
+        yield from _mla_problems(request)
+    elif request.group == "similar" and method in WEIGHTS_ONLY:
+        yield (
+            f"--group similar needs --method principal, found --method {method}, which reads no text to judge a "
+            "grouping by: leave --group out, or use --method principal"
         )
-    return problems
+    if not request.calibrated and request.calibration is not None:
+        yield (
+            f"--calibration: --method {method} without --refine reads no text: leave it out, or use --method principal"
+        )
 
 
-def _mla_problems(request: ConvertRequest) -> list[str]:
-    problems = []
+def _mla_problems(request: ConvertRequest) -> Iterator[str]:
     split = (request.kv_rank is not None, request.rope_dim is not None)
     if request.budget is not None and any(split):
-        problems.append("--budget chooses --kv-rank and --rope-dim itself: give either --budget or the other two")
+        yield "--budget chooses --kv-rank and --rope-dim itself: give either --budget or the other two"
     if request.budget is None and not all(split):
-        problems.append("--to mla needs --kv-rank and --rope-dim (numbers cached per token and layer), or --budget")
-    if request.group is not None:
-        problems.append("--group goes with --to gqa or mqa, found --to mla: leave it out")
-    if request.layout == "kvfold":
-        problems.append("--layout kvfold does not exist yet: use --layout deepseek or --layout engine")
+        yield "--to mla needs --kv-rank and --rope-dim (KV-cache elements per token per layer), or --budget"
     if request.layout == "engine" and request.method == "svd":
-        problems.append("--layout engine calibrates the latent's norm on text: use --method principal, found svd")
+        yield "--layout engine calibrates the latent's norm on text: use --method principal, found svd"
     if request.budget is not None and request.method == "svd":
-        problems.append("--budget chooses by measured drift and needs --method principal, found --method svd")
-    return problems
+        yield "--budget chooses by measured drift and needs --method principal, found --method svd"
 
 
 def _option(name: str) -> str:

@@ -2,8 +2,6 @@
 
 import re
 
-from kvfold.convert.errors import InputError
-
 _DECIMAL = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _BY_NAME = {"": 1} | {unit.upper(): size for unit, size in (_DECIMAL | _BINARY).items()}
@@ -21,10 +19,9 @@ def bytes_unit(count: float, *, binary: bool = False) -> tuple[str, int]:
     return next(((unit, size) for unit, size in reversed(units) if count >= size), ("B", 1))
 
 
-def parse_size(text: str | int) -> int:
-    """Bytes in ``"5GB"``, ``"500MiB"`` or ``1000`` (decimal units as in transformers; KiB, MiB, GiB are binary)."""
+def parse_size(text: str | int) -> int | None:
+    """Bytes in ``"5GB"``, ``"500MiB"`` or ``1000``, decimal units as in transformers; None when it is no such size."""
     match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", str(text))
-    size = int(float(match[1]) * _BY_NAME[match[2].upper()]) if match and match[2].upper() in _BY_NAME else 0
-    if size <= 0:
-        raise InputError(f"--max-shard-size: expected a size such as 5GB, 500MB or 2GiB, found {text!r}")
-    return size
+    if match is None or match[2].upper() not in _BY_NAME:
+        return None
+    return int(float(match[1]) * _BY_NAME[match[2].upper()]) or None

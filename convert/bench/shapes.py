@@ -3,13 +3,13 @@
 No torch here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvfold.convert.errors import InputError
+from kvfold.convert.targets.deepseek.config import is_latent
 
-LATENT_TYPES = ("deepseek_v2", "deepseek_v3")
 _KV_HEADS, _RANK, _ROPE = 8, 512, 64  # what the converted kinds of a shape cache
 
 
@@ -25,7 +25,7 @@ class Subject:
 
     @property
     def label(self) -> str:
-        return f"{self.name}, {self.form}" if self.config.get("model_type") in LATENT_TYPES else self.name
+        return f"{self.name}, {self.form}" if is_latent(self.config) else self.name
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,6 @@ def checkpoint_subjects(models: Sequence[str]) -> list[Subject]:
         checkpoint = open_checkpoint(model)
         config, folder = checkpoint.config, str(checkpoint.folder)
         checkpoint.close()
-        forms = ("stock", "absorbed") if config.get("model_type") in LATENT_TYPES else ("stock",)
+        forms = ("stock", "absorbed") if is_latent(config) else ("stock",)
         subjects += [Subject(model, form, config, folder) for form in forms]
     return subjects
-
-
-def is_latent(config: Mapping[str, Any]) -> bool:
-    return config.get("model_type") in LATENT_TYPES

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import click
 
 from kvfold.convert.console import run_command
+from kvfold.convert.request import DEVICES
 from kvfold.convert.uptrain import request as ur
 
 _NAME = "python -m kvfold.convert.uptrain"
@@ -58,7 +59,7 @@ _NAME = "python -m kvfold.convert.uptrain"
     help="Of computation; weights are trained in float32. auto: bfloat16 on a GPU, float32 on a CPU.",
 )
 @click.option("--gradient-checkpointing", is_flag=True, help="Compute activations twice rather than keep them.")
-@click.option("--device", type=click.Choice(ur.DEVICES), default="auto")
+@click.option("--device", type=click.Choice(DEVICES), default="auto")
 @click.option("--eval-every", type=int, default=100, metavar="N", help="Measure the drift every N steps; 0: never.")
 @click.option("--eval-sequences", type=int, default=64, help="Held-out sequences.")
 @click.option("--log-every", type=int, default=10, metavar="N", help="Write the mean loss every N steps.")

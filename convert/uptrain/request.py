@@ -9,7 +9,6 @@ from kvfold.convert.errors import InputError
 TRAINED = ("all", "attention")
 SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
-DEVICES = ("auto", "cpu", "cuda")
 _FREE = {
     *("out", "micro_batch", "log_every", "save_every", "plot", "device", "max_shard_size"),
     *("resume", "overwrite", "quiet", "trust_remote_code"),

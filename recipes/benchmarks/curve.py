@@ -61,7 +61,7 @@ def measure() -> Iterator[dict[str, Any]]:
     model = demo_folder()
     tokens = token_windows(AutoTokenizer.from_pretrained(model), read_text("heldout"), WINDOWS, LENGTH)
     before = checkpoint_perplexity(model, tokens)
-    present = inspect_checkpoint(str(model))["cache"]["numbers_per_token_and_layer"]
+    present = inspect_checkpoint(str(model)).cache.numbers_per_token_and_layer
     yield {"series": "original", "target": "MHA", "numbers": present, "perplexity": before}
     with tempfile.TemporaryDirectory(prefix="kvfold-curve-") as work:
         for index, (series, method, options) in enumerate(conversions()):

@@ -31,39 +31,38 @@ def test_facts_of_the_shipped_model():
         "dtype": "BF16",
         "max_context": 512,
     }
-    assert {key: facts[key] for key in wanted} == wanted
-    assert facts["cache"]["numbers_per_token_and_layer"] == 512
-    assert facts["cache"]["bytes_per_token"] == 4 * 512 * 2
-    assert facts["cache"]["bytes"] == {"8k": 8192 * 4096, "128k": 131072 * 4096}
-    saves = {target["options"]: target["saves"] for target in facts["targets"]}
+    assert {key: getattr(facts, key) for key in wanted} == wanted
+    assert facts.cache.numbers_per_token_and_layer == 512
+    assert facts.cache.bytes_per_token == 4 * 512 * 2
+    assert facts.cache.bytes == {"8k": 8192 * 4096, "128k": 131072 * 4096}
+    saves = {target.options: target.saves for target in facts.targets}
     assert saves["--to gqa --kv-heads 4"] == 0.5
     assert saves["--to mqa"] == 0.875
     assert saves["--to mla --budget 64"] == 0.875
-    json.dumps(facts)
 
 
 @pytest.mark.parametrize("name", supported())
 def test_every_family_is_inspected(tiny_family, name):
     facts = inspect_checkpoint(str(tiny_family(name)))
-    assert facts["family"] == name
-    assert facts["targets"]
+    assert facts.family == name
+    assert facts.targets
     text = summary(facts)
-    assert f"{facts['kv_heads']} key/value heads" in text
-    assert ("biases on" in text) == bool(facts["biases"])
+    assert f"{facts.kv_heads} key/value heads" in text
+    assert ("biases on" in text) == bool(facts.biases)
 
 
 def test_what_a_family_has_of_its_own_is_told(tiny_family):
-    assert inspect_checkpoint(str(tiny_family("qwen2")))["biases"] == ["q", "k", "v"]
-    assert inspect_checkpoint(str(tiny_family("qwen3")))["qk_norm"] == "rms"
+    assert inspect_checkpoint(str(tiny_family("qwen2"))).biases == ["q", "k", "v"]
+    assert inspect_checkpoint(str(tiny_family("qwen3"))).qk_norm == "rms"
     assert "normalises queries and keys" in summary(inspect_checkpoint(str(tiny_family("qwen3"))))
 
 
 def test_windowed_layers_hold_their_window_only(tiny_family):
     facts = inspect_checkpoint(str(tiny_family("gemma2", max_position_embeddings=16384)))
-    assert facts["windows"] == [8]
-    width = facts["cache"]["bytes_per_token"] // facts["layers"]
+    assert facts.windows == [8]
+    width = facts.cache.bytes_per_token // facts.layers
     windowed = 1  # of two layers
-    assert facts["cache"]["bytes"]["8k"] == width * (windowed * 8 + (facts["layers"] - windowed) * 8192)
+    assert facts.cache.bytes["8k"] == width * (windowed * 8 + (facts.layers - windowed) * 8192)
 
 
 def test_latent_models_are_told_apart(tmp_path):
@@ -71,9 +70,9 @@ def test_latent_models_are_told_apart(tmp_path):
     request = {"to": "mla", "kv_rank": 48, "rope_dim": 16, "method": "svd", "quiet": True}
     convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(out), **request))
     facts = inspect_checkpoint(str(out))
-    assert (facts["attention"], facts["kv_rank"], facts["rotary_dims"]) == ("MLA", 48, 16)
-    assert facts["cache"]["numbers_per_token_and_layer"] == 64
-    assert facts["targets"] == []
+    assert (facts.attention, facts.kv_rank, facts.rotary_dims) == ("MLA", 48, 16)
+    assert facts.cache.numbers_per_token_and_layer == 64
+    assert facts.targets == []
     assert "8 heads over a latent of 48 and a rotary key of 16" in summary(facts)
 
 
@@ -95,3 +94,25 @@ def test_tensors_must_be_those_of_the_config(tmp_path):
 def test_the_readme_lists_every_family():
     table = README.read_text().split("## Families")[1].split("##")[0]
     assert set(supported()) <= set(re.findall(r"[a-z0-9_]+", table))
+
+
+def test_the_json_has_the_same_keys_for_good(tmp_path, tiny_family):
+    common = ["model", "family", "architecture", "attention", "layers", "heads", "kv_heads", "head_dim", "model_dim"]
+    rest = ["biases", "qk_norm", "rotary_dims", "rotary_layers", "rope", "windows", "max_context"]
+    rest += ["dtype", "parameters", "weight_bytes", "files", "cache", "targets", "latent"]
+    facts = inspect_checkpoint(str(demo_folder())).to_dict()
+    assert list(facts) == [*common, *rest]
+    sizes = ["numbers_per_token_and_layer", "bytes_per_token", "bytes"]
+    assert list(facts["cache"]) == sizes
+    assert [list(target) for target in facts["targets"]] == [["options", *sizes, "saves"]] * len(facts["targets"])
+    assert facts["latent"] == {"possible": True, "numbers_below": 512, "rope_dim_up_to": 256}
+    assert json.loads(json.dumps(facts)) == facts
+    refused = inspect_checkpoint(str(tiny_family("gemma2"))).to_dict()["latent"]
+    assert list(refused) == ["possible", "because"]
+    assert refused["possible"] is False
+    assert all(reason.startswith("--to mla: gemma2 ") for reason in refused["because"])
+    request = {"to": "mla", "kv_rank": 48, "rope_dim": 16, "method": "svd", "quiet": True}
+    convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(tmp_path / "latent"), **request))
+    latent = inspect_checkpoint(str(tmp_path / "latent")).to_dict()
+    assert list(latent) == [*common[:-1], "value_dim", "model_dim", "kv_rank", "q_rank", *rest]
+    assert (latent["q_rank"], latent["targets"], latent["latent"]) == (None, [], None)

@@ -163,7 +163,7 @@ def test_an_override_of_none_takes_a_value_away():
     [
         ('to = "mqa"\nkv-heads = 8', "mine.toml: unknown key 'kv-heads' (did you mean kv_heads?); expected keys: to,"),
         ('to = "mqa"\nsample = 8', "mine.toml: unknown key 'sample' (did you mean samples?)"),
-        ('to = "mqa"\nzzz = 8', "mine.toml: unknown key 'zzz'; expected keys: to, method, group,"),
+        ('to = "mqa"\nzzz = 8', "mine.toml: unknown key 'zzz'; expected keys: to, kv_heads, method,"),
         ('to = "mqa"\nquiet = true', "mine.toml: quiet: belongs on the command line"),
         ('to = "mqa"\nallow_growth = true', "mine.toml: allow_growth: belongs on the command line"),
         ('to = "MLA"', "mine.toml: to: expected one of gqa, mqa, mla (did you mean mla?), found 'MLA'"),
@@ -175,9 +175,9 @@ def test_an_override_of_none_takes_a_value_away():
         ('to = "gqa"\nseq_len = 8.0', "mine.toml: seq_len: expected a whole number of at least 2, found 8.0"),
         (
             'to = "mqa"\nrefine = "often"',
-            "mine.toml: refine: expected a whole number of steps or \"auto\", found 'often'",
+            "mine.toml: refine: expected a number of steps or auto, found 'often'",
         ),
-        ('to = "mqa"\nrefine = -1', 'mine.toml: refine: expected a whole number of steps or "auto", found -1'),
+        ('to = "mqa"\nrefine = -1', "mine.toml: refine: expected a number of steps or auto, found -1"),
         (
             'to = "mqa"\ncalibration = ""',
             "mine.toml: calibration: expected the name of a text file or dataset, found ''",
@@ -225,7 +225,7 @@ def test_files_that_cannot_be_recipes(tmp_path, monkeypatch):
     assert "--recipe plain: expected a TOML file" in refused("plain")
     assert "--recipe no/such.toml: there is no such file; check the path" in refused("no/such.toml")
     assert "without .toml it is a recipe that ships: --recipe llama-2-7b-mqa" in refused("llama-2-7b-mqa.toml")
-    assert "binary.toml: expected TOML in UTF-8, found byte 6 that is none" in refused("binary.toml")
+    assert "binary.toml: expected TOML in UTF-8, found an invalid byte at 6" in refused("binary.toml")
     assert "expected TOML, found something else" in refused(write(tmp_path, "a = " + "[" * 5000))
     assert "there is no such file" in refused("a" * 5000 + ".toml")
 

@@ -20,8 +20,9 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["", "0", "-1GB", "5 apples", "GB", "1e3", "9" * 400])
 def test_bad_sizes(text):
-    with pytest.raises(InputError, match="--max-shard-size: expected a size such as 5GB"):
-        parse_size(text)
+    assert parse_size(text) is None
+    message = f"--max-shard-size: expected a size such as 5GB, 500MB or 2GiB, found {text!r}"
+    assert message in refused(max_shard_size=text)
 
 
 def test_defaults():
@@ -36,7 +37,7 @@ def test_defaults():
 def test_every_problem_is_told_at_once():
     text = refused(to="mqa", kv_heads=4, samples=0, device="tpu", method="best")
     assert "--method with --to mqa: expected one of principal, mean, first, random, found 'best'" in text
-    assert "--device: expected one of auto, cpu, cuda, found 'tpu'" in text
+    assert "--device: expected one of auto, cpu, cuda (did you mean cpu?), found 'tpu'" in text
     assert "--samples: expected a whole number of at least 1, found 0" in text
     assert "--kv-heads goes with --to gqa, found --to mqa" in text
 
@@ -63,6 +64,12 @@ def test_every_problem_is_told_at_once():
         ({"seed": 2**63}, "--seed: expected a number below 2**63, found 9223372036854775808"),
         ({"out": ""}, "OUT: expected a folder to write, found an empty name"),
         ({"model": " "}, "MODEL: expected a folder or a hub id, found an empty name"),
+        (
+            {"to": "mla", "kv_heads": None, "budget": 64, "layout": "kvfold"},
+            "--layout kvfold does not exist yet: use --layout deepseek or --layout engine",
+        ),
+        ({"device": "cude"}, "--device: expected one of auto, cpu, cuda (did you mean cuda?), found 'cude'"),
+        ({"calibration": " "}, "--calibration: expected the name of a text file or dataset, found ' '"),
         ({"seq_len": 1}, "--seq-len: expected a whole number of at least 2, found 1"),
     ],
 )

@@ -32,7 +32,7 @@ FLOORS = {
         ["__init__"],
     ],
     "convert": [
-        ["errors", "data", "transforms"],
+        ["errors", "data", "sizes", "transforms"],
         ["request", "console", "io", "families"],
         ["device", "recipes", "stream", "targets"],
         ["bench", "text", "walk"],

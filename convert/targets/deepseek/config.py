@@ -6,7 +6,7 @@ DeepSeek loaders of inference engines, which read no attention bias and only pla
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +26,11 @@ _NAMES = {
 }
 
 Shape = tuple[int, ...]
+
+
+def is_latent(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` is that of a model whose attention is latent (MLA) already."""
+    return config.get("model_type") in ("deepseek_v2", "deepseek_v3")
 
 
 @dataclass(frozen=True)
