@@ -1,4 +1,4 @@
-"""Uptraining for ``accelerate launch`` and ``torchrun``: the same as ``python -m kvfold.convert.uptrain``.
+"""Uptraining for ``accelerate launch`` and ``torchrun``: the same as ``kvfold uptrain``.
 
 accelerate launch --config_file recipes/fsdp.yaml recipes/uptrain.py MODEL OUT --teacher SOURCE --text FILE
 torchrun --nproc-per-node 8 recipes/uptrain.py MODEL OUT --teacher SOURCE --text FILE

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.text.documents import Document
-from kvfold.convert.text.tokenizer import document_tokens, prefix_tokens
+from kvfold.convert.text.tokenizer import prefix_tokens, tokenize
 from kvfold.convert.text.windows import cut
 
 
@@ -18,7 +18,7 @@ def token_windows(tokenizer: Any, text: str, windows: int, length: int) -> Tenso
     Each begins with the tokenizer's prefix (BOS, for many).
     """
     prefix = prefix_tokens(tokenizer)
-    body = cut([document_tokens(tokenizer, prefix, Document(text))], length - len(prefix), None)[:windows]
+    body = cut(list(tokenize(tokenizer, prefix, [Document(text)])), length - len(prefix), None)[:windows]
     return torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(body), -1), body], dim=1)
 
 

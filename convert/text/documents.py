@@ -1,6 +1,11 @@
-"""Where calibration text comes from: a .txt or .jsonl file, a ``datasets`` name, or the text that ships with kvfold.
+"""Documents of a .txt or .jsonl file, of a ``datasets`` name, or of the text that ships with kvfold.
 
-Files larger than what a run can use are not read whole: stretches are taken from all over them, chosen by the seed.
+A file is read in cells: stretches of about equal size between two line breaks, in an order drawn from the seed. What a
+run does not need of a large file is not read.
+
+Files do not go through ``datasets`` (``load_dataset("json", data_files=..., streaming=True)``): the package is an extra
+that plain installs lack, its streams shuffle a buffer of rows rather than the whole file, and its errors do not name
+the line at fault.
 """
 
 import hashlib
@@ -8,19 +13,21 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 import torch
 
 from kvfold.convert.errors import InputError
 
-_CELL = 1 << 18
 BUILT_IN = "the built-in standard-library text"
+_CELL = 1 << 18  # bytes
+_SMALLEST_CELL = 1 << 12
+_CELLS = 64  # least number of cells of a file to train on, where they are no smaller than _SMALLEST_CELL
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text to calibrate on. ``rendered`` says that a chat template made it, special tokens included."""
+    """A text. ``rendered``: made by a chat template, special tokens included."""
 
     text: str
     rendered: bool = False
@@ -31,15 +38,27 @@ class Corpus(Protocol):
 
     @property
     def name(self) -> str:
-        """Where they are from, for a person to read, without a machine's paths."""
+        """The name for users and records: without the paths of this machine."""
+        ...
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of the text; None for a dataset."""
         ...
 
     def digest(self) -> str:
-        """SHA-256 that tells this text from others."""
+        """SHA-256 of the text (of the name, for a dataset)."""
         ...
 
     def documents(self, limit: int) -> tuple[list[Document], bool]:
         """Documents of about ``limit`` bytes or more, and whether these are all."""
+        ...
+
+    def parts(self) -> tuple[int | None, Iterator[list[Document]]]:
+        """All documents in parts that share no text, in an order drawn from the seed, and the number of parts.
+
+        The number of parts of a dataset is None: nobody knows before it ends.
+        """
         ...
 
 
@@ -50,7 +69,7 @@ Split = Literal["calibration", "heldout"]
 def open_corpus(
     spec: str | None, render: Render, seed: int, split: Split = "calibration", option: str = "--calibration"
 ) -> Corpus:
-    """The corpus that ``option`` names; None is that split of the built-in text."""
+    """The corpus that ``option`` names; None is that split of the built-in text. Raises InputError for a bad name."""
     if spec is None:
         from kvfold.convert.data import read_documents
 
@@ -65,20 +84,14 @@ def open_corpus(
     return _Dataset(spec, render, seed, option)
 
 
-def parse_stretch(path: Path, render: Render, start: int, raw: bytes) -> Iterator[Document]:
-    """The documents in ``raw``, whole lines that begin at byte ``start`` of a .txt or .jsonl file."""
-    return _File(path, render, 0)._parse(start, raw)
-
-
-def dataset_documents(spec: str, render: Render, seed: int, option: str) -> Iterator[Document]:
-    """Every document of a dataset in an order that ``seed`` draws; errors name ``option``."""
-    return (document for document, _ in _Dataset(spec, render, seed, option).stream())
-
-
 @dataclass(frozen=True)
 class _Memory:
     name: str
     texts: list[Document]
+
+    @property
+    def size(self) -> int:
+        return sum(len(document.text.encode()) for document in self.texts)
 
     def digest(self) -> str:
         joined = "\f".join(document.text for document in self.texts)
@@ -87,10 +100,13 @@ class _Memory:
     def documents(self, limit: int) -> tuple[list[Document], bool]:
         return self.texts, True
 
+    def parts(self) -> tuple[int, Iterator[list[Document]]]:
+        return len(self.texts), ([document] for document in self.texts)
+
 
 @dataclass(frozen=True)
 class _File:
-    """A .txt is one document; every line of a .jsonl is one."""
+    """A .txt is one document, or one per cell; every line of a .jsonl is one."""
 
     path: Path
     render: Render
@@ -100,19 +116,69 @@ class _File:
     def name(self) -> str:
         return self.path.name
 
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
+
     def digest(self) -> str:
         with self.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def documents(self, limit: int) -> tuple[list[Document], bool]:
-        size = self.path.stat().st_size
-        whole = size <= limit
-        documents: list[Document] = []
-        for start, raw in _stretches(self.path, size, limit, self.seed):
-            documents += self._parse(start, raw)
-        return documents, whole
+        if self.size <= limit:
+            return list(self._parse(0, self.path.read_bytes())), True
+        drawn = self._order(_CELL)[: max(1, limit // _CELL)]
+        return [document for cell in sorted(drawn) for document in self._inside(cell)], False
+
+    def parts(self) -> tuple[int, Iterator[list[Document]]]:
+        size = max(_SMALLEST_CELL, min(_CELL, self.size // _CELLS))
+        order = self._order(size)
+        return len(order), (self._cell(cell, size) for cell in order)
+
+    def _order(self, size: int) -> list[int]:
+        """The numbers of the file's cells of ``size`` bytes, as the seed draws them."""
+        cells = -(-self.size // size)
+        order: list[int] = torch.randperm(cells, generator=torch.Generator().manual_seed(self.seed)).tolist()
+        return order
+
+    def _inside(self, number: int) -> Iterator[Document]:
+        """The whole lines inside a cell: a sample of the file needs no others."""
+        with self.path.open("rb") as file:
+            file.seek(number * _CELL)
+            raw = file.read(_CELL)
+        first, last = 0 if number == 0 else raw.find(b"\n") + 1, raw.rfind(b"\n") + 1
+        if first < last:
+            yield from self._parse(number * _CELL + first, raw[first:last])
+
+    def _cell(self, number: int, size: int) -> list[Document]:
+        """The documents that begin in a cell, lines of a .jsonl or a stretch of a .txt: every byte is in one cell."""
+        with self.path.open("rb") as file:
+            start, stop = (self._boundary(file, cell * size, size) for cell in (number, number + 1))
+            file.seek(start)
+            raw = file.read(stop - start)
+        return list(self._parse(start, raw)) if raw else []
+
+    def _boundary(self, file: BinaryIO, offset: int, size: int) -> int:
+        """Where the first line at or after ``offset`` begins.
+
+        A line of a .txt that is longer than a cell of ``size`` bytes is cut between two characters.
+        """
+        if offset == 0:
+            return 0
+        file.seek(offset - 1)
+        if self.path.suffix == ".jsonl":
+            file.readline()
+            return file.tell()
+        raw = file.read(size)
+        skipped = raw.find(b"\n") + 1
+        if not skipped:
+            skipped = 1
+            while skipped < len(raw) and raw[skipped] & 0xC0 == 0x80:  # inside a UTF-8 character
+                skipped += 1
+        return offset - 1 + skipped
 
     def _parse(self, start: int, raw: bytes) -> Iterator[Document]:
+        """The documents in ``raw``, which begins at byte ``start`` of the file."""
         try:
             text = raw.decode("utf-8-sig" if start == 0 else "utf-8")
         except UnicodeDecodeError as error:
@@ -143,71 +209,59 @@ class _Dataset:
     spec: str
     render: Render
     seed: int
-    option: str = "--calibration"
+    option: str
 
     @property
     def name(self) -> str:
         return f"dataset {Path(self.spec).name if Path(self.spec).exists() else self.spec}"
+
+    @property
+    def size(self) -> None:
+        return None
 
     def digest(self) -> str:
         return hashlib.sha256(self.spec.encode()).hexdigest()
 
     def documents(self, limit: int) -> tuple[list[Document], bool]:
         documents: list[Document] = []
-        for document, size in self.stream():
+        size = 0
+        for document in self._documents():
             documents.append(document)
+            size += len(document.text)
             if size >= limit:
                 return documents, False
         return documents, True
 
-    def stream(self) -> Iterator[tuple[Document, int]]:
-        """Each document, and how many characters there were up to its end."""
-        size = 0
+    def parts(self) -> tuple[None, Iterator[list[Document]]]:
+        return None, ([document] for document in self._documents())
+
+    def _documents(self) -> Iterator[Document]:
         for number, row in enumerate(self._rows()):
             try:
-                document = _document(row, self.render)
+                yield _document(row, self.render)
             except ValueError as error:
                 raise InputError(f"{self.option} {self.spec}, row {number}: {error}") from error
-            size += len(document.text)
-            yield document, size
 
     def _rows(self) -> Iterable[Any]:
         try:
             import datasets
         except ImportError:
             raise InputError(
-                f"{self._found()}, and datasets, by name or in a folder, need the datasets package: "
+                f"{self._problem()}, and datasets, by name or in a folder, need the datasets package: "
                 "pip install 'kvfold[data]'"
             ) from None
         name, _, config = self.spec.partition(":")
         try:
             rows = datasets.load_dataset(name, config or None, split="train", streaming=True)
-        except Exception as error:  # datasets raises many kinds, all about what was asked for
+        except Exception as error:  # datasets raises many kinds, all about the request
             reason = str(error).strip().split("\n")[0]
-            raise InputError(f"{self._found()}, and no dataset: {reason}") from error
+            raise InputError(f"{self._problem()}, and no dataset: {reason}") from error
         shuffled: Iterable[Any] = rows.shuffle(seed=self.seed, buffer_size=1000)
         return shuffled
 
-    def _found(self) -> str:
-        found = f"{self.option} {self.spec}: expected a .txt or .jsonl file or the name of a dataset, found"
-        return f"{found} a folder" if Path(self.spec).is_dir() else f"{found} no such file"
-
-
-def _stretches(path: Path, size: int, limit: int, seed: int) -> Iterator[tuple[int, bytes]]:
-    """The file, or whole lines of ``limit`` bytes of it from places that the seed chooses, each with its offset."""
-    with path.open("rb") as file:
-        if size <= limit:
-            yield 0, file.read()
-            return
-        cells = -(-size // _CELL)
-        order = torch.randperm(cells, generator=torch.Generator().manual_seed(seed))
-        for cell in sorted(order[: max(1, limit // _CELL)].tolist()):
-            file.seek(cell * _CELL)
-            raw = file.read(_CELL)
-            first = 0 if cell == 0 else raw.find(b"\n") + 1
-            last = raw.rfind(b"\n") + 1
-            if first < last:
-                yield cell * _CELL + first, raw[first:last]
+    def _problem(self) -> str:
+        found = "a folder" if Path(self.spec).is_dir() else "no such file"
+        return f"{self.option} {self.spec}: expected a .txt or .jsonl file or the name of a dataset, found {found}"
 
 
 def _json(row: str) -> Any:
@@ -218,7 +272,7 @@ def _json(row: str) -> Any:
 
 
 def _document(row: Any, render: Render) -> Document:
-    """What a row of a data set holds. Raises ValueError that says what was expected."""
+    """The document in a row of a dataset. Raises ValueError that says what was expected."""
     if isinstance(row, Mapping):
         if isinstance(row.get("text"), str):
             return Document(row["text"])
@@ -231,6 +285,6 @@ def _document(row: Any, render: Render) -> Document:
 def _rendered(messages: list[Mapping[str, Any]], render: Render) -> str:
     try:
         return render(messages)
-    except Exception as error:  # templates are code of the checkpoint's author and raise what they like
+    except Exception as error:  # templates are code of the checkpoint's author and raise anything
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"the tokenizer's chat template does not take these messages: {reason}") from error

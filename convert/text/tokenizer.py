@@ -1,7 +1,6 @@
 """A checkpoint's tokenizer: loading it, the tokens of documents, and whether the model knows them."""
 
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.stream.skeleton import empty_model
 from kvfold.convert.text.documents import Document, Render
 
-_BLOCK = 1 << 16  # characters; a tokenizer's own records take many times the text, so few go in at once
-_BLOCKS_AT_ONCE = 8
+_BLOCK = 1 << 16  # characters
+_BATCH = 8 * _BLOCK  # a tokenizer's own records take many times the text, so little goes in at once
 
 
 def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str, otherwise: str = "") -> Any:
@@ -50,16 +49,33 @@ def prefix_tokens(tokenizer: Any) -> list[int]:
     return []
 
 
-def document_tokens(tokenizer: Any, prefix: list[int], document: Document) -> Tensor:
-    """A document's tokens, int64, without the ``prefix`` (which a chat template writes itself)."""
+def tokenize(tokenizer: Any, prefix: list[int], documents: Iterable[Document]) -> Iterator[Tensor]:
+    """The tokens of each document, int64, without the ``prefix`` (which a chat template writes itself)."""
     ids: list[int] = []
-    blocks = list(_blocks(document.text))
-    for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
-        some = blocks[start : start + _BLOCKS_AT_ONCE]
-        ids += chain.from_iterable(tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"])
-    if document.rendered and prefix and ids[: len(prefix)] == prefix:
-        ids = ids[len(prefix) :]
-    return torch.tensor(ids, dtype=torch.int64)
+    for some in _batches(documents):
+        tokenized = tokenizer([block for block, _ in some], add_special_tokens=False, verbose=False)["input_ids"]
+        for (_, finished), tokens in zip(some, tokenized, strict=True):
+            ids += tokens
+            if finished is not None:
+                start = len(prefix) if finished.rendered and prefix and ids[: len(prefix)] == prefix else 0
+                yield torch.tensor(ids[start:], dtype=torch.int64)
+                ids = []
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, Document | None]]]:
+    """Blocks of text for one call of a tokenizer; a document comes with its last block."""
+    batch: list[tuple[str, Document | None]] = []
+    size = 0
+    for document in documents:
+        blocks = list(_blocks(document.text)) or [""]
+        for number, block in enumerate(blocks, start=1):
+            batch.append((block, document if number == len(blocks) else None))
+            size += len(block)
+            if size >= _BATCH:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _blocks(text: str) -> Iterator[str]:

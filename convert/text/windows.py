@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.text.documents import Corpus, Split, open_corpus
-from kvfold.convert.text.tokenizer import document_tokens, prefix_tokens, renderer
+from kvfold.convert.text.tokenizer import prefix_tokens, renderer, tokenize
 
 _READ_AT_LEAST = 2 << 20
 _BYTES_PER_TOKEN = 16
@@ -69,7 +69,7 @@ def _enough_windows(corpus: Corpus, tokenizer: Any, prefix: list[int], seq_len: 
     limit = max(_READ_AT_LEAST, wanted * seq_len * _BYTES_PER_TOKEN)
     while True:
         documents, whole = corpus.documents(limit)
-        tokens = [document_tokens(tokenizer, prefix, document) for document in documents]
+        tokens = list(tokenize(tokenizer, prefix, documents))
         windows = cut(tokens, seq_len - len(prefix), tokenizer.eos_token_id)
         if len(windows) >= wanted:
             return windows

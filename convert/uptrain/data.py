@@ -1,173 +1,196 @@
-"""Packed sequences to train on: one order for a run, whatever the number of processes that share it.
+"""The sequences of a run as one file of tokens, made once and read through a memory map.
 
-Documents are tokenised, begun as the tokenizer begins a text, ended by its EOS token, laid end to end and cut. Blocks
-of text are shuffled in themselves. Every process reads the same stream and takes its own part of each global batch.
+A run knows how many tokens it needs. Documents, in an order drawn from the seed, are tokenized, begun by the
+tokenizer's prefix, ended by its EOS token, laid end to end and cut into sequences. The first ``M`` sequences are held
+out, the next ``n`` are trained on; no document is in both parts. Sequence ``i`` of the run is number ``p_e(i - e n)``
+of the ``n``, where ``p_e`` is the permutation of epoch ``e = i // n``: the order depends neither on the number of
+processes nor on interruptions.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.text.documents import Document
-from kvfold.convert.text.tokenizer import check_vocabulary, document_tokens, prefix_tokens
+from kvfold.convert.text.documents import Corpus
+from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens, tokenize
 from kvfold.convert.text.windows import cut
-from kvfold.convert.uptrain.text import TrainingText
 
-_ASIDE = 5  # at most a fifth of the text is kept aside
-_FRUITLESS = 8  # blocks without a single sequence before a dataset counts as too short
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a stream is: ``first`` sequences were in the blocks before ``block``, ``taken`` are behind it in all."""
-
-    block: int = 0
-    first: int = 0
-    taken: int = 0
-
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
+_TOKENS, _RECORD = "tokens.bin", "tokens.json"
+_LARGEST_SHARE = 5  # at most a fifth of a file is held out
 
 
 @dataclass(frozen=True)
-class Share:
-    """How a global batch is divided: ``total`` sequences a step, ``micro`` of them at once in each of ``world``."""
+class TokenPlan:
+    """The tokens of a run: ``training`` and ``held_out`` sequences of ``length`` tokens, and where they are from.
 
-    total: int
-    micro: int
-    rank: int = 0
-    world: int = 1
-
-    @property
-    def accumulation(self) -> int:
-        return self.total // (self.world * self.micro)
-
-
-def share_of(total: int, micro: int, rank: int, world: int) -> Share:
-    """The largest division of a global batch with at most ``micro`` sequences at once.
-
-    Raises InputError when ``total`` sequences cannot be divided over ``world`` processes.
+    Held-out sequences are from ``eval_text``, or else from ``text`` itself. Tokens are below ``vocabulary``, that of
+    ``model``.
     """
-    if total % world:
+
+    text: Corpus
+    eval_text: Corpus | None
+    tokenizer: Any
+    model: str
+    vocabulary: int
+    length: int
+    training: int
+    held_out: int
+    seed: int
+
+    def made_from(self) -> dict[str, Any]:
+        """Everything that decides the tokens, as JSON: texts by name and size, for they may be too long to read."""
+        texts = [None if text is None else [text.name, text.size] for text in (self.text, self.eval_text)]
+        numbers = {name: getattr(self, name) for name in ("vocabulary", "length", "training", "held_out", "seed")}
+        special = {"prefix": prefix_tokens(self.tokenizer), "eos": self.tokenizer.eos_token_id}
+        return {"texts": texts, **numbers, **special}
+
+
+@dataclass(frozen=True)
+class RunTokens:
+    """``training [n, T]``, n at most what was planned, and ``held_out [M, T]``, int32: views of a memory map."""
+
+    training: Tensor
+    held_out: Tensor
+
+
+class TrainingOrder(Dataset[dict[str, Tensor]]):
+    """All ``total`` sequences of a run, in order: ``sequences [n, T]`` in a new permutation per epoch."""
+
+    def __init__(self, sequences: Tensor, total: int, seed: int) -> None:
+        self._sequences, self._total, self._seed = sequences, total, seed
+        self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        epoch, place = divmod(index, len(self._sequences))
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed((self._seed << 32) + epoch)
+            self._epoch, self._permutation = epoch, torch.randperm(len(self._sequences), generator=generator)
+        return {"input_ids": self._sequences[self._permutation[place]].long()}
+
+
+def open_tokens(plan: TokenPlan, folder: Path) -> RunTokens | None:
+    """The tokens in ``folder``, or None when there are none made from the same text in the same way."""
+    path, record = folder / _TOKENS, folder / _RECORD
+    if not (path.is_file() and record.is_file()):
+        return None
+    written = json.loads(record.read_text(encoding="utf-8"))
+    shape = (written["held_out"] + written["training"], plan.length)
+    if written["made_from"] != plan.made_from() or path.stat().st_size != 4 * shape[0] * shape[1]:
+        return None
+    tokens = torch.from_file(str(path), size=shape[0] * shape[1], dtype=torch.int32).view(shape)
+    return RunTokens(training=tokens[written["held_out"] :], held_out=tokens[: written["held_out"]])
+
+
+def make_tokens(plan: TokenPlan, folder: Path) -> None:
+    """Tokenize the text into ``folder``, each file whole or not at all.
+
+    A text that is shorter than planned gives all the sequences that it has. Raises InputError when it has none, when
+    there is too little to hold out, or when the model does not know a token.
+    """
+    held_out, training = _held_out(plan)
+    count = _write(folder / _TOKENS, chain([held_out], training), plan.held_out + plan.training) - plan.held_out
+    if not count:
+        raise _too_short(plan.text, plan.length, 1)
+    record = {"made_from": plan.made_from(), "held_out": plan.held_out, "training": count}
+    replace_file(folder / _RECORD, [(json.dumps(record, indent=1) + "\n").encode()])
+
+
+def _held_out(plan: TokenPlan) -> tuple[Tensor, Iterator[Tensor]]:
+    """The held-out sequences ``[M, T]``, and those of all documents after the last one that they hold a part of."""
+    if plan.eval_text is not None:
+        found = _first(_sequences(plan, chain(*_documents(plan, plan.eval_text))), plan.held_out)
+        if len(found) < plan.held_out:
+            raise _too_short(plan.eval_text, plan.length, plan.held_out)
+        return found, _sequences(plan, chain(*_documents(plan, plan.text)))
+    first, others = _documents(plan, plan.text)
+    found = _first(_sequences(plan, first), plan.held_out)
+    if len(found) < plan.held_out:
         raise InputError(
-            f"--batch-tokens: {total} sequences a step do not divide over {world} processes; "
-            f"expected a multiple of {world} x --seq-len"
+            f"{plan.text.name}: too little text to hold out {plan.held_out} sequences of {plan.length} tokens for the "
+            f"evaluation, found {len(found)}; give another text with --eval-text, lower --eval-sequences, or use "
+            "--eval-every 0"
         )
-    each = total // world
-    return Share(total, max(n for n in range(1, min(micro, each) + 1) if each % n == 0), rank, world)
+    return found, _sequences(plan, chain(first, others))
 
 
-class PackedText(IterableDataset[dict[str, Tensor]]):
-    """Micro-batches ``{"input_ids": [micro, T]}`` of one process, without end."""
-
-    def __init__(
-        self,
-        text: TrainingText,
-        tokenizer: Any,
-        length: int,
-        seed: int,
-        share: Share,
-        start: Place | None = None,
-        vocabulary: int | None = None,
-    ) -> None:
-        self._text, self._tokenizer, self._length, self._seed = text, tokenizer, length, seed
-        self._prefix = prefix_tokens(tokenizer)
-        self._share, self._start, self._vocabulary = share, start or Place(), vocabulary
-        self._firsts = [(self._start.block, self._start.first)]
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        each = self._share.total // self._share.world
-        mine = range(self._share.rank * each, (self._share.rank + 1) * each)
-        rows: list[Tensor] = []
-        for number, row in enumerate(self.sequences()):
-            if number % self._share.total in mine:
-                rows.append(row)
-            if len(rows) == self._share.micro:
-                yield {"input_ids": torch.stack(rows)}
-                rows = []
-
-    def sequences(self) -> Iterator[Tensor]:
-        """Every sequence ``[T]`` from the start on, for all processes."""
-        first, skip, fruitless = self._start.first, self._start.taken - self._start.first, 0
-        for block, documents in enumerate(self._text.blocks(self._start.block), start=self._start.block):
-            if block != self._start.block:
-                self._firsts.append((block, first))
-            windows = self._windows(block, documents)
-            first += len(windows)
-            fruitless = 0 if len(windows) else fruitless + 1
-            if fruitless >= (self._text.blocks_per_pass or _FRUITLESS):
-                raise too_short(self._text.name, self._length)
-            yield from windows[skip:]
-            skip = 0
-
-    def place(self, taken: int) -> Place:
-        """Where to start again after ``taken`` sequences, which this stream has already passed or reached."""
-        block, first = max((entry for entry in self._firsts if entry[1] <= taken), key=lambda entry: entry[0])
-        return Place(block, first, taken)
-
-    def _windows(self, block: int, documents: Sequence[Document]) -> Tensor:
-        """The sequences of a block ``[n, T]`` in the order of training; what is left at its end is dropped."""
-        generator = torch.Generator().manual_seed((self._seed << 32) + block)
-        order = torch.randperm(len(documents), generator=generator).tolist()
-        windows = packed([documents[i] for i in order], self._tokenizer, self._prefix, self._length)
-        if self._vocabulary is not None:
-            check_vocabulary(windows, self._vocabulary, self._text.name)
-        return windows[torch.randperm(len(windows), generator=generator)]
+def _documents(plan: TokenPlan, text: Corpus) -> tuple[Iterator[Tensor], Iterator[Tensor]]:
+    """The tokens of the documents that may be held out, all of a dataset, and those of the documents after them."""
+    prefix = prefix_tokens(plan.tokenizer)
+    count, parts = text.parts()
+    some = islice(parts, None if count is None else count // _LARGEST_SHARE)
+    first, others = (tokenize(plan.tokenizer, prefix, chain.from_iterable(part)) for part in (some, parts))
+    return first, others
 
 
-def packed(documents: Sequence[Document], tokenizer: Any, prefix: list[int], length: int) -> Tensor:
-    """Documents end to end, each with ``prefix`` before and EOS after it, cut into ``[n, length]``.
+def _sequences(plan: TokenPlan, documents: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The documents' sequences ``[n, T]``, checked."""
+    prefix, eos = prefix_tokens(plan.tokenizer), plan.tokenizer.eos_token_id
+    for rows in packed(documents, prefix, eos, plan.length):
+        check_vocabulary(rows, plan.vocabulary, plan.model)
+        yield rows
+
+
+def packed(documents: Iterable[Tensor], prefix: list[int], eos: int | None, length: int) -> Iterator[Tensor]:
+    """Documents end to end, each with ``prefix`` before and ``eos`` after it, cut into sequences: some ``[n, length]``.
 
     Without an EOS token no sequence holds more than one document, and what is left of each is dropped.
     """
-    eos = tokenizer.eos_token_id
-    start = torch.tensor(prefix, dtype=torch.int64)
-    streams = [torch.cat([start, document_tokens(tokenizer, prefix, document)]) for document in documents]
-    if eos is not None:
-        end = torch.tensor([eos], dtype=torch.int64)
-        ended = [stream if stream[-1:].tolist() == [eos] else torch.cat([stream, end]) for stream in streams]
-        streams = [torch.cat(ended)] if ended else []
-    return cut(streams, length, None)
+    begin = torch.tensor(prefix, dtype=torch.int64)
+    end = torch.tensor([] if eos is None else [eos], dtype=torch.int64)
+    rest = begin[:0]
+    for document in documents:
+        ended = document[-1:].tolist() == [eos]  # by a chat template
+        stream = torch.cat([rest, begin, document, end[:0] if ended else end])
+        rows = cut([stream], length, None)
+        rest = stream[:0] if eos is None else stream[rows.numel() :]
+        yield rows
 
 
-def held_out(
-    text: TrainingText, tokenizer: Any, length: int, count: int, whole: bool = False
-) -> tuple[Tensor, TrainingText]:
-    """``count`` sequences ``[count, length]`` to evaluate on, and the text without what they are from.
-
-    At most a fifth of a file is taken, unless all of the text (``whole``) is there to be evaluated on.
-    Raises InputError when that is too little.
-    """
-    prefix = prefix_tokens(tokenizer)
-    tried, found = 0, torch.empty(0, length, dtype=torch.int64)
-
-    def enough(documents: list[Document]) -> bool:
-        nonlocal tried, found
-        size = sum(len(document.text) for document in documents)
-        if size < 1.2 * tried:
-            return False  # tokenising is not free: look again when there is a fifth more
-        tried, found = size, packed(documents, tokenizer, prefix, length)
-        return len(found) >= count
-
-    kept, rest = text.keep_aside(enough, 1 if whole else _ASIDE)
-    if len(found) < count:
-        found = packed(kept, tokenizer, prefix, length)
-    if len(found) >= count:
-        return found[:count], rest
-    if whole:
-        raise too_short(text.name, length, count)
-    raise InputError(
-        f"{text.name}: too little text to keep {count} sequences of {length} tokens aside for the evaluation, found "
-        f"{len(found)}; give another text with --eval-text, lower --eval-sequences, or use --eval-every 0"
-    )
+def _first(sequences: Iterator[Tensor], count: int) -> Tensor:
+    """The first ``count`` sequences, or all when there are fewer; no more documents are read than they take."""
+    rows: list[Tensor] = []
+    while sum(map(len, rows)) < count and (some := next(sequences, None)) is not None:
+        rows.append(some)
+    return torch.cat(rows)[:count] if rows else torch.empty(0, 0, dtype=torch.int64)
 
 
-def too_short(name: str, length: int, count: int = 1) -> InputError:
-    """The error of a text with fewer than ``count`` sequences."""
-    wanted = f"{count} sequence{'s' * (count > 1)} of {length} tokens"
-    return InputError(f"{name}: too little text: expected at least {wanted}; give more text or lower --seq-len")
+def _write(path: Path, sequences: Iterable[Tensor], most: int) -> int:
+    """Write at most ``most`` sequences as int32; returns how many there were."""
+    count = 0
+
+    def parts() -> Iterator[bytes]:
+        nonlocal count
+        for rows in sequences:
+            some = rows[: most - count].to(torch.int32)
+            count += len(some)
+            yield some.numpy().tobytes()
+            if count == most:
+                return
+
+    replace_file(path, parts())
+    return count
+
+
+def _too_short(text: Corpus, length: int, count: int) -> InputError:
+    needed = f"{count} sequence{'s' * (count > 1)} of {length} tokens"
+    return InputError(f"{text.name}: too little text: expected at least {needed}; give more text or lower --seq-len")
+
+
+def replace_file(path: Path, parts: Iterable[bytes]) -> None:
+    """Write a file whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        file.writelines(parts)
+    os.replace(part, path)

@@ -1,33 +1,46 @@
-"""The models of a run: the one that is trained, and the one it is distilled from."""
+"""The models of a run: the student, which is trained, and the teacher."""
 
-import contextlib
-import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from kvfold.convert.errors import InputError, one_line
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
+from kvfold.convert.uptrain.arguments import compute_dtype
 from kvfold.convert.uptrain.constant import ConstantChannel, has_constant
 from kvfold.convert.uptrain.request import UptrainRequest
 
 
-def load_model(model: str, checkpoint: Checkpoint, dtype: torch.dtype, request: UptrainRequest) -> Any:
-    """A causal language model in ``dtype``. InputError when transformers cannot load it."""
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """A causal language model in ``dtype``. Raises InputError when transformers cannot load it."""
     from transformers import AutoModelForCausalLM
 
+    with _loading(checkpoint):
+        return AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
+    """The config of the language model. Raises InputError when transformers cannot load it."""
+    from transformers import AutoConfig
+
+    with _loading(checkpoint):
+        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code).get_text_config()
+
+
+@contextmanager
+def _loading(checkpoint: Checkpoint) -> Iterator[None]:
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder, dtype=dtype, trust_remote_code=request.trust_remote_code
-        )
+        yield
     except (ValueError, KeyError, TypeError, OSError) as error:
-        reason = one_line(error)[:200]
-        raise InputError(f"{model}: expected a model that transformers can load, found: {reason}") from error
+        raise InputError(
+            f"{checkpoint.origin}: expected a model that transformers can load, found: {one_line(error)[:200]}"
+        ) from error
 
 
 def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> ConstantChannel | None:
-    """Set what is trained, and hold what must not move."""
+    """Freeze the parameters that are not trained; returns the constant channel, held, where there is one."""
     model.config.use_cache = False
     if request.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
@@ -46,42 +59,31 @@ def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> Co
 
 
 def check_sharding(trainer: Any) -> None:
-    """Raises InputError when the way weights are sharded leaves nothing of the single tensors."""
+    """Raise InputError when sharding flattens the single tensors away."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
         raise InputError(
-            "FSDP version 1 flattens weights, but tensors learn at rates of their own and the constant channel of "
+            "FSDP version 1 flattens weights, but each tensor has its own learning rate and the constant channel of "
             "layout deepseek is held; set fsdp_version: 2, as in recipes/fsdp.yaml"
         )
 
 
-def load_teacher(request: UptrainRequest, source: Checkpoint, device: torch.device, precision: torch.dtype) -> Any:
-    """The model to distil from: whole on every device, frozen, in the precision of the training."""
+def load_teacher(request: UptrainRequest, source: Checkpoint, device: torch.device) -> Any:
+    """The model to distil from: frozen, in the precision of the training, and whole on every device."""
+    from accelerate.utils import patch_environment
+
     assert request.teacher is not None
     opened = open_checkpoint(request.teacher)
     try:
-        before, after = opened.config.get("vocab_size"), source.config.get("vocab_size")
-        if before != after:
+        expected, found = source.config.get("vocab_size"), opened.config.get("vocab_size")
+        if expected != found:
             raise InputError(
-                f"--teacher {request.teacher}: its vocabulary has {before} tokens, that of {request.model} {after}; "
+                f"--teacher {request.teacher}: its vocabulary has {found} tokens, that of {request.model} {expected}; "
                 "expected the checkpoint that it was converted from"
             )
-        with _whole_on_every_process():
-            teacher = load_model(request.teacher, opened, precision, request)
+        # under FSDP transformers loads weights on the first process only; a teacher is not sharded
+        with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
+            teacher = load_model(opened, compute_dtype(request), request.trust_remote_code)
     finally:
         opened.close()
     return teacher.to(device).eval().requires_grad_(False)
-
-
-@contextlib.contextmanager
-def _whole_on_every_process() -> Iterator[None]:
-    """Under FSDP transformers loads weights on the first process only; a teacher is not sharded and needs its own."""
-    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before

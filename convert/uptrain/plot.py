@@ -1,4 +1,4 @@
-"""The curve of a run: how the drift falls with the tokens seen."""
+"""The curve of a run: drift over tokens seen."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The rows of a ``log.jsonl``; a last line that a kill cut short is left out."""
+    """The rows of a ``log.jsonl``; a last line that was cut short is left out."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -17,6 +17,11 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_curve(rows: list[dict[str, Any]], path: str, title: str) -> None:
+    """Save ``curve_figure`` as PNG, SVG or PDF."""
+    curve_figure(rows, title).savefig(path, dpi=140)
+
+
+def curve_figure(rows: list[dict[str, Any]], title: str) -> Any:
     """Excess loss over the teacher's (the held-out loss without one) above, the training loss below, over tokens."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -35,7 +40,7 @@ def draw_curve(rows: list[dict[str, Any]], path: str, title: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#E5E9F0")
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=140)
+    return figure
 
 
 def _held_out(axes: Any, rows: list[dict[str, Any]]) -> None:

@@ -1,8 +1,8 @@
-"""A learning rate for each tensor: in proportion to how large its elements are.
+"""A learning rate for each tensor: in proportion to the size of its elements.
 
-Adam moves every element by about the learning rate, however large it is. The tensors of a converted attention differ
+Adam moves every element by about the learning rate, whatever its size. The tensors of a converted attention differ
 in size far more than those of a trained model (a latent may be scaled up and read scaled down), so that one rate for
-all would leave some as they are and wreck others. The constant channel is large and hardly moves: it does not count.
+all would leave some unchanged and destroy others. The constant channel is large and hardly moves: it does not count.
 """
 
 import math
@@ -15,16 +15,16 @@ from torch import nn
 from kvfold.convert.uptrain.constant import ConstantChannel
 
 _AT_WIDTH_ONE = 0.05
-_LEAST = 1e-6  # a tensor of zeros learns, too
+_LEAST = 1e-6  # so that a tensor of zeros learns
 
 
-def usual_rate(width: int) -> float:
-    """Highest rate for a model of ``width``, relative to the tensors' size: the steps of all inputs add up."""
+def default_lr(width: int) -> float:
+    """Peak learning rate of a model of ``width``, relative to the tensors' size: the steps of all inputs add up."""
     return _AT_WIDTH_ONE / math.sqrt(width)
 
 
 def tensor_sizes(model: nn.Module, channel: ConstantChannel | None) -> dict[str, float]:
-    """Root mean square of every trained tensor by its name, without the constant channel; of a bias, its weight's."""
+    """Root mean square of every tensor by name, the constant channel left out; a bias has its weight's."""
     slow = {} if channel is None else {(part.module, part.kind): part for part in channel.slow}
     sizes: dict[str, float] = {}
     for path, module in model.named_modules():
@@ -47,9 +47,9 @@ def tensor_sizes(model: nn.Module, channel: ConstantChannel | None) -> dict[str,
 
 
 def relative_groups(optimizer: torch.optim.Optimizer, model: nn.Module, sizes: dict[str, float]) -> None:
-    """Give each tensor of an unused ``optimizer`` a group of its own, whose rate is multiplied by the tensor's size.
+    """Give each tensor of a new ``optimizer`` a group of its own, with the learning rate times the tensor's size.
 
-    Weights decay as if it were not: by the common rate times the weight decay. Groups tell the ``size``.
+    Weight decay stays the common learning rate times the decay. ``size`` is kept in the group.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
 

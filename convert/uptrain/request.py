@@ -1,10 +1,13 @@
-"""What a person asks of uptraining, validated alone: no file is opened here."""
+"""The options of uptraining, validated on their own: no file is opened here."""
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from kvfold.convert.errors import InputError
+from kvfold.convert.request import DEVICES
+
+__all__ = ["DEVICES", "PRECISIONS", "SCHEDULES", "TRAINED", "UptrainRequest", "changed"]
 
 TRAINED = ("all", "attention")
 SCHEDULES = ("cosine", "linear", "constant")
@@ -17,9 +20,9 @@ _FREE = {
 
 @dataclass(frozen=True)
 class UptrainRequest:
-    """The options of ``python -m kvfold.convert.uptrain`` under their own names; its ``--help`` explains them.
+    """The options of ``kvfold uptrain`` with underscores; its ``--help`` explains them.
 
-    Raises InputError for values that cannot be; several are told at once.
+    Raises InputError for impossible values; the message has all problems.
     """
 
     model: str
@@ -34,7 +37,7 @@ class UptrainRequest:
     batch_tokens: int = 65536
     seq_len: int = 1024
     micro_batch: int = 4
-    lr: float | None = None
+    relative_lr: float | None = None
     schedule: str = "cosine"
     warmup: float = 0.05
     weight_decay: float = 0.0
@@ -66,19 +69,19 @@ class UptrainRequest:
 
     @property
     def distilled(self) -> float:
-        """The weight of the teacher's distribution in the loss; what is left is the next token's."""
+        """The weight of the distillation in the loss; the rest is the next token's."""
         if self.teacher is None:
             return 0.0
         return 1.0 if self.distill_weight is None else self.distill_weight
 
     @property
     def work(self) -> Path:
-        """Where checkpoints, the log and the curve of the run lie: beside OUT."""
+        """The folder of the run's log, curve, tokens and checkpoints, beside OUT."""
         out = Path(self.out)
         return out.with_name(out.name + ".training")
 
     def result_options(self) -> dict[str, Any]:
-        """What decides the result: no paths of this machine's own, and nothing that only decides how it runs."""
+        """The options that decide the result, without those that only decide how it is run."""
         return {name: value for name, value in asdict(self).items() if name not in _FREE and value is not None}
 
 
@@ -96,10 +99,10 @@ def _least(request: UptrainRequest) -> list[str]:
 
 def _others(request: UptrainRequest) -> list[str]:
     problems = []
-    if request.lr is not None and not 0 < request.lr < 1:
-        problems.append(f"--lr: expected a number between 0 and 1, found {request.lr}")
+    if request.relative_lr is not None and not 0 < request.relative_lr < 1:
+        problems.append(f"--relative-lr: expected a number between 0 and 1, found {request.relative_lr}")
     if not 0 <= request.warmup < 1:
-        problems.append(f"--warmup: expected a share of the steps, 0 to below 1, found {request.warmup}")
+        problems.append(f"--warmup: expected a fraction of the steps, 0 to below 1, found {request.warmup}")
     if not request.temperature > 0:
         problems.append(f"--temperature: expected more than 0, found {request.temperature}")
     if not 0 <= request.distilled <= 1:
@@ -118,9 +121,10 @@ def option(name: str) -> str:
 
 
 def changed(before: dict[str, Any], request: UptrainRequest) -> str | None:
-    """How the options of a run that is to be resumed differ, or None."""
+    """The first option that differs from those of the run being resumed, as a sentence, or None."""
     now = request.result_options()
     for name in (field.name for field in fields(request)):
-        if before.get(name) != now.get(name):
-            return f"{option(name)}: expected {before.get(name)} as the run began with, found {now.get(name)}"
+        old, new = (options.get(name, "absent") for options in (before, now))
+        if old != new:
+            return f"{option(name)} is {new}, but the run being resumed was started with {old}"
     return None

@@ -1,10 +1,9 @@
-"""``transformers.Trainer`` for uptraining: losses, drift on held-out text, and a journal of the run."""
+"""``transformers.Trainer`` for uptraining: losses, drift on held-out text, and the log of the run."""
 
 import json
 import math
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
-from torch.utils.data import DataLoader
+from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import PrinterCallback
 
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.uptrain.constant import ConstantChannel
-from kvfold.convert.uptrain.data import PackedText
+from kvfold.convert.uptrain.data import TrainingOrder
 from kvfold.convert.uptrain.rates import relative_groups, tensor_sizes
 from kvfold.convert.uptrain.request import UptrainRequest
-
-PLACE = "kvfold_place.json"  # the last file of a checkpoint: without it a kill left the checkpoint half written
+from kvfold.convert.uptrain.resume import COMPLETE, LOG
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -33,16 +32,16 @@ def distillation_loss(logits: Tensor, teacher: Tensor, temperature: float) -> Te
     """Mean ``KL(teacher || student)``, nats per token, of ``[B, T, V]`` logits softened by ``temperature``.
 
     Multiplied by the temperature's square, so that gradients keep their size (Hinton et al., 2015). The last position
-    predicts a token that is not there and does not count.
+    has no next token and does not count.
     """
-    student, wanted = (log_softmax(x[:, :-1].flatten(0, 1).float() / temperature, -1) for x in (logits, teacher))
-    return kl_div(student, wanted, log_target=True, reduction="batchmean") * temperature**2
+    student, target = (log_softmax(x[:, :-1].flatten(0, 1).float() / temperature, -1) for x in (logits, teacher))
+    return kl_div(student, target, log_target=True, reduction="batchmean") * temperature**2
 
 
 class Uptrainer(Trainer):  # type: ignore[misc]
-    """Trains on ``stream``; ``teacher`` is None, or a frozen model on the same device.
+    """Trains on ``order``; ``teacher`` is None, or a frozen model on the same device.
 
-    ``held_out [N, T]`` is what drift is measured on. ``channel`` holds the constant channel, where there is one.
+    Drift is measured on ``held_out [M, T]``, if M is not 0. ``channel`` is the constant channel, where there is one.
     """
 
     loss_is_scaled_for_ga = False  # every micro-batch's loss is a mean over equally many tokens
@@ -52,23 +51,23 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         model: Any,
         arguments: Any,
         request: UptrainRequest,
-        stream: PackedText,
-        held_out: Tensor | None,
+        order: TrainingOrder,
+        held_out: Tensor,
         teacher: Any = None,
         channel: ConstantChannel | None = None,
     ) -> None:
         super().__init__(
-            model=model, args=arguments, train_dataset=stream, eval_dataset=None if held_out is None else list(held_out)
+            model=model, args=arguments, train_dataset=order, eval_dataset=list(held_out), callbacks=[RunLog(request)]
         )
+        self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = False
-        self._request, self._stream, self._held_out = request, stream, held_out
+        self._request, self._held_out = request, held_out
         self._teacher, self._channel = teacher, channel
         self._sizes = tensor_sizes(model, channel)
-        self._teacher_loss: float | None = None
 
-    def get_train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """The stream itself: it has already been divided into micro-batches and over processes."""
-        return DataLoader(self._stream, batch_size=None)
+    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+        """The dataset is in order already (``train_sampling_strategy`` says so only since transformers 5.2)."""
+        return SequentialSampler(self.train_dataset)
 
     def create_optimizer(self, *arguments: Any) -> Any:
         if self.optimizer is not None:
@@ -80,7 +79,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         return made
 
     def _get_learning_rate(self) -> float:
-        """The common rate, for the log."""
+        """The common learning rate, for the log."""
         group = self.optimizer.param_groups[0]
         return float(group["lr"] / group["size"])
 
@@ -92,8 +91,8 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         if weight < 1:
             loss = loss + (1 - weight) * next_token_loss(outputs.logits, tokens)
         if weight > 0:
-            wanted = self._teacher_logits(tokens)
-            loss = loss + weight * distillation_loss(outputs.logits, wanted, self._request.temperature)
+            teacher = self._teacher_logits(tokens)
+            loss = loss + weight * distillation_loss(outputs.logits, teacher, self._request.temperature)
         return (loss, outputs) if return_outputs else loss
 
     @torch.no_grad()
@@ -108,11 +107,11 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         sums = torch.zeros(4, dtype=torch.float64, device=self.args.device)
         for tokens, weight in self._own_evaluation():
             logits = self.model(input_ids=tokens, use_cache=False).logits
-            found = [next_token_loss(logits, tokens)]
+            losses = [next_token_loss(logits, tokens)]
             if self._teacher is not None:
-                wanted = self._teacher_logits(tokens)
-                found += [distillation_loss(logits, wanted, 1.0), next_token_loss(wanted, tokens)]
-            sums[: len(found)] += torch.stack(found).double() * weight
+                teacher = self._teacher_logits(tokens)
+                losses += [distillation_loss(logits, teacher, 1.0), next_token_loss(teacher, tokens)]
+            sums[: len(losses)] += torch.stack(losses).double() * weight
             sums[3] += weight
         self.model.train()
         if dist.is_initialized():
@@ -126,8 +125,10 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         return metrics
 
     def _own_evaluation(self) -> Iterator[tuple[Tensor, int]]:
-        """This process's held-out batches with their sequences; all processes have equally many, some of weight 0."""
-        assert self._held_out is not None
+        """This process's held-out batches and their numbers of sequences, 0 for those that only fill up.
+
+        All processes have equally many batches, as sharded models need.
+        """
         batches = torch.split(self._held_out, self._request.micro_batch)
         world, rank = self.args.world_size, self.args.process_index
         for number in range(rank, math.ceil(len(batches) / world) * world, world):
@@ -141,11 +142,11 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         return {name: value.detach().cpu() for name, value in (state or {}).items()}
 
 
-class Journal(TrainerCallback):  # type: ignore[misc]
-    """Writes ``log.jsonl``, tells a person how it goes, and marks checkpoints that are whole."""
+class RunLog(TrainerCallback):  # type: ignore[misc]
+    """Writes ``log.jsonl``, prints its rows on stderr, and marks complete checkpoints."""
 
-    def __init__(self, request: UptrainRequest, stream: PackedText, tell: Callable[[str], None]) -> None:
-        self._request, self._stream, self._tell = request, stream, tell
+    def __init__(self, request: UptrainRequest) -> None:
+        self._request = request
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         if state.global_step >= state.max_steps:
@@ -162,32 +163,26 @@ class Journal(TrainerCallback):  # type: ignore[misc]
             return
         if not all(math.isfinite(value) for name, value in row.items() if name.endswith("loss")):
             raise KvfoldError(
-                f"step {state.global_step}: the loss is no longer a finite number; lower --lr, or raise --warmup"
+                f"step {state.global_step}: the loss is no longer a finite number; lower --relative-lr, or raise "
+                "--warmup"
             )
         if state.is_world_process_zero:
             row = {"step": state.global_step, "tokens": state.global_step * self._request.batch_tokens, **row}
-            with (self._request.work / "log.jsonl").open("a", encoding="utf-8") as file:
+            with (self._request.work / LOG).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-            self._tell(told(row, self._request.steps))
+            if not self._request.quiet:
+                print(log_line(row, self._request.steps), file=sys.stderr, flush=True)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if dist.is_initialized():
             dist.barrier()  # each process has written its random state
         if state.is_world_process_zero:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            place = self._stream.place(state.global_step * self._request.sequences)
-            part = folder / f"{PLACE}.part"
-            part.write_text(json.dumps(place.to_dict()) + "\n", encoding="utf-8")
-            os.replace(part, folder / PLACE)
+            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
 
 
-def told(row: dict[str, Any], steps: int) -> str:
-    """A row of the log as a line for a person."""
+def log_line(row: dict[str, Any], steps: int) -> str:
+    """A row of the log as a line for users."""
     names = {"loss": "loss", "learning_rate": "lr", "eval_loss": "held-out loss"}
     names |= {"eval_perplexity": "perplexity", "eval_kl": "KL", "eval_excess": "excess"}
     numbers = ", ".join(f"{names[name]} {value:.4g}" for name, value in row.items() if name in names)
     return f"step {row['step']}/{steps}: {numbers}"
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

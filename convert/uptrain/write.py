@@ -1,4 +1,4 @@
-"""The trained checkpoint: layout, config and side files of the one it started from, and a record of the training."""
+"""The trained checkpoint: layout, config and side files of its source, and the record of the training."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from kvfold.convert.uptrain.request import UptrainRequest
 _SECTION = """
 ## Uptraining
 
-Then {what} trained for {steps} steps of {tokens} tokens{text}{teacher}. Figures above are from before it.
+Then {what} trained for {steps} steps of {tokens} tokens{text}{teacher}. The figures above are from before.
 """
 _TABLE = """
 | on {count} x {length} held-out tokens | before | after |
@@ -33,25 +33,25 @@ _ROWS = {
 
 
 def write_trained(
-    request: UptrainRequest, source: Checkpoint, model: Any, state: Mapping[str, Tensor], found: Mapping[str, Any]
+    request: UptrainRequest, source: Checkpoint, model: Any, state: Mapping[str, Tensor], training: Mapping[str, Any]
 ) -> None:
-    """Write OUT, whole or not at all. ``found`` is what the training was, for ``kvfold.json``.
+    """Write OUT, whole or not at all. ``training`` is the record of the run for ``kvfold.json``.
 
-    Raises KvfoldError when what was written does not hold the tensors that the source holds.
+    Raises KvfoldError when the written tensors are not those of the source by name, dtype and shape.
     """
     with output_folder(request.out, overwrite=request.overwrite, model=source.folder) as folder:
         dtypes = {name: torch_dtype(info.dtype) for name, info in source.tensors.items()}
-        usual = max(dtypes.values(), key=list(dtypes.values()).count)
-        stored = {name: value.to(dtypes.get(name, usual)) for name, value in state.items()}
+        most_common = max(dtypes.values(), key=list(dtypes.values()).count)
+        stored = {name: value.to(dtypes.get(name, most_common)) for name, value in state.items()}
         model.save_pretrained(folder, state_dict=stored, max_shard_size=request.max_shard_size)
         for path in [source.folder / "config.json", *source.extra_files(), *source.python_files()]:
             shutil.copyfile(path, folder / path.name)
-        _write_records(source.folder, folder, request, found)
+        _write_records(source.folder, folder, request, training)
         _check(source, folder, stored)
 
 
 def _check(source: Checkpoint, folder: Path, trained: Mapping[str, Tensor]) -> None:
-    """What transformers does not load (the ``inv_freq`` tables of old checkpoints) need not come back."""
+    """Compare with the source; tensors that transformers does not load (``inv_freq`` of old models) may be missing."""
     written = open_checkpoint(folder)
     try:
         before, after = (
@@ -68,28 +68,28 @@ def _check(source: Checkpoint, folder: Path, trained: Mapping[str, Tensor]) -> N
             )
 
 
-def _write_records(before: Path, folder: Path, request: UptrainRequest, found: Mapping[str, Any]) -> None:
-    """``kvfold.json`` and the model card of the start, each with the training added."""
+def _write_records(before: Path, folder: Path, request: UptrainRequest, training: Mapping[str, Any]) -> None:
+    """``kvfold.json`` and the model card of the source, each with the training added."""
     old = before / "kvfold.json"
     record = json.loads(old.read_text(encoding="utf-8")) if old.is_file() else {"format": 2}
     if "drift" in record:
         record["drift_before_uptraining"] = record.pop("drift")
-    record["uptraining"] = {**found, "versions": versions()}
+    record["uptraining"] = {**training, "versions": versions()}
     (folder / "kvfold.json").write_text(dump(record), encoding="utf-8")
     card = before / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else f"# {Path(request.out).name}\n"
-    (folder / "README.md").write_text(text.rstrip("\n") + "\n" + _section(request, found), encoding="utf-8")
+    (folder / "README.md").write_text(text.rstrip("\n") + "\n" + _section(request, training), encoding="utf-8")
 
 
-def _section(request: UptrainRequest, found: Mapping[str, Any]) -> str:
+def _section(request: UptrainRequest, training: Mapping[str, Any]) -> str:
     section = _SECTION.format(
         what="its attention was" if request.train == "attention" else "all weights were",
         steps=request.steps,
         tokens=request.batch_tokens,
-        text=f" of {found['text']}",
-        teacher=f", distilled from `{found['teacher']}`" if found.get("teacher") else "",
+        text=f" of {training['text']}",
+        teacher=f", distilled from `{training['teacher']}`" if training.get("teacher") else "",
     )
-    drift = found.get("held_out")
+    drift = training.get("held_out")
     if not drift:
         return section
     rows = [

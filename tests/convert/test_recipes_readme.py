@@ -11,7 +11,7 @@ import pytest
 
 from kvfold.convert import ConvertRequest, recipe_request
 from kvfold.convert.recipes import read_recipe, recipe_names
-from kvfold.convert.uptrain.__main__ import uptrain
+from kvfold.convert.uptrain.command import uptrain
 from kvfold.convert.uptrain.request import UptrainRequest
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"

@@ -19,10 +19,11 @@ from kvfold.convert.targets.deepseek.tensors import CONSTANT
 from kvfold.convert.uptrain import trainer as uptrain_trainer
 from kvfold.convert.uptrain.__main__ import main
 from kvfold.convert.uptrain.constant import ConstantChannel
-from kvfold.convert.uptrain.plot import draw_curve, read_log
+from kvfold.convert.uptrain.plot import curve_figure, draw_curve, read_log
 from kvfold.convert.uptrain.rates import relative_groups, tensor_sizes
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.run import uptrain
+from kvfold.convert.uptrain.resume import COMPLETE
+from kvfold.convert.uptrain.run import uptrain_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGETS = {
@@ -32,7 +33,7 @@ TARGETS = {
     "queries": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "q_rank": 40, "method": "svd"},
     "engine": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "layout": "engine", "samples": 16, "seq_len": 32},
 }
-QUICK = {"steps": 20, "batch_tokens": 512, "seq_len": 64, "micro_batch": 8, "lr": 0.03, "eval_sequences": 8}
+QUICK = {"steps": 20, "batch_tokens": 512, "seq_len": 64, "micro_batch": 8, "relative_lr": 0.03, "eval_sequences": 8}
 QUICK |= {"eval_every": 10, "log_every": 1, "device": "cpu", "quiet": True}
 
 
@@ -82,7 +83,7 @@ def converted(source, text, tmp_path_factory):
 
 
 def train(model, out, text, **options):
-    return uptrain(UptrainRequest(model=str(model), out=str(out), text=str(text), **{**QUICK, **options}))
+    return uptrain_checkpoint(UptrainRequest(model=str(model), out=str(out), text=str(text), **{**QUICK, **options}))
 
 
 def losses(done):
@@ -112,7 +113,7 @@ def test_twenty_steps_of_every_target(converted, text, tmp_path, target):
     done = train(start, out, text)
     found = losses(done)
     assert len(found) == 20
-    assert max(row.get("learning_rate", 0) for row in done.rows) == pytest.approx(QUICK["lr"])
+    assert max(row.get("learning_rate", 0) for row in done.rows) == pytest.approx(QUICK["relative_lr"])
     assert found[-1] < found[0] - 0.3
     drift = done.record["held_out"]
     assert drift["after"]["eval_loss"] < drift["before"]["eval_loss"] - 0.3
@@ -187,31 +188,32 @@ def test_the_weight_mixes_both_losses(source, converted, text, tmp_path):
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_path, monkeypatch, micro_batch):
     options = {"steps": 12, "save_every": 4, "log_every": 3, "eval_every": 6}
     whole = train(converted("deepseek"), tmp_path / "whole", text, **options)
-    written = uptrain_trainer.Journal.on_step_end
+    written = uptrain_trainer.RunLog.on_step_end
 
     def killed(self, args, state, control, **rest):
         if state.global_step == 10:
             raise KeyboardInterrupt
         return written(self, args, state, control, **rest)
 
-    monkeypatch.setattr(uptrain_trainer.Journal, "on_step_end", killed)
+    monkeypatch.setattr(uptrain_trainer.RunLog, "on_step_end", killed)
     with pytest.raises(KeyboardInterrupt):
         train(converted("deepseek"), tmp_path / "out", text, **options)
     monkeypatch.undo()
     assert not (tmp_path / "out").exists()
     work = tmp_path / "out.training"
-    (work / "checkpoint-8" / uptrain_trainer.PLACE).unlink()  # killed while it wrote this one
-    with pytest.raises(InputError, match="found checkpoints of a killed run; continue it with --resume, or"):
+    (work / "checkpoint-8" / COMPLETE).unlink()  # killed while it wrote this one
+    with pytest.raises(InputError, match="found checkpoints of an interrupted run; continue it with --resume, or"):
         train(converted("deepseek"), tmp_path / "out", text, **options)
-    with pytest.raises(InputError, match=re.escape("--lr: expected 0.03 as the run began with, found 0.1; give the")):
-        train(converted("deepseek"), tmp_path / "out", text, **options, resume=True, lr=0.1)
+    different = "--relative-lr is 0.1, but the run being resumed was started with 0.03; give the same options"
+    with pytest.raises(InputError, match=re.escape(different)):
+        train(converted("deepseek"), tmp_path / "out", text, **options, resume=True, relative_lr=0.1)
     done = train(converted("deepseek"), tmp_path / "out", text, **options, resume=True, micro_batch=micro_batch)
     assert [(row["step"], "loss" in row) for row in done.rows] == [(row["step"], "loss" in row) for row in whole.rows]
     assert losses(done) == pytest.approx(losses(whole), abs=1e-6)
     before, after = tensors(tmp_path / "whole"), tensors(tmp_path / "out")
     for name, value in before.items():
         torch.testing.assert_close(after[name], value, rtol=0, atol=0 if micro_batch == 8 else 1e-4, msg=name)
-    assert not list(work.glob("checkpoint-*"))
+    assert sorted(path.name for path in work.iterdir()) == ["curve.png", "log.jsonl", "request.json"]
 
 
 def test_the_record_and_the_card(source, converted, text, tmp_path):
@@ -240,7 +242,7 @@ def test_the_stored_dtype_is_kept(source, text, tmp_path):
 
 def test_a_loss_that_is_not_finite_ends_the_run(converted, text, tmp_path, monkeypatch):
     monkeypatch.setattr(uptrain_trainer, "next_token_loss", lambda logits, tokens: logits.mean() * float("nan"))
-    with pytest.raises(KvfoldError, match="step 1: the loss is no longer a finite number; lower --lr"):
+    with pytest.raises(KvfoldError, match="step 1: the loss is no longer a finite number; lower --relative-lr"):
         train(converted("gqa"), tmp_path / "out", text, eval_every=0)
     assert not (tmp_path / "out").exists()
 
@@ -254,13 +256,57 @@ def test_evaluation_on_another_text(converted, text, tmp_path):
         train(converted("gqa"), tmp_path / "out2", text, eval_text=str(text))
 
 
-def test_the_curve(tmp_path):
+def curve(measured):
+    """The lines of the upper and the lower axes by label, and the axes, for eight steps of training."""
     rows = [{"step": n, "tokens": 512 * n, "loss": 1 / (n + 1), "learning_rate": 0.1} for n in range(1, 9)]
-    for name, extra in (("excess.png", {"eval_excess": 0.4, "eval_kl": 0.5}), ("loss.svg", {})):
-        measured = [{"step": n, "tokens": 512 * n, "eval_loss": 3.0 - n / 9, **extra} for n in (0, 4, 8)]
-        draw_curve(rows + measured, str(tmp_path / name), "a model")
-        assert (tmp_path / name).stat().st_size > 5000
-    draw_curve(rows, str(tmp_path / "none.png"), "a model")
+    upper, lower = curve_figure(rows + measured, "a model").axes
+    (trained,) = lower.lines
+    assert trained.get_xydata().tolist() == [[512 * n, 1 / (n + 1)] for n in range(1, 9)]
+    assert lower.get_title(loc="left") == "training loss, nats per token"
+    assert lower.get_xlabel() == "tokens seen"
+    return upper, {line.get_label(): line.get_xydata().tolist() for line in upper.lines}
+
+
+def test_the_curve_with_a_teacher():
+    excess = {0: 0.4, 4: 0.3, 8: 0.25}
+    rows = [
+        {"step": n, "tokens": 512 * n, "eval_loss": 3.0, "eval_excess": value, "eval_kl": value + 0.1}
+        for n, value in excess.items()
+    ]
+    upper, lines = curve(rows)
+    assert lines["excess loss over the teacher's"] == [[512 * n, value] for n, value in excess.items()]
+    assert lines["KL from the teacher"] == [[512 * n, value + 0.1] for n, value in excess.items()]
+    assert [y for _, y in lines["half the excess at the start"]] == [0.2, 0.2]
+    assert [text.get_text() for text in upper.texts] == ["0.4000", "0.2500"]
+    assert upper.get_ylim()[1] > 0.5
+
+
+def test_the_curve_without_a_teacher():
+    upper, lines = curve([{"step": n, "tokens": 512 * n, "eval_loss": 3.0 - n / 8} for n in (0, 4, 8)])
+    assert lines == {"loss": [[0, 3.0], [2048, 2.5], [4096, 2.0]]}
+    assert upper.get_title(loc="left") == "held-out text, nats per token"
+
+
+def test_the_curve_without_held_out_text():
+    upper, lines = curve([])
+    assert lines == {}
+    assert upper.get_title(loc="left") == "held-out loss: not measured (--eval-every 0)"
+
+
+@pytest.mark.parametrize(
+    ("name", "start"), [("curve.png", b"\x89PNG"), ("curve.svg", b"<?xml"), ("curve.pdf", b"%PDF")]
+)
+def test_the_file_of_the_curve(tmp_path, name, start):
+    files = []
+    for loss in (1.0, 2.0):
+        rows = [{"step": 1, "tokens": 512, "loss": loss}, {"step": 0, "tokens": 0, "eval_loss": loss}]
+        draw_curve(rows, str(tmp_path / name), "a model")
+        files.append((tmp_path / name).read_bytes())
+    assert all(file.startswith(start) for file in files)
+    assert files[0] != files[1]
+
+
+def test_a_log_that_was_cut_short(tmp_path):
     log = tmp_path / "log.jsonl"
     log.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert read_log(log) == [{"step": 1}, {"step": 2}]
@@ -271,11 +317,11 @@ def test_the_curve(tmp_path):
     [
         ({"batch_tokens": 500}, "--batch-tokens: expected a multiple of --seq-len 64, found 500"),
         ({"steps": 0}, "--steps: expected 1 or more, found 0"),
-        ({"lr": 3.0}, "--lr: expected a number between 0 and 1, found 3.0"),
+        ({"relative_lr": 3.0}, "--relative-lr: expected a number between 0 and 1, found 3.0"),
         ({"distill_weight": 0.5}, "--distill-weight: expected a --teacher to distil from, found none"),
         ({"teacher": "x", "distill_weight": 1.5}, "--distill-weight: expected 0 to 1, found 1.5"),
         ({"temperature": 0.0}, "--temperature: expected more than 0, found 0.0"),
-        ({"warmup": 1.0}, "--warmup: expected a share of the steps, 0 to below 1, found 1.0"),
+        ({"warmup": 1.0}, "--warmup: expected a fraction of the steps, 0 to below 1, found 1.0"),
     ],
 )
 def test_requests_that_cannot_be(options, message):

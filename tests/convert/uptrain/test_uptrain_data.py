@@ -1,17 +1,25 @@
-"""Text for uptraining: streamed from cells, packed, divided over processes, and found again after a kill."""
+"""Tokens of a run: read from all over the text, packed, held out, permuted, divided, and reused after a kill."""
 
 import json
+import re
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard, skip_first_batches
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.text.documents import Document
-from kvfold.convert.uptrain import text as uptrain_text
-from kvfold.convert.uptrain.data import PackedText, Place, Share, held_out, packed, share_of
-from kvfold.convert.uptrain.text import open_text
+from kvfold.convert.text import documents as text_documents
+from kvfold.convert.text.documents import Document, open_corpus
+from kvfold.convert.text.tokenizer import tokenize
+from kvfold.convert.uptrain import resume
+from kvfold.convert.uptrain.arguments import divide_batch
+from kvfold.convert.uptrain.data import TokenPlan, TrainingOrder, make_tokens, open_tokens, packed
+from kvfold.convert.uptrain.request import UptrainRequest
 
 BOS, EOS = 1, 2
 
@@ -39,23 +47,32 @@ def numbered(folder, lines=3000):
     return path
 
 
-def stream(path, share, seed=0, start=None, length=32):
-    return PackedText(open_text(str(path), None, seed), Letters(), length, seed, share, start)
+def plan_of(path, training=100, held_out=0, eval_text=None, seed=0, length=32, vocabulary=999):
+    text, other = (
+        None if spec is None else open_corpus(str(spec), None, seed, option=option)
+        for spec, option in ((path, "--text"), (eval_text, "--eval-text"))
+    )
+    return TokenPlan(text, other, Letters(), "tiny", vocabulary, length, training, held_out, seed)
 
 
-def taken(path, count, **options):
-    return torch.stack(list(islice(stream(path, Share(1, 1), **options).sequences(), count)))
+def made(folder, plan):
+    folder.mkdir(exist_ok=True)
+    make_tokens(plan, folder)
+    return open_tokens(plan, folder)
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(uptrain_text, "BLOCK", 8192)
+def rows_of(documents, tokenizer, prefix, length):
+    return torch.cat([*packed(tokenize(tokenizer, prefix, documents), prefix, tokenizer.eos_token_id, length)])
+
+
+def whole_lines(tokens):
+    return {part for part in read(tokens).split(">") if len(part) == 9}
 
 
 def test_documents_are_packed_with_what_begins_and_ends_them():
     documents = [Document("abc"), Document("de"), Document("fghi")]
-    assert read(packed(documents, Letters(), [BOS], 5)) == "<abc><de><fghi>"
-    assert read(packed(documents, Letters(), [], 4)) == "abc>de>fghi>"[:12]
+    assert read(rows_of(documents, Letters(), [BOS], 5)) == "<abc><de><fghi>"
+    assert read(rows_of(documents, Letters(), [], 4)) == "abc>de>fghi>"[:12]
 
 
 def test_a_template_that_ends_a_text_itself_gets_no_second_end():
@@ -64,160 +81,269 @@ def test_a_template_that_ends_a_text_itself_gets_no_second_end():
             return {"input_ids": [[BOS, 75, EOS] for _ in texts]}
 
     rendered = [Document("x", rendered=True)] * 3
-    assert read(packed(rendered, Templated(), [BOS], 3)) == "<A><A><A>"
+    assert read(rows_of(rendered, Templated(), [BOS], 3)) == "<A><A><A>"
 
 
 def test_without_an_end_token_no_sequence_holds_two_documents():
-    found = packed([Document("aaaaaaa"), Document("bbbbb"), Document("c")], Letters(eos=None), [BOS], 3)
+    found = rows_of([Document("aaaaaaa"), Document("bbbbb"), Document("c")], Letters(eos=None), [BOS], 3)
     assert [read(row) for row in found] == ["<aa", "aaa", "<bb", "bbb"]
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
-def test_cells_hold_every_line_once(tmp_path, suffix):
+def test_parts_hold_every_line_once(tmp_path, suffix):
     path = tmp_path / f"text{suffix}"
     texts = [f"{n} häß€𝄞 " + "x" * (n * 37 % 500) for n in range(400)] + ["€" * 6000, "end"]
     rows = texts if suffix == ".txt" else [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     path.write_text("\n".join(rows), encoding="utf-8")
-    text = open_text(str(path), None, 3)
-    assert len(text.cells) > 10
-    cells = [text.documents(cell) for cell in sorted(text.cells)]
+    count, parts = open_corpus(str(path), None, 3).parts()
+    found = [[document.text for document in part] for part in parts]
+    assert len(found) == count > 10
     if suffix == ".txt":
-        assert "".join(document.text for cell in cells for document in cell) == path.read_text(encoding="utf-8")
+        pieces = [piece for part in found for piece in part]
+        content = path.read_text(encoding="utf-8")
+        assert sum(map(len, pieces)) == len(content)
+        assert "".join(sorted(pieces, key=content.index)) == content
     else:
-        assert [document.text for cell in cells for document in cell] == texts
+        assert Counter(text for part in found for text in part) == Counter(texts)
 
 
-def test_a_pass_reads_all_of_the_text_and_the_next_one_in_another_order(tmp_path, small_blocks):
-    text = open_text(str(numbered(tmp_path)), None, 0)
-    per_pass = text.blocks_per_pass
-    assert per_pass > 3
-    blocks = list(islice(text.blocks(0), 2 * per_pass))
-    passes = [[d.text for block in part for d in block] for part in (blocks[:per_pass], blocks[per_pass:])]
-    assert Counter(passes[0]) == Counter(passes[1]) == Counter(f"[{n:06d}]" for n in range(3000))
-    assert passes[0] != passes[1]
-    assert [d.text for d in next(text.blocks(per_pass + 1))] == [d.text for d in blocks[per_pass + 1]]
+def test_an_epoch_takes_every_sequence_once_and_the_next_one_in_another_order(tmp_path):
+    tokens = made(tmp_path / "run", plan_of(numbered(tmp_path), training=5000)).training
+    assert 930 < len(tokens) < 940  # all the text: 3000 documents of 10 tokens
+    assert len(whole_lines(tokens)) > 0.7 * 3000
+    order = TrainingOrder(tokens, 5000, seed=0)
+    assert len(order) == 5000
+    epochs = [
+        [tuple(order[i]["input_ids"].tolist()) for i in range(start, start + len(tokens))] for start in (0, len(tokens))
+    ]
+    assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(map(tuple, tokens.tolist()))
+    assert epochs[0] != epochs[1]
+    assert order[0]["input_ids"].dtype == torch.int64
+    assert tuple(order[7]["input_ids"].tolist()) == epochs[0][7]  # back in the epoch before
 
 
-def test_a_file_is_not_read_whole(tmp_path, monkeypatch):
+def test_a_large_file_is_not_read_whole(tmp_path, monkeypatch):
     path = tmp_path / "long.txt"
-    path.write_text(("word " * 20 + "\n") * 400_000)
-    seen, parse = [], uptrain_text.parse_stretch
+    path.write_text("".join(f"{n:07d} " + "word " * 18 + "\n" for n in range(400_000)))
+    sizes, parse = [], text_documents._File._parse
     monkeypatch.setattr(
-        uptrain_text,
-        "parse_stretch",
-        lambda path, render, start, raw: seen.append(len(raw)) or parse(path, render, start, raw),
+        text_documents._File, "_parse", lambda self, start, raw: sizes.append(len(raw)) or parse(self, start, raw)
     )
-    assert len(taken(path, 50)) == 50
-    assert sum(seen) < 1.5 * uptrain_text.BLOCK < path.stat().st_size / 5
+    tokens = made(tmp_path / "run", plan_of(path, training=30_000, length=64))
+    assert len(tokens.training) == 30_000
+    assert sum(sizes) < 2 * 30_000 * 64 < path.stat().st_size / 9
+    lines = [int(line[:7]) for line in read(tokens.training[::50]).split("\n") if len(line) > 90 and line[0] != "<"]
+    assert max(lines) - min(lines) > 200_000  # from all over the file
 
 
-def test_the_seed_alone_decides_the_order(tmp_path, small_blocks):
+def test_the_seed_alone_decides_the_order(tmp_path):
     path = numbered(tmp_path)
-    assert torch.equal(taken(path, 900), taken(path, 900))
-    assert not torch.equal(taken(path, 900), taken(path, 900, seed=1))
-    lines = Counter(part for part in read(taken(path, 100)).split(">") if len(part) == 9)
+    runs = []
+    for name, seed in (("first", 0), ("again", 0), ("other", 1)):
+        plan = plan_of(path, training=900, seed=seed)
+        order = TrainingOrder(made(tmp_path / name, plan).training, 900, seed)
+        runs.append(torch.stack([order[i]["input_ids"] for i in range(900)]))
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+    lines = Counter(whole_lines(runs[0][:100]))
     assert len(lines) > 200
-    places = [int(line[2:8]) for line in lines]
-    assert max(places) - min(places) > 1000  # a batch is from all over a block, not one stretch
+    numbers = [int(line[2:8]) for line in lines]
+    assert max(numbers) - min(numbers) > 1000  # a batch is from all over the text
 
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 8), (2, 4), (2, 2), (4, 1)])
-def test_processes_share_the_global_batch_of_one(tmp_path, world, micro):
-    path = numbered(tmp_path)
-    whole = taken(path, 24).view(3, 8, 32)
-    shares = [share_of(8, micro, rank, world) for rank in range(world)]
-    batches = [
-        torch.cat([batch["input_ids"] for batch in islice(stream(path, share), 3 * share.accumulation)])
-        for share in shares
-    ]
-    steps = torch.cat([part.view(3, 8 // world, 32) for part in batches], dim=1)
-    assert torch.equal(steps, whole)
+@pytest.mark.parametrize("behind", [0, 2])
+def test_processes_share_the_global_batch_of_one(world, micro, behind):
+    """As Trainer and accelerate divide it, from the start and resumed after ``behind`` steps."""
+    order = TrainingOrder(torch.arange(24).view(24, 1), 24, seed=3)
+    expected = torch.stack([order[i]["input_ids"] for i in range(24)]).view(3, 8)[behind:]
+    micro, accumulation = divide_batch(8, micro, world)
+    parts = []
+    for rank in range(world):
+        batches = BatchSampler(SequentialSampler(order), micro, drop_last=False)
+        shard = DataLoader(order, batch_sampler=BatchSamplerShard(batches, world, rank))
+        rows = [batch["input_ids"] for batch in skip_first_batches(shard, behind * accumulation)]
+        parts.append(torch.cat(rows).view(3 - behind, -1))
+    assert torch.equal(torch.cat(parts, dim=1).sort().values, expected.sort().values)
 
 
-@pytest.mark.parametrize("behind", [0, 1, 77, 500, 1100])
-def test_a_stream_goes_on_where_it_was(tmp_path, small_blocks, behind):
-    path = numbered(tmp_path)
-    whole = taken(path, 1300)
-    first = stream(path, Share(1, 1))
-    list(islice(first.sequences(), behind + 9))  # what was fetched beyond does not matter
-    place = first.place(behind)
-    assert place.block > 0 or behind < 300
-    again = stream(path, Share(1, 1), start=Place(**json.loads(json.dumps(place.to_dict()))))
-    assert torch.equal(torch.stack(list(islice(again.sequences(), 1300 - behind))), whole[behind:])
-    assert again.place(behind) == place
+def test_held_out_text_is_never_trained_on(tmp_path):
+    tokens = made(tmp_path / "run", plan_of(numbered(tmp_path), training=5000, held_out=40))
+    assert tokens.held_out.shape == (40, 32)
+    held_out, trained = whole_lines(tokens.held_out), whole_lines(tokens.training)
+    assert len(held_out) > 100
+    assert not held_out & trained
+    assert len(tokens.training) * 32 > 0.95 * (30_000 - 40 * 32)  # only the document at the border is lost
 
 
-def test_what_is_kept_aside_is_never_trained_on(tmp_path):
-    path = numbered(tmp_path)
-    aside, rest = held_out(open_text(str(path), None, 0), Letters(), 32, 40)
-    assert aside.shape == (40, 32)
-    kept = {part for part in read(aside).split(">") if len(part) == 9}
-    blocks = islice(rest.blocks(0), 2 * rest.blocks_per_pass)
-    trained = {f"<{document.text}" for block in blocks for document in block}
-    assert len(kept) > 100
-    assert not kept & trained
-    assert len(trained) > 0.8 * 3000
+def test_at_most_a_fifth_of_a_file_is_held_out(tmp_path):
+    with pytest.raises(InputError) as raised:
+        made(tmp_path / "run", plan_of(numbered(tmp_path), held_out=400))
+    found = int(re.search(r"found (\d+)", str(raised.value))[1])
+    assert 0.8 * 187 < found <= 188
+    assert str(raised.value) == (
+        "numbered.jsonl: too little text to hold out 400 sequences of 32 tokens for the evaluation, "
+        f"found {found}; give another text with --eval-text, lower --eval-sequences, or use --eval-every 0"
+    )
+
+
+def test_another_text_is_held_out_whole(tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("something else entirely, " * 20)
+    tokens = made(tmp_path / "run", plan_of(numbered(tmp_path), training=900, held_out=15, eval_text=other))
+    assert tokens.held_out.shape == (15, 32)
+    assert read(tokens.held_out)[1:] in other.read_text()
+    assert len(tokens.training) == 900
 
 
 @pytest.mark.parametrize(
-    ("total", "micro", "world", "expected"),
+    ("total", "micro", "replicas", "expected"),
     [(16, 4, 1, (4, 4)), (12, 5, 2, (3, 2)), (7, 4, 1, (1, 7)), (8, 99, 2, (4, 1))],
 )
-def test_a_global_batch_is_divided(total, micro, world, expected):
-    share = share_of(total, micro, 0, world)
-    assert (share.micro, share.accumulation) == expected
+def test_a_global_batch_is_divided(total, micro, replicas, expected):
+    assert divide_batch(total, micro, replicas) == expected
 
 
 def test_a_global_batch_that_does_not_divide():
-    with pytest.raises(InputError, match="--batch-tokens: 6 sequences a step do not divide over 4 processes"):
-        share_of(6, 1, 0, 4)
+    with pytest.raises(InputError, match="--batch-tokens: 6 sequences per step do not divide over 4 processes"):
+        divide_batch(6, 1, 4)
 
 
 def test_text_that_is_too_short(tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("a few words")
     with pytest.raises(InputError, match=r"short.txt: too little text: expected at least 1 sequence of 32 tokens"):
-        taken(path, 1)
-    with pytest.raises(InputError, match=r"too little text to keep 4 sequences of 32 tokens aside .*, found 0; give"):
-        held_out(open_text(str(path), None, 0), Letters(), 32, 4)
-    with pytest.raises(InputError, match="expected at least 4 sequences of 32 tokens"):
-        held_out(open_text(str(path), None, 0), Letters(), 32, 4, whole=True)
+        made(tmp_path / "run", plan_of(path))
+    with pytest.raises(InputError, match=r"too little text to hold out 4 sequences of 32 tokens for .*, found 0; give"):
+        made(tmp_path / "run", plan_of(path, held_out=4))
+    with pytest.raises(InputError, match=r"short.txt: too little text: expected at least 4 sequences of 32 tokens"):
+        made(tmp_path / "run", plan_of(numbered(tmp_path), held_out=4, eval_text=path))
 
 
 def test_tokens_that_the_model_does_not_know(tmp_path):
     path = numbered(tmp_path, 400)
-    text = open_text(str(path), None, 0)
-    wrong = PackedText(text, Letters(), 32, 0, Share(1, 1), vocabulary=103)
-    with pytest.raises(
-        InputError, match=r"numbered.jsonl: its tokenizer gives token 103, but the model knows 103 tokens"
-    ):
-        next(iter(wrong))
-    assert len(next(iter(PackedText(text, Letters(), 32, 0, Share(1, 1), vocabulary=104)))["input_ids"]) == 1
+    with pytest.raises(InputError, match=r"^tiny: its tokenizer gives token 103, but the model knows 103 tokens"):
+        made(tmp_path / "run", plan_of(path, vocabulary=103))
+    assert made(tmp_path / "run", plan_of(path, vocabulary=104)).training.shape == (100, 32)
 
 
 def test_texts_that_cannot_be_read(tmp_path):
     with pytest.raises(InputError, match=r"--eval-text: no file nothing\.txt"):
-        open_text("nothing.txt", None, 0, "--eval-text")
+        plan_of(numbered(tmp_path), eval_text="nothing.txt")
     (tmp_path / "text.md").write_text("x")
-    with pytest.raises(InputError, match=r"expected a .txt or .jsonl file or the name of a dataset"):
-        open_text(str(tmp_path / "text.md"), None, 0)
+    with pytest.raises(InputError, match=r"--text .*: expected a .txt or .jsonl file or the name of a dataset"):
+        plan_of(tmp_path / "text.md")
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "fine"}\n{"text": 3}\n')
     with pytest.raises(InputError, match=r"bad.jsonl, line 2: expected an object with a string `text`"):
-        next(open_text(str(path), None, 0).blocks(0))
+        made(tmp_path / "run", plan_of(path))
 
 
-def test_a_dataset_streams_and_begins_anew(monkeypatch, small_blocks):
-    rows = [Document(f"[{n:06d}]" * 8) for n in range(500)]
-    monkeypatch.setattr(uptrain_text, "dataset_documents", lambda *_: iter(rows))
-    text = open_text("some/name", None, 0)
-    assert text.name == "dataset some/name"
-    aside, rest = held_out(text, Letters(), 32, 10)
-    assert read(aside).startswith("<[000000]")
-    few = list(islice(rest.blocks(0), 12))
-    assert [d.text for d in few[7]] == [d.text for d in next(rest.blocks(7))]
-    seen = [document.text for block in few for document in block]
-    first = rest.skipped
-    assert first > 4
-    assert seen[: 500 - first] == [row.text for row in rows[first:]]
-    assert seen[500 - first : 510 - first] == [row.text for row in rows[first : first + 10]]
+def test_a_dataset_is_streamed_and_read_no_further_than_needed(tmp_path, monkeypatch):
+    taken = []
+
+    def documents(self):
+        for n in range(1_000_000):
+            taken.append(n)
+            yield Document(f"[{n:06d}]" * 8)
+
+    monkeypatch.setattr(text_documents._Dataset, "_documents", documents)
+    monkeypatch.setattr("kvfold.convert.text.tokenizer._BATCH", 1000)
+    plan = plan_of("some/name", training=200, held_out=10)
+    assert plan.text.name == "dataset some/name"
+    tokens = made(tmp_path / "run", plan)
+    assert read(tokens.held_out).startswith("<[000000]")
+    held_out, trained = (set(re.findall(r"\[\d{6}\]", read(part))) for part in (tokens.held_out, tokens.training))
+    assert (min(held_out), max(held_out)) == ("[000000]", "[000004]")
+    assert min(trained) == "[000005]"
+    assert len(tokens.training) == 200
+    assert len(taken) < 140  # 66 tokens each
+
+
+def test_a_dataset_that_ends_gives_what_it_has(tmp_path, monkeypatch):
+    rows = [Document(f"[{n:06d}]" * 8) for n in range(20)]
+    monkeypatch.setattr(text_documents._Dataset, "_documents", lambda self: iter(rows))
+    assert len(made(tmp_path / "run", plan_of("some/name", training=200)).training) == 20 * 66 // 32
+
+
+def test_tokens_are_opened_only_for_the_run_they_were_made_for(tmp_path):
+    path = numbered(tmp_path)
+    plan = plan_of(path, training=50, held_out=4)
+    assert open_tokens(plan, tmp_path) is None
+    tokens = made(tmp_path / "run", plan)
+    again = open_tokens(plan_of(path, training=50, held_out=4), tmp_path / "run")
+    assert torch.equal(again.training, tokens.training)
+    assert torch.equal(again.held_out, tokens.held_out)
+    for change in (
+        {"seed": 1},
+        {"training": 51},
+        {"length": 16},
+        {"vocabulary": 998},
+        {"tokenizer": Letters(bos=False)},
+    ):
+        assert open_tokens(replace(plan, **change), tmp_path / "run") is None, change
+    with path.open("a") as file:
+        file.write('{"text": "more"}\n')
+    assert open_tokens(plan_of(path, training=50, held_out=4), tmp_path / "run") is None
+    file = tmp_path / "run" / "tokens.bin"
+    assert file.stat().st_size == 4 * 54 * 32
+    file.write_bytes(file.read_bytes()[:-4])
+    assert open_tokens(plan, tmp_path / "run") is None
+
+
+def test_a_kill_while_tokenizing_leaves_no_tokens(tmp_path, monkeypatch):
+    def killed(*_):
+        yield from islice(tokenize(Letters(), [BOS], [Document("x" * 64)]), 1)
+        raise KeyboardInterrupt
+
+    plan = plan_of(numbered(tmp_path))
+    monkeypatch.setattr("kvfold.convert.uptrain.data.tokenize", killed)
+    with pytest.raises(KeyboardInterrupt):
+        make_tokens(plan, tmp_path)
+    assert open_tokens(plan, tmp_path) is None
+    assert not (tmp_path / "tokens.bin").exists()
+
+
+class Alone:
+    """The part of TrainingArguments that ``prepare`` uses, of a single process."""
+
+    process_index = 0
+
+    class distributed_state:
+        wait_for_everyone = staticmethod(lambda: None)
+
+    def main_process_first(self, local):
+        from contextlib import nullcontext
+
+        return nullcontext()
+
+
+def test_a_run_killed_before_its_first_checkpoint_keeps_its_tokens(tmp_path, monkeypatch):
+    path = numbered(tmp_path)
+    options = {"model": "m", "out": str(tmp_path / "out"), "text": str(path), "seq_len": 32, "batch_tokens": 64}
+    request = UptrainRequest(**options, steps=10)
+    first = resume.prepare(request, None, plan_of(path, training=20), Alone())
+    (request.work / "log.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    monkeypatch.setattr(resume, "make_tokens", None)
+    again = resume.prepare(replace(request, resume=True), None, plan_of(path, training=20), Alone())
+    assert torch.equal(first.training, again.training)
+    assert (request.work / "log.jsonl").read_text() == ""
+
+
+def test_a_text_that_cannot_be_used_leaves_no_folder(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("a few words")
+    request = UptrainRequest(model="m", out=str(tmp_path / "out"), text=str(path), seq_len=32, batch_tokens=64)
+    with pytest.raises(InputError, match="too little text"):
+        resume.prepare(request, None, plan_of(path), Alone())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["short.txt"]
+
+
+def test_a_resumed_run_refuses_another_text(tmp_path):
+    path = numbered(tmp_path)
+    request = UptrainRequest(model="m", out=str(tmp_path / "out"), text=str(path), seq_len=32, batch_tokens=64)
+    resume.prepare(request, None, plan_of(path), Alone())
+    with path.open("a") as file:
+        file.write('{"text": "more"}\n')
+    with pytest.raises(InputError, match="the text or the tokenizer is not the one that the run was started with"):
+        resume.prepare(replace(request, resume=True), Path("checkpoint-8"), plan_of(path), Alone())

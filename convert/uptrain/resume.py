@@ -1,0 +1,89 @@
+"""The folder ``OUT.training``: the options of the run, its log, its tokens, and the checkpoints to resume from."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from kvfold.convert.errors import InputError
+from kvfold.convert.uptrain.data import RunTokens, TokenPlan, make_tokens, open_tokens, replace_file
+from kvfold.convert.uptrain.plot import read_log
+from kvfold.convert.uptrain.request import UptrainRequest, changed
+
+COMPLETE = "complete"  # the last file of a checkpoint, empty: without it a checkpoint was interrupted half written
+LOG = "log.jsonl"
+_REQUEST = "request.json"
+
+
+def last_checkpoint(request: UptrainRequest) -> Path | None:
+    """The newest complete checkpoint to resume from, if any; reads only.
+
+    Raises InputError when options have changed, when there are checkpoints but no --resume, or when the folder holds
+    something else.
+    """
+    work = request.work
+    if work.exists() and not (work.is_dir() and (not any(work.iterdir()) or any(work.glob(f"{_REQUEST}*")))):
+        raise InputError(f"{work}: the run would write its log there, found something else; name another OUT")
+    if request.resume and (work / _REQUEST).is_file():
+        difference = changed(json.loads((work / _REQUEST).read_text(encoding="utf-8")), request)
+        if difference is not None:
+            raise InputError(f"--resume {work}: {difference}; give the same options, or --overwrite to start over")
+        return max((path.parent for path in work.glob(f"checkpoint-*/{COMPLETE}")), key=_step, default=None)
+    if not request.overwrite and any(work.glob("checkpoint-*")):
+        raise InputError(
+            f"{work}: found checkpoints of an interrupted run; continue it with --resume, or use --overwrite"
+        )
+    return None
+
+
+def prepare(request: UptrainRequest, checkpoint: Path | None, plan: TokenPlan, arguments: Any) -> RunTokens:
+    """Start or resume the run and open its tokens; the first process makes them while the others wait.
+
+    Raises InputError when the text cannot be used (nothing is left then), or is not that of the run being resumed.
+    """
+    if checkpoint is not None and open_tokens(plan, request.work) is None:
+        raise InputError(
+            f"--resume {request.work}: the text or the tokenizer is not the one that the run was started with; "
+            "give the same, or --overwrite to start over"
+        )
+    arguments.distributed_state.wait_for_everyone()  # every process has looked
+    with arguments.main_process_first(local=False):
+        if arguments.process_index == 0:
+            if request.resume and open_tokens(plan, request.work) is not None:
+                _cut_log(request.work / LOG, -1 if checkpoint is None else _step(checkpoint))
+            else:
+                _start(request, plan)
+    tokens = open_tokens(plan, request.work)
+    if tokens is None:
+        raise InputError(f"{request.work}: the tokens of the run are not there on every machine; use a shared folder")
+    return tokens
+
+
+def _start(request: UptrainRequest, plan: TokenPlan) -> None:
+    work = request.work
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    replace_file(work / _REQUEST, [(json.dumps(request.result_options(), indent=1) + "\n").encode()])
+    try:
+        make_tokens(plan, work)
+    except InputError:
+        shutil.rmtree(work)
+        raise
+
+
+def _cut_log(log: Path, step: int) -> None:
+    """Remove the rows after ``step``, which the resumed run writes again."""
+    rows = [row for row in read_log(log) if row["step"] <= step] if log.is_file() else []
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def finish(request: UptrainRequest) -> None:
+    """Remove what only a resumed run needs."""
+    for path in request.work.glob("checkpoint-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in request.work.glob("tokens.*"):
+        path.unlink()
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rsplit("-", 1)[1])
