@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Literal, Protocol
 
 import torch
 
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, first_line
 
 BUILT_IN = "the built-in standard-library text"
 _CELL = 1 << 18  # bytes
@@ -254,8 +254,7 @@ class _Dataset:
         try:
             rows = datasets.load_dataset(name, config or None, split="train", streaming=True)
         except Exception as error:  # datasets raises many kinds, all about the request
-            reason = str(error).strip().split("\n")[0]
-            raise InputError(f"{self._problem()}, and no dataset: {reason}") from error
+            raise InputError(f"{self._problem()}, and no dataset: {first_line(error)}") from error
         shuffled: Iterable[Any] = rows.shuffle(seed=self.seed, buffer_size=1000)
         return shuffled
 
@@ -286,5 +285,5 @@ def _rendered(messages: list[Mapping[str, Any]], render: Render) -> str:
     try:
         return render(messages)
     except Exception as error:  # templates are code of the checkpoint's author and raise anything
-        reason = str(error).strip().split("\n")[0]
+        reason = first_line(error)
         raise ValueError(f"the tokenizer's chat template does not take these messages: {reason}") from error
