@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 
+from kvfold.convert.request import DEVICES
 from kvfold.convert.uptrain import request as ur
 
 INTERRUPTED = "OUT was not written; continue with --resume"
@@ -62,7 +63,7 @@ INTERRUPTED = "OUT was not written; continue with --resume"
     help="Compute dtype; master weights stay float32. auto: bfloat16 on a GPU, float32 on a CPU.",
 )
 @click.option("--gradient-checkpointing", is_flag=True, help="Recompute activations in the backward pass.")
-@click.option("--device", type=click.Choice(ur.DEVICES), default="auto")
+@click.option("--device", type=click.Choice(DEVICES), default="auto")
 @click.option(
     "--eval-every", type=int, default=100, metavar="N", help="Steps between measurements of the drift; 0: none."
 )

@@ -5,9 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.request import DEVICES
-
-__all__ = ["DEVICES", "PRECISIONS", "SCHEDULES", "TRAINED", "UptrainRequest", "changed"]
 
 TRAINED = ("all", "attention")
 SCHEDULES = ("cosine", "linear", "constant")
