@@ -43,7 +43,10 @@ class AbsorbedProjections:
 
 
 def absorbed_projections(W_q: Tensor, W_uk: Tensor, W_uv: Tensor, W_o: Tensor) -> AbsorbedProjections:
-    """Check the four weights against each other and chain them. Raises ValueError."""
+    """``W_q [H, Dn, E]``, ``W_uk [H, Dn, R]``, ``W_uv [H, Dv, R]``, ``W_o [E, H, Dv]`` as two chains.
+
+    Raises ValueError for shapes, dtypes or devices that do not fit together.
+    """
     expect_shape("W_q", W_q, "H Dn E", {})
     heads, nope, model = W_q.shape
     expect_shape("W_uk", W_uk, "H Dn R", {"H": heads, "Dn": nope})

@@ -34,6 +34,12 @@ class _Block:
     low: int
     high: int
 
+    @property
+    def scores(self) -> int:
+        """Scores of the block per query head of a group: sequences x key heads x rows x width."""
+        pairs = (self.batch.stop - self.batch.start) * (self.groups.stop - self.groups.start)
+        return pairs * (self.last - self.first) * (self.high - self.low)
+
     def rows(self, tensor: Tensor) -> Tensor:
         """``[B, G, M, T, D]`` -> ``[n, M * rows, D]``."""
         return fast(tensor[self.batch, self.groups, :, self.first : self.last].flatten(2, 3).flatten(0, 1))
@@ -53,36 +59,46 @@ class _Problem:
     rule: Visibility
 
     def blocks(self) -> Iterator[_Block]:
-        """Every block, none of which needs more scores than the budget unless a single head's rows do."""
+        """All blocks with keys to see; each keeps to the budget of scores unless one key head alone exceeds it."""
         batch, groups, members, queries, _ = self.query.shape
-        keys = self.key.shape[2]
         budget = _CPU_SCORES if self.query.device.type == "cpu" else _GPU_SCORES
-        width = keys if self.rule.window is None else min(keys, 2 * self.rule.window + _FEWEST_ROWS)
-        widened = self.key.shape[-1] if is_slow(self.key) else 0
-        step = max(_FEWEST_ROWS, min(_MOST_ROWS, budget // max(1, members * width)))
+        widened = self.key.shape[-1] if is_slow(self.key) else 0  # float32 copies of keys count like scores
+        step = self._rows_at_once(budget)
         for first in range(0, queries, step):
             last = min(first + step, queries)
-            low, high = self._even(*self.rule.key_range(first, last, keys))
+            low, high = self._key_range(first, last)
             if low == high:
                 continue
-            fits = max(1, budget // (max(members * (last - first), widened) * (high - low)))
-            for part in _parts(batch, groups, fits, self.one_stride()):
+            pairs = max(1, budget // (max(members * (last - first), widened) * (high - low)))
+            for part in _parts(batch, groups, pairs, self.one_stride()):
                 yield _Block(*part, first, last, low, high)
 
-    def _even(self, low: int, high: int) -> tuple[int, int]:
-        """Widened to few different widths where each costs a compilation; the mask hides what is too many."""
+    def _rows_at_once(self, budget: int) -> int:
+        """Queries of a block: as many as the budget allows for one key head, within the bounds above."""
+        members, keys, window = self.query.shape[2], self.key.shape[2], self.rule.window
+        width = keys if window is None else min(keys, 2 * window + _FEWEST_ROWS)
+        return max(_FEWEST_ROWS, min(_MOST_ROWS, budget // max(1, members * width)))
+
+    def _key_range(self, first: int, last: int) -> tuple[int, int]:
+        """The keys ``low .. high - 1`` that queries ``first .. last - 1`` may see.
+
+        Where every width costs a compilation, the range is widened to multiples of ``shape_step``; the mask hides the
+        keys that are too many.
+        """
+        keys = self.key.shape[2]
+        low, high = self.rule.key_range(first, last, keys)
         if low == high or not compiles_shapes(self.key):
             return low, high
-        step = shape_step(self.key.shape[2])
-        return low // step * step, min(self.key.shape[2], -(-high // step) * step)
+        step = shape_step(keys)
+        return low // step * step, min(keys, -(-high // step) * step)
 
     def one_stride(self) -> bool:
-        """Whether sequences and heads of keys and values can be flattened without a copy."""
+        """Whether sequences and heads of keys and values flatten to one dim without a copy."""
         groups = self.key.shape[1]
         return groups == 1 or all(part.stride(0) == groups * part.stride(1) for part in (self.key, self.value))
 
     def weights(self, block: _Block, scratch: Tensor) -> Tensor:
-        """``softmax(scale * query key^T + bias)`` over the keys seen, ``[n, M * rows, width]``, in ``scratch``."""
+        """``softmax(scale * query key^T + bias)`` over the visible keys, ``[n, M * rows, width]``, in ``scratch``."""
         rows, keys = block.rows(self.query), block.keys(self.key)
         shape = (*rows.shape[:2], keys.shape[1])
         scores = scratch[: shape[0] * shape[1] * shape[2]].view(shape)
@@ -113,7 +129,7 @@ class _Problem:
         return bias[..., block.first : block.last, block.low : block.high]
 
     def mask(self, parts: Tensor, block: _Block) -> Tensor | None:
-        """Set what is not seen to ``-inf`` in ``parts``; tell which rows see nothing, when there may be any."""
+        """Set hidden keys to ``-inf`` in ``parts``; return which rows see nothing, or None where all see a key."""
         rule, low = self.rule, block.low
         if rule.window is None and not rule.ragged:
             if not rule.causal:
@@ -127,25 +143,19 @@ class _Problem:
         return hidden.all(-1, keepdim=True) if rule.ragged else None
 
     def scratch(self) -> Tensor:
-        """Room for the largest block's scores."""
-        members = self.query.shape[2]
-        sizes = (
-            (b.batch.stop - b.batch.start)
-            * (b.groups.stop - b.groups.start)
-            * (members * (b.last - b.first) * (b.high - b.low))
-            for b in self.blocks()
-        )
-        return fast(self.query.new_empty(0)).new_empty(max(sizes, default=0))
+        """Room for the scores of the largest block."""
+        largest = max((block.scores for block in self.blocks()), default=0)
+        return fast(self.query.new_empty(0)).new_empty(self.query.shape[2] * largest)
 
 
-def _parts(batch: int, groups: int, fits: int, one_stride: bool) -> Iterator[tuple[slice, slice]]:
-    """Sequences and key heads in parts of at most ``fits`` pairs: whole sequences, or heads of one sequence."""
-    if fits >= 2 * groups and one_stride:
-        count = min(batch, fits // groups)
+def _parts(batch: int, groups: int, pairs: int, one_stride: bool) -> Iterator[tuple[slice, slice]]:
+    """Sequences and key heads in parts of at most ``pairs`` pairs: all heads of several sequences, or some of one."""
+    if pairs >= 2 * groups and one_stride:
+        count = min(batch, pairs // groups)
         for start in range(0, batch, count):
             yield slice(start, min(start + count, batch)), slice(0, groups)
         return
-    count = min(groups, fits)
+    count = min(groups, pairs)
     for sequence in range(batch):
         for start in range(0, groups, count):
             yield slice(sequence, sequence + 1), slice(start, min(start + count, groups))
@@ -156,9 +166,9 @@ def _forward(problem: _Problem) -> Tensor:
     scratch = problem.scratch()
     for block in problem.blocks():
         weights = problem.weights(block, scratch)
-        mixed = mix(weights, block.keys(problem.value))
+        z = mix(weights, block.keys(problem.value))
         part = result[block.batch, block.groups, :, block.first : block.last]
-        part.copy_(mixed.view(part.shape))
+        part.copy_(z.view(part.shape))
     return result
 
 
@@ -250,11 +260,11 @@ def _backward_operator(
 def _(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *rest: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    found = query.new_empty(0 if bias is None else bias.shape)
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), found
+    bias_grad = query.new_empty(0 if bias is None else bias.shape)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), bias_grad
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     query, key, value, bias, scale, causal, offset, offsets, window, starts, lengths = inputs
     ctx.save_for_backward(query, key, value, bias, offsets, starts, lengths)
     ctx.plain = scale, causal, offset, window
@@ -263,11 +273,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, bias, offsets, starts, lengths = ctx.saved_tensors
     scale, causal, offset, window = ctx.plain
-    found = _backward_operator(grad, query, key, value, bias, scale, causal, offset, offsets, window, starts, lengths)
-    return (*found[:3], None if bias is None else found[3], *([None] * 7))
+    grads = _backward_operator(grad, query, key, value, bias, scale, causal, offset, offsets, window, starts, lengths)
+    return (*grads[:3], None if bias is None else grads[3], *([None] * 7))
 
 
-_operator.register_autograd(_differentiate, setup_context=_keep)
+_operator.register_autograd(_differentiate, setup_context=_save)
 
 
 def blocked_attention(

@@ -1,12 +1,12 @@
-"""Caches that hold exactly what each attention variant needs, and say their bytes.
+"""Caches that hold exactly what each attention variant needs, and their size in bytes.
 
 Shapes: ``B`` sequences, ``C`` slots of capacity, ``G`` key/value heads, ``D`` head dim, ``R`` latent rank, ``P`` rotary
 dims. One cache object serves one layer. Slot ``s`` of sequence ``b`` holds its ``s``-th token; after appending pieces
-of unequal lengths, sequence ``b`` holds ``lengths[b]`` tokens, and its later slots are padding that attention must be
-told of (``lengths=``). A cache is for inference: it takes no tensors that want a gradient.
+of unequal lengths, sequence ``b`` holds ``lengths[b]`` tokens, and its later slots are padding, which attention must
+skip (``lengths=``). A cache is for inference: it refuses tensors that require a gradient.
 
 Bytes: ``nbytes`` counts the slots in use, ``length``, of all sequences, and equals ``cache_bytes``; ``allocated_bytes``
-counts what the buffers take, which is more until a preallocated cache is full.
+counts the whole buffers, which is more until a preallocated cache is full.
 """
 
 import math
@@ -18,11 +18,11 @@ from torch import Tensor
 from kvfold.attention.checks import expect_alike, expect_at_least, expect_counts, expect_shape
 
 Variant = Literal["mha", "gqa", "mqa", "mla"]
-_GROWTH = 1.5
+_GROWTH = 1.5  # growing copies at most three tokens per token held, however long the cache becomes
 
 
 class SlotCache:
-    """Buffers ``[B, ..., C, width]`` filled slot by slot; ``KVCache`` and ``LatentCache`` say what a slot holds."""
+    """Buffers ``[B, ..., C, width]`` filled slot by slot; ``KVCache`` and ``LatentCache`` define a slot."""
 
     def __init__(self, buffers: tuple[Tensor, ...], *, growing: bool) -> None:
         self.buffers = buffers
@@ -48,26 +48,9 @@ class SlotCache:
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def positions(self, count: int) -> Tensor:
-        """Where the next ``count`` tokens will stand: ``[count]``, or ``[B, count]`` when lengths differ."""
+        """Positions of the next ``count`` tokens: ``[count]``, or ``[B, count]`` when lengths differ."""
         steps = torch.arange(count, device=self.buffers[0].device)
         return steps + (self.length if self.lengths is None else self.lengths[:, None])
-
-    def crop(self, length: int | Tensor) -> None:
-        """Forget all tokens after the first ``length``, a number or one per sequence ``[B]``."""
-        if isinstance(length, Tensor):
-            expect_counts("length", length, self.batch, "the cache", self.buffers[0])
-            self.lengths = torch.minimum(self._lengths(), length)
-            self.length = int(self.lengths.max())
-            return
-        expect_at_least("length", length, 0)
-        self.length = min(self.length, length)
-        self.lengths = None if self.lengths is None else self.lengths.clamp(max=length)
-
-    def reorder(self, index: Tensor) -> None:
-        """Sequence ``i`` becomes a copy of what sequence ``index[i]`` was, as beam search does; ``index [B']``."""
-        expect_shape("index", index, "B'", {})
-        self.buffers = tuple(buffer.index_select(0, index) for buffer in self.buffers)
-        self.lengths = None if self.lengths is None else self.lengths.index_select(0, index)
 
     def _lengths(self) -> Tensor:
         if self.lengths is not None:
@@ -75,7 +58,7 @@ class SlotCache:
         return torch.full((self.batch,), self.length, device=self.buffers[0].device)
 
     def _append(self, names: tuple[str, ...], tokens: tuple[Tensor, ...], counts: Tensor | None) -> tuple[Tensor, ...]:
-        """Write ``tokens``, each ``[B, ..., T, width]``; the slots in use, ``[B, ..., length, width]``."""
+        """Write ``tokens``, each ``[B, ..., T, width]``; return the slots in use, ``[B, ..., length, width]``."""
         for name, token, buffer in zip(names, tokens, self.buffers, strict=True):
             expect_alike(name, token, "the cache", buffer)
             if token.requires_grad and torch.is_grad_enabled():
@@ -93,7 +76,7 @@ class SlotCache:
         return tuple(buffer[..., : self.length, :] for buffer in self.buffers)
 
     def _scatter(self, tokens: tuple[Tensor, ...], counts: Tensor | None) -> None:
-        """Append at each sequence's own end; of the new tokens of sequence ``b`` only ``counts[b]`` will count."""
+        """Append at the end of each sequence; of the new tokens of sequence ``b`` the first ``counts[b]`` are real."""
         expect_counts("counts", counts, self.batch, "the cache", self.buffers[0])
         added = tokens[0].shape[-2]
         before = self._lengths()
@@ -112,8 +95,8 @@ class SlotCache:
             return
         if not self.growing:
             raise ValueError(f"capacity: expected at least {slots} slots for the new tokens, found {self.capacity}")
-        wanted = max(slots, math.ceil(_GROWTH * self.capacity))
-        grown = tuple(buffer.new_empty(*buffer.shape[:-2], wanted, buffer.shape[-1]) for buffer in self.buffers)
+        capacity = max(slots, math.ceil(_GROWTH * self.capacity))
+        grown = tuple(buffer.new_empty(*buffer.shape[:-2], capacity, buffer.shape[-1]) for buffer in self.buffers)
         for old, new in zip(self.buffers, grown, strict=True):
             new[..., : self.length, :] = old[..., : self.length, :]
         self.buffers = grown
@@ -143,9 +126,9 @@ class KVCache(SlotCache):
         super().__init__(tuple(buffers), growing=growing)
 
     def append(self, key: Tensor, value: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Add ``key [B, G, T, D]`` and ``value [B, G, T, Dv]``; all keys and values so far, ``[B, G, length, ...]``.
+        """Add ``key [B, G, T, D]`` and ``value [B, G, T, Dv]``; return all so far, ``[B, G, length, D | Dv]``.
 
-        ``counts [B]``: how many of the ``T`` tokens each sequence really has (the rest, at its end, is padding).
+        ``counts [B]``: how many of the ``T`` tokens are real in each sequence (the rest, at its end, is padding).
         """
         keys, values = self.buffers
         expect_shape("key", key, "B G T D", {"B": keys.shape[0], "G": keys.shape[1], "D": keys.shape[3]})
@@ -178,7 +161,7 @@ class LatentCache(SlotCache):
         super().__init__((buffer,), growing=growing)
 
     def append(self, latent: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Add ``latent [B, T, R + P]`` (rotary keys already turned); all tokens so far, ``[B, length, R + P]``."""
+        """Add ``latent [B, T, R + P]`` (rotary keys already rotated); return all so far, ``[B, length, R + P]``."""
         width = self.kv_rank + self.rope_dim
         expect_shape("latent", latent, "B T R+P", {"B": self.batch, "R+P": width})
         return self._append(("latent",), (latent,), counts)[0]
@@ -194,9 +177,9 @@ def cache_numbers(
     kv_rank: int | None = None,
     rope_dim: int | None = None,
 ) -> int:
-    """Numbers cached per token and layer: ``2 H D`` (mha), ``2 G D`` (gqa), ``2 D`` (mqa), ``R + P`` (mla).
+    """KV-cache elements per token per layer: ``2 H D`` (mha), ``2 G D`` (gqa), ``2 D`` (mqa), ``R + P`` (mla).
 
-    ``value_dim`` is ``head_dim`` unless given. Raises ValueError when a size that the variant needs is missing.
+    ``value_dim`` defaults to ``head_dim``. Raises ValueError when a size that the variant needs is missing.
     """
     if variant == "mla":
         return _need("kv_rank", kv_rank, variant) + _need("rope_dim", rope_dim, variant)
@@ -223,7 +206,7 @@ def cache_bytes(
     kv_rank: int | None = None,
     rope_dim: int | None = None,
 ) -> int:
-    """Bytes that ``context`` tokens of ``batch`` sequences take in all ``layers``: see ``cache_numbers``."""
+    """KV-cache bytes of ``batch`` sequences of ``context`` tokens in all ``layers``; sizes as in ``cache_numbers``."""
     numbers = cache_numbers(
         variant,
         heads=heads,

@@ -1,4 +1,4 @@
-"""Checks of what a caller passes in: each raises ValueError with the argument, what was expected and what was found."""
+"""Checks of arguments: each raises ValueError with the argument, what was expected and what was found."""
 
 from collections.abc import Mapping
 
@@ -9,19 +9,19 @@ from torch import Tensor
 def expect_shape(name: str, tensor: Tensor, dims: str, sizes: Mapping[str, int]) -> None:
     """``dims`` spells the dims in order (``"B G S D"``); those named in ``sizes`` must have that size."""
     names = dims.split()
-    found = list(tensor.shape)
-    if len(found) != len(names):
-        raise ValueError(f"{name}: expected {len(names)} dims [{', '.join(names)}], found shape {found}")
-    wrong = [dim for dim, size in zip(names, found, strict=True) if sizes.get(dim, size) != size]
+    shape = list(tensor.shape)
+    if len(shape) != len(names):
+        raise ValueError(f"{name}: expected {len(names)} dims [{', '.join(names)}], found shape {shape}")
+    wrong = [dim for dim, size in zip(names, shape, strict=True) if sizes.get(dim, size) != size]
     if wrong:
-        wanted = ", ".join(f"{dim} = {sizes[dim]}" for dim in wrong)
-        raise ValueError(f"{name}: expected shape [{', '.join(names)}] with {wanted}, found {found}")
+        expected = ", ".join(f"{dim} = {sizes[dim]}" for dim in wrong)
+        raise ValueError(f"{name}: expected shape [{', '.join(names)}] with {expected}, found {shape}")
 
 
-def expect_divides(name: str, part: int, whole_name: str, whole: int) -> None:
-    """``part`` must be positive and divide ``whole``."""
-    if part < 1 or whole % part:
-        raise ValueError(f"{name}: expected a number that divides {whole_name} = {whole}, found {part}")
+def expect_divides(name: str, part: int, total_name: str, total: int) -> None:
+    """``part`` must be positive and divide ``total``."""
+    if part < 1 or total % part:
+        raise ValueError(f"{name}: expected a number that divides {total_name} = {total}, found {part}")
 
 
 def expect_at_least(name: str, value: int, least: int) -> None:

@@ -1,12 +1,12 @@
-"""Multi-head, multi-query and grouped-query attention, by the fastest exact way each call allows.
+"""Multi-head, multi-query and grouped-query attention, by the fastest exact kernel for each call.
 
 Shapes: ``query [B, H, T, D]``, ``key [B, G, S, D]``, ``value [B, G, S, Dv]``, result ``[B, H, T, Dv]``; query head
 ``h`` reads key head ``h // (H / G)``: ``G = H`` is multi-head, ``G = 1`` multi-query attention (Vaswani et al. 2017;
-Shazeer 2019; Ainslie et al. 2023). No way makes a ``T x S`` matrix of scores or of a mask:
+Shazeer 2019; Ainslie et al. 2023). No kernel makes a ``T x S`` matrix of scores or of a mask:
 
-* every query sees every key (decoding, encoders, cross attention): the query heads of a group are query *rows* of its
-  one key head, so that each key is read once and never expanded;
-* the plain causal triangle: torch's fused kernel, its keys expanded by a stride of zero;
+* every query sees every key (decoding, encoders, cross attention): torch's fused kernel, the query heads of a group as
+  query *rows* of its one key head, so that each key is read once and never expanded;
+* the plain causal triangle: torch's fused kernel, keys expanded by a stride of zero;
 * anything else (cached prefixes, windows, padding, biases; half precision on a CPU): blocks of queries, ``blocked.py``.
 """
 
@@ -39,10 +39,10 @@ def grouped_attention(
     """``softmax(scale * query key^T + bias) value`` over the keys each query sees: ``[B, H, T, Dv]``.
 
     ``causal``: query ``t`` sees keys up to its own position ``offset + t``, counted in key slots; ``offset`` is a
-    number or one per sequence ``[B]``, by default ``S - T``. ``window``: of these only the last ``window`` (without
-    ``causal``: those less than ``window`` away on either side). ``starts`` and ``lengths`` ``[B]``: sequence ``b`` has
-    its keys in slots ``starts[b] .. lengths[b] - 1``, the rest is padding; a query that sees nothing gives zeros.
-    ``bias`` is added to the scores, ``[1|B, 1|H, T, S]``. ``scale`` is ``1 / sqrt(D)`` by default.
+    number or one per sequence ``[B]``, by default ``S - T``. ``window``: only the last ``window`` of these (without
+    ``causal``: those less than ``window`` away on either side). ``starts`` and ``lengths`` ``[B]``: the keys of
+    sequence ``b`` are in slots ``starts[b] .. lengths[b] - 1``, the rest is padding; a query that sees nothing gives
+    zeros. ``bias`` is added to the scores, ``[1|B, 1|H, T, S]``. ``scale`` is ``1 / sqrt(D)`` by default.
 
     Raises ValueError for shapes, head counts, dtypes or devices that do not fit together.
     """
@@ -63,8 +63,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rule: Visibility, scale: f
     fused = fused and not _slow_in_sdpa(query)
     if fused and rule.sees_all(queries, keys):
         rows = shared.flatten(2, 3)
-        mixed: Tensor = scaled_dot_product_attention(rows, key, value, scale=scale)
-        return torch.unflatten(mixed, 2, (-1, queries)).flatten(1, 2)
+        z: Tensor = scaled_dot_product_attention(rows, key, value, scale=scale)
+        return torch.unflatten(z, 2, (-1, queries)).flatten(1, 2)
     if fused and rule.is_lower_triangle(queries, keys):
         return _triangle(query, key, value, scale)
     return blocked_attention(shared, key, value, rule, scale, bias).flatten(1, 2)
@@ -73,7 +73,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rule: Visibility, scale: f
 def _seen_by_any(
     queries: int, key: Tensor, value: Tensor, rule: Visibility, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Visibility, Tensor | None]:
-    """Cut off the keys outside of every query's reach: a windowed decoding step then sees all that is left."""
+    """Cut off the keys that no query sees: after that a windowed decoding step sees all keys."""
     if isinstance(rule.offset, Tensor) or rule.starts is not None or rule.lengths is not None:
         return key, value, rule, bias
     keys = key.shape[2]
@@ -94,13 +94,13 @@ def _triangle(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor
     groups = key.shape[1]
     if query.device.type != "cpu":
         shared = heads != groups
-        mixed: Tensor = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)
-        return mixed
+        z: Tensor = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)
+        return z
     members = heads // groups
     query = torch.unflatten(query, 1, (groups, members)).flatten(0, 1)
     key, value = (tensor.flatten(0, 1)[:, None].expand(-1, members, -1, -1) for tensor in (key, value))
-    mixed = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
-    return torch.unflatten(mixed, 0, (batch, groups)).flatten(1, 2)
+    z = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    return torch.unflatten(z, 0, (batch, groups)).flatten(1, 2)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> None:
@@ -115,7 +115,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> No
     if bias is None:
         return
     expect_shape("bias", bias, "B H T S", {"T": queries, "S": keys})
-    for dim, size, whole in (("B", bias.shape[0], batch), ("H", bias.shape[1], heads)):
-        if size not in (1, whole):
-            raise ValueError(f"bias: expected {dim} = 1 or {whole}, found {size} in shape {list(bias.shape)}")
+    for dim, size, total in (("B", bias.shape[0], batch), ("H", bias.shape[1], heads)):
+        if size not in (1, total):
+            raise ValueError(f"bias: expected {dim} = 1 or {total}, found {size} in shape {list(bias.shape)}")
     expect_device("bias", bias, "query", query)

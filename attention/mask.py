@@ -1,4 +1,4 @@
-"""Which keys a query sees, as a rule and not as a matrix.
+"""The mask as a rule, not a matrix: which keys a query sees.
 
 Shapes: ``B`` sequences, ``T`` queries, ``S`` keys. The rule is ``see(b, t, s)``, true where all of these hold, with the
 query's position ``p = offset[b] + t`` counted in key slots:
@@ -7,7 +7,7 @@ query's position ``p = offset[b] + t`` counted in key slots:
 * window ``w``: ``p - s < w`` (and ``s - p < w`` without ``causal``), so a query sees ``w`` keys, itself included;
 * padding: ``starts[b] <= s < lengths[b]``.
 
-Only blocks of rows are ever made into booleans, so memory is linear in ``S``.
+Booleans are made for blocks of rows only, so memory is linear in ``S``.
 """
 
 from dataclasses import dataclass, replace
@@ -49,10 +49,10 @@ class Visibility:
         return self.causal and self.offset == 0 and queries == keys and (self.window is None or self.window >= keys)
 
     def key_range(self, first: int, last: int, keys: int) -> tuple[int, int]:
-        """The keys ``low .. high - 1`` outside of which queries ``first .. last - 1`` see nothing for sure."""
+        """The keys ``low .. high - 1`` that queries ``first .. last - 1`` may see; they see none outside of it."""
         low, high = 0, keys
         if isinstance(self.offset, Tensor):
-            if self.offset.device.type != "cpu":  # asking a device for the bounds would wait for it
+            if self.offset.device.type != "cpu":  # reading the bounds from a device would wait for it
                 return low, high
             begin, end = int(self.offset.min()), int(self.offset.max())
         else:
@@ -80,7 +80,7 @@ class Visibility:
         return seen
 
     def shifted(self, low: int) -> "Visibility":
-        """The same rule after the first ``low`` keys were cut away."""
+        """The same rule without the first ``low`` keys."""
         if low == 0 or isinstance(self.offset, Tensor):
             return self
         return replace(self, offset=self.offset - low)
@@ -115,6 +115,6 @@ def visibility(
                 raise ValueError(f"key: expected at least as many keys as queries, T = {queries}, found S = {keys}")
         expect_at_least("offset", offset, 0)
         if placed and offset + queries > keys:
-            wanted = f"at most S - T = {keys - queries}, so that every query has its own key"
-            raise ValueError(f"offset: expected {wanted}, found {offset}")
+            bound = f"at most S - T = {keys - queries}, so that every query has its own key"
+            raise ValueError(f"offset: expected {bound}, found {offset}")
     return Visibility(causal, offset, window, starts, lengths)

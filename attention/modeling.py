@@ -1,4 +1,4 @@
-"""Attention modules that take their projections as arguments: any Linear, quantized, adapted or fused one will do.
+"""Attention modules that take their projections as arguments: plain, quantized, adapted or fused linear layers.
 
 Shapes: ``B`` sequences, ``T`` new tokens, ``S`` slots in the cache after them, ``E`` model dim, ``H`` query heads,
 ``G`` key/value heads, ``D`` head dim, ``Dv`` value dim, ``R`` latent rank, ``P`` rotary dims, ``Dn`` other query dims.
@@ -24,7 +24,7 @@ class Rotation(nn.Module):
         super().__init__()
         expect_shape("frequencies", frequencies, "Dr/2", {})
         self.layout: Layout = layout
-        # module.to(dtype) casts floating buffers only, so the frequencies hide in their own bits
+        # module.to(dtype) casts floating-point buffers only: as int64 the bits of the frequencies survive it
         self.register_buffer("bits", frequencies.double().view(torch.int64), persistent=False)
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -94,8 +94,8 @@ class GroupedAttention(nn.Module):
         """``x [B, T, E]`` to ``[B, T, E]``.
 
         With a ``cache``, ``x`` continues what the cache holds (``counts [B]``: how many of its ``T`` tokens are real).
-        ``positions [T]`` or ``[B, T]`` turn the rotary pairs; by default they count the slots. Cross attention reads
-        ``memory [B, S, E']``; with a cache it is needed the first time only.
+        ``positions [T]`` or ``[B, T]`` are those of the rotary embedding; by default they count the slots. Cross
+        attention reads ``memory [B, S, E']``; with a cache it is needed the first time only.
         """
         _expect_tokens(x)
         query = self.query_norm(_heads(self.query(x), self.heads))
@@ -210,7 +210,7 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """``x [B, T, E]`` to ``[B, T, E]``; arguments as in ``GroupedAttention``.
 
-        ``absorbed`` ``None``: explicit without a cache (training, encoding), and with one whatever ``absorbs`` says.
+        ``absorbed`` ``None``: explicit without a cache (training, encoding), with one as ``absorbs`` decides.
         """
         _expect_tokens(x)
         offset, slots = _place(cache, x.shape[1])

@@ -1,12 +1,12 @@
-"""The three matrix products of a block, in the form in which a CPU does them fast.
+"""The three matrix products of a block, in the form that is fast on a CPU.
 
-Shapes: ``n`` pairs of sequence and key head, ``r`` rows (queries), ``w`` keys, ``d`` dims of a head. Two habits of CPUs
-are worked around, and neither touches float32, float64 or a GPU:
+Shapes: ``n`` pairs of sequence and key head, ``r`` rows (queries), ``w`` keys, ``d`` dims of a head. Two weaknesses of
+torch on CPUs are worked around; float32, float64 and GPUs are not affected:
 
 * float16 matrices are multiplied ten times slower than float32 ones: they are widened;
-* for bfloat16, oneDNN compiles a program for every new shape, a millisecond and a megabyte each, and while decoding
-  every step has a new number of keys. So a multiple of ``shape_step`` of the keys is multiplied in bfloat16, and the
-  few that remain in float32.
+* for bfloat16, oneDNN compiles a program for every new shape, a millisecond and a megabyte each, and every decoding
+  step has a new number of keys. So a multiple of ``shape_step`` keys is multiplied in bfloat16, the remainder in
+  float32.
 """
 
 import torch
@@ -16,7 +16,7 @@ _FEWEST = 256
 
 
 def shape_step(keys: int) -> int:
-    """Numbers of keys are made multiples of this, a power of two: at most 32 shapes, at least 256 keys apart."""
+    """Granularity of the number of keys, a power of two: at most 32 shapes, at least 256 keys apart."""
     return max(_FEWEST, 1 << max(0, (keys // 16).bit_length() - 1))
 
 
@@ -29,12 +29,12 @@ def is_slow(tensor: Tensor) -> bool:
 
 
 def fast(tensor: Tensor) -> Tensor:
-    """In a dtype whose matrix products are fast."""
+    """``tensor`` in a dtype whose matrix products are fast."""
     return tensor.float() if is_slow(tensor) else tensor
 
 
 def _even(tensor: Tensor, keys: int) -> int:
-    """How many of ``keys`` go into the product in ``tensor``'s own dtype."""
+    """How many of ``keys`` are multiplied in the dtype of ``tensor``; the rest is multiplied in float32."""
     return keys // shape_step(keys) * shape_step(keys) if compiles_shapes(tensor) else keys
 
 

@@ -1,9 +1,9 @@
 """Rotary position embedding (Su et al. 2021, "RoFormer").
 
-Pair ``l`` of a vector at position ``t`` is a complex number, turned by the angle ``t * theta_l``. A pair is stored as
+Pair ``l`` of a vector at position ``t`` is a complex number, rotated by the angle ``t * theta_l``. A pair is stored as
 ``(x[l], x[l + Dr / 2])`` in the half-split layout (GPT-NeoX, Llama) and as ``(x[2 l], x[2 l + 1])`` in the interleaved
-one (the paper, GPT-J, DeepSeek). Only the first ``Dr = 2 * len(theta)`` dims turn, the rest pass. Angles are made in
-float64 and turned in at least float32, so that a long context costs no precision.
+one (the paper, GPT-J, DeepSeek). Only the first ``Dr = 2 * len(theta)`` dims are rotated, the rest pass unchanged.
+Angles are computed in float64 and applied in at least float32, so that a long context costs no precision.
 """
 
 from typing import Literal
@@ -40,12 +40,12 @@ def rotary_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype = t
 
 
 def apply_rotary(x: Tensor, tables: tuple[Tensor, Tensor], layout: Layout = "half") -> Tensor:
-    """Turn the first ``Dr`` dims of ``x [B, H, T, D]`` by ``rotary_tables``; same shape and dtype."""
+    """Rotate the first ``Dr`` dims of ``x [B, H, T, D]`` by ``rotary_tables``; same shape and dtype."""
     cos, sin = tables
-    turned = _check(x, cos, layout)
+    rotary = _check(x, cos, layout)
     wide = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos[:, None].to(wide), sin[:, None].to(wide)  # [1|B, 1, T, Dr / 2]
-    moving = x[..., :turned].to(wide)
+    moving = x[..., :rotary].to(wide)
     if layout == "half":
         real, imaginary = moving.chunk(2, -1)
         result = torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], -1)
@@ -53,18 +53,19 @@ def apply_rotary(x: Tensor, tables: tuple[Tensor, Tensor], layout: Layout = "hal
         real, imaginary = moving[..., ::2], moving[..., 1::2]
         result = torch.stack([real * cos - imaginary * sin, imaginary * cos + real * sin], -1).flatten(-2)
     result = result.to(x.dtype)
-    return result if turned == x.shape[-1] else torch.cat([result, x[..., turned:]], -1)
+    return result if rotary == x.shape[-1] else torch.cat([result, x[..., rotary:]], -1)
 
 
 def _check(x: Tensor, cos: Tensor, layout: str) -> int:
+    """The number of rotary dims ``Dr``."""
     if layout not in ("half", "interleaved"):
         raise ValueError(f"layout: expected 'half' or 'interleaved', found {layout!r}")
     if x.dim() != 4:
         raise ValueError(f"x: expected 4 dims [B, H, T, D], found shape {list(x.shape)}")
     expect_device("x", x, "tables", cos)
-    batch, turned = cos.shape[0], 2 * cos.shape[-1]
-    expect_at_least("x: head dim D", x.shape[-1], turned)
+    batch, rotary = cos.shape[0], 2 * cos.shape[-1]
+    expect_at_least("x: head dim D", x.shape[-1], rotary)
     if cos.shape[1] != x.shape[2] or batch not in (1, x.shape[0]):
-        wanted = f"positions for B = {x.shape[0]} (or 1) and T = {x.shape[2]}"
-        raise ValueError(f"tables: expected {wanted}, found B = {batch} and T = {cos.shape[1]}")
-    return turned
+        shape = f"positions for B = {x.shape[0]} (or 1) and T = {x.shape[2]}"
+        raise ValueError(f"tables: expected {shape}, found B = {batch} and T = {cos.shape[1]}")
+    return rotary

@@ -22,9 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 _LOG2_E = 1.4426950408889634
-_HEADS_AT_ONCE = 64
-_FEWEST_SLOTS = 256  # in a part: fewer are not worth a merge
-_MERGED = 128  # channels that one merging program handles
+_HEADS_AT_ONCE = 64  # rows of a program; more would not fit the registers (see _tiles)
+_FEWEST_SLOTS = 256  # per part: below that a merge costs more than parallel reads gain
+_MERGED = 128  # channels of a merging program
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def _tiles(heads: int, rank: int) -> _Tiles:
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton's
-    query, query_rope, latent, key_rope, lengths, mask, mixed, log_sums,
+    query, query_rope, latent, key_rope, lengths, mask, z, log_sums,
     scale, heads, slots, part, parts,
     q_b, q_h, qr_b, qr_h, c_b, c_s, k_b, k_s, m_b, m_s,
     R: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
@@ -107,15 +107,15 @@ def _part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton'
 
     some = tl.where(total > 0, total, 1.0)
     place = (b * heads + h) * parts + split
-    tl.store(mixed + place[:, None] * R + r[None, :], acc / some[:, None], mask=here[:, None] & (r < R)[None, :])
+    tl.store(z + place[:, None] * R + r[None, :], acc / some[:, None], mask=here[:, None] & (r < R)[None, :])
     tl.store(log_sums + place, tl.where(total > 0, top + tl.log2(some), float("-inf")), mask=here)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _merge_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton's
-    mixed, log_sums, result, parts, R: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr
+    z, log_sums, result, parts, R: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """One head of one sequence, some channels: its parts weighed by their sums."""
+    """One head of one sequence, some channels: the average of its parts, weighted by their sums."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, PARTS)
     r = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -126,10 +126,10 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton
     total = tl.sum(weight, 0)
     weight = weight / tl.where(total > 0, total, 1.0)
     some = tl.load(
-        mixed + (row * parts + n[:, None]) * R + r[None, :], mask=(n < parts)[:, None] & (r < R)[None, :], other=0.0
+        z + (row * parts + n[:, None]) * R + r[None, :], mask=(n < parts)[:, None] & (r < R)[None, :], other=0.0
     )
-    found = tl.sum(some * weight[:, None], 0)
-    tl.store(result + row * R + r, found.to(result.dtype.element_ty), mask=r < R)
+    merged = tl.sum(some * weight[:, None], 0)
+    tl.store(result + row * R + r, merged.to(result.dtype.element_ty), mask=r < R)
 
 
 def decode_latent(
@@ -143,10 +143,10 @@ def decode_latent(
     mask: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """``softmax(scale * (query . latent + query_rope . key_rope)) latent`` over the slots seen: ``[B, H, 1, R]``.
+    """``softmax(scale * (query . latent + query_rope . key_rope)) latent`` over the visible slots: ``[B, H, 1, R]``.
 
-    Sequence ``b`` sees its first ``lengths[b]`` slots, of these the ones where ``mask`` is true; one that sees none
-    gives zeros. ``splits``: parts of the sequence, by default as many as keep the device busy.
+    Sequence ``b`` sees those of its first ``lengths[b]`` slots where ``mask`` is true; a sequence that sees none gives
+    zeros. ``splits``: parts of the sequence, by default as many as keep the device busy.
     """
     batch, heads, _, rank = query.shape
     slots, rope = latent.shape[1], query_rope.shape[-1]
@@ -156,7 +156,7 @@ def decode_latent(
     parts = splits or _parts(batch * blocks, slots, query.device)
     part = triton.cdiv(triton.cdiv(slots, parts), tiles.slots) * tiles.slots
     parts = max(1, triton.cdiv(slots, part))
-    mixed = torch.empty(batch, heads, parts, rank, dtype=torch.float32, device=query.device)
+    z = torch.empty(batch, heads, parts, rank, dtype=torch.float32, device=query.device)
     log_sums = torch.empty(batch, heads, parts, dtype=torch.float32, device=query.device)
     seen, strides = _mask(mask, batch)
     options: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages}
@@ -164,7 +164,7 @@ def decode_latent(
     channels = min(_MERGED, _dot_width(rank))
     with _on(query.device):
         _part_kernel[(batch, blocks, parts)](
-            query, query_rope, latent, key_rope, lengths, seen, mixed, log_sums,
+            query, query_rope, latent, key_rope, lengths, seen, z, log_sums,
             scale * _LOG2_E, heads, slots, part, parts,
             *query.stride()[:2], *query_rope.stride()[:2], *latent.stride()[:2], *key_rope.stride()[:2], *strides,
             R=rank, P=rope, RANK=_dot_width(rank), ROPE=_dot_width(rope),
@@ -172,18 +172,18 @@ def decode_latent(
             WIDEN=_interpreted() and query.dtype == torch.bfloat16, **options,
         )  # fmt: skip
         _merge_kernel[(batch * heads, triton.cdiv(rank, channels))](
-            mixed, log_sums, result, parts, R=rank, PARTS=triton.next_power_of_2(parts), CHANNELS=channels
+            z, log_sums, result, parts, R=rank, PARTS=triton.next_power_of_2(parts), CHANNELS=channels
         )
     return result
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, whichever its arguments lie on."""
+    """Makes ``device`` the current one: Triton launches there, wherever its arguments are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, which multiplies bfloat16 as the integers that hold it."""
+    """Whether kernels run in Triton's interpreter, which treats bfloat16 numbers as their integer bits."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -203,6 +203,6 @@ def _mask(mask: Tensor | None, batch: int) -> tuple[Tensor | None, tuple[int, in
 
 
 def _parts(programs: int, slots: int, device: torch.device) -> int:
-    """Enough parts for two waves of programs, one to a multiprocessor at a time, and none smaller than is worth it."""
+    """Enough parts for two waves of programs, one per multiprocessor at a time, none under ``_FEWEST_SLOTS``."""
     busy = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else programs
     return max(1, min(-(-busy // programs), -(-slots // _FEWEST_SLOTS)))

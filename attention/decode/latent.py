@@ -27,7 +27,7 @@ _KERNEL_RANK, _KERNEL_ROPE = 512, 64  # DeepSeek's own sizes: larger tiles do no
 def latent_decode(
     query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None = None
 ) -> Tensor:
-    """The formula above. ``mask``: bool (true: seen) or floating point (added to the scores)."""
+    """The formula above. ``mask``: bool (true: visible) or floating point (added to the scores)."""
     if mask is not None and mask.dtype == torch.bool and mask.shape[1] > 1:
         mask = as_bias(mask, query.dtype)
     if torch.compiler.is_compiling():
@@ -86,7 +86,7 @@ def latent_rows(
 
 
 def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a mask adds to the scores: finite, so that a query that sees nothing gives numbers."""
+    """The mask as numbers added to the scores: finite, so that a query that sees nothing gives finite results."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min / 2)
@@ -95,7 +95,7 @@ def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _in_blocks(
     query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None
 ) -> Tensor:
-    """Some sequences at a time, so that their scores stay in a core's cache."""
+    """A few sequences at a time, so that their scores stay in a core's cache."""
     batch, heads, queries, _ = query.shape
     bias = None if mask is None else as_bias(mask, _wide(query)).expand(batch, -1, -1, -1)
     count = max(1, _SCORES // max(1, heads * queries * latent.shape[1]))

@@ -16,13 +16,13 @@ from kvfold.attention.reference.whole import (
     BIDIRECTIONAL,
     GroupedWeights,
     LatentWeights,
-    Turn,
+    Rotary,
     absorbed_heads,
     grouped_query_heads,
     latent_heads,
     latent_keys,
     latent_queries,
-    no_rope,
+    no_rotary,
     project_all,
     project_head,
     project_output,
@@ -32,11 +32,11 @@ Cache = list[tuple[Tensor, Tensor]]
 
 
 def grouped_query_step(
-    x: Tensor, cache: Cache, w: GroupedWeights, turn: Turn = no_rope, scale: float | None = None
+    x: Tensor, cache: Cache, w: GroupedWeights, rotary: Rotary = no_rotary, scale: float | None = None
 ) -> Tensor:
     """Causal self-attention of the newest token on all tokens so far: nothing later is there to be masked."""
     here = torch.tensor([len(cache)])
-    query, key, value = project_all(x[None], x[None], w, turn, here, here)
+    query, key, value = project_all(x[None], x[None], w, rotary, here, here)
     cache.append((key[:, 0], value[:, 0]))
     keys = torch.stack([key for key, _ in cache], 1)  # [G, S, D]
     values = torch.stack([value for _, value in cache], 1)
@@ -45,24 +45,24 @@ def grouped_query_step(
 
 
 def latent_step(
-    x: Tensor, cache: Cache, w: LatentWeights, turn: Turn, scale: float | None = None, absorbed: bool = False
+    x: Tensor, cache: Cache, w: LatentWeights, rotary: Rotary, scale: float | None = None, absorbed: bool = False
 ) -> Tensor:
     """Latent attention of the newest token; explicit: every cached latent is expanded again, absorbed: none is."""
     here = torch.tensor([len(cache)])
-    c, rope_key = latent_keys(x[None], w, turn, here)
+    c, rope_key = latent_keys(x[None], w, rotary, here)
     cache.append((c[0], rope_key[0]))
     heads = absorbed_heads if absorbed else latent_heads
     latents = torch.stack([c for c, _ in cache])  # [S, R]
     rope_keys = torch.stack([rope_key for _, rope_key in cache])
-    z = heads(*latent_queries(x[None], w, turn, here), latents, rope_keys, w, BIDIRECTIONAL, scale)
+    z = heads(*latent_queries(x[None], w, rotary, here), latents, rope_keys, w, BIDIRECTIONAL, scale)
     return project_output(z, w.output)[0]
 
 
 def cross_cache(memory: Tensor, w: GroupedWeights) -> tuple[Tensor, Tensor]:
     """What cross attention keeps of ``memory [S, E']``: ``[G, S, D]`` and ``[G, S, Dv]``."""
     places, groups = torch.arange(len(memory)), range(w.key.shape[0])
-    key = torch.stack([project_head(memory, w.key, w.key_bias, g, no_rope, places) for g in groups])
-    value = torch.stack([project_head(memory, w.value, w.value_bias, g, no_rope, places) for g in groups])
+    key = torch.stack([project_head(memory, w.key, w.key_bias, g, no_rotary, places) for g in groups])
+    value = torch.stack([project_head(memory, w.value, w.value_bias, g, no_rotary, places) for g in groups])
     return key, value
 
 
@@ -70,6 +70,6 @@ def cross_step(x: Tensor, cache: tuple[Tensor, Tensor], w: GroupedWeights, scale
     """Cross attention of one token ``x [E]`` on a memory whose keys and values were made before."""
     heads = range(w.query.shape[0])
     here = torch.arange(1)
-    query = torch.stack([project_head(x[None], w.query, w.query_bias, h, no_rope, here) for h in heads])
+    query = torch.stack([project_head(x[None], w.query, w.query_bias, h, no_rotary, here) for h in heads])
     z = grouped_query_heads(query, *cache, BIDIRECTIONAL, scale)
     return project_output(z, w.output, w.output_bias)[0]

@@ -11,6 +11,7 @@ Sources: Vaswani et al. 2017 ("Attention is all you need"), Shazeer 2019 ("Fast 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotary embedding (Su 2021, eq. 14-15): pair ``l`` is turned by the angle ``t theta_l``.
+    """Rotary embedding (Su 2021, eq. 14-15): pair ``l`` is rotated by the angle ``t theta_l``.
 
         x'_a = x_a cos(t theta_l) - x_b sin(t theta_l),    x'_b = x_a sin(t theta_l) + x_b cos(t theta_l)
 
@@ -84,7 +85,7 @@ def scores(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
 
 
 def causal_mask(score: Tensor, offset: int = 0) -> Tensor:
-    """``s_ij = -inf`` for ``j > i + offset`` (Vaswani 2017, 3.2.3); ``offset`` tokens were there before query 0."""
+    """``s_ij = -inf`` for ``j > i + offset`` (Vaswani 2017, 3.2.3); ``offset`` tokens precede query 0."""
     rows = torch.arange(score.shape[0])[:, None]
     return score.masked_fill(torch.arange(score.shape[1]) > rows + offset, -torch.inf)
 
@@ -132,7 +133,7 @@ def project_output(heads: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 @dataclass(frozen=True)
 class Masks:
-    """Which scores one sequence keeps: the three masks above and an additive bias ``[H, T, S]``."""
+    """The masks of one sequence: the three above and an additive bias ``[H, T, S]``."""
 
     causal: bool = True
     offset: int = 0
@@ -163,84 +164,80 @@ def attention(query: Tensor, key: Tensor, value: Tensor, masks: Masks, head: int
 # The variants, from x [T, E] to y [T, E]
 
 
-@dataclass(frozen=True)
-class Rope:
-    """``rotate`` with the frequencies ``[Dr / 2]`` of a layer."""
-
-    frequencies: Tensor
-    interleaved: bool = False
-
-    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        return rotate(x, positions, self.frequencies, self.interleaved)
+Rotary = Callable[[Tensor, Tensor], Tensor]  # x [T, D], positions [T] -> [T, D]
 
 
-def no_rope(x: Tensor, positions: Tensor) -> Tensor:
+def rotary_by(frequencies: Tensor, interleaved: bool = False) -> Rotary:
+    """``rotate`` by the frequencies ``[Dr / 2]`` of a layer."""
+    return partial(rotate, frequencies=frequencies, interleaved=interleaved)
+
+
+def no_rotary(x: Tensor, positions: Tensor) -> Tensor:
     """No rotary embedding."""
     return x
 
 
-Turn = Rope | Callable[[Tensor, Tensor], Tensor]
-
-
-def project_head(x: Tensor, weight: Tensor, bias: Tensor | None, head: int, turn: Turn, positions: Tensor) -> Tensor:
-    """``project`` by head ``head`` of ``weight [H, D, E]`` and ``bias [H, D]``, then turned: ``[T, D]``."""
-    return turn(project(x, weight[head], None if bias is None else bias[head]), positions)
+def project_head(
+    x: Tensor, weight: Tensor, bias: Tensor | None, head: int, rotary: Rotary, positions: Tensor
+) -> Tensor:
+    """``project`` by head ``head`` of ``weight [H, D, E]`` and ``bias [H, D]``, then rotated: ``[T, D]``."""
+    return rotary(project(x, weight[head], None if bias is None else bias[head]), positions)
 
 
 def multi_head_attention(
-    x: Tensor, w: GroupedWeights, masks: Masks = CAUSAL, turn: Turn = no_rope, scale: float | None = None
+    x: Tensor, w: GroupedWeights, masks: Masks = CAUSAL, rotary: Rotary = no_rotary, scale: float | None = None
 ) -> Tensor:
     """``y = sum_h W_o,h attention(W_q,h x, W_k,h x, W_v,h x) + b`` (Vaswani 2017, 3.2.2): every head its own key."""
     places, heads = torch.arange(len(x)), []
     for h in range(w.query.shape[0]):
-        query = project_head(x, w.query, w.query_bias, h, turn, places)
-        key = project_head(x, w.key, w.key_bias, h, turn, places)
-        value = project_head(x, w.value, w.value_bias, h, no_rope, places)
+        query = project_head(x, w.query, w.query_bias, h, rotary, places)
+        key = project_head(x, w.key, w.key_bias, h, rotary, places)
+        value = project_head(x, w.value, w.value_bias, h, no_rotary, places)
         heads.append(attention(query, key, value, masks, h, scale))
     return project_output(torch.stack(heads), w.output, w.output_bias)
 
 
 def multi_query_attention(
-    x: Tensor, w: GroupedWeights, masks: Masks = CAUSAL, turn: Turn = no_rope, scale: float | None = None
+    x: Tensor, w: GroupedWeights, masks: Masks = CAUSAL, rotary: Rotary = no_rotary, scale: float | None = None
 ) -> Tensor:
     """``y = sum_h W_o,h attention(W_q,h x, W_k x, W_v x) + b`` (Shazeer 2019, sec. 3): one key for all heads."""
     places, heads = torch.arange(len(x)), []
-    key = project_head(x, w.key, w.key_bias, 0, turn, places)
-    value = project_head(x, w.value, w.value_bias, 0, no_rope, places)
+    key = project_head(x, w.key, w.key_bias, 0, rotary, places)
+    value = project_head(x, w.value, w.value_bias, 0, no_rotary, places)
     for h in range(w.query.shape[0]):
-        query = project_head(x, w.query, w.query_bias, h, turn, places)
+        query = project_head(x, w.query, w.query_bias, h, rotary, places)
         heads.append(attention(query, key, value, masks, h, scale))
     return project_output(torch.stack(heads), w.output, w.output_bias)
 
 
 def grouped_query_attention(
-    x: Tensor, w: GroupedWeights, masks: Masks = CAUSAL, turn: Turn = no_rope, scale: float | None = None
+    x: Tensor, w: GroupedWeights, masks: Masks = CAUSAL, rotary: Rotary = no_rotary, scale: float | None = None
 ) -> Tensor:
     """``G`` keys for ``H`` heads (Ainslie 2023, 2.2); ``G = H`` is multi-head, ``G = 1`` multi-query attention."""
     places = torch.arange(len(x))
-    query, key, value = project_all(x, x, w, turn, places, places)
+    query, key, value = project_all(x, x, w, rotary, places, places)
     return project_output(grouped_query_heads(query, key, value, masks, scale), w.output, w.output_bias)
 
 
-def encoder_attention(x: Tensor, w: GroupedWeights, turn: Turn = no_rope, scale: float | None = None) -> Tensor:
+def encoder_attention(x: Tensor, w: GroupedWeights, rotary: Rotary = no_rotary, scale: float | None = None) -> Tensor:
     """Bidirectional self-attention (Vaswani 2017, 3.2.3, encoder): nothing is masked, every token sees all."""
-    return grouped_query_attention(x, w, BIDIRECTIONAL, turn, scale)
+    return grouped_query_attention(x, w, BIDIRECTIONAL, rotary, scale)
 
 
 def cross_attention(x: Tensor, memory: Tensor, w: GroupedWeights, scale: float | None = None) -> Tensor:
     """Queries from ``x [T, E]``, keys and values from the encoder's ``memory [S, E']`` (Vaswani 2017, 3.2.3)."""
-    query, key, value = project_all(x, memory, w, no_rope, torch.arange(len(x)), torch.arange(len(memory)))
+    query, key, value = project_all(x, memory, w, no_rotary, torch.arange(len(x)), torch.arange(len(memory)))
     return project_output(grouped_query_heads(query, key, value, BIDIRECTIONAL, scale), w.output, w.output_bias)
 
 
 def project_all(
-    x: Tensor, source: Tensor, w: GroupedWeights, turn: Turn, places: Tensor, source_places: Tensor
+    x: Tensor, source: Tensor, w: GroupedWeights, rotary: Rotary, places: Tensor, source_places: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All heads: ``query [H, T, D]`` from ``x``, ``key [G, S, D]`` and ``value [G, S, Dv]`` from ``source``."""
     heads, groups = range(w.query.shape[0]), range(w.key.shape[0])
-    query = torch.stack([project_head(x, w.query, w.query_bias, h, turn, places) for h in heads])
-    key = torch.stack([project_head(source, w.key, w.key_bias, g, turn, source_places) for g in groups])
-    value = torch.stack([project_head(source, w.value, w.value_bias, g, no_rope, source_places) for g in groups])
+    query = torch.stack([project_head(x, w.query, w.query_bias, h, rotary, places) for h in heads])
+    key = torch.stack([project_head(source, w.key, w.key_bias, g, rotary, source_places) for g in groups])
+    value = torch.stack([project_head(source, w.value, w.value_bias, g, no_rotary, source_places) for g in groups])
     return query, key, value
 
 
@@ -256,7 +253,7 @@ def grouped_query_heads(
     return torch.stack(heads)
 
 
-def latent_queries(x: Tensor, w: LatentWeights, turn: Turn, places: Tensor) -> tuple[Tensor, Tensor]:
+def latent_queries(x: Tensor, w: LatentWeights, rotary: Rotary, places: Tensor) -> tuple[Tensor, Tensor]:
     """``c_q = W_dq x; q_nope,h = W_uq,h c_q; q_rope,h = RoPE(W_qr,h c_q)`` (DeepSeek-V2 2024, eq. 12-14).
 
     ``x [T, E]`` -> ``[H, T, Dn]``, ``[H, T, P]``.
@@ -264,13 +261,13 @@ def latent_queries(x: Tensor, w: LatentWeights, turn: Turn, places: Tensor) -> t
     c = x if w.query_down is None else project(x, w.query_down)
     heads = range(w.query_nope.shape[0])
     nope = torch.stack([project(c, w.query_nope[h]) for h in heads])
-    rope = torch.stack([turn(project(c, w.query_rope[h]), places) for h in heads])
+    rope = torch.stack([rotary(project(c, w.query_rope[h]), places) for h in heads])
     return nope, rope
 
 
-def latent_keys(x: Tensor, w: LatentWeights, turn: Turn, places: Tensor) -> tuple[Tensor, Tensor]:
+def latent_keys(x: Tensor, w: LatentWeights, rotary: Rotary, places: Tensor) -> tuple[Tensor, Tensor]:
     """``c = W_dkv x; k_rope = RoPE(W_kr x)`` (eq. 9, 15): all that is cached. ``[T, R]``, ``[T, P]``."""
-    return project(x, w.latent), turn(project(x, w.rope_key), places)
+    return project(x, w.latent), rotary(project(x, w.rope_key), places)
 
 
 def latent_heads(
@@ -305,10 +302,15 @@ def absorbed_heads(
 
 
 def latent_attention(
-    x: Tensor, w: LatentWeights, turn: Turn, masks: Masks = CAUSAL, scale: float | None = None, absorbed: bool = False
+    x: Tensor,
+    w: LatentWeights,
+    rotary: Rotary,
+    masks: Masks = CAUSAL,
+    scale: float | None = None,
+    absorbed: bool = False,
 ) -> Tensor:
     """Multi-head latent attention (DeepSeek-V2 2024, sec. 2.1): ``x [T, E]`` -> ``[T, E]``."""
     places = torch.arange(len(x))
     heads = absorbed_heads if absorbed else latent_heads
-    z = heads(*latent_queries(x, w, turn, places), *latent_keys(x, w, turn, places), w, masks, scale)
+    z = heads(*latent_queries(x, w, rotary, places), *latent_keys(x, w, rotary, places), w, masks, scale)
     return project_output(z, w.output)

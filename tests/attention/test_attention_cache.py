@@ -1,4 +1,4 @@
-"""Caches: exact bytes, growth, lengths of their own, crop and reorder; and the projections that absorption chains."""
+"""Caches: exact bytes, growth, sequences of different lengths; and the projections that absorption chains."""
 
 import pytest
 import torch
@@ -57,46 +57,25 @@ def test_growing_keeps_every_token(pieces, capacity):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
 def test_sequences_of_different_lengths_match_lists(data):
-    """A ragged cache against one Python list per sequence, through appends, crops and reorders."""
+    """A ragged cache against one Python list per sequence, through appends."""
     cache: KVCache = KVCache(3, 1, 1)
     lists: list[list[float]] = [[], [], []]
     number = 0.0
     for _ in range(data.draw(st.integers(1, 6))):
-        action = data.draw(st.sampled_from(["append", "ragged", "crop", "crop each", "reorder"]))
-        if action in ("append", "ragged"):
-            width = data.draw(st.integers(1, 4))
-            counts = [width] * 3 if action == "append" else [data.draw(st.integers(0, width)) for _ in range(3)]
-            new = number + torch.arange(3.0 * width).view(3, 1, width, 1)
-            number += 3 * width
-            cache.append(new, -new, None if action == "append" else torch.tensor(counts))
-            for row, count in enumerate(counts):
-                lists[row] += new[row, 0, :count, 0].tolist()
-        elif action == "crop":
-            length = data.draw(st.integers(0, 6))
-            cache.crop(length)
-            lists = [row[:length] for row in lists]
-        elif action == "crop each":
-            lengths = [data.draw(st.integers(0, 6)) for _ in lists]
-            cache.crop(torch.tensor(lengths))
-            lists = [row[:length] for row, length in zip(lists, lengths, strict=True)]
-        else:
-            index = [data.draw(st.integers(0, 2)) for _ in lists]
-            cache.reorder(torch.tensor(index))
-            lists = [list(lists[i]) for i in index]
+        width = data.draw(st.integers(1, 4))
+        ragged = data.draw(st.booleans())
+        counts = [data.draw(st.integers(0, width)) if ragged else width for _ in range(3)]
+        new = number + torch.arange(3.0 * width).view(3, 1, width, 1)
+        number += 3 * width
+        cache.append(new, -new, torch.tensor(counts) if ragged else None)
+        for row, count in enumerate(counts):
+            lists[row] += new[row, 0, :count, 0].tolist()
         lengths = [cache.length] * 3 if cache.lengths is None else cache.lengths.tolist()
         assert lengths == [len(row) for row in lists]
         for row, length in enumerate(lengths):
             assert cache.buffers[0][row, 0, :length, 0].tolist() == lists[row]
             assert (-cache.buffers[1][row, 0, :length, 0]).tolist() == lists[row]
         assert cache.positions(2).expand(3, 2).tolist() == [[n, n + 1] for n in lengths]
-
-
-def test_reorder_may_widen_the_batch():
-    cache = LatentCache(1, 2, 0)
-    cache.append(torch.ones(1, 2, 2))
-    cache.reorder(torch.zeros(4, dtype=torch.long))
-    assert cache.batch == 4
-    assert cache.nbytes == 4 * 2 * 2 * 4
 
 
 def test_absorbed_factors_and_products_are_the_same_map():

@@ -15,9 +15,9 @@ def test_code_runs():
     code = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
-    assert names["mixed"].shape == (2, 32, 10, 128)
+    assert names["z"].shape == (2, 32, 10, 128)
     assert names["step"].shape == (2, 32, 1, 128)
-    assert names["own"].length == 11
+    assert names["kv"].length == 11
     assert torch.isfinite(names["y"]).all()
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvfold.attention import latent_attention
 from kvfold.attention.decode.latent import kernel_takes, latent_decode, latent_rows
 
 pytestmark = pytest.mark.gpu
@@ -24,6 +25,23 @@ def test_error_is_at_most_twice_that_of_torch(batch, heads, slots, dtype):
     naive, _ = latent_rows(*inputs, None, scale)
     found = latent_decode(*inputs, scale)
     assert (found - exact).abs().max() <= 2 * (naive - exact).abs().max()
+
+
+@torch.no_grad()
+def test_latent_attention_takes_the_kernel(monkeypatch):
+    from kvfold.attention.decode import kernel
+
+    calls = []
+    plain = kernel.decode_latent
+    monkeypatch.setattr(kernel, "decode_latent", lambda *some, **more: calls.append(1) or plain(*some, **more))
+    sizes = (2, 8, 1, 32), (2, 8, 1, 16), (2, 300, 80), (8, 32, 64), (8, 32, 64)
+    inputs = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+    starts = torch.tensor([0, 100], device="cuda")
+    for options in ({}, {"starts": starts}):
+        assert latent_attention(*inputs, absorbed=True, **options).isfinite().all()
+    latent_attention(*inputs, absorbed=True, window=100)
+    latent_attention(*(x.float() for x in inputs), absorbed=True)
+    assert len(calls) == 2
 
 
 def test_padding():

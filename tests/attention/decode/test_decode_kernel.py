@@ -4,12 +4,15 @@ The interpreter must be chosen before Triton is imported, so all cases run in on
 """
 
 import json
+from pathlib import Path
 
+import helpers
 import pytest
 from helpers.processes import run_python
 
 pytest.importorskip("triton", minversion="3.9", reason="older interpreters fail with NumPy 2.4")
 
+TESTS = Path(helpers.__file__).parent.parent
 CASES = {
     "plain": {},
     "split": {"splits": 3, "S": 200},
@@ -57,29 +60,24 @@ def run(B=3, H=4, R=64, P=16, S=130, dtype="float16", splits=None, lengths=None,
     return {"shape": list(found.shape), "finite": bool(found.isfinite().all()), "error": error(found),
             "naive": error(formula(kind)), "size": float(exact.abs().max()), "first": float(found[0].abs().max())}
 
-def route(dtype, S=130, **options):
+def route(dtype, **options):
     # through latent_attention(absorbed=True), which takes the kernel on CUDA only: here kernel_takes looks at the dtype
+    from helpers.attention import Case, error, exact_latent, naive_latent
     from kvfold.attention import latent, latent_attention
     from kvfold.attention.decode import kernel, latent as home
-    from kvfold.attention.reference import whole
     calls = []
     plain = kernel.decode_latent
     kernel.decode_latent = lambda *some, **more: calls.append(1) or plain(*some, **more)
-    latent.kernel_takes = home.kernel_takes = lambda query, *_: query.dtype in home._KERNEL_DTYPES
+    latent.kernel_takes = home.kernel_takes = lambda query, *_: query.dtype in (torch.float16, torch.bfloat16)
     torch.manual_seed(3)
-    sizes = (3, 4, 1, 16), (3, 4, 1, 8), (3, S, 40), (4, 16, 32), (4, 16, 32)
+    sizes = (3, 4, 1, 16), (3, 4, 1, 8), (3, 130, 40), (4, 16, 32), (4, 16, 32)
     inputs = [torch.randn(size).to(getattr(torch, dtype)) for size in sizes]
-    options = {name: torch.tensor(value) for name, value in options.items()}
+    case = Case(**{name: torch.tensor(value) for name, value in options.items()})
     with torch.no_grad():
-        found, naive = (latent_attention(*inputs, absorbed=form, **options) for form in (True, False))
-    nope, rope, cache, *ups = (x.double() for x in inputs)
-    weights = whole.LatentWeights(*[cache] * 4, *ups, cache)
-    own = [{name: int(value[row]) for name, value in options.items()} for row in range(3)]
-    masks = [whole.Masks(True, S - 1, None, each.get("starts", 0), each.get("lengths")) for each in own]
-    exact = torch.stack([whole.absorbed_heads(nope[row], rope[row], cache[row, :, :32], cache[row, :, 32:], weights,
-                                              masks[row], None) for row in range(3)])
-    error = lambda x: float((x.double() - exact).square().mean().sqrt())
-    return {"calls": len(calls), "error": error(found), "naive": error(naive), "first": float(found[0].abs().max())}
+        result = latent_attention(*inputs, absorbed=True, **case.options)
+    exact = exact_latent(*inputs, case)
+    return {"calls": len(calls), "error": error(result, exact), "first": float(result[0].abs().max()),
+            "naive": error(naive_latent(*inputs, case, True), exact)}
 
 cases = json.load(sys.stdin)
 print(json.dumps({name: (route if case.pop("route", False) else run)(**case) for name, case in cases.items()}))
@@ -95,7 +93,7 @@ ROUTED = {
 @pytest.fixture(scope="module")
 def found():
     cases = CASES | {f"routed {name}": {"route": True, **case} for name, case in ROUTED.items()}
-    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(TESTS)}
     return json.loads(run_python("-c", WORKER, input=json.dumps(cases), environment=environment).stdout)
 
 

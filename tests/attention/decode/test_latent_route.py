@@ -6,9 +6,9 @@ runs interpreted in test_decode_kernel.py and on a device in tests/gpu.
 
 import pytest
 import torch
+from helpers.attention import Case, assert_precise, exact_latent, naive_latent, small_modules
 
-from kvfold.attention import LatentAttention, latent, latent_attention, rotary_frequencies
-from kvfold.attention.reference import whole as reference
+from kvfold.attention import latent, latent_attention
 
 B, H, S, DN, P, R, DV = 2, 4, 40, 8, 6, 16, 12
 RAGGED = {
@@ -22,20 +22,6 @@ def problem(dtype=torch.float32, queries=1):
     torch.manual_seed(2)
     shapes = [(B, H, queries, DN), (B, H, queries, P), (B, S, R + P), (H, DN, R), (H, DV, R)]
     return [torch.randn(shape).to(dtype) for shape in shapes]
-
-
-def exact(inputs, options):
-    nope, rope, cache, up_key, up_value = (x.double() for x in inputs)
-    weights = reference.LatentWeights(*[torch.empty(0)] * 4, up_key, up_value, torch.empty(0))
-
-    def one(row):
-        own = {name: int(value[row]) for name, value in options.items()}
-        masks = reference.Masks(True, own.get("offset", S - 1), None, own.get("starts", 0), own.get("lengths"))
-        return reference.absorbed_heads(
-            nope[row], rope[row], cache[row, :, :R], cache[row, :, R:], weights, masks, None
-        )
-
-    return torch.stack([one(row) for row in range(B)])
 
 
 @pytest.fixture
@@ -56,16 +42,13 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("names", [(), ("starts",), ("lengths",), ("offset",), tuple(RAGGED)], ids=" ".join)
 def test_a_decoding_step_is_the_formula(calls, names, dtype):
-    options = {name: RAGGED[name] for name in names}
-    inputs, expected = problem(dtype), None
-    expected = exact(inputs, options)
+    case, inputs = Case(**{name: RAGGED[name] for name in names}), problem(dtype)
     with torch.no_grad():
-        explicit = latent_attention(*inputs, absorbed=False, **options)
+        latent_attention(*inputs, absorbed=False, **case.options)
         assert calls == []
-        found = latent_attention(*inputs, absorbed=True, **options)
+        result = latent_attention(*inputs, absorbed=True, **case.options)
     assert [mask is None for mask in calls] == [not names]
-    naive = (explicit.double() - expected).abs().max()
-    assert (found.double() - expected).abs().max() <= max(2 * naive, 8 * torch.finfo(dtype).eps)
+    assert_precise(result, naive_latent(*inputs, case, True), exact_latent(*inputs, case))
 
 
 @pytest.mark.parametrize(("queries", "options"), [(2, {}), (1, {"window": 5})], ids=["several queries", "window"])
@@ -87,24 +70,11 @@ def test_gradients_take_blocks(calls):
 
 def test_modules_decode_that_way_and_compile_whole(calls):
     torch.manual_seed(0)
-    linear = torch.nn.Linear
-    module = LatentAttention(
-        query=linear(32, H * (DN + P)),
-        down=linear(32, R + P),
-        up=linear(R, H * (DN + DV), bias=False),
-        output=linear(H * DV, 32),
-        heads=H,
-        kv_rank=R,
-        rope_dim=P,
-        nope_dim=DN,
-        value_dim=DV,
-        frequencies=rotary_frequencies(P),
-    )
-    x = torch.randn(B, 6, 32)
+    module, x = small_modules()["mla"], torch.randn(2, 6, 64)
     with torch.no_grad():
         expected = module(x)
         for step in (module, torch.compile(module, fullgraph=True, backend="eager")):
-            cache = module.new_cache(B, 6, growing=False)
+            cache = module.new_cache(2, 6, growing=False)
             parts = [step(token, cache=cache) for token in x.split(1, 1)]
             torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-5, atol=1e-6)
             assert len(calls) >= 6

@@ -1,0 +1,158 @@
+"""Yardsticks of the attention tests: the naive formula in any dtype, the reference's loops, and the bound on errors.
+
+The rule of every precision test: the error against float64 is at most twice that of the formula written out naively in
+the tested dtype, or twice the rounding of the exact result to that dtype where the naive formula was luckier than that.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kvfold.attention import GroupedAttention, LatentAttention, rotary_frequencies
+from kvfold.attention.reference import whole as reference
+
+
+@dataclass(frozen=True)
+class Case:
+    """Mask arguments of one call; ``offset`` ``None`` means ``S - T``."""
+
+    causal: bool = True
+    offset: int | Tensor | None = None
+    window: int | None = None
+    starts: Tensor | None = None
+    lengths: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def options(self) -> dict:
+        """The arguments of ``latent_attention``, and without a bias of ``grouped_attention``."""
+        return {name: value for name, value in vars(self).items() if name != "bias"}
+
+    def offset_of(self, queries: int, keys: int) -> int | Tensor:
+        if self.offset is not None:
+            return self.offset
+        return keys - queries if self.causal or self.window else 0
+
+    def visible(self, batch: int, queries: int, keys: int) -> Tensor:
+        """The mask as a matrix ``[B, 1, T, S]``, straight from its definition, on the CPU."""
+        offset = torch.as_tensor(self.offset_of(queries, keys)).expand(batch)
+        place = offset[:, None, None] + torch.arange(queries)[None, :, None]
+        key = torch.arange(keys)
+        seen = key <= place if self.causal else torch.ones(batch, queries, keys, dtype=torch.bool)
+        if self.window is not None:
+            seen = seen & ((place - key).abs() < self.window)
+        if self.starts is not None:
+            seen = seen & (key >= self.starts[:, None, None])
+        if self.lengths is not None:
+            seen = seen & (key < self.lengths[:, None, None])
+        return seen[:, None]
+
+    def masks(self, row: int, queries: int, keys: int) -> reference.Masks:
+        """The reference's masks for one sequence of the batch."""
+
+        def of_row(value: int | Tensor | None) -> int | None:
+            return int(value[row]) if isinstance(value, Tensor) else value
+
+        offset = of_row(self.offset_of(queries, keys))
+        return reference.Masks(self.causal, offset, self.window, of_row(self.starts) or 0, of_row(self.lengths))
+
+
+def naive(query: Tensor, key: Tensor, value: Tensor, case: Case, scale: float | None = None) -> Tensor:
+    """``grouped_attention`` as matrix product, mask, softmax, matrix product, every step in the inputs' dtype."""
+    share = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
+    score = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    score = score if case.bias is None else score + case.bias
+    seen = case.visible(query.shape[0], query.shape[2], key.shape[2]).to(query.device)
+    some = seen.any(-1, keepdim=True)
+    # rows that see nothing are kept finite, for their gradients' sake, and cut away after the softmax
+    weights = score.masked_fill(~seen & some, -torch.inf).softmax(-1)
+    return torch.where(some, weights, 0.0) @ value
+
+
+def naive_latent(
+    nope: Tensor, rope: Tensor, latent: Tensor, up_key: Tensor, up_value: Tensor, case: Case, absorbed: bool
+) -> Tensor:
+    """``latent_attention`` in the same way."""
+    rank, scale = up_key.shape[-1], (nope.shape[-1] + rope.shape[-1]) ** -0.5
+    if absorbed:
+        query = torch.cat([nope @ up_key, rope], -1)
+        return naive(query, latent[:, None], latent[:, None, :, :rank], case, scale) @ up_value.mT
+    c, shared = latent[:, None, :, :rank], latent[:, None, :, rank:]
+    key, value = (torch.einsum("bsr,hdr->bhsd", c[:, 0], up) for up in (up_key, up_value))
+    key = torch.cat([key, shared.expand(-1, nope.shape[1], -1, -1)], -1)
+    return naive(torch.cat([nope, rope], -1), key, value, case, scale)
+
+
+def exact(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
+    """The reference's loops, in float64 on the CPU: ``[B, H, T, Dv]``."""
+    rows = zip(query.cpu().double(), key.cpu().double(), value.cpu().double(), strict=True)
+    sizes = query.shape[2], key.shape[2]
+    return torch.stack(
+        [reference.grouped_query_heads(q, k, v, case.masks(row, *sizes)) for row, (q, k, v) in enumerate(rows)]
+    )
+
+
+def exact_latent(nope: Tensor, rope: Tensor, latent: Tensor, up_key: Tensor, up_value: Tensor, case: Case) -> Tensor:
+    """The reference's loops over explicit keys and values, in float64 on the CPU: ``[B, H, T, Dv]``."""
+    unused, rank = torch.empty(0), up_key.shape[-1]
+    w = reference.LatentWeights(*[unused] * 4, up_key.cpu().double(), up_value.cpu().double(), unused)
+    rows = zip(nope.cpu().double(), rope.cpu().double(), latent.cpu().double(), strict=True)
+    sizes = nope.shape[2], latent.shape[1]
+    return torch.stack(
+        [
+            reference.latent_heads(q, r, slots[:, :rank], slots[:, rank:], w, case.masks(row, *sizes), None)
+            for row, (q, r, slots) in enumerate(rows)
+        ]
+    )
+
+
+def error(result: Tensor, exact: Tensor) -> float:
+    """Root mean square of the difference."""
+    return (result.detach().cpu().double() - exact).square().mean().sqrt().item()
+
+
+def assert_precise(result: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """The rule above; ``plain`` is the naive formula's result in the same dtype, ``exact`` that of float64."""
+    assert result.dtype == plain.dtype
+    assert result.shape == exact.shape
+    if result.numel() == 0:
+        return
+    limit = 2 * max(error(plain, exact), error(exact.to(result.dtype), exact))
+    size = error(result, exact)
+    assert size <= limit, f"{size:.3e} > {limit:.3e} in {result.dtype} {list(result.shape)}"
+
+
+def small_modules() -> dict[str, nn.Module]:
+    """A random module of each variant, ``[B, T, 64]`` to ``[B, T, 64]``, 4 query heads."""
+    model, heads = 64, 4
+
+    def linear(inner: int, outer: int) -> nn.Linear:
+        return nn.Linear(inner, outer, bias=False)
+
+    def grouped(groups: int) -> GroupedAttention:
+        return GroupedAttention(
+            query=linear(model, heads * 16),
+            key=linear(model, groups * 16),
+            value=linear(model, groups * 16),
+            output=linear(heads * 16, model),
+            heads=heads,
+            kv_heads=groups,
+            head_dim=16,
+            frequencies=rotary_frequencies(16),
+        )
+
+    latent = LatentAttention(
+        query=linear(model, heads * 24),
+        down=linear(model, 40),
+        up=linear(32, heads * 32),
+        output=linear(heads * 16, model),
+        heads=heads,
+        kv_rank=32,
+        rope_dim=8,
+        nope_dim=16,
+        value_dim=16,
+        frequencies=rotary_frequencies(8),
+    )
+    return {"mha": grouped(4), "gqa": grouped(2), "mqa": grouped(1), "mla": latent}
