@@ -19,12 +19,15 @@ from kvfold.attention.checks import expect_alike, expect_shape
 
 @dataclass(frozen=True)
 class AbsorbedProjections:
-    """The four weights as two chains: ``x -> W_q -> W_uk^T`` before attention, ``W_uv -> W_o`` after it."""
+    """The four weights as two chains: ``x -> W_q -> W_uk^T`` before attention, ``W_uv -> W_o`` after it.
 
-    query: Tensor  # [H, Dn, E]
-    query_up: Tensor  # [H, Dn, R]
-    value_up: Tensor  # [H, Dv, R]
-    output: Tensor  # [E, H, Dv]
+    ``query [H, Dn, E]`` and ``query_up [H, Dn, R]``; ``value_up [H, Dv, R]`` and ``output [E, H, Dv]``.
+    """
+
+    query: Tensor
+    query_up: Tensor
+    value_up: Tensor
+    output: Tensor
 
     def queries(self, x: Tensor) -> Tensor:
         """``x [B, T, E]`` -> queries that meet the latent: ``[B, H, T, R]``."""

@@ -38,8 +38,8 @@ class GroupedAttention(nn.Module):
     """MHA (``kv_heads = heads``), GQA or MQA (``kv_heads = 1``): self-attention, or with ``cross`` on a memory.
 
     ``query``: ``E -> H D``; ``key``: ``E -> G D``; ``value``: ``E -> G Dv``; ``output``: ``H Dv -> E``.
-    ``query_norm`` and ``key_norm`` act on each head's ``D`` dims before the rotation by ``frequencies`` (none: no
-    rotary embedding). The mask arguments are those of ``grouped_attention``.
+    ``query_norm`` and ``key_norm`` act on each head's ``D`` dims before the rotary embedding by ``frequencies
+    [Dr / 2]`` (``None``: no rotary embedding). The mask arguments are those of ``grouped_attention``.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class LatentAttention(nn.Module):
 
     ``query``: ``E -> H (Dn + P)``, itself a chain where there is a query latent; ``down``: ``E -> R + P``, latent and
     rotary key; ``latent_norm``: on the ``R``; ``up``: a linear layer ``R -> H (Dn + Dv)`` without bias, each head's
-    ``W_uk`` above its ``W_uv``; ``output``: ``H Dv -> E``.
+    ``W_uk`` above its ``W_uv``; ``output``: ``H Dv -> E``. ``frequencies [P / 2]`` are those of the rotary embedding.
     """
 
     def __init__(

@@ -1,10 +1,12 @@
-"""How fast attention is here: against the textbook, and against what the machine can do.
+"""The speed of attention on this machine, against the naive formula and against the machine's roofline.
 
     python recipes/benchmarks/bench_attention.py --json recipes/results/attention_cpu.json
 
 Three tables: prefill against the naive formula (float32, causal); one decoding step at 8k context for MHA, GQA-8, MQA
-and MLA 512 + 64, with the bytes it must read and the operations it must do next to the time; and the peak memory of one
-call by length. Rounds go through all candidates in turn, so that a busy moment meets all of them; the fastest counts.
+and MLA 512 + 64 (as ``latent_attention`` computes it, and by ``latent_decode`` over the same cache), with the bytes it
+must read and the operations it must do next to the time; and the peak memory of one call by length. With ``--budgets``
+instead: the times of blocked attention and of ``latent_decode`` by the number of scores held at once. Rounds go through
+all candidates in turn, so that a busy moment meets all of them; the fastest counts.
 """
 
 import argparse
@@ -23,7 +25,9 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from kvfold.attention import cache_bytes, grouped_attention, latent_attention
+from kvfold.attention import blocked, cache_bytes, grouped_attention, latent_attention
+from kvfold.attention.absorbed import absorb_query, expand_value
+from kvfold.attention.decode import latent as decoding
 from kvfold.convert.bench.clock import peak_memory, vendor
 
 BATCH, HEADS, DIM, CONTEXT = 8, 32, 128, 8192
@@ -43,12 +47,12 @@ class Step:
 
 
 def naive_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """What a textbook writes: all scores, a mask, a softmax, a product."""
+    """The formula in four steps: all scores, a mask, a softmax, a product."""
     length = query.shape[2]
     scores = query @ key.mT / query.shape[-1] ** 0.5
     later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    mixed: Tensor = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
-    return mixed
+    z: Tensor = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
+    return z
 
 
 def fastest(calls: dict[Name, Callable[[], Any]], threads: int, rounds: int) -> dict[Name, float]:
@@ -85,7 +89,8 @@ def grouped_step(name: str, kv_heads: int, dtype: torch.dtype, device: str) -> S
     return Step(name, read, 4 * BATCH * HEADS * CONTEXT * DIM, lambda: grouped_attention(query, key, value))
 
 
-def latent_step(absorbed: bool, dtype: torch.dtype, device: str) -> Step:
+def latent_step(form: str, dtype: torch.dtype, device: str) -> Step:
+    """MLA 512 + 64: ``form`` is explicit, absorbed (as ``latent_attention`` computes it) or latent_decode."""
     nope = random(BATCH, HEADS, 1, NOPE, dtype=dtype, device=device)
     rope = random(BATCH, HEADS, 1, ROPE, dtype=dtype, device=device)
     latent = random(BATCH, CONTEXT, RANK + ROPE, dtype=dtype, device=device)
@@ -93,14 +98,20 @@ def latent_step(absorbed: bool, dtype: torch.dtype, device: str) -> Step:
     read = cache_bytes("mla", 1, CONTEXT, dtype, batch=BATCH, kv_rank=RANK, rope_dim=ROPE)
     read += up_key.nbytes + up_value.nbytes
     slots = BATCH * HEADS * CONTEXT
-    if absorbed:
+    if form != "explicit":
         operations = 2 * slots * (2 * RANK + ROPE) + 2 * BATCH * HEADS * RANK * (NOPE + VALUE)
     else:
         operations = 2 * slots * (RANK * (NOPE + VALUE) + NOPE + ROPE + VALUE)
-    name = "MLA 512+64 absorbed" if absorbed else "MLA 512+64 explicit"
-    return Step(
-        name, read, operations, lambda: latent_attention(nope, rope, latent, up_key, up_value, absorbed=absorbed)
-    )
+
+    def attend() -> Tensor:
+        return latent_attention(nope, rope, latent, up_key, up_value, absorbed=form == "absorbed")
+
+    def by_decode() -> Tensor:
+        query = absorb_query(nope, up_key)
+        z = decoding.latent_decode(query, rope, latent[..., :RANK], latent[..., RANK:], (NOPE + ROPE) ** -0.5)
+        return expand_value(z, up_value)
+
+    return Step(f"MLA 512+64 {form}", read, operations, by_decode if form == "latent_decode" else attend)
 
 
 def roofline(dtype: torch.dtype, threads: int, device: str) -> dict[str, float]:
@@ -118,7 +129,7 @@ def decode(threads: int, rounds: int, device: str, explicit: bool) -> list[dict[
     steps = {(step.name, name): step for name in names for step in variants(DTYPES[name], device)}
     seconds = fastest({key: step.call for key, step in steps.items()}, threads, rounds)
     if explicit:
-        step = latent_step(False, torch.float32, device)
+        step = latent_step("explicit", torch.float32, device)
         steps[step.name, "float32"] = step
         seconds |= fastest({(step.name, "float32"): step.call}, threads, 1)
     return [
@@ -129,7 +140,7 @@ def decode(threads: int, rounds: int, device: str, explicit: bool) -> list[dict[
 
 def variants(dtype: torch.dtype, device: str) -> list[Step]:
     grouped = [grouped_step(*each, dtype, device) for each in (("MHA", HEADS), ("GQA-8", 8), ("MQA", 1))]
-    return [*grouped, latent_step(True, dtype, device)]
+    return [*grouped, *(latent_step(form, dtype, device) for form in ("absorbed", "latent_decode"))]
 
 
 def decode_row(step: Step, dtype: str, time: float, mha: float, roof: dict[str, float]) -> dict[str, Any]:
@@ -147,6 +158,29 @@ def decode_row(step: Step, dtype: str, time: float, mha: float, roof: dict[str, 
         "of_plain_read": round(floor["read"] / time, 3),
         "of_roofline": round(max(floor.values()) / time, 3),
     }
+
+
+@torch.no_grad()
+def budgets(threads: int, rounds: int, device: str) -> list[dict[str, Any]]:
+    """Milliseconds by the scores held at once: a windowed prefill and a decoding step in blocks, ``latent_decode``."""
+    query, key, value = (random(1, 8, 4096, 64, dtype=torch.float32, device=device) for _ in range(3))
+    calls = {
+        "window 1024": lambda: grouped_attention(query, key, value, window=1024),
+        "MHA bfloat16 step": grouped_step("", HEADS, torch.bfloat16, device).call,
+        "latent_decode": latent_step("latent_decode", torch.float32, device).call,
+    }
+    sizes = [1 << power for power in range(15, 25)]
+
+    def within(size: int, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            blocked._CPU_SCORES = blocked._GPU_SCORES = decoding._SCORES = size
+            return call()
+
+        return run
+
+    keys = [(name, size) for name in calls for size in sizes]
+    seconds = fastest({key: within(key[1], calls[key[0]]) for key in keys}, threads, rounds)
+    return [{"scores": size, **{name: round(1e3 * seconds[name, size], 1) for name in calls}} for size in sizes]
 
 
 PEAK_CASES: dict[str, dict[str, Any]] = {
@@ -171,9 +205,9 @@ def peak_of(case: str, length: int) -> int:
         query[..., :64, :], key[..., :64, :], value[..., :64, :], window=8
     )  # what torch loads on first use
     before = peak_memory(torch.device("cpu"))
-    mixed = grouped_attention(query.requires_grad_(bool(backward)), key, value, **options)
+    z = grouped_attention(query.requires_grad_(bool(backward)), key, value, **options)
     if backward:
-        mixed.sum().backward()
+        z.sum().backward()
     return peak_memory(torch.device("cpu")) - before
 
 
@@ -235,6 +269,7 @@ def main() -> None:
     parser.add_argument(
         "--skip-explicit", action="store_true", help="leave out explicit MLA, which takes seconds a step"
     )
+    parser.add_argument("--budgets", action="store_true", help="only the times by the number of scores held at once")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true", help="exit with 1 when a ratio is below what is promised")
     parser.add_argument("--peak", nargs=2, metavar=("CASE", "T"), help=argparse.SUPPRESS)
@@ -244,6 +279,9 @@ def main() -> None:
         return
     torch.manual_seed(0)
     common = (chosen.threads, chosen.rounds, chosen.device)
+    if chosen.budgets:
+        print(table(budgets(*common)))
+        return
     report: dict[str, Any] = {"machine": machine(chosen.threads, chosen.device)}
     report["prefill"] = [prefill(length, *common) for length in (512, 2048)]
     report["decode"] = decode(*common, not chosen.skip_explicit)

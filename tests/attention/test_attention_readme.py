@@ -1,8 +1,12 @@
 """The package's README: its code runs, its table is what the functions say."""
 
+import importlib
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 import kvfold.attention
@@ -29,6 +33,31 @@ def test_table_of_cached_numbers():
     }
 
 
-def test_every_public_name_resolves():
-    for name in kvfold.attention.__all__:
-        assert callable(getattr(kvfold.attention, name))
+def calls_of(thing: object) -> list[Callable]:
+    """A function itself; of a class its constructor and its public methods."""
+    if not inspect.isclass(thing):
+        return [thing]
+    return [call for name, call in vars(thing).items() if inspect.isfunction(call) and not name.startswith("_")] + [
+        thing
+    ]
+
+
+@pytest.mark.parametrize("name", kvfold.attention.__all__)
+def test_every_public_name_is_defined_in_this_package_and_documented(name):
+    thing = getattr(kvfold.attention, name)
+    assert thing.__module__.startswith("kvfold.attention.")
+    assert getattr(importlib.import_module(thing.__module__), name) is thing
+    assert inspect.getdoc(thing)
+    for call in calls_of(thing):
+        tensors = [
+            each.name for each in inspect.signature(call).parameters.values() if "Tensor" in str(each.annotation)
+        ]
+        shapes = re.findall(r"\[[A-Z1|][^\]]*\]", inspect.getdoc(call) or "")
+        assert shapes or not tensors, f"{call.__qualname__} takes {tensors} and its docstring has no shape"
+
+
+def test_table_of_files_is_complete():
+    folder = Path(kvfold.attention.__file__).parent
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py") if path.name != "__init__.py"}
+    listed = re.findall(r"`([a-z_/]+\.py)`", README.partition("## Files")[2])
+    assert sorted(listed) == sorted(files)
