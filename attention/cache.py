@@ -63,7 +63,7 @@ class SlotCache:
             expect_alike(name, token, "the cache", buffer)
             if token.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
-                    f"{name}: expected a tensor without gradient (torch.no_grad()), found one that wants it"
+                    f"{name}: expected a tensor without gradient (torch.no_grad()), found one that requires it"
                 )
         added = tokens[0].shape[-2]
         self._make_room(self.length + added)

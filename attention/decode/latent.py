@@ -21,7 +21,7 @@ from kvfold.attention.products import fast, mix, row_products
 _SCORES = 1 << 19  # scores held at once on a CPU: in float32 they take 2 MB, about a core's cache
 _HAS_TRITON = find_spec("triton") is not None
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-_KERNEL_RANK, _KERNEL_ROPE = 512, 64  # DeepSeek's own sizes: larger tiles do not fit a multiprocessor's shared memory
+_KERNEL_RANK, _KERNEL_ROPE = 512, 64  # DeepSeek's sizes; the kernel's tiles are laid out for them
 
 
 def latent_decode(

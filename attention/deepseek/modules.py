@@ -1,7 +1,7 @@
 """Latent attention of transformers' DeepSeek classes, decoding over the latent cache.
 
 Shapes: ``hidden [B, T, E]``; the cache holds per layer the normed latent ``[B, 1, S, R]`` as keys and the rotated
-key ``[B, 1, S, P]`` as values. A call is absorbed when it reads a cache for few queries and nothing wants a gradient;
+key ``[B, 1, S, P]`` as values. A call is absorbed when it reads a cache for few queries and no gradient is needed;
 otherwise keys and values are expanded and go to the attention function that the model is configured with.
 """
 
@@ -100,7 +100,7 @@ def _rotate(this: Any, query: Tensor, key: Tensor, embeddings: Any) -> tuple[Ten
 def _absorbs(this: Any, nope: Tensor, mask: Any) -> bool:
     """Whether to attend over the latents: fewer multiplications, no gradient, a mask and a weight that can be read.
 
-    Several queries without a mask are left to the attention function, whose own rule says which keys they see. A weight
+    Several queries without a mask are left to the attention function, which knows the keys they see. A weight
     on another device is offloaded, and an up-projection that is not a plain linear layer (an adapter, a quantized one)
     has no weight to absorb.
     """
