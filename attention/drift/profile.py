@@ -1,4 +1,4 @@
-"""Where attention looks, and how far two attentions differ, without ever holding the whole map.
+"""Attention weight by distance, and the KL divergence of two attentions, without ever holding a whole map.
 
 Shapes: ``B`` sequences, ``H`` query heads, ``G`` key heads (``H`` a multiple of ``G``; head ``h`` reads key head
 ``h // (H // G)``), ``T`` positions, ``D`` head dim. Rows of the map are queries; they are made in blocks of rows, so
@@ -15,7 +15,7 @@ _CPU_BLOCK = 1 << 20  # scores held at once: few enough to stay in a core's cach
 _GPU_BLOCK = 1 << 26
 _ROWS = 128
 _FEW_ROWS = 16
-_NOTHING = -80.0  # a log probability whose p is nothing to float32, and whose 1/p would soon overflow it
+_NEGLIGIBLE = -80.0  # a log probability whose p is below what float32 adds up, and whose 1/p would soon overflow it
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,9 @@ def distance_profile(
     total = torch.zeros(batch * groups, share, 2 * length, dtype=torch.float64, device=query.device)
     for block in _blocks(length, window, causal, share, query.device):
         rows, width = block.last - block.first, block.high - block.low
-        pitch = width + rows - 1
-        for part in _parts(batch * groups, share * rows * pitch, query.device):
-            pairs = query[part].shape[0]
-            weights = _skewable(pairs * share, rows, width, pitch, query)
-            _attention(weights, query[part], key[part], block, scale, window, causal, softcap)
-            sums = _diagonals(weights, rows, width, pitch).view(pairs, share, -1)
-            # column c of the sums holds key - query = c - (rows - 1) + low - first, stored at length - distance
-            begin = length - (rows - 1) + block.low - block.first
-            total[part, :, begin : begin + sums.shape[-1]] += sums
+        for part in _parts(batch * groups, share * rows * (width + rows - 1), query.device):
+            weights = _attention(query[part], key[part], block, scale, window, causal, softcap)
+            sum_by_distance(weights, block.first, block.low, total[part].flatten(0, 1))
     folded = total[..., 1 : length + 1].flip(-1)
     if not causal:
         folded = torch.cat([folded[..., :1], folded[..., 1:] + total[..., length + 1 :]], dim=-1)
@@ -117,7 +111,7 @@ def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     ratio = log_q - log_p
     p = log_p.exp()
     terms = torch.expm1(ratio).sub_(ratio).mul_(p)
-    return torch.where(log_p < _NOTHING, log_q.exp().sub_(p).clamp_min_(0), terms)
+    return torch.where(log_p < _NEGLIGIBLE, log_q.exp().sub_(p).clamp_min_(0), terms)
 
 
 def _log_rows(
@@ -130,19 +124,12 @@ def _log_rows(
 
 
 def _attention(
-    weights: Tensor,
-    query: Tensor,
-    key: Tensor,
-    block: _Block,
-    scale: float,
-    window: int | None,
-    causal: bool,
-    softcap: float | None,
-) -> None:
-    """Write a block of attention weights into ``weights [n * share, rows, width]``."""
-    scores = _product(query, key, block, scale, softcap).view(weights.shape)
+    query: Tensor, key: Tensor, block: _Block, scale: float, window: int | None, causal: bool, softcap: float | None
+) -> Tensor:
+    """A block of attention weights, ``[n * share, rows, width]``."""
+    scores = _product(query, key, block, scale, softcap).view(-1, block.last - block.first, block.high - block.low)
     _mask(scores, block, window, causal)
-    torch.softmax(scores, -1, out=weights)
+    return torch.softmax(scores, -1)
 
 
 def _product(query: Tensor, key: Tensor, block: _Block, scale: float, softcap: float | None) -> Tensor:
@@ -165,25 +152,28 @@ def _mask(scores: Tensor, block: _Block, window: int | None, causal: bool) -> No
         scores.masked_fill_((queries - keys).abs() >= window, -torch.inf)
 
 
-def _skewable(maps: int, rows: int, width: int, pitch: int, like: Tensor) -> Tensor:
-    """An uninitialised ``[maps, rows, width]`` view of memory that ``_diagonals`` can read aslant.
+def sum_by_distance(weights: Tensor, first: int, low: int, total: Tensor) -> None:
+    """Add a block of maps to its sums by distance: column ``T + d`` of ``total [maps, 2T]`` holds ``key - query = d``.
 
-    Rows lie ``pitch = width + rows - 1`` apart with zeros between, so that element ``(r, j)`` of a view that is
-    ``pitch + 1`` apart is element ``(r, j + r)`` of the map, or a zero.
+    ``weights [maps, rows, width]`` are those of queries ``first ..`` on keys ``low ..``. Equal distances lie on a
+    diagonal. Each row is written 1 further to the right than the one below it, into zeros, so that they lie in a
+    column; of 4 queries ``a .. d`` on 4 keys, with ``b0`` the second query's weight on the first key::
+
+        a0 a1 a2 a3        .  .  .  a0 a1 a2 a3
+        b0 b1 b2 b3   ->   .  .  b0 b1 b2 b3 .
+        c0 c1 c2 c3        .  c0 c1 c2 c3 .  .
+        d0 d1 d2 d3        d0 d1 d2 d3 .  .  .
+                          -3 -2 -1  0  1  2  3  + low - first
+
+    Rows that are stored 7 = 4 + 4 - 1 apart need no shifting: read 8 apart, from 3 before the first, they lie so.
     """
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    memory = torch.empty((rows - 1) + maps * rows * pitch, dtype=dtype, device=like.device)
-    memory[: rows - 1] = 0
-    padded = memory[rows - 1 :].view(maps, rows, pitch)
-    padded[..., width:] = 0
-    return padded[..., :width]
-
-
-def _diagonals(weights: Tensor, rows: int, width: int, pitch: int) -> Tensor:
-    """Sums over each map's diagonals: ``[maps, pitch]``, column 0 holding that of key - query = 1 - rows."""
-    start = weights.storage_offset() - (rows - 1)
-    aslant = weights.as_strided((weights.shape[0], rows, pitch), (rows * pitch, pitch + 1, 1), start)
-    return aslant.sum(1)
+    maps, rows, width = weights.shape
+    pitch = width + rows - 1
+    memory = weights.new_zeros((rows - 1) + maps * rows * pitch)
+    memory[rows - 1 :].view(maps, rows, pitch)[..., :width] = weights
+    aslant = memory.as_strided((maps, rows, pitch), (rows * pitch, pitch + 1, 1))
+    begin = total.shape[1] // 2 - (rows - 1) + low - first
+    total[:, begin : begin + pitch] += aslant.sum(1)
 
 
 def _blocks(length: int, window: int | None, causal: bool, share: int, device: torch.device) -> Iterator[_Block]:

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.targets.deepseek.constant import constant_paces
-from kvfold.convert.walk.objective import Share
+from kvfold.convert.walk.objective import AttentionUpdate
 from kvfold.convert.walk.refine import AUTO_STEPS, Refined, Refinement, refine_layer
 from kvfold.convert.walk.walk import Step
 
@@ -51,18 +51,18 @@ def refinement_record(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def refinement(plan: Plan, steps: int | str, shown: "_Shown") -> Refinement:
     """What ``plan`` needs: the norms and scales around its attention, and what must not move."""
-    share = _share(plan)
+    update = _attention_update(plan)
     if plan.request.to != "mla":
-        return Refinement(steps, plan.request.seed, share, share, tell=shown)
+        return Refinement(steps, plan.request.seed, update, update, tell=shown)
     if plan.latent_target().constant:
-        return Refinement(steps, plan.request.seed, share, paces=constant_paces, tell=shown)
-    return Refinement(steps, plan.request.seed, share, tell=shown)
+        return Refinement(steps, plan.request.seed, update, lr_multipliers=constant_paces, tell=shown)
+    return Refinement(steps, plan.request.seed, update, tell=shown)
 
 
-def _share(plan: Plan) -> Share:
+def _attention_update(plan: Plan) -> AttentionUpdate:
     norms = plan.model.names.get(("attention_post_norm", 0))
     norm = None if norms is None else norms[0].split(".0.", 1)[1].removesuffix(".weight")
-    return Share(plan.model.block.residual_scale, norm)
+    return AttentionUpdate(plan.model.block.residual_scale, norm)
 
 
 class _Shown:

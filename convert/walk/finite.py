@@ -1,4 +1,4 @@
-"""Activations that are no numbers any more: in which layer that began, and which stored tensor is to blame."""
+"""Non-finite activations: the layer in which they begin, and the stored tensor at fault."""
 
 from collections.abc import Iterable
 
@@ -11,8 +11,11 @@ from kvfold.convert.stream.stream import CheckpointStream
 
 
 def check_finite(states: Iterable[Tensor], stream: CheckpointStream, layer: int | None) -> None:
-    """Raises InputError unless ``states`` are finite: what ``layer`` made of finite ones, or for None what the
-    embeddings or the output head did. The stored tensors are looked through only then."""
+    """Raises InputError unless ``states`` are finite.
+
+    ``states`` are what ``layer`` made of finite ones, or for None what the embeddings or the output head made. Stored
+    tensors are read only when some are not.
+    """
     if all(bool(torch.isfinite(state).all()) for state in states):
         return
     where = "before the first layer or after the last" if layer is None else f"in layer {layer}"

@@ -1,9 +1,12 @@
-"""What refinement compares: the residual stream after a layer's attention, the student's with the teacher's.
+"""The loss of refinement: squared difference of the student's and the teacher's residual stream after attention.
 
 What attention adds to the residual is its output, times the family's residual scale, after its own norm in families
-that norm it (olmo2, gemma). In parallel blocks it is the attention's share of what the layer adds. The target of the
-student's share is what the teacher's residual has become, less what the student's was: ``(h + a(h)) - h'``, so that a
-layer also mends what those before it got wrong.
+that norm it (olmo2, gemma). In parallel blocks it is the attention's part of what the layer adds. With ``h`` the
+teacher's residual before the layer and ``h'`` the student's, the student's attention is to add
+
+    target = (h + a(h)) - h'
+
+so that a layer also corrects the errors of those before it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,9 +21,11 @@ from kvfold.convert.walk.walk import Hidden
 
 
 @dataclass(frozen=True)
-class Share:
-    """How a layer adds its attention's output to the residual: ``scale * norm(output)``; ``norm`` is a module's name
-    within the layer, None where the output is added as it is."""
+class AttentionUpdate:
+    """How a layer adds its attention's output to the residual: ``scale * norm(output)``.
+
+    ``norm`` is the name of a module within the layer, None where the output is added as it is.
+    """
 
     scale: float = 1.0
     norm: str | None = None
@@ -33,7 +38,7 @@ class Share:
         return attention * self.scale
 
 
-PLAIN = Share()
+UNCHANGED = AttentionUpdate()
 
 
 @dataclass(frozen=True)
@@ -50,13 +55,14 @@ class Examples:
         """Sequences."""
         return sum(len(chunk) for chunk in self.inputs)
 
-    def batch(self, picks: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The sequences ``picks``, ``[len(picks), T, E]`` each."""
+    def batch(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of some ``sequences``, ``[len(sequences), T, E]`` each."""
         size = len(self.inputs[0])
-        return (
-            torch.stack([self.inputs[pick // size][pick % size] for pick in picks]),
-            torch.stack([self.targets[pick // size][pick % size] for pick in picks]),
+        inputs, targets = (
+            torch.stack([chunks[index // size][index % size] for index in sequences])
+            for chunks in (self.inputs, self.targets)
         )
+        return inputs, targets
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """All sequences, chunk by chunk."""
@@ -64,16 +70,20 @@ class Examples:
 
 
 @torch.no_grad()
-def examples(share: Share, teacher: OpenLayer, hidden: Hidden, student: Hidden) -> Examples:
-    """Run ``teacher``'s attention over its inputs ``hidden``; ``student`` are the student's on the same tokens."""
+def examples(update: AttentionUpdate, teacher: OpenLayer, hidden: Hidden, student_hidden: Hidden) -> Examples:
+    """Run ``teacher``'s attention over its inputs ``hidden``; ``student_hidden`` are the student's, of the same tokens.
+
+    ``update`` is the teacher's.
+    """
     targets, energy, numbers = [], 0.0, 0
-    for theirs, own in zip(hidden, student, strict=True):
-        added = share.of(teacher, teacher.attend(theirs))
+    for inputs, student_inputs in zip(hidden, student_hidden, strict=True):
+        added = update.of(teacher, teacher.attend(inputs))
         energy += squares(added)
         numbers += added.numel()
         wide = torch.promote_types(added.dtype, torch.float32)
-        targets.append((theirs.to(wide) + added.to(wide) - own.to(wide)).to(own.dtype))
-    return Examples(student, targets, energy / numbers, numbers)
+        target = inputs.to(wide) + added.to(wide) - student_inputs.to(wide)
+        targets.append(target.to(student_inputs.dtype))
+    return Examples(student_hidden, targets, energy / numbers, numbers)
 
 
 def squares(tensor: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""What calibration keeps of a layer: the Gram matrix and mean of its attention inputs, and where its heads look."""
+"""Calibration statistics of a layer: Gram matrix and mean of its attention inputs, distance profiles of its heads."""
 
 from itertools import pairwise
 
@@ -16,11 +16,11 @@ class StatisticsAccumulator:
     """Sums over the tokens of a layer, in float64: products of float32 numbers are exact there.
 
     The Gram matrix is built from the blocks on and above its diagonal (5/8 of the multiplications). Without ``profile``
-    no distance profile is taken and the result's is empty, ``[0, 0]``: folding into grouped heads does not look at it.
+    no distance profile is taken and the result's is empty, ``[0, 0]``.
     """
 
     def __init__(self, profile: bool = True) -> None:
-        self._wants_profile = profile
+        self._with_profile = profile
         self._gram: Tensor | None = None
         self._sum: Tensor | None = None
         self._profile: Tensor | None = None
@@ -29,7 +29,7 @@ class StatisticsAccumulator:
 
     @torch.no_grad()
     def add(self, output: LayerOutput) -> None:
-        """Take in a batch of sequences (all batches must have sequences of one length)."""
+        """Add a batch of sequences (those of all batches must have one length)."""
         inputs = output.attention_input.flatten(0, -2).double()
         if self._gram is None or self._sum is None:
             width = inputs.shape[-1]
@@ -38,7 +38,7 @@ class StatisticsAccumulator:
         add_gram(self._gram, inputs)
         self._sum += inputs.sum(0)
         self._tokens += inputs.shape[0]
-        if self._wants_profile:
+        if self._with_profile:
             self._add_profile(output)
 
     def result(self) -> LayerStatistics:

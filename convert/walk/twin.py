@@ -22,7 +22,7 @@ from kvfold.convert.stream.stream import CheckpointStream
 
 
 class Twin:
-    """The converted model as a stream: what a stock model would load from the finished checkpoint.
+    """The student of a conversion, as a stream.
 
     ``config`` and ``tensors`` are the converted checkpoint's. Tensors that are copied come from the source, the others
     are those last ``put``, both rounded to the dtype that the checkpoint will store. Copied tensors are shared with the
@@ -42,16 +42,20 @@ class Twin:
         )
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take a layer's tensors, named and shaped as in the converted checkpoint's files, instead of those before."""
+        """Use a layer's ``tensors``, named and shaped as in the converted checkpoint's files, instead of those before.
+
+        Raises KvfoldError for names that the conversion does not compute.
+        """
         unplanned = sorted(name for name in tensors if name not in self._planned or self._planned[name].source)
         if unplanned:
             raise KvfoldError(f"the converted checkpoint computes no tensors {', '.join(unplanned)}")
         self._put = dict(tensors)
 
     def _read(self, name: str) -> Tensor:
+        """The tensor that the converted checkpoint will hold under ``name``."""
         source = self._planned[name].source
         if source is not None:
             return self._read_source(source).to(self._dtypes[name])
         if name not in self._put:
-            raise KvfoldError(f"tensor {name!r} was asked for before its layer was converted")
+            raise KvfoldError(f"tensor {name!r} was read before its layer was converted")
         return self._put[name].to(self._dtypes[name])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvfold.attention.drift import profile
-from kvfold.attention.drift.profile import distance_profile, row_kl
+from kvfold.attention.drift.profile import distance_profile, row_kl, sum_by_distance
 
 MASKS = st.fixed_dictionaries(
     {
@@ -76,6 +76,17 @@ def test_profile_is_the_mean_weight_at_each_distance(seed, batch, groups, share,
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, naive_profile(query, key, 0.7, **masks), rtol=1e-12, atol=1e-15)
     torch.testing.assert_close(found.sum(-1), torch.ones(groups * share, dtype=torch.float64), rtol=1e-14, atol=0)
+
+
+def test_sums_by_distance_are_those_of_the_diagonals():
+    weights = torch.arange(2 * 3 * 4.0).view(2, 3, 4)
+    total = torch.ones(2, 20, dtype=torch.float64)
+    sum_by_distance(weights, 4, 2, total)  # queries 4 to 6 on keys 2 to 5 of 10
+    expected = torch.ones_like(total)
+    for row in range(3):
+        for column in range(4):
+            expected[:, 10 + (2 + column) - (4 + row)] += weights[:, row, column]
+    assert torch.equal(total, expected)
 
 
 @settings(max_examples=60, deadline=None)

@@ -15,7 +15,7 @@ from kvfold.convert.targets.deepseek.constant import constant_paces
 from kvfold.convert.targets.deepseek.tensors import CONSTANT
 from kvfold.convert.walk import refine as refining
 from kvfold.convert.walk.objective import examples
-from kvfold.convert.walk.refine import AUTO_STEPS, ROUND, Refinement, picks, rates, refine_layer
+from kvfold.convert.walk.refine import AUTO_STEPS, ROUND, Refinement, lr_schedule, refine_layer, sample_batches
 from kvfold.convert.walk.twin import Twin
 from kvfold.convert.walk.walk import Walk
 
@@ -54,17 +54,17 @@ def task_of(plan, **changes):
 
 
 @pytest.mark.parametrize("family", AFTER_ATTENTION)
-def test_the_share_is_what_the_layer_adds_to_its_residual(tiny_family, family):
+def test_the_update_is_what_the_layer_adds_to_its_residual(tiny_family, family):
     plan = plan_of(tiny_family(family))
     _steps, step, _ = first_step(plan)
     seen = []
-    module = step.source.module.get_submodule(AFTER_ATTENTION[family])
+    module = step.teacher.module.get_submodule(AFTER_ATTENTION[family])
     handle = module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     hidden = step.held_out[0]
     with torch.no_grad():
-        step.source(hidden)
+        step.teacher(hidden)
         handle.remove()
-        added = task_of(plan).share.of(step.source, step.source.attend(hidden))
+        added = task_of(plan).update.of(step.teacher, step.teacher.attend(hidden))
     torch.testing.assert_close(hidden + added, seen[0], rtol=0, atol=1e-6)
 
 
@@ -87,9 +87,9 @@ def test_the_target_mends_what_earlier_layers_got_wrong(tiny_family):
     student = [chunk + 0.5 for chunk in step.held_out]
     task = task_of(plan_of(tiny_family("llama")))
     with torch.no_grad():
-        wanted = step.held_out[0] + step.source.attend(step.held_out[0]).attention
-    found = examples(task.share, step.source, step.held_out, student)
-    torch.testing.assert_close(found.targets[0] + student[0], wanted, rtol=0, atol=1e-6)
+        expected = step.held_out[0] + step.teacher.attend(step.held_out[0]).attention
+    found = examples(task.update, step.teacher, step.held_out, student)
+    torch.testing.assert_close(found.targets[0] + student[0], expected, rtol=0, atol=1e-6)
 
 
 def test_equal_seeds_give_equal_weights_and_other_seeds_others(tiny_family):
@@ -104,8 +104,8 @@ def test_equal_seeds_give_equal_weights_and_other_seeds_others(tiny_family):
 
 
 def test_a_layer_that_does_not_get_better_keeps_its_weights(tiny_family, monkeypatch):
-    monkeypatch.setattr(refining, "_RATE", 1e4)
-    monkeypatch.setattr(refining, "_WIDTH_RATE", 1e9)
+    monkeypatch.setattr(refining, "_RELATIVE_LR", 1e4)
+    monkeypatch.setattr(refining, "_WIDTH_LR", 1e9)
     plan = plan_of(tiny_family("llama"))
     _steps, step, tensors = first_step(plan)
     refined = refine_layer(step, tensors, task_of(plan))
@@ -116,7 +116,7 @@ def test_a_layer_that_does_not_get_better_keeps_its_weights(tiny_family, monkeyp
 
 
 def test_a_layer_that_got_no_better_is_tried_again_more_slowly(tiny_family, monkeypatch):
-    monkeypatch.setattr(refining, "_SLOWER", (1e5, 1.0))
+    monkeypatch.setattr(refining, "_RETRY_LR", (1e5, 1.0))
     plan = plan_of(tiny_family("llama"))
     _steps, step, tensors = first_step(plan)
     told = []
@@ -127,8 +127,8 @@ def test_a_layer_that_got_no_better_is_tried_again_more_slowly(tiny_family, monk
 
 
 def test_weights_that_stop_being_finite_are_not_kept(tiny_family, monkeypatch):
-    monkeypatch.setattr(refining, "_RATE", 1e38)
-    monkeypatch.setattr(refining, "_WIDTH_RATE", 1e38)
+    monkeypatch.setattr(refining, "_RELATIVE_LR", 1e38)
+    monkeypatch.setattr(refining, "_WIDTH_LR", 1e38)
     plan = plan_of(tiny_family("llama"))
     _steps, step, tensors = first_step(plan)
     refined = refine_layer(step, tensors, task_of(plan, steps=2))
@@ -145,15 +145,15 @@ def test_a_walk_without_calibration_sequences_is_refused(tiny_family):
 
 
 def test_a_number_of_steps_falls_linearly_to_zero():
-    assert list(rates(4, [1.0])) == [1.0, 0.75, 0.5, 0.25]
+    assert list(lr_schedule(4, [1.0])) == [1.0, 0.75, 0.5, 0.25]
 
 
 def run_auto(errors_by_round):
-    """The rates of ``auto`` when each round ends with the next of these errors."""
+    """The learning rates of ``auto`` when each round ends with the next of these errors."""
     errors, found = [1.0], []
     coming = iter(errors_by_round)
-    for rate in rates("auto", errors):
-        found.append(rate)
+    for lr in lr_schedule("auto", errors):
+        found.append(lr)
         if len(found) % ROUND == 0:
             errors.append(next(coming))
     return found
@@ -184,13 +184,13 @@ def test_auto_refines_until_it_has_settled(tiny_family, monkeypatch):
 
 
 def test_batches_use_every_sequence_before_any_again():
-    drawn = list(islice(picks(32, seed=1, layer=2), 8))
+    drawn = list(islice(sample_batches(32, seed=1, layer=2), 8))
     assert [len(batch) for batch in drawn] == [8] * 8
     for half in (drawn[:4], drawn[4:]):
         assert sorted(number for batch in half for number in batch) == list(range(32))
     assert drawn[:4] != drawn[4:]
-    assert drawn != list(islice(picks(32, seed=1, layer=3), 8))
-    assert sorted(next(picks(3, seed=0, layer=0))) == [0, 1, 2]
+    assert drawn != list(islice(sample_batches(32, seed=1, layer=3), 8))
+    assert sorted(next(sample_batches(3, seed=0, layer=0))) == [0, 1, 2]
 
 
 def test_paces_hold_the_constant_channels():

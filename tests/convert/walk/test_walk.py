@@ -261,7 +261,7 @@ def test_a_layer_short_of_a_tensor_is_refused(case: Case) -> None:
     step = next(iter(case.walk()))
     tensors = case.layer(0)
     tensors.pop("model.layers.0.self_attn.q_proj.weight")
-    with pytest.raises(KvfoldError, match=r"'model\.layers\.0\.self_attn\.q_proj\.weight' was asked for before"):
+    with pytest.raises(KvfoldError, match=r"'model\.layers\.0\.self_attn\.q_proj\.weight' was read before"):
         step.convert(tensors)
 
 
