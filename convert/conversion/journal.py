@@ -1,10 +1,9 @@
-"""The journal of a calibrated run: which layers are finished, so that a killed run can go on from the last of them.
+"""The journal of a calibrated run: its finished layers, so that a killed run can be resumed after the last of them.
 
-It lies in the temporary folder beside the shards and is gone when the output is whole. A finished layer's tensors are
-in the shards already, in the dtype that the model is measured in; beside their layer's number the journal holds only
-what the run noted about it. A resumed run takes calibration text through finished layers as they are, which costs two
-forward passes (for MLA the survey and what it settles come before, once more), and goes on fitting behind them: the
-bytes are those of a run that was not killed.
+It lies in the temporary folder beside the shards and is removed when the output is complete. The tensors of a finished
+layer are in the shards, in the dtype that the student runs in; the journal holds the layer's number and its notes. A
+resumed run takes the calibration text through finished layers as they are, at the cost of two forward passes (for MLA
+after a second survey), and fits the remaining ones: its bytes are those of a run that was never killed.
 """
 
 import hashlib
@@ -52,21 +51,21 @@ class Journal:
     def note(self, layer: int, notes: Mapping[str, Any]) -> None:
         """``layer`` is finished; its tensors must be on disk."""
         self._layers[str(layer)] = dict(notes)
-        aside = self._path.with_suffix(".new")
-        write_synced(aside, json.dumps({"run": self._key, "layers": self._layers}).encode())
-        os.replace(aside, self._path)
+        new = self._path.with_suffix(".new")
+        write_synced(new, json.dumps({"run": self._key, "layers": self._layers}).encode())
+        os.replace(new, self._path)
 
 
 def forget(folder: Path) -> None:
-    """The output in ``folder`` is whole: nothing of the journal may be part of it."""
+    """Remove the journal from ``folder``: the output is complete."""
     for path in (folder / _NAME, (folder / _NAME).with_suffix(".new")):
         path.unlink(missing_ok=True)
 
 
 def resumable(plan: Plan) -> Callable[[Path], bool]:
-    """Whether a folder is what a killed run of the same request on the same source left, with a layer finished.
+    """A test for folders: left by a killed run of the same request on the same source, with a finished layer.
 
-    Says so on stderr when what is there is another run's.
+    It prints a line to stderr for the folder of a different run.
     """
     key = run_key(plan)
 
@@ -74,8 +73,8 @@ def resumable(plan: Plan) -> Callable[[Path], bool]:
         layers = _layers(folder / _NAME, key)
         if layers is None and (folder / _NAME).is_file() and not plan.request.quiet:
             print(
-                "--resume: what a killed run left here is of other options, files, device, number of threads or "
-                "versions: starting anew",
+                "--resume: the interrupted run here used different options, files, device, threads or versions; "
+                "starting over",
                 file=sys.stderr,
             )
         return bool(layers)
@@ -84,7 +83,7 @@ def resumable(plan: Plan) -> Callable[[Path], bool]:
 
 
 def run_key(plan: Plan) -> str:
-    """A digest of everything that decides a run's bytes, but for weights: their files count by size and time."""
+    """A digest of everything that decides a run's bytes; files of weights count by their size and time."""
     import torch
 
     request, folder = plan.request, plan.checkpoint.folder
@@ -109,7 +108,7 @@ def _stamp(path: Path) -> list[Any]:
 
 
 def _layers(path: Path, key: str) -> dict[str, Any] | None:
-    """The finished layers of the run ``key``, None when the journal is another run's, half written or absent."""
+    """The finished layers of the run ``key``, None when the journal is another run's, damaged or absent."""
     try:
         found = json.loads(path.read_bytes())
         return dict(found["layers"]) if found["run"] == key else None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.method import Converted, Method, Notes
-from kvfold.convert.conversion.plan import Plan, latent_targets, settle
+from kvfold.convert.conversion.plan import Plan, latent_targets, resolved
 from kvfold.convert.conversion.refinement import refinement_record
 from kvfold.convert.conversion.source import source_layer, source_rotary
 from kvfold.convert.conversion.stages import Stages
@@ -136,7 +136,7 @@ def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -
         return Candidate(svd_plan(plan), svd_slots(plan))
     choose = rope_slots.plain_slots if target.layout == "engine" else rope_slots.choose_slots
     slots = choose(layers, target.rope_dim)
-    return Candidate(settle(plan, target, [float(angle) for angle in slots.theta]), slots)
+    return Candidate(resolved(plan, target, [float(angle) for angle in slots.theta]), slots)
 
 
 def trial(option: Candidate, surveyed: Survey) -> Candidate:
@@ -172,7 +172,7 @@ def latent_layer(chosen: Candidate, layer: int, surveyed: Survey) -> LatentWeigh
 
 
 def _against_deepseek(engine: Candidate, surveyed: Survey) -> dict[str, Any]:
-    """What the engine layout costs against the deepseek layout of the same split: the drift of both in equal trials."""
+    """The drift of the engine layout and of the deepseek layout with the same split, in equal trials."""
     target = replace(engine.target, layout="deepseek")
     deepseek = trial(candidate(engine.plan, target, surveyed.layers), surveyed)
     if not engine.plan.request.refine:  # the conversion itself is unrefined, so its own drift compares

@@ -27,7 +27,7 @@ class Converted:
 
 
 class Measured(ABC):
-    """What a calibrated method measured besides the weights."""
+    """The measurements of a calibrated method."""
 
     @abstractmethod
     def record(self, folder: Path) -> dict[str, Any]:

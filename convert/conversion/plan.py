@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,15 @@ _SLACK = 1 << 20  # config, index, card and file system blocks
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided before weights are read. ``cache_elements`` counts per token and layer."""
+    """All decisions made before weights are read. ``cache_elements`` are the source's KV-cache elements per token per
+    layer."""
 
     request: ConvertRequest
     checkpoint: Checkpoint
     model: Model
     layout: TargetLayout
     shards: tuple[Shard, ...]
-    latent: LatentTarget | None = None  # what an MLA request asks to be written
+    latent: LatentTarget | None = None  # the split of an MLA target
 
     @property
     def source_name(self) -> str:
@@ -61,13 +62,13 @@ class Plan:
         return cache_elements(self.geometry)
 
     def latent_target(self) -> LatentTarget:
-        """``latent`` of a plan that has one."""
+        """``latent``. Raises ValueError when the target is not MLA."""
         if self.latent is None:
-            raise ValueError("plan: expected one of an MLA request, found another")
+            raise ValueError("plan: expected an MLA target, found another")
         return self.latent
 
     def query_rank(self) -> int | None:
-        """Channels of the query latent as written, None without one."""
+        """Channels of the query latent in the files, None without one."""
         return query_rank(self.model, self.latent_target())
 
     def read_names(self, layer: int) -> tuple[str, ...]:
@@ -96,7 +97,7 @@ class Plan:
         return shutil.disk_usage(existing).free
 
     def origins(self) -> dict[str, tuple[str, tuple[str, ...]]]:
-        """For every output tensor, how it came about and the source tensors it came from."""
+        """For every output tensor ``copied``, ``cast`` or the method, and the source tensors that it is made from."""
         names: dict[str, tuple[str, tuple[str, ...]]] = {}
         for tensor in self.layout.tensors:
             if tensor.source is not None:
@@ -108,7 +109,7 @@ class Plan:
 
 
 def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
-    """Raises InputError when the checkpoint is not one of its family, or cannot become what is asked."""
+    """Raises InputError when the checkpoint is not one of its family, or cannot be converted to the target."""
     model = model_of(checkpoint.config)
     problems = model.tensor_problems(checkpoint.tensors)
     if problems:
@@ -119,47 +120,44 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
         )
     model.check_values()
     if request.to == "mla":
-        return _latent_plan(request, checkpoint, model)
-    layout = _folded(request, checkpoint, model)
-    return Plan(request, checkpoint, model, layout, shards_of(layout, request))
+        target = latent_targets(request, model)[-1]  # of a budget the largest: calibration resolves it later
+        return _latent_plan(request, checkpoint, model, target, [1.0] * (target.rope_dim // 2))
+    return _fold_plan(request, checkpoint, model)
 
 
-def shards_of(layout: TargetLayout, request: ConvertRequest) -> tuple[Shard, ...]:
-    """The files that hold ``layout``."""
+def resolved(plan: Plan, target: LatentTarget, theta: Sequence[float]) -> Plan:
+    """``plan`` with the split ``target`` and the rotary frequencies ``theta [P/2]``."""
+    return _latent_plan(plan.request, plan.checkpoint, plan.model, target, theta)
+
+
+def _latent_plan(
+    request: ConvertRequest, checkpoint: Checkpoint, model: Model, target: LatentTarget, theta: Sequence[float]
+) -> Plan:
+    layout = latent_layout(model, checkpoint, target, theta, _stored_dtype(request))
+    return Plan(request, checkpoint, model, layout, _shards(layout, request), target)
+
+
+def _fold_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
+    kv_heads = 1 if request.kv_heads is None else request.kv_heads
+    check_kv_heads(kv_heads, model.geometry, request.allow_growth)
+    layout = folded_layout(model, checkpoint, kv_heads, roles=_roles(request), dtype=_stored_dtype(request))
+    return Plan(request, checkpoint, model, layout, _shards(layout, request))
+
+
+def _shards(layout: TargetLayout, request: ConvertRequest) -> tuple[Shard, ...]:
     return tuple(assign_shards(layout.tensors, request.shard_bytes))
 
 
-def _latent_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
-    """Split and frequencies may be provisional: a calibrated run settles them when it has seen all layers."""
-    target = latent_targets(request, model)[-1]
-    layout = _latent(request, checkpoint, model, target, [1.0] * (target.rope_dim // 2))
-    return Plan(request, checkpoint, model, layout, shards_of(layout, request), target)
-
-
-def settle(plan: Plan, target: LatentTarget, theta: Sequence[float]) -> Plan:
-    """``plan`` with this split and these frequencies ``[P/2]``."""
-    layout = _latent(plan.request, plan.checkpoint, plan.model, target, theta)
-    return replace(plan, layout=layout, shards=shards_of(layout, plan.request), latent=target)
-
-
-def _latent(
-    request: ConvertRequest, checkpoint: Checkpoint, model: Model, target: LatentTarget, theta: Sequence[float]
-) -> TargetLayout:
-    return latent_layout(model, checkpoint, target, theta, None if request.dtype == "auto" else request.dtype)
-
-
-def _folded(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> TargetLayout:
-    dtype = None if request.dtype == "auto" else request.dtype
-    kv_heads = 1 if request.kv_heads is None else request.kv_heads
-    check_kv_heads(kv_heads, model.geometry, request.allow_growth)
-    return folded_layout(model, checkpoint, kv_heads, roles=_roles(request), dtype=dtype)
+def _stored_dtype(request: ConvertRequest) -> str | None:
+    """The dtype of the output's tensors, None for that of each source tensor."""
+    return None if request.dtype == "auto" else request.dtype
 
 
 def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
-    """The splits that an MLA request leaves open, the one with most rotary dims last; one where it names it.
+    """The splits that an MLA request allows, the one with most rotary dims last; a single one unless it is a budget.
 
-    Of a budget of N numbers every P is looked at that is a multiple of the largest power of two up to N/8: the splits
-    that kernels are written for are among them. Raises InputError when none is possible.
+    For a budget of N elements P is a multiple of the largest power of two up to N/8: among these are the splits that
+    kernels are written for. Raises InputError when none is possible.
     """
     layout: Any = request.layout or "deepseek"
     if request.budget is None:
@@ -180,7 +178,7 @@ def _roles(request: ConvertRequest) -> tuple[Role, ...]:
 
 
 def possible_kv_heads(geometry: Geometry) -> list[int]:
-    """Numbers of key/value heads that a fold can leave: the proper divisors of the present number, largest first."""
+    """Numbers of key/value heads that a fold can reach: the proper divisors of the present number, largest first."""
     return [g for g in range(geometry.kv_heads - 1, 0, -1) if geometry.kv_heads % g == 0]
 
 

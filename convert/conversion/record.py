@@ -79,7 +79,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def engine_cost(found: Mapping[str, Any]) -> str:
-    """What the engine layout costs against the deepseek layout, as a sentence; empty for other conversions."""
+    """A sentence on the drift of the engine layout and of the deepseek layout; empty for other conversions."""
     if "deepseek_layout" not in found or "drift" not in found:
         return ""
     other = found["deepseek_layout"]

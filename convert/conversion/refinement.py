@@ -1,4 +1,4 @@
-"""Refinement in a conversion: what the request asks for, its progress on stderr, and its record."""
+"""Refinement in a conversion: the request's options, progress on stderr, and the record."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,29 +17,27 @@ _NOTE = "refinement"
 
 
 class Refiner:
-    """Refines the layers of a run where the request asks for it.
+    """Refines the layers of a run whose request says so; passes the others through.
 
-    ``steps`` replaces the request's, for a short look at what refinement would reach.
+    ``steps`` replaces the request's, for a short trial.
     """
 
     def __init__(self, plan: Plan, steps: int | None = None) -> None:
-        self._task: Refinement | None = None
-        self._layers = plan.geometry.layers
-        self._shown = _Shown(plan.request.quiet or steps is not None, plan.request.refine)
-        if plan.request.refine:
-            self._task = refinement(plan, plan.request.refine if steps is None else steps, self._shown)
+        wanted = plan.request.refine
+        self._display = _Display(plan.geometry.layers, wanted, quiet=plan.request.quiet or steps is not None)
+        self._task = refinement(plan, wanted if steps is None else steps, self._display) if wanted else None
 
     @property
     def wanted(self) -> bool:
-        """Whether there is anything to do: the walk must keep its calibration sequences then."""
+        """Whether layers are refined: the walk must keep its calibration sequences then."""
         return self._task is not None
 
     def __call__(self, step: Step, tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-        """``tensors`` of a layer, refined or as they are, and what to note about it."""
+        """The ``tensors`` of a layer, refined or as they are, and its notes."""
         if self._task is None:
             return tensors, {}
         found = refine_layer(step, tensors, self._task)
-        self._shown.end(step.index, self._layers, found)
+        self._display.end(step.index, found)
         return found.tensors, {_NOTE: found.record()}
 
 
@@ -49,14 +47,14 @@ def refinement_record(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {_NOTE: found} if found else {}
 
 
-def refinement(plan: Plan, steps: int | str, shown: "_Shown") -> Refinement:
-    """What ``plan`` needs: the norms and scales around its attention, and what must not move."""
+def refinement(plan: Plan, steps: int | str, display: "_Display") -> Refinement:
+    """The task for ``plan``: the norms and scales around its attention, and the constants that must not move."""
     update = _attention_update(plan)
     if plan.request.to != "mla":
-        return Refinement(steps, plan.request.seed, update, update, tell=shown)
+        return Refinement(steps, plan.request.seed, update, update, tell=display)
     if plan.latent_target().constant:
-        return Refinement(steps, plan.request.seed, update, lr_multipliers=constant_paces, tell=shown)
-    return Refinement(steps, plan.request.seed, update, tell=shown)
+        return Refinement(steps, plan.request.seed, update, lr_multipliers=constant_paces, tell=display)
+    return Refinement(steps, plan.request.seed, update, tell=display)
 
 
 def _attention_update(plan: Plan) -> AttentionUpdate:
@@ -65,11 +63,11 @@ def _attention_update(plan: Plan) -> AttentionUpdate:
     return AttentionUpdate(plan.model.block.residual_scale, norm)
 
 
-class _Shown:
-    """The error falling: a bar per layer where a person watches, and a line per layer that stays."""
+class _Display:
+    """The error on stderr: a bar per layer on a terminal, and a line per finished layer."""
 
-    def __init__(self, quiet: bool, steps: int | str) -> None:
-        self._quiet = quiet
+    def __init__(self, layers: int, steps: int | str, *, quiet: bool) -> None:
+        self._layers, self._quiet = layers, quiet
         self._total = AUTO_STEPS if steps == "auto" else int(steps)
         self._bar: Any = None
         if steps == "auto" and not quiet:
@@ -85,11 +83,11 @@ class _Shown:
         self._bar.set_postfix(error=f"{error:.5f}", refresh=False)
         self._bar.update(step - self._bar.n)
 
-    def end(self, layer: int, layers: int, found: Refined) -> None:
+    def end(self, layer: int, found: Refined) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
         if not self._quiet:
-            what = f"step {found.kept} of {found.steps}" if found.kept else f"kept as it was, {found.steps} steps"
-            line = f"refined layer {layer + 1}/{layers}: error {found.before:.5f} -> {found.after:.5f} ({what})"
+            what = f"step {found.kept} of {found.steps}" if found.kept else f"unchanged after {found.steps} steps"
+            line = f"refined layer {layer + 1}/{self._layers}: error {found.before:.5f} -> {found.after:.5f} ({what})"
             tqdm.write(line, file=sys.stderr)

@@ -34,7 +34,7 @@ _METHODS = {  # (to MLA, reads text) -> module and class; imported when used: to
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a run did. ``seconds`` and ``written`` are None for a dry run."""
+    """The result of a run. ``seconds`` and ``written`` are None for a dry run."""
 
     plan: Plan
     written: Path | None
@@ -42,6 +42,7 @@ class Conversion:
     record: Mapping[str, Any]
 
     def summary(self) -> str:
+        """The plan of a dry run; otherwise the conversion in a line, the cost of its layout, and what was written."""
         if self.written is None or self.seconds is None:
             return report.plan_text(self.plan)
         size = sum(tensor.nbytes for tensor in self.plan.layout.tensors)
@@ -85,19 +86,19 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
 
 
 def _resumes(request: ConvertRequest) -> bool:
-    """Whether what a killed run left may be carried on. Scripts may always say ``--resume``: a method that reads no
-    text has nothing to carry on and starts afresh, as a calibrated run does that finds nothing."""
+    """Whether to resume a killed run. ``--resume`` is never an error: methods that read no text, and runs that find
+    nothing to resume, start over."""
     if request.resume and not request.calibrated and not request.quiet:
         print(
-            f"--resume: --method {request.resolved_method} reads no text, runs at the speed of the disk and has no "
-            "finished layers to go on from: starting afresh",
+            f"--resume: --method {request.resolved_method} reads no text and keeps no finished layers to resume from; "
+            "starting over",
             file=sys.stderr,
         )
     return request.resume and request.calibrated
 
 
 def _log(done: Conversion) -> None:
-    """Append to ``OUT.log`` what must not be in OUT (equal requests give equal bytes): when, how long, from where."""
+    """Append the date, the duration and the paths to ``OUT.log``: in OUT, equal requests give equal bytes."""
     request = {name: value for name, value in vars(done.plan.request).items() if value is not None}
     line = {"finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "seconds": round(done.seconds or 0, 3)}
     path = Path(f"{Path(done.plan.request.out)}.log")
@@ -143,9 +144,9 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Meas
 
 
 def _write_side_files(plan: Plan, measured: Measured | None, folder: Path) -> dict[str, Any]:
-    """Config, tokenizer and licence files, the model card and ``kvfold.json``, whose content is returned.
+    """Config, tokenizer and license files, the model card and ``kvfold.json``, whose content is returned.
 
-    A calibrated conversion is read back first: its record tells what the files on disk do, not what was in memory.
+    A calibrated conversion is read back first: its record holds the loss of the files on disk too.
     """
     for path in plan.checkpoint.extra_files():
         shutil.copyfile(path, folder / path.name)

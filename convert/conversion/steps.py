@@ -1,4 +1,4 @@
-"""What calibrated methods share: the source as a stream, the tokens, the walk beside a student, and the measurement.
+"""The steps that calibrated methods share: source, tokens, a walk beside the student, and the measurement.
 
 The student is always run from what the output's files will hold: transformed weights are encoded to the files' tensors
 and rounded to their dtypes before a layer of the student is built from them. So a candidate is judged, a layer refined
@@ -110,7 +110,7 @@ class StudentWalk:
 
 @dataclass(frozen=True)
 class Calibrated(Measured):
-    """What a calibrated run measured besides the weights. ``stream`` is the source's."""
+    """The measurements of a calibrated run. ``stream`` is the source's."""
 
     tokens: CalibrationTokens
     drift: DriftReport

@@ -7,7 +7,7 @@ from typing import Self
 
 from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.method import Converted, Method
-from kvfold.convert.conversion.plan import Plan, settle
+from kvfold.convert.conversion.plan import Plan, resolved
 from kvfold.convert.conversion.source import source_layer, source_rotary
 from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.transforms.latent import slots as rope_slots
@@ -35,7 +35,7 @@ class Svd(Method):
 
 def svd_plan(plan: Plan) -> Plan:
     """``plan`` with the frequencies of the baseline."""
-    return settle(plan, plan.latent_target(), [float(angle) for angle in svd_slots(plan).theta])
+    return resolved(plan, plan.latent_target(), [float(angle) for angle in svd_slots(plan).theta])
 
 
 def svd_slots(plan: Plan) -> Slots:

@@ -1,7 +1,7 @@
-"""An output folder that appears whole or not at all, whatever kills the process that makes it.
+"""An output folder that appears whole or not at all, even when the process that makes it is killed.
 
-The work happens in ``.OUT.kvfold-<token>`` beside OUT, under a lock on ``.OUT.kvfold.lock``. Both names are left behind
-only by a killed process; the next run that gets the lock knows that nobody uses them any more.
+The work happens in ``.OUT.kvfold-<token>`` beside OUT, under a lock on ``.OUT.kvfold.lock``. Only a killed process
+leaves either behind; the next run that gets the lock knows that they are stale.
 """
 
 import errno
@@ -92,8 +92,8 @@ def output_folder(
     """A temporary folder that becomes OUT when the block ends, and is removed when it raises.
 
     On success it is synced and renamed; with ``overwrite`` an existing OUT stays whole until then and is exchanged.
-    What a killed run left for this OUT goes, unless ``resume(folder)`` says that it can be carried on: then that folder
-    is the one given. When the block raises, the folder stays for a later run if ``resume`` says the same of it.
+    Folders that killed runs left for this OUT are removed, but the first one for which ``resume(folder)`` is true is
+    the one yielded. When the block raises, the folder stays for a later run if ``resume(folder)`` is true.
     InputError as in ``check_output``, and when another process is writing the same OUT.
     """
     target = check_output(out, overwrite=overwrite, model=model)
@@ -102,7 +102,7 @@ def output_folder(
         for path in stale:
             _settle(path, target)
         check_output(out, overwrite=overwrite, model=model)
-        folder = _carried_on(stale, resume) or _fresh(target)
+        folder = _resumed(stale, resume) or _fresh(target)
         failed = True
         try:
             yield folder
@@ -118,8 +118,7 @@ def output_folder(
 def free_space_check(path: str | os.PathLike[str], needed_bytes: int) -> None:
     """InputError with both figures when the disk of ``path`` (or of its first existing parent) has less room.
 
-    What a resumed ``path`` holds already counts as room. Call it inside ``output_folder``, which removes what killed
-    runs left.
+    The bytes in a resumed ``path`` count as free. Call it inside ``output_folder``, which removes stale folders.
     """
     target = Path(path).resolve()
     existing = next(parent for parent in (target, *target.parents) if parent.is_dir())
@@ -137,29 +136,37 @@ def _allocated(folder: Path) -> int:
 
 @contextmanager
 def _lock(target: Path) -> Iterator[bool]:
-    """Hold the lock of ``target``; False where the file system has no locks. InputError when another process has it."""
+    """Hold the lock of ``target``; False where the file system has no locks. InputError when another process has it.
+
+    By hand because nothing may be left beside OUT: filelock keeps its file, and without locks puts a file in their
+    place that blocks every run after a killed one.
+    """
     path = target.parent / f"{_prefix(target)}.lock"
-    handle = None
-    while handle is None:
-        handle = _open_lock(path, target)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(handle)
-            if error.errno not in _LOCKLESS:
-                raise InputError(
-                    f"{target}: expected no other run to write it, found one at work; wait for it"
-                ) from None
-            yield False
-            return
-        if not _same_file(handle, path):  # its last holder removed it between our open and our lock
-            os.close(handle)
-            handle = None
+    handle = _locked(path, target)
+    if handle is None:
+        yield False
+        return
     try:
         yield True
     finally:
         path.unlink(missing_ok=True)
         os.close(handle)
+
+
+def _locked(path: Path, target: Path) -> int | None:
+    """The open lock file, locked; None where the file system has no locks."""
+    while True:
+        handle = _open_lock(path, target)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(handle)
+            if error.errno in _LOCKLESS:
+                return None
+            raise InputError(f"{target}: expected no other run to write it, found one at work; wait for it") from None
+        if _same_file(handle, path):
+            return handle
+        os.close(handle)  # its last holder removed it between our open and our lock
 
 
 def _open_lock(path: Path, target: Path) -> int:
@@ -181,14 +188,14 @@ def _not_writable(target: Path, error: OSError) -> InputError:
 
 
 def _prefix(target: Path) -> str:
-    """What the names beside OUT begin with; a name near the limit of 255 bytes is shortened to a digest."""
+    """The prefix of the names beside OUT; a name near the limit of 255 bytes is shortened to a digest."""
     name = os.fsencode(target.name)
     short = target.name if len(name) <= 200 else hashlib.sha256(name).hexdigest()[:32]
     return f".{short}.kvfold"
 
 
 def _stale(target: Path) -> list[Path]:
-    """What killed runs left for ``target``, the newest first."""
+    """Folders that killed runs left for ``target``, the newest first."""
     own = re.compile(re.escape(_prefix(target)) + _TOKEN.pattern)
     left = [Path(entry.path) for entry in os.scandir(target.parent) if own.fullmatch(entry.name)]
     return sorted(left, key=lambda path: path.lstat().st_mtime, reverse=True)
@@ -203,7 +210,7 @@ def _fresh(target: Path) -> Path:
     return folder
 
 
-def _carried_on(stale: list[Path], resume: Callable[[Path], bool] | None) -> Path | None:
+def _resumed(stale: list[Path], resume: Callable[[Path], bool] | None) -> Path | None:
     """The first folder of a killed run that ``resume`` accepts; all others are removed."""
     chosen = None
     for path in stale:
@@ -220,7 +227,7 @@ def _aside(folder: Path) -> Path:
 
 
 def _settle(path: Path, target: Path) -> None:
-    """End half a replacement: the old folder moved aside goes back when nothing took its place, else it goes."""
+    """End a replacement that was cut short: the old OUT goes back if nothing took its place, else it is removed."""
     if path.name.endswith(_ASIDE):
         put_back(path, target)
         shutil.rmtree(path, ignore_errors=True)

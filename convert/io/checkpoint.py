@@ -1,4 +1,4 @@
-"""A checkpoint seen through its headers: what it holds is known at once, a tensor's bytes are read when asked for.
+"""A checkpoint seen through its headers: names, dtypes and shapes are known at once, bytes are read on demand.
 
 Nothing here imports torch, transformers or huggingface_hub until a tensor is read or a hub id is given.
 """
@@ -81,7 +81,7 @@ class Checkpoint:
         return digest.hexdigest()
 
     def extra_files(self) -> list[Path]:
-        """Tokenizer, generation, chat template and licence files, as paths in ``folder``; no Python, no weights.
+        """Tokenizer, generation, chat template and license files, as paths in ``folder``; no Python, no weights.
 
         Copy their contents (``shutil.copyfile``), not the links a hub cache is made of.
         """
@@ -137,8 +137,8 @@ class _NoReader:
 def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     """Open a folder or a hub id (``id@revision``; downloaded whole, or taken from the cache) and check every header.
 
-    Raises InputError: no such folder or id, no or bad config.json, quantised, truncated or inconsistent files, links
-    that leave the folder. All problems of the files are told at once.
+    Raises InputError: no such folder or id, no or bad config.json, quantized, truncated or inconsistent files, links
+    that leave the folder. All problems of the files are reported at once.
     """
     place = _locate(model)
     return _open_folder(place) if isinstance(place, Path) else _open_snapshot(place)
@@ -184,7 +184,7 @@ def _open_snapshot(model: hub.HubModel) -> Checkpoint:
 
 def _open_folder(folder: Path, origin: str = "") -> Checkpoint:
     config, digest = folders.read_config(folder)
-    folders.raise_problems(folders.quantised_problems(config, [], str(folder)))
+    folders.raise_problems(folders.quantized_problems(config, [], str(folder)))
     names = sorted(os.listdir(folder))
     entry, legacy = folders.weight_files(names, str(folder))
     weight_map, files = _weight_map(folder, entry)
@@ -208,7 +208,7 @@ def _open_folder(folder: Path, origin: str = "") -> Checkpoint:
 def _open_remote(files: hub.RemoteFiles, entry: str) -> Checkpoint:
     folder = files.folder.resolve()
     config, digest = folders.read_config(folder)
-    folders.raise_problems(folders.quantised_problems(config, [], str(files.model)))
+    folders.raise_problems(folders.quantized_problems(config, [], str(files.model)))
     weight_map, shards = _weight_map(folder, entry)
     headers = hub.remote_headers(files, shards)
     problems = folders.stray_shards(files.names, entry, weight_map) if weight_map else []
@@ -243,10 +243,10 @@ def _weight_map(folder: Path, entry: str) -> tuple[dict[str, str], list[str]]:
 def _checked(
     entry: str, weight_map: dict[str, str], headers: dict[str, Header], problems: list[str]
 ) -> dict[str, TensorInfo]:
-    """All tensors, when files and index agree and nothing is quantised; InputError with every problem otherwise."""
+    """All tensors, when files and index agree and nothing is quantized; InputError with every problem otherwise."""
     problems = [*problems, *(problem for header in headers.values() for problem in header.problems)]
     if weight_map:
         problems += folders.index_problems(entry, weight_map, headers)
     tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
-    folders.raise_problems([*problems, *folders.quantised_problems({}, tensors.values(), "")])
+    folders.raise_problems([*problems, *folders.quantized_problems({}, tensors.values(), "")])
     return tensors

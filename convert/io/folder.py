@@ -1,4 +1,4 @@
-"""What a checkpoint's folder holds: which files are weights, which are passed on, and which links may be followed."""
+"""The files of a checkpoint: weights, files that are passed on, and links that may be followed."""
 
 import fnmatch
 import hashlib
@@ -19,7 +19,7 @@ _STRAY = {
     INDEX: re.compile(r"model-\d+-of-\d+\.safetensors"),
     LEGACY_INDEX: re.compile(r"pytorch_model-\d+-of-\d+\.bin"),
 }
-# What travels with the weights: files that say how to use them, and under which terms.
+# Files passed on with the weights: how to use them, and under which terms.
 EXTRA_PATTERNS = (
     "tokenizer*",
     "generation_config.json",
@@ -118,7 +118,7 @@ def extra_names(names: Iterable[str]) -> list[str]:
 
 
 def weight_files(names: Iterable[str], where: str) -> tuple[str, bool]:
-    """Which of the files ``names`` leads to the weights, and whether it is legacy: the order of transformers."""
+    """The first file of a checkpoint's weights (in the order of transformers), and whether it is legacy."""
     present = set(names)
     for name in (SINGLE, INDEX, LEGACY_SINGLE, LEGACY_INDEX):
         if name in present:
@@ -180,23 +180,23 @@ def read_header(path: Path, file: str) -> Header:
         raise InputError(f"{path}: expected to be able to read it, found: {error.strerror}") from None
 
 
-def quantised_problems(config: dict[str, Any], tensors: Iterable[TensorInfo], where: str) -> list[str]:
-    """Problems: quantised weights, told by the config or by the dtypes."""
-    advice = "convert the unquantised weights, then quantise the result"
+def quantized_problems(config: dict[str, Any], tensors: Iterable[TensorInfo], where: str) -> list[str]:
+    """Problems: quantized weights, shown by the config or by the dtypes."""
+    advice = "convert the unquantized weights, then quantize the result"
     for key in ("quantization_config", "compression_config"):
         if config.get(key):
             value = config[key]
             method = value.get("quant_method", "unnamed") if isinstance(value, dict) else value
-            return [f"{where}: quantised checkpoint ({key}, method {method!r}); expected plain weights: {advice}"]
-    quantised = [tensor for tensor in tensors if _is_quantised(tensor)]
+            return [f"{where}: quantized checkpoint ({key}, method {method!r}); expected plain weights: {advice}"]
+    quantized = [tensor for tensor in tensors if _is_quantized(tensor)]
     expected = "expected F16, BF16, F32 or F64"
     return [
-        f"{tensor.file}: tensor {tensor.name!r} is quantised: {expected}, found {tensor.dtype}; {advice}"
-        for tensor in quantised
+        f"{tensor.file}: tensor {tensor.name!r} is quantized: {expected}, found {tensor.dtype}; {advice}"
+        for tensor in quantized
     ]
 
 
-def _is_quantised(tensor: TensorInfo) -> bool:
+def _is_quantized(tensor: TensorInfo) -> bool:
     """Low-precision floats always; integers only as weights (masks and positions are integer buffers)."""
     if tensor.dtype == "F4" or tensor.dtype.startswith(("F8_", "F6_")):
         return True

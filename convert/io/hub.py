@@ -66,9 +66,9 @@ def download(model: HubModel) -> Path:
 
     try:
         with _bars_on_terminals_only():
-            folder = _asked(model, lambda: fetch([*_SMALL, *_SAFETENSORS]))
+            folder = _ask(model, lambda: fetch([*_SMALL, *_SAFETENSORS]))
             if not any((folder / name).exists() for name in (SINGLE, INDEX)):
-                folder = _asked(model, lambda: fetch([*_SMALL, *_LEGACY]))
+                folder = _ask(model, lambda: fetch([*_SMALL, *_LEGACY]))
     except InputError:
         config = huggingface_hub.try_to_load_from_cache(model.id, CONFIG, revision=model.revision)
         if not isinstance(config, str):
@@ -78,7 +78,7 @@ def download(model: HubModel) -> Path:
 
 
 def is_offline() -> bool:
-    """Whether the person keeps the hub's library off the network (HF_HUB_OFFLINE)."""
+    """Whether the hub's library may not use the network (HF_HUB_OFFLINE)."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
@@ -88,7 +88,7 @@ def remote_files(model: HubModel) -> RemoteFiles:
     """A model's files at the commit its revision stands for; downloads config and index. InputError otherwise."""
     import huggingface_hub
 
-    found = _asked(model, lambda: huggingface_hub.HfApi().model_info(model.id, revision=model.revision))
+    found = _ask(model, lambda: huggingface_hub.HfApi().model_info(model.id, revision=model.revision))
     names = sorted(sibling.rfilename for sibling in found.siblings or [])
     wanted = [name for name in (CONFIG, INDEX, LEGACY_INDEX) if name in names]
     if CONFIG not in names:
@@ -97,14 +97,19 @@ def remote_files(model: HubModel) -> RemoteFiles:
     def fetch() -> list[str]:
         return [huggingface_hub.hf_hub_download(model.id, name, revision=found.sha) for name in wanted]
 
-    paths = _asked(model, fetch)
+    paths = _ask(model, fetch)
     return RemoteFiles(model, found.sha, names, Path(paths[0]).parent)
 
 
 def remote_headers(files: RemoteFiles, shards: list[str]) -> dict[str, Header]:
-    """The headers of safetensors files by range requests, several at a time."""
+    """The headers of safetensors files by range requests, several at a time.
+
+    By hand: the hub library's ``parse_safetensors_file_metadata`` does not give the file's size (a truncated file would
+    pass) nor the header's bytes (whose digest is part of the source's hash), does not check a header for gaps, overlaps
+    and repeated names, and reads a whole shard from a server that ignores the range.
+    """
     with ThreadPoolExecutor(_THREADS) as pool:
-        headers = pool.map(lambda name: _asked(files.model, lambda: _remote_header(files, name)), shards)
+        headers = pool.map(lambda name: _ask(files.model, lambda: _remote_header(files, name)), shards)
         return dict(zip(shards, headers, strict=True))
 
 
@@ -136,7 +141,7 @@ def _get_range(files: RemoteFiles, name: str, start: int, length: int) -> tuple[
         return response.read(), int(total[1])
 
 
-def _asked(model: HubModel, question: Callable[[], _Result]) -> _Result:
+def _ask(model: HubModel, question: Callable[[], _Result]) -> _Result:
     """Ask the hub; whatever goes wrong becomes an InputError."""
     try:
         return question()

@@ -1,4 +1,4 @@
-"""Which tensor goes to which shard, and where in it: decided before the first byte is written."""
+"""The place of every tensor, shard and offset, fixed before the first byte is written."""
 
 import json
 import struct

@@ -64,7 +64,7 @@ class ShardWriter:
         self.written = set(resume_written)
         unknown = sorted(self.written - set(self._places))
         if unknown:
-            raise KvfoldError(f"{folder}: expected to resume tensors of this plan, found {unknown[0]!r}; start afresh")
+            raise KvfoldError(f"{folder}: expected to resume tensors of this plan, found {unknown[0]!r}; start over")
         self._copying: Future[None] | None = None
         self._files: dict[str, int] = {}
         try:
@@ -269,12 +269,12 @@ def _lay_out(path: Path, shard: Shard, resumed: bool) -> int:
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if resumed else os.O_CREAT | os.O_EXCL), 0o666)
     except FileNotFoundError:
-        raise KvfoldError(f"{path}: expected a shard to resume, found none; start afresh") from None
+        raise KvfoldError(f"{path}: expected a shard to resume, found none; start over") from None
     try:
         if resumed:
             found = os.fstat(file).st_size
             if found != size or os.pread(file, len(header), 0) != header:
-                raise KvfoldError(f"{path}: expected the shard of this plan to resume, found another; start afresh")
+                raise KvfoldError(f"{path}: expected the shard of this plan to resume, found another; start over")
         else:
             os.ftruncate(file, size)
             write_all(file, memoryview(header), 0)

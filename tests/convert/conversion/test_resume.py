@@ -99,7 +99,7 @@ def test_only_an_equal_request_with_resume_goes_on(tmp_path, monkeypatch, capsys
         with pytest.raises(RuntimeError, match="enough"):
             convert_checkpoint(ConvertRequest(**{**options, **changes}))
         assert noted == [first]
-        anew = "--resume: what a killed run left here is of other options" in capsys.readouterr().err
+        anew = "--resume: the interrupted run here used different options" in capsys.readouterr().err
         assert anew == (changes == {"seed": 1})
     assert not list(tmp_path.iterdir())  # without --resume nothing is left
 

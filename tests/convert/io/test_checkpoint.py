@@ -321,10 +321,10 @@ def test_index_without_a_weight_map(sharded: Path, text: str) -> None:
     assert problems_of(sharded) == [expected]
 
 
-def test_quantised_by_config(sharded: Path) -> None:
+def test_quantized_by_config(sharded: Path) -> None:
     (sharded / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
-    expected = "quantised checkpoint (quantization_config, method 'gptq'); expected plain weights"
-    advice = "convert the unquantised weights, then quantise the result"
+    expected = "quantized checkpoint (quantization_config, method 'gptq'); expected plain weights"
+    advice = "convert the unquantized weights, then quantize the result"
     assert problems_of(sharded) == [f"{sharded}: {expected}: {advice}"]
 
 
@@ -337,15 +337,15 @@ def test_quantised_by_config(sharded: Path) -> None:
         ("l.qweight", torch.int32),
     ],
 )
-def test_quantised_by_dtype(folder: Path, name: str, dtype: torch.dtype) -> None:
+def test_quantized_by_dtype(folder: Path, name: str, dtype: torch.dtype) -> None:
     save_file({name: torch.zeros(4).to(dtype), "l.bias": torch.zeros(4)}, folder / "model.safetensors")
     (problem,) = problems_of(folder)
     assert problem.startswith(
-        f"model.safetensors: tensor {name!r} is quantised: expected F16, BF16, F32 or F64, found "
+        f"model.safetensors: tensor {name!r} is quantized: expected F16, BF16, F32 or F64, found "
     )
 
 
-def test_integer_buffers_are_not_quantised_weights(folder: Path) -> None:
+def test_integer_buffers_are_not_quantized_weights(folder: Path) -> None:
     buffers = {"attn.bias": torch.zeros(2, 2, dtype=torch.uint8), "position_ids": torch.arange(3)}
     save_file(buffers, folder / "model.safetensors")
     assert set(open_checkpoint(folder).tensors) == set(buffers)

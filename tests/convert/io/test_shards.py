@@ -373,12 +373,12 @@ def test_only_the_same_plan_can_be_carried_on(out: Path) -> None:
     with plan_of_two(out) as writer:
         writer.write("a", torch.ones(2))
     other = assign_shards([OutputTensor(name, "F32", (2,), None) for name in "ac"], GB)
-    with pytest.raises(KvfoldError, match="expected the shard of this plan to resume, found another; start afresh"):
+    with pytest.raises(KvfoldError, match="expected the shard of this plan to resume, found another; start over"):
         ShardWriter(out, other, resume_written={"a"})
-    with pytest.raises(KvfoldError, match="expected to resume tensors of this plan, found 'z'; start afresh"):
+    with pytest.raises(KvfoldError, match="expected to resume tensors of this plan, found 'z'; start over"):
         ShardWriter(out, other, resume_written={"z"})
     (out / "model.safetensors").unlink()
-    with pytest.raises(KvfoldError, match=r"model.safetensors: expected a shard to resume, found none; start afresh"):
+    with pytest.raises(KvfoldError, match=r"model.safetensors: expected a shard to resume, found none; start over"):
         ShardWriter(out, other, resume_written={"a"})
 
 
