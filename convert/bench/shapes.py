@@ -1,4 +1,4 @@
-"""What ``kvfold bench`` runs: checkpoints, or the attention kinds of a well-known shape with random weights.
+"""The models that ``kvfold bench`` runs: checkpoints, or attention kinds of a well-known shape with random weights.
 
 No torch here.
 """

@@ -21,7 +21,6 @@ from kvfold.convert.bench.clock import Clock, free_memory, peak_memory, reset_pe
 from kvfold.convert.bench.costs import Weights, costs
 from kvfold.convert.bench.shapes import Subject
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SEED = 0
 
 
@@ -43,7 +42,7 @@ def run(task: Task) -> dict[str, Any]:
     torch.manual_seed(_SEED)
     if task.threads:
         torch.set_num_threads(task.threads)
-    device, dtype = torch.device(task.device), _DTYPES[task.dtype]
+    device, dtype = torch.device(task.device), getattr(torch, task.dtype)
     config = AutoConfig.for_model(**task.subject.config)
     weights = _count(config)
     pairs = sorted((context * batch, context, batch) for context in task.contexts for batch in task.batches)
@@ -70,7 +69,7 @@ def _count(config: Any) -> Weights:
 
 
 def _needed(task: Task, weights: Weights, context: int, batch: int) -> int:
-    size = _DTYPES[task.dtype].itemsize
+    size = getattr(torch, task.dtype).itemsize
     prefill = _prefill_size(task, context, batch)
     return costs(task.subject.config, task.subject.form, weights, size, context, batch, prefill[0] * prefill[1]).memory
 

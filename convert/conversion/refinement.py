@@ -8,7 +8,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.targets.deepseek.constant import constant_paces
+from kvfold.convert.targets.deepseek.constant import lr_multipliers
 from kvfold.convert.walk.objective import AttentionUpdate
 from kvfold.convert.walk.refine import AUTO_STEPS, Refined, Refinement, refine_layer
 from kvfold.convert.walk.walk import Step
@@ -53,7 +53,7 @@ def refinement(plan: Plan, steps: int | str, display: "_Display") -> Refinement:
     if plan.request.to != "mla":
         return Refinement(steps, plan.request.seed, update, update, tell=display)
     if plan.latent_target().constant:
-        return Refinement(steps, plan.request.seed, update, lr_multipliers=constant_paces, tell=display)
+        return Refinement(steps, plan.request.seed, update, lr_multipliers=lr_multipliers, tell=display)
     return Refinement(steps, plan.request.seed, update, tell=display)
 
 

@@ -1,4 +1,4 @@
-"""Stored tensors of a layer's attention <-> the canonical form that transforms read (``transforms/weights.py``).
+"""A layer's attention between its stored tensors and the canonical form of transforms (``transforms/weights.py``).
 
 Canonical weights are half-split (interleaved rotary storage is permuted on reading and back on writing) and keep the
 stored dtype; reading and writing only move elements, so ``write_layer(read_layer(...))`` gives the same bits.
@@ -45,7 +45,7 @@ def write_layer(
     """The tensors of the file that hold ``roles`` of ``layer``, by name, each contiguous, in the dtype they come in.
 
     The number of heads is the weights'; the rest of ``model`` may be the source's. A fused tensor is written whole
-    when any of its roles is asked for. Raises ``ValueError`` when the family has no place for a bias or norm, or needs
+    when any of its roles is among them. Raises ``ValueError`` when the family has no place for a bias or norm, or needs
     one.
     """
     _check_places(model, weights)
@@ -138,8 +138,8 @@ def _check_places(model: Model, weights: AttentionWeights) -> None:
     for name, place in places.items():
         given = getattr(weights, name) is not None
         if given != place:
-            wanted, found = ("needs", "none") if place else ("has no place for", "one")
-            raise ValueError(f"model_type {model.family.model_type!r} with this config {wanted} {name}, found {found}")
+            verb, number = ("needs", "none") if place else ("has no place for", "one")
+            raise ValueError(f"model_type {model.family.model_type!r} with this config {verb} {name}, found {number}")
 
 
 def _to_half(dims: int) -> list[int]:

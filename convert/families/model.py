@@ -1,4 +1,4 @@
-"""A model as data: a family and a config bound once, and everything that kvfold asks of the two.
+"""A model as data: a family and a config bound together.
 
 Nothing here imports torch or transformers: ``kvfold inspect`` answers from headers and a config in under a second.
 """
@@ -38,7 +38,7 @@ class HasShape(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A decoded config.json read as its family says. Every answer is worked out when first asked for, and kept.
+    """A decoded config.json read by the rules of its family. Every property is computed once, on first use.
 
     Each may raise ``InputError`` naming the config key that is missing or wrong.
     """
@@ -85,7 +85,7 @@ class Model:
         for tensor in self.tensors.values():
             for role in tensor.roles:
                 names.setdefault((role, tensor.layer), []).append(tensor.name)
-        return {key: tuple(found) for key, found in names.items()}
+        return {key: tuple(same) for key, same in names.items()}
 
     @cached_property
     def qk_norm(self) -> Norm | None:
@@ -123,31 +123,31 @@ class Model:
             self.rope_table(layer_type)
         _ = self.layers
 
-    def tensor_problems(self, found: Mapping[str, HasShape]) -> list[str]:
+    def tensor_problems(self, stored: Mapping[str, HasShape]) -> list[str]:
         """Missing, mis-shaped and unexpected tensors of a checkpoint, one line each."""
-        if problem := self._size_problem(len(found)):
+        if problem := self._size_problem(len(stored)):
             return [problem]
-        missing = [f"missing: {t.name} {list(t.shape)}" for t in self.tensors.values() if t.name not in found]
+        missing = [f"missing: {t.name} {list(t.shape)}" for t in self.tensors.values() if t.name not in stored]
         misshaped = [
-            f"wrong shape: {name} is {list(found[name].shape)}, expected {list(tensor.shape)}"
+            f"wrong shape: {name} is {list(stored[name].shape)}, expected {list(tensor.shape)}"
             for name, tensor in self.tensors.items()
-            if name in found and tuple(found[name].shape) != tensor.shape
+            if name in stored and tuple(stored[name].shape) != tensor.shape
         ]
         extra = [
-            f"unexpected: {name} {list(found[name].shape)}"
-            for name in found
+            f"unexpected: {name} {list(stored[name].shape)}"
+            for name in stored
             if name not in self.tensors and not self._tolerates(name)
         ]
         return missing + misshaped + extra
 
     def _size_problem(self, count: int) -> str | None:
-        """A config of far more layers or experts than there are tensors, said before they are listed one by one."""
+        """Reported first for a config with far more layers or experts than tensors, which listing would take long."""
         layers, most = self.geometry.layers, max(count, _MOST_UNCHECKED)
         if layers > most:
-            return f"missing: config.json tells of {layers} layers, the files hold {count} tensors in all"
+            return f"missing: config.json says {layers} layers, the files hold {count} tensors in all"
         widest = max(experts(spec, scope) for _, spec, scope in present(self.values, self._layer_values))
         if widest > most:
-            return f"missing: config.json tells of {widest} experts, the files hold {count} tensors in all"
+            return f"missing: config.json says {widest} experts, the files hold {count} tensors in all"
         return None
 
     def _tolerates(self, name: str) -> bool:

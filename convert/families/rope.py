@@ -32,39 +32,41 @@ def rope_table(values: Values, layer_type: str | None = None) -> dict[str, Any]:
 
 
 def number_above_0(value: Any) -> bool:
+    """Whether ``value`` is a finite number above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def checked_number(table: Mapping[str, Any], key: str) -> float:
     """``table[key]`` of a rotary embedding. Raises ``InputError`` unless it is a number above 0."""
-    found = table.get(key)
-    if not number_above_0(found):
-        raise InputError(f"config.json: {key} of the rotary embedding must be a number above 0, found {found!r}")
+    value = table.get(key)
+    if not number_above_0(value):
+        raise InputError(f"config.json: {key} of the rotary embedding must be a number above 0, found {value!r}")
     return float(table[key])
 
 
 def _stated_table(values: Values, layer_type: str | None) -> dict[str, Any]:
+    """The parameters as the config has them, ``rope_scaling`` before ``rope_parameters``, with the class's base."""
     rotary, config = values.family.rotary, values.config
     new, old = _mapping(config, "rope_parameters"), _mapping(config, "rope_scaling")
-    own = (rotary.by_type or {}).get(layer_type or "")
-    if own is None:
+    of_type = (rotary.by_type or {}).get(layer_type or "")
+    if of_type is None:
         table = {**(old or new)}
         table.setdefault("rope_theta", config.get("rope_theta") or rotary.theta)
         if config.get("partial_rotary_factor") is not None:
             table.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
         return table
     table = {**_mapping(new, layer_type or "")}
-    if own.scaled:
+    if of_type.scaled:
         table.update(old)
-    table.setdefault("rope_theta", config.get(own.key) or own.theta)
+    table.setdefault("rope_theta", config.get(of_type.key) or of_type.theta)
     return table
 
 
 def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = config.get(key)
-    if found is not None and not isinstance(found, Mapping):
-        raise InputError(f"config.json: {key} must be an object or null, found {found!r}")
-    return found or {}
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise InputError(f"config.json: {key} must be an object or null, found {value!r}")
+    return value or {}
 
 
 def _default_original_positions(values: Values, table: dict[str, Any]) -> None:

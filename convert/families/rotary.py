@@ -1,7 +1,9 @@
-"""The rotary frequencies of a layer, for every rope type whose frequencies do not move with the length of the text.
+"""The rotary frequencies of a layer, for rope types whose frequencies do not depend on the length of the text.
 
 Formulas: RoPE (Su et al. 2021), linear interpolation (Chen et al. 2023), YaRN (Peng et al. 2023), LongRoPE (Ding et
-al. 2024) and Llama 3.1's by wavelength, with the rules of transformers where a paper leaves a choice.
+al. 2024) and Llama 3.1's by wavelength, with the rules of transformers where a paper leaves a choice. They are
+computed here because conversions that read no text do without transformers, and in float64: its own functions work in
+float32, and the config of an MLA checkpoint stores the frequencies as decimal numbers.
 """
 
 import math
@@ -23,7 +25,7 @@ def layer_rotary(model: Model, layer: int, context: Context | None = None) -> Ro
     """The rotary embedding of ``layer``; empty where the layer does not rotate.
 
     longrope has one set of frequencies for short texts and another for long ones; unless they are equal, ``context``
-    must say which. Raises ``InputError`` for types whose frequencies depend on the text (dynamic) and unknown ones.
+    must choose one. Raises ``InputError`` for types without fixed frequencies (dynamic) and unknown ones.
     """
     how, geometry = model.layers[layer], model.geometry
     if not how.rotates:
@@ -39,10 +41,7 @@ def layer_rotary(model: Model, layer: int, context: Context | None = None) -> Ro
         return _longrope(table, theta, geometry.positions, context)
     if kind not in _SCALED:
         known = ", ".join(["default", *_SCALED, "longrope"])
-        raise InputError(
-            f"config.json: rope_type {kind!r} has no frequencies that hold for every length of text; expected one of "
-            f"{known}"
-        )
+        raise InputError(f"config.json: rope_type {kind!r} has no fixed frequencies; expected one of {known}")
     return _SCALED[kind](table, theta, geometry.positions)
 
 
@@ -90,9 +89,9 @@ def _longrope(table: Mapping[str, Any], theta: Tensor, positions: int, context: 
     factors = {name: _factors(table, f"{name}_factor", theta.numel()) for name in ("short", "long")}
     if context is None and not torch.equal(factors["short"], factors["long"]):
         raise InputError(
-            "config.json: rope_type 'longrope' has other frequencies for texts up to "
-            f"{table['original_max_position_embeddings']} tokens than beyond; frequencies that hold for both were "
-            "expected (equal short_factor and long_factor), or a choice of one of them"
+            "config.json: rope_type 'longrope' has different frequencies for texts up to "
+            f"{table['original_max_position_embeddings']} tokens and for longer ones; expected equal short_factor and "
+            "long_factor, or a choice of one of them"
         )
     original = checked_number(table, "original_max_position_embeddings")
     factor = positions / original if table.get("factor") is None else checked_number(table, "factor")

@@ -20,7 +20,7 @@ ABSENT: Any = object()  # "the file does not say", where null would mean somethi
 
 @dataclass(frozen=True)
 class Key:
-    """A key of config.json. ``type`` is checked; a key with neither ``default`` nor ``otherwise`` must be there."""
+    """A key of config.json. ``type`` is checked; a key with neither ``default`` nor ``otherwise`` is required."""
 
     type: str
     aliases: tuple[str, ...] = ()  # older or other spellings, tried in order
@@ -48,7 +48,7 @@ class Sizes:
 class Norm:
     """The norms on queries and keys. ``extent`` says what one stored tensor covers:
 
-    ``shared`` [D], one row for all heads; ``head`` [heads, D]; ``flat`` [heads * D], normalised over all heads at once;
+    ``shared`` [D], one row for all heads; ``head`` [heads, D]; ``flat`` [heads * D], normalized over all heads at once;
     ``per_head`` one [D] tensor per head, whose name holds ``{head}``.
     """
 
@@ -97,7 +97,9 @@ class RopeOfType:
 class Rope:
     """``theta`` and ``fraction`` are the class's defaults; ``fraction`` null: whole heads rotate, always.
 
-    ``rotates`` is asked per layer. ``by_type``: layer types with a rotary embedding of their own.
+    ``rotates`` is evaluated per layer. ``by_type``: layer types with a rotary embedding of their own. ``renamed``: rope
+    types that the class reads as another. ``original_positions``: the class's default of the config key
+    ``original_max_position_embeddings``, where it has one.
     """
 
     style: Literal["half", "interleaved"]
@@ -105,10 +107,8 @@ class Rope:
     fraction: float | None = None
     rotates: Expression = True
     by_type: Mapping[str, RopeOfType] | None = None
-    renamed: Mapping[str, str] | None = None  # rope types that the class reads as another
-    original_positions: int | None = (
-        None  # default of the key original_max_position_embeddings, where the class has one
-    )
+    renamed: Mapping[str, str] | None = None
+    original_positions: int | None = None
 
 
 @dataclass(frozen=True)

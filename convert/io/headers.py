@@ -39,7 +39,8 @@ DTYPE_BITS = {
     "F6_E3M2": 6,
     "F4": 4,
 }
-FLOAT_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
+TORCH_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}  # torch's spelling of floats
+FLOAT_DTYPES = frozenset(TORCH_NAMES)
 MAX_HEADER = 100_000_000  # what the reference implementation accepts
 PREFIX = 8
 

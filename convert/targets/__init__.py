@@ -1,1 +1,1 @@
-"""What comes out: the checkpoint layouts that a conversion can be written in."""
+"""Targets: the checkpoint layouts that a conversion can write."""

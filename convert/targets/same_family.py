@@ -8,7 +8,7 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.families.tensors import ROLES, Role
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.config import dtype_changes, edit_config
-from kvfold.convert.io.headers import FLOAT_DTYPES
+from kvfold.convert.io.headers import FLOAT_DTYPES, TORCH_NAMES
 from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.targets.target import TargetLayout
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 POOLED: tuple[Role, ...] = ("k", "v")
 ABSORBED: tuple[Role, ...] = ROLES
 
-_STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_STORED = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 
 
 def folded_layout(
     source: Model, checkpoint: Checkpoint, kv_heads: int, *, roles: Collection[Role], dtype: str | None
 ) -> TargetLayout:
-    """The checkpoint with ``kv_heads`` key/value heads, of which the transform makes ``roles``.
+    """The checkpoint with ``kv_heads`` key/value heads; ``roles`` are the projections that the transform changes.
 
     ``dtype`` is the stored dtype in torch's spelling, or None to keep each tensor's own.
     """
@@ -47,7 +47,7 @@ def folded_layout(
 def _output_tensors(
     source: Model, target: Model, checkpoint: Checkpoint, computed: Collection[str], dtype: str | None
 ) -> tuple[OutputTensor, ...]:
-    """The source's tensors in their order, without those that went with their head (one norm tensor per head)."""
+    """The source's tensors in their order, without the norms of key heads that are gone (one tensor per head)."""
     return tuple(
         OutputTensor(
             info.name,
@@ -61,12 +61,12 @@ def _output_tensors(
 
 
 def stored_dtype(present: str, dtype: str | None) -> str:
-    """The safetensors dtype of an output tensor: ``dtype`` (torch's spelling) for floats, else what it is now."""
+    """The safetensors dtype of an output tensor: ``dtype`` (torch's spelling) for floats, else the present one."""
     return present if dtype is None or present not in FLOAT_DTYPES else _STORED[dtype]
 
 
 def cache_elements(geometry: Geometry) -> int:
-    """Numbers that one token takes in the cache of one layer: a key and a value per key/value head."""
+    """KV-cache elements per token per layer: a key and a value for every key/value head."""
     return 2 * geometry.kv_heads * geometry.head_dim
 
 

@@ -1,4 +1,4 @@
-"""What a target must say before any weight is read: the output's config, its tensors, and how a layer is stored."""
+"""The layout of an output checkpoint, known before any weight is read: config, tensors, how a layer is stored."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 class TargetLayout:
     """The checkpoint that a conversion writes.
 
-    ``tensors`` are all of them, in the order of the files. ``computed[layer]`` names those that the transform makes;
-    every other one is copied from the source. ``encode(layer, weights)`` turns a transformed layer into the computed
-    tensors, in the terms of the files (any float dtype; the writer casts to the planned one).
+    ``kind`` is its attention, such as ``GQA-8`` or ``MLA 512+64``. ``tensors`` are all tensors in the order of the
+    files; ``computed[layer]`` names those that the transform makes, every other one is copied from the source.
+    ``cache_elements`` counts per token per layer. ``encode(layer, weights)`` turns a transformed layer into the
+    computed tensors by their names in the files (any float dtype; the writer casts to the planned one).
     """
 
     kind: str

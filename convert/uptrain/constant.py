@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.targets.deepseek.constant import constant_paces
-from kvfold.convert.targets.deepseek.tensors import CONSTANT
+from kvfold.convert.targets.deepseek.constant import CONSTANT, lr_multipliers
 
 _DOWN = {"kv_a_proj_with_mqa": "kv_lora_rank", "q_a_proj": "q_lora_rank"}
 
@@ -96,7 +95,7 @@ def _slow_parts(model: nn.Module) -> list[Slow]:
     for layer in sorted({name.split(".self_attn.")[0] for name in attention}):
         own = {name: value for name, value in attention.items() if name.startswith(f"{layer}.self_attn.")}
         shapes = {name: torch.empty(value.shape, device="meta") for name, value in own.items()}
-        for name in constant_paces(shapes):
+        for name in lr_multipliers(shapes):
             path, kind = name.rsplit(".", 1)
             module = model.get_submodule(path)
             if path.endswith("layernorm"):

@@ -54,7 +54,7 @@ def test_every_family_is_inspected(tiny_family, name):
 def test_what_a_family_has_of_its_own_is_told(tiny_family):
     assert inspect_checkpoint(str(tiny_family("qwen2"))).biases == ["q", "k", "v"]
     assert inspect_checkpoint(str(tiny_family("qwen3"))).qk_norm == "rms"
-    assert "normalises queries and keys" in summary(inspect_checkpoint(str(tiny_family("qwen3"))))
+    assert "normalizes queries and keys" in summary(inspect_checkpoint(str(tiny_family("qwen3"))))
 
 
 def test_windowed_layers_hold_their_window_only(tiny_family):

@@ -1,4 +1,4 @@
-"""Names, shapes and config of the stock ``DeepseekV3ForCausalLM`` that holds a converted model. No torch here.
+"""Names, shapes and config of the stock ``DeepseekV3ForCausalLM`` that holds a converted model; without torch.
 
 Every layer is dense (``first_k_dense_replace`` is the number of layers). Layout ``deepseek`` uses attention biases: one
 latent channel is the constant that makes the latent's RMSNorm a known factor. Layout ``engine`` has none, so that the
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
 
-NORM_EPS = 1e-6  # of both latent norms: what the stock class hard-codes
+NORM_EPS = 1e-6  # of both latent norms, as the stock class hard-codes it
 _NAMES = {
     "embedding": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
@@ -35,9 +35,9 @@ def is_latent(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class LatentTarget:
-    """``kv_rank`` R and ``rope_dim`` P are what is cached per token and layer, the constant channel included.
+    """Sizes of latent attention. ``kv_rank`` R + ``rope_dim`` P are the KV-cache elements per token per layer.
 
-    ``q_rank`` None: queries without a latent (but see ``query_rank``).
+    R includes the constant channel. Without ``q_rank`` queries have no latent, unless biases need one (``query_rank``).
     """
 
     kv_rank: int
@@ -47,46 +47,49 @@ class LatentTarget:
 
     @property
     def constant(self) -> bool:
-        """Whether one channel of each latent is the constant one."""
+        """Whether one channel of each latent is constant, which is 1 channel as a number."""
         return self.layout == "deepseek"
 
     @property
     def channels(self) -> int:
-        """Latent channels that carry something."""
+        """Latent channels without the constant one."""
         return self.kv_rank - self.constant
 
 
 def attention_module(layer: int) -> str:
+    """Name of the attention of ``layer``."""
     return f"model.layers.{layer}.self_attn"
 
 
 def full_query_rank(geometry: Geometry, target: LatentTarget) -> int:
-    """The ``q_rank`` that loses nothing."""
+    """The ``q_rank`` that is exact: no smaller latent holds all queries."""
     rows = geometry.heads * (geometry.head_dim + target.rope_dim)
     return min(geometry.model_dim, rows) + target.constant
 
 
 def query_rank(model: Model, target: LatentTarget) -> int | None:
-    """``q_lora_rank`` as written.
-
-    A bias on the queries has its only place in a query latent, then one that loses nothing.
-    """
+    """``q_lora_rank`` of the output. Only a query latent can store a bias on queries, which forces an exact one."""
     if target.q_rank is None and model.has_bias("q"):
         return full_query_rank(model.geometry, target)
     return target.q_rank
 
 
 def deepseek_shapes(model: Model, target: LatentTarget) -> dict[str, tuple[Shape, str | None]]:
-    """Every output tensor: shape, and the source tensor whose bytes it repeats (None: it is computed)."""
-    shapes: dict[str, tuple[Shape, str | None]] = dict(_outer(model, target))
+    """Every output tensor: its shape, and the source tensor whose bytes it repeats (None where it is computed)."""
+    shapes = dict(_outer(model, target))
     for layer in range(model.geometry.layers):
-        shapes |= {name: (shape, None) for name, shape in attention_shapes(model, target, layer).items()}
-        shapes |= dict(_block(model, layer))
+        shapes |= layer_shapes(model, target, layer)
     return shapes
 
 
+def layer_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, tuple[Shape, str | None]]:
+    """The tensors of one layer, as ``deepseek_shapes`` gives them."""
+    attention = attention_shapes(model, target, layer)
+    return {name: (shape, None) for name, shape in attention.items()} | dict(_block(model, layer))
+
+
 def attention_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, Shape]:
-    """The attention tensors of ``layer``."""
+    """The attention tensors of ``layer``, all of them computed."""
     size, module = model.geometry, attention_module(layer)
     heads, dim, width, rank = size.heads, size.head_dim, size.model_dim, target.kv_rank
     queries, q_rank = heads * (dim + target.rope_dim), query_rank(model, target)
@@ -149,7 +152,7 @@ def deepseek_config(
     """``config.json`` of the output. ``theta [P/2]``: radians per position of each rotary pair.
 
     ``dtype`` as transformers spells it. ``positions``: the longest context, where it is shorter than the source's.
-    Frequencies, dtype and the special tokens are spelled for older and newer readers alike.
+    Frequencies and dtype are spelled twice, for readers before and after transformers 5.
     """
     size, block, config = model.geometry, model.block, model.config
     longest = size.positions if positions is None else positions
@@ -186,11 +189,12 @@ def deepseek_config(
 
 
 def _intermediate(model: Model) -> int:
+    """Width of the MLPs."""
     return model.tensors[model.names["down", 0][0]].shape[1]
 
 
 def _dense_only(layers: int, intermediate: int) -> dict[str, Any]:
-    """Experts that no layer has: the smallest numbers that the readers of these keys accept."""
+    """Keys about experts, which no layer has: the smallest numbers that the readers of these keys accept."""
     return {
         "first_k_dense_replace": layers,
         "moe_layer_freq": 1,
@@ -210,9 +214,10 @@ def _dense_only(layers: int, intermediate: int) -> dict[str, Any]:
 
 
 def rope_config(theta: Sequence[float], positions: int) -> dict[str, Any]:
-    """The rope keys for these frequencies, in the older and the newer spelling: plain where plain RoPE has them.
+    """The rope keys for these frequencies, in the older and the newer spelling.
 
-    Otherwise ``longrope``, whose factors divide the standard frequencies one by one, the same for every length.
+    Plain RoPE where it has these frequencies, else ``longrope``: its factors divide the standard frequencies one by
+    one, here by the same for every length of text.
     """
     base = plain_base(theta)
     if base is not None:
@@ -244,5 +249,5 @@ def plain_base(theta: Sequence[float]) -> float | None:
         return None
     base = 10000.0 if len(theta) == 1 else theta[-1] ** (-len(theta) / (len(theta) - 1))
     base = float(round(base)) if math.isclose(base, round(base), rel_tol=1e-6) else base
-    wanted = (base ** (-index / len(theta)) for index in range(len(theta)))
-    return base if all(math.isclose(a, b, rel_tol=3e-7) for a, b in zip(theta, wanted, strict=True)) else None
+    plain = (base ** (-index / len(theta)) for index in range(len(theta)))
+    return base if all(math.isclose(a, b, rel_tol=3e-7) for a, b in zip(theta, plain, strict=True)) else None

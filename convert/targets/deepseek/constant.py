@@ -1,35 +1,57 @@
-"""What refinement must hold on to: the constant channel of each latent in layout ``deepseek``.
+"""The constant channel of layout ``deepseek``: it makes the live norm of a latent a known factor.
 
-Its large bias, its row of zeros and the norm's weights make the norm a known factor whatever the token
-(``targets/deepseek.py``); gradients would trade that for a little error. What reads the channel sees a number as much
-larger than its neighbours as the bias is, and has to move by as much less.
+DeepSeek normalizes its latents; a converted model must not. The last channel of each latent is a constant ``B``, set
+by a bias, so large that the norm divides by ``B / sqrt(R)`` whatever the token: for a latent ``c`` of unit energy the
+error is about ``|c|^2 / 2 B^2``. ``B`` and the norm's weight are powers of two, which bfloat16 and float16 hold
+exactly; what is left of the factor goes into the weights that read the latent.
+
+Training must keep all of it. The bias, the channel's row of zeros and the norm's weights are frozen; gradients would
+trade them for a little less error. The columns that read the channel have an input ``B`` times larger than the others
+and must move by as much less.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from kvfold.convert.targets.deepseek.tensors import CONSTANT
-
+# With 256 the logits of a full-rank factoring are off by more than 1e-4; with 1024 float16 still holds c sqrt(R) / B
+# of the weakest channels worth having.
+CONSTANT = 1024.0
 _NORM_OF = {"q_a_proj": "q_a_layernorm", "kv_a_proj_with_mqa": "kv_a_layernorm"}
 _READERS = ("q_b_proj", "kv_b_proj")
 
 
-def constant_paces(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """How far each element of a layer's attention moves in a step, relative to the rest of its tensor: 0 not at all.
+def norm_weight(rank: int) -> float:
+    """The power of two nearest to ``B / sqrt(R)``, on a logarithmic scale."""
+    return float(2.0 ** round(math.log2(CONSTANT / math.sqrt(rank))))
 
-    Tensors that move evenly are absent. Layer norms of latents are held, too.
+
+def norm_remainder(rank: int) -> float:
+    """The factor between ``B / sqrt(R)`` and ``norm_weight(R)``, which the weights that read the latent undo."""
+    return CONSTANT / math.sqrt(rank) / norm_weight(rank)
+
+
+def with_constant(bias: Tensor) -> Tensor:
+    """The latent's bias ``[R-1]`` with the constant channel behind it."""
+    return torch.cat([bias, bias.new_full((1,), CONSTANT)])
+
+
+def lr_multipliers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Learning-rate multiplier of each element of a layer's attention, relative to the rest of its tensor; 0 is frozen.
+
+    Tensors whose elements all learn alike are absent. The weights of the latents' norms are frozen.
     """
-    paces: dict[str, Tensor] = {}
+    multipliers: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         parent, projection, _ = name.rsplit(".", 2)
         if projection in _NORM_OF.values():
-            paces[name] = torch.zeros_like(tensor)
+            multipliers[name] = torch.zeros_like(tensor)
         elif projection in _NORM_OF:
-            paces[name] = torch.ones_like(tensor)
-            paces[name][len(tensors[f"{parent}.{_NORM_OF[projection]}.weight"]) - 1] = 0
+            multipliers[name] = torch.ones_like(tensor)
+            multipliers[name][len(tensors[f"{parent}.{_NORM_OF[projection]}.weight"]) - 1] = 0
         elif projection in _READERS:
-            paces[name] = torch.ones_like(tensor)
-            paces[name][:, -1] = 1 / CONSTANT
-    return paces
+            multipliers[name] = torch.ones_like(tensor)
+            multipliers[name][:, -1] = 1 / CONSTANT
+    return multipliers

@@ -1,6 +1,6 @@
-"""What keeps a model from becoming a stock DeepSeek checkpoint, from its config alone. No torch here.
+"""Reasons why a model cannot become a stock DeepSeek checkpoint, from its config alone; without torch.
 
-Each problem is one line that says what was found and what would work.
+Each is one line that says what was found and what would work.
 """
 
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from kvfold.convert.families.geometry import Block, Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.tensors import ROLES
 from kvfold.convert.targets.deepseek.config import LatentTarget, full_query_rank
+from kvfold.convert.targets.same_family import cache_elements
 
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
 _ROLES = frozenset({"embedding", "final_norm", "head", "attention_norm", "mlp_norm", "gate", "up", "gate_up", "down"})
@@ -17,13 +18,14 @@ _INSTEAD = "--to gqa works"
 
 
 def latent_problems(model: Model, target: LatentTarget, *, allow_growth: bool = False) -> list[str]:
-    """Everything that stands in the way, the model's own first. Empty when the conversion is possible."""
-    engine = list(_engine_problems(model)) if target.layout == "engine" else []
-    return [*model_problems(model), *engine, *_size_problems(model.geometry, target, allow_growth)]
+    """All problems of this conversion, those of any target first. Empty when it is possible."""
+    engine = _engine_problems(model) if target.layout == "engine" else ()
+    advised = (f"--layout engine: {problem}; use --layout deepseek" for problem in engine)
+    return [*model_problems(model), *advised, *_size_problems(model.geometry, target, allow_growth)]
 
 
 def model_problems(model: Model) -> list[str]:
-    """What no latent target of any size or layout can hold."""
+    """Properties of the model that no latent target of any size or layout can express."""
     problems = [
         *_block_problems(model.block),
         *_tensor_problems(model),
@@ -34,7 +36,7 @@ def model_problems(model: Model) -> list[str]:
 
 
 def context(model: Model) -> int:
-    """The longest context that the output is good for: longrope is cut to the range of its short factors."""
+    """Positions of the output: those of the source, for longrope only the range of its short factors."""
     positions, table = model.geometry.positions, model.rope_table()
     if table["rope_type"] == "longrope" and table.get("short_factor") != table.get("long_factor"):
         return min(positions, int(table["original_max_position_embeddings"]))
@@ -70,7 +72,7 @@ def _tensor_problems(model: Model) -> Iterator[str]:
 def _attention_problems(model: Model) -> Iterator[str]:
     layers, longest = model.layers, context(model)
     if model.qk_norm is not None:
-        yield "normalises queries and keys (QK-norm), so its keys are no linear function of a latent"
+        yield "normalizes queries and keys (QK-norm), so its keys are no linear function of a latent"
     if narrow := [layer.window for layer in layers if layer.window is not None and layer.window < longest]:
         yield (
             f"has {len(narrow)} of {len(layers)} layers that see {narrow[0]} positions back, fewer than the context of "
@@ -96,19 +98,14 @@ def _rope_problems(model: Model) -> Iterator[str]:
 
 
 def _engine_problems(model: Model) -> Iterator[str]:
-    places = {"q": "queries, keys and values", "o": "the attention output"}
-    found = []
     if model.has_bias("q"):
-        found.append(f"{model.family.model_type} has biases on {places['q']}, which engines do not read")
+        yield f"{model.family.model_type} has biases on queries, keys and values, which engines do not read"
     if model.has_bias("o"):
-        found.append(f"{model.family.model_type} has a bias on {places['o']}, which engines do not read")
-    table = model.rope_table()
-    if table["rope_type"] != "default":
-        found.append(f"rope_type is {table['rope_type']!r}, engines take 'default' only")
-    activation = model.block.activation
-    if activation not in ("silu", "swish"):
-        found.append(f"the activation is {activation!r}, engines take 'silu' only")
-    yield from (f"--layout engine: {problem}; use --layout deepseek" for problem in found)
+        yield f"{model.family.model_type} has a bias on the attention output, which engines do not read"
+    if (kind := model.rope_table()["rope_type"]) != "default":
+        yield f"rope_type is {kind!r}, engines take 'default' only"
+    if (activation := model.block.activation) not in ("silu", "swish"):
+        yield f"the activation is {activation!r}, engines take 'silu' only"
 
 
 def _size_problems(size: Geometry, target: LatentTarget, allow_growth: bool) -> Iterator[str]:
@@ -116,15 +113,15 @@ def _size_problems(size: Geometry, target: LatentTarget, allow_growth: bool) -> 
     rank, rope, least = target.kv_rank, target.rope_dim, 1 + target.constant
     if rank < least:
         yield f"--kv-rank {rank}: expected at least {least}{', one of them constant' if target.constant else ''}"
-    present = 2 * size.kv_heads * size.head_dim
+    present = cache_elements(size)
     if rank + rope >= present and not allow_growth:
         yield (
-            f"--kv-rank {rank} --rope-dim {rope}: that caches {rank + rope} numbers per token and layer, the model now "
-            f"caches {present}; expected fewer together (--allow-growth converts all the same)"
+            f"--kv-rank {rank} --rope-dim {rope}: {rank + rope} KV-cache elements per token per layer, the source has "
+            f"{present}; expected fewer (--allow-growth converts anyway)"
         )
     full = full_query_rank(size, target)
     if target.q_rank is not None and not least <= target.q_rank <= full:
-        yield f"--q-rank {target.q_rank}: expected {least} to {full}, which loses nothing"
+        yield f"--q-rank {target.q_rank}: expected {least} to {full} ({full} is exact)"
 
 
 def _rope_size_problems(size: Geometry, target: LatentTarget) -> Iterator[str]:

@@ -1,11 +1,8 @@
 """A layer of latent attention in the tensors of the stock ``DeepseekV3ForCausalLM``.
 
-DeepSeek normalises the latent; a converted model must not. In layout ``deepseek`` the latent's last channel is a
-constant ``B``, set by a bias, so large that the norm divides by ``B / sqrt(R)`` whatever the token: for a latent of
-unit energy the error is about ``|c|^2 / 2 B^2``. ``B`` and the norm's weight are powers of two, which bfloat16 and
-float16 hold exactly; what is left of the factor goes into the weights that read the latent. In layout ``engine`` the
-norm stays live, at weight one: the latent must come in a scale in which its rms usually is one
-(``transforms/latent_norm.py``).
+In layout ``deepseek`` a constant channel makes the norm of each latent a known factor (``constant.py``). In layout
+``engine`` the norm stays live, with weights of one: the latent must come in a scale in which its rms usually is one
+(``transforms/latent/norm.py``).
 """
 
 import math
@@ -16,15 +13,12 @@ from torch import Tensor
 
 from kvfold.convert.families.model import Model
 from kvfold.convert.targets.deepseek.config import LatentTarget, attention_module, split_gate_up
+from kvfold.convert.targets.deepseek.constant import CONSTANT, norm_remainder, norm_weight, with_constant
 from kvfold.convert.transforms.latent.weights import LatentWeights
-
-# With 256 the logits of a full-rank factoring are off by more than 1e-4; with 1024 float16 still holds c sqrt(R) / B
-# of the weakest channels worth having.
-CONSTANT = 1024.0
 
 
 def deepseek_tensors(latent: LatentWeights, layer: int, target: LatentTarget) -> dict[str, Tensor]:
-    """The attention tensors of ``layer`` by name, as ``deepseek_config.attention_shapes`` lists them.
+    """The attention tensors of ``layer`` by name, as ``config.attention_shapes`` lists them.
 
     Raises ``ValueError`` when ``latent`` does not fit ``target`` or has a bias for which the layout has no place.
     """
@@ -37,31 +31,26 @@ def deepseek_tensors(latent: LatentWeights, layer: int, target: LatentTarget) ->
 
 
 def interleave(rows: Tensor, dim: int) -> Tensor:
-    """Half-split rotary dims as interleaved pairs: ``(x_0 .. x_{n-1}, y_0 ..
+    """Rotary dims of ``rows`` along ``dim``, from half-split to interleaved pairs.
 
-    Y_{n-1})`` to ``(x_0, y_0, x_1, y_1 ..)``.
+    ``(x_0 .. x_{n-1}, y_0 .. y_{n-1})`` becomes ``(x_0, y_0, x_1, y_1 .. x_{n-1}, y_{n-1})``.
     """
     real, imaginary = rows.chunk(2, dim)
     return torch.stack([real, imaginary], dim + 1).flatten(dim, dim + 1)
 
 
-def norm_weight(rank: int, constant: float = CONSTANT) -> float:
-    """The power of two nearest to ``B / sqrt(R)``, on a logarithmic scale."""
-    return float(2.0 ** round(math.log2(constant / math.sqrt(rank))))
-
-
 def _check(latent: LatentWeights, target: LatentTarget) -> None:
-    found, wanted = (latent.rank, latent.rope_dim), (target.channels, target.rope_dim)
-    if found != wanted:
+    if (latent.rank, latent.rope_dim) != (target.channels, target.rope_dim):
         raise ValueError(
-            f"latent: expected {wanted[0]} channels and {wanted[1]} rotary dims, found {found[0]} and {found[1]}"
+            f"latent: expected {target.channels} channels and {target.rope_dim} rotary dims, "
+            f"found {latent.rank} and {latent.rope_dim}"
         )
     biases = ("down_bias", "rope_key_bias", "q_nope_bias", "q_rope_bias", "o_bias")
     placeless = [name for name in biases if getattr(latent, name) is not None]
     if not target.constant and placeless:
         raise ValueError(f"latent: layout engine has no place for biases, found {', '.join(placeless)}")
     if latent.q_nope_bias is not None and latent.query is None:
-        raise ValueError("latent: a bias on the queries needs a query latent (transforms/query_latent.py), found none")
+        raise ValueError("latent: a bias on queries needs a query latent (transforms/latent/queries.py), found none")
 
 
 def _queries(latent: LatentWeights, target: LatentTarget) -> dict[str, Tensor]:
@@ -77,13 +66,11 @@ def _queries(latent: LatentWeights, target: LatentTarget) -> dict[str, Tensor]:
     if latent.q_nope_bias is not None and latent.q_rope_bias is not None:
         bias = _heads(latent.q_nope_bias, latent.q_rope_bias).flatten() * factor
     rank = len(down) + 1
-    weight = norm_weight(rank)
-    rest = CONSTANT / math.sqrt(rank) / weight  # what the norm leaves to undo
     return {
         "q_a_proj.weight": torch.cat([down, torch.zeros_like(down[:1])]),
-        "q_a_proj.bias": _constant_bias(down.new_zeros(len(down))),
-        "q_a_layernorm.weight": down.new_full((rank,), weight),
-        "q_b_proj.weight": torch.cat([read, (bias / CONSTANT)[:, None]], 1) * rest,
+        "q_a_proj.bias": with_constant(down.new_zeros(len(down))),
+        "q_a_layernorm.weight": down.new_full((rank,), norm_weight(rank)),
+        "q_b_proj.weight": torch.cat([read, (bias / CONSTANT)[:, None]], 1) * norm_remainder(rank),
     }
 
 
@@ -97,25 +84,19 @@ def _keys_and_values(latent: LatentWeights, target: LatentTarget) -> dict[str, T
             "kv_b_proj.weight": read,
         }
     rank = latent.rank + 1
-    weight = norm_weight(rank)
-    rest = CONSTANT / math.sqrt(rank) / weight
     down_bias = _or_zeros(latent.down_bias, latent.down[:, 0])
     rope_bias = interleave(_or_zeros(latent.rope_key_bias, latent.rope_key[:, 0]), 0)
     return {
         "kv_a_proj_with_mqa.weight": torch.cat([latent.down, torch.zeros_like(latent.down[:1]), rope_key]),
-        "kv_a_proj_with_mqa.bias": torch.cat([_constant_bias(down_bias), rope_bias]),
-        "kv_a_layernorm.weight": latent.down.new_full((rank,), weight),
-        "kv_b_proj.weight": torch.nn.functional.pad(read, (0, 1)) * rest,
+        "kv_a_proj_with_mqa.bias": torch.cat([with_constant(down_bias), rope_bias]),
+        "kv_a_layernorm.weight": latent.down.new_full((rank,), norm_weight(rank)),
+        "kv_b_proj.weight": torch.nn.functional.pad(read, (0, 1)) * norm_remainder(rank),
     }
 
 
 def _heads(nope: Tensor, rope: Tensor) -> Tensor:
     """``[H, N, ...]`` and ``[H, P, ...]`` as ``[H, N + P, ...]``, rotary dims interleaved."""
     return torch.cat([nope, interleave(rope, 1)], 1)
-
-
-def _constant_bias(bias: Tensor) -> Tensor:
-    return torch.cat([bias, bias.new_full((1,), CONSTANT)])
 
 
 def _or_zeros(bias: Tensor | None, like: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ def test_layouts_are_compared_after_equally_many_steps(tmp_path, monkeypatch):
     [
         ({"kv_rank": 32, "rope_dim": 31}, "rotary dims come in pairs; expected an even number"),
         ({"kv_rank": 32, "rope_dim": 258}, "expected at most 256"),
-        ({"kv_rank": 256, "rope_dim": 256}, "the model now caches 512; expected fewer together"),
+        ({"kv_rank": 256, "rope_dim": 256}, "the source has 512; expected fewer"),
         ({"kv_rank": 32, "rope_dim": 0}, "need 2 at least"),
         ({"kv_rank": 32, "rope_dim": 64, "layout": "engine"}, "one pair per frequency; expected at most 32"),
         ({"kv_rank": 32, "rope_dim": 32, "q_rank": 1000}, "--q-rank 1000: expected 2 to 257"),
@@ -176,7 +176,7 @@ def test_latent_sizes_that_cannot_be(tmp_path, options, message):
 
 
 def test_families_that_deepseek_cannot_express(tmp_path, tiny_family):
-    with pytest.raises(InputError, match=r"normalises queries and keys .* --to gqa works"):
+    with pytest.raises(InputError, match=r"normalizes queries and keys .* --to gqa works"):
         convert(tmp_path / "out", model=tiny_family("qwen3"), to="mla", kv_rank=8, rope_dim=8)
     with pytest.raises(InputError, match="LayerNorm"):
         convert(tmp_path / "out", model=tiny_family("stablelm"), to="mla", kv_rank=8, rope_dim=8)

@@ -22,7 +22,7 @@ from kvfold.convert.families.model import model_of
 from kvfold.convert.families.rotary import layer_rotary
 
 
-def normalise(x: Tensor, kind: str, eps: float) -> Tensor:
+def normalize(x: Tensor, kind: str, eps: float) -> Tensor:
     x = x - x.mean(-1, keepdim=True) if kind == "layer" else x
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
@@ -30,8 +30,8 @@ def normalise(x: Tensor, kind: str, eps: float) -> Tensor:
 def head_norm(x: Tensor, norm) -> Tensor:  # [B, T, heads, D]
     if norm is None:
         return x
-    flat = normalise(x.flatten(2), norm.kind, norm.eps).view_as(x)
-    x = flat if norm.extent == "flat" else normalise(x, norm.kind, norm.eps)
+    flat = normalize(x.flatten(2), norm.kind, norm.eps).view_as(x)
+    x = flat if norm.extent == "flat" else normalize(x, norm.kind, norm.eps)
     x = x * (norm.weight + norm.offset)
     return x if norm.bias is None else x + norm.bias
 
@@ -58,7 +58,7 @@ class Decoder:
         return functional.linear(x, self.role(role, layer), self.role(f"{role}_bias", layer))
 
     def norm(self, x: Tensor, role: str, layer: int | None = None) -> Tensor:
-        x = normalise(x, self.block.norm, self.block.norm_eps)
+        x = normalize(x, self.block.norm, self.block.norm_eps)
         if not self.block.norm_weight:
             return x
         x = x * (self.role(role, layer) + self.block.norm_offset)

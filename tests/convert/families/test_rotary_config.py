@@ -161,8 +161,8 @@ def test_longrope_with_two_sets_needs_a_choice():
     with pytest.raises(InputError) as caught:
         layer_rotary(model, 0)
     assert str(caught.value) == (
-        "config.json: rope_type 'longrope' has other frequencies for texts up to 1024 tokens than beyond; frequencies "
-        "that hold for both were expected (equal short_factor and long_factor), or a choice of one of them"
+        "config.json: rope_type 'longrope' has different frequencies for texts up to 1024 tokens and for longer ones; "
+        "expected equal short_factor and long_factor, or a choice of one of them"
     )
     stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
     for context, length in (("short", 1024), ("long", 1025)):
@@ -198,7 +198,7 @@ def test_dynamic_scaling_is_refused():
     with pytest.raises(InputError) as caught:
         layer_rotary(model_of(config), 0)
     assert str(caught.value) == (
-        "config.json: rope_type 'dynamic' has no frequencies that hold for every length of text; expected one of "
+        "config.json: rope_type 'dynamic' has no fixed frequencies; expected one of "
         "default, linear, llama3, yarn, longrope"
     )
 

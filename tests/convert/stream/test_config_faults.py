@@ -81,7 +81,7 @@ def test_a_wrong_value_is_named(tmp_path, text, changes, message):
             {"rope_parameters": {"full_attention": 5}},
             "full_attention must be an object or null",
         ),
-        ("mixtral", {"num_local_experts": 10**9}, "config.json tells of 1000000000 experts, the files hold"),
+        ("mixtral", {"num_local_experts": 10**9}, "config.json says 1000000000 experts, the files hold"),
     ],
 )
 def test_what_only_some_families_have(tmp_path, text, tiny_family, family, changes, message):

@@ -14,8 +14,9 @@ from kvfold.convert.targets.deepseek.config import (
     plain_base,
     rope_config,
 )
+from kvfold.convert.targets.deepseek.constant import CONSTANT, norm_weight
 from kvfold.convert.targets.deepseek.problems import context, latent_problems, model_problems
-from kvfold.convert.targets.deepseek.tensors import CONSTANT, deepseek_tensors, interleave, norm_weight
+from kvfold.convert.targets.deepseek.tensors import deepseek_tensors, interleave
 from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
 
 SIZES = {
@@ -58,10 +59,10 @@ def test_a_llama_can_become_both_layouts():
         (LatentTarget(1, 8), "--kv-rank 1: expected at least 2, one of them constant"),
         (
             LatentTarget(56, 8),
-            "--kv-rank 56 --rope-dim 8: that caches 64 numbers per token and layer, the model now caches 64; expected "
-            "fewer together (--allow-growth converts all the same)",
+            "--kv-rank 56 --rope-dim 8: 64 KV-cache elements per token per layer, the source has 64; expected fewer "
+            "(--allow-growth converts anyway)",
         ),
-        (LatentTarget(16, 8, 66), "--q-rank 66: expected 2 to 65, which loses nothing"),
+        (LatentTarget(16, 8, 66), "--q-rank 66: expected 2 to 65 (65 is exact)"),
     ],
 )
 def test_sizes_that_cannot_be(target, text):
@@ -78,7 +79,7 @@ def test_growth_is_for_those_who_ask_for_it():
         (
             "qwen3",
             {"head_dim": 8},
-            "--to mla: qwen3 normalises queries and keys (QK-norm), so its keys are no linear function of a latent; "
+            "--to mla: qwen3 normalizes queries and keys (QK-norm), so its keys are no linear function of a latent; "
             "--to gqa works",
         ),
         (
@@ -311,7 +312,7 @@ def test_rotary_rows_are_stored_in_pairs():
         (
             LatentWeights(**{**vars(random_latent()), "q_nope_bias": torch.zeros(2, 8)}),
             LatentTarget(6, 4),
-            r"latent: a bias on the queries needs a query latent \(transforms/query_latent.py\), found none",
+            r"latent: a bias on queries needs a query latent \(transforms/latent/queries.py\), found none",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import read_documents
 from kvfold.convert.errors import InputError, KvfoldError
-from kvfold.convert.targets.deepseek.tensors import CONSTANT
+from kvfold.convert.targets.deepseek.constant import CONSTANT
 from kvfold.convert.uptrain import trainer as uptrain_trainer
 from kvfold.convert.uptrain.__main__ import main
 from kvfold.convert.uptrain.constant import ConstantChannel

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.checkpoint import open_checkpoint
-from kvfold.convert.targets.deepseek.tensors import CONSTANT, norm_weight
+from kvfold.convert.targets.deepseek.constant import CONSTANT, norm_weight
 from kvfold.convert.uptrain.constant import ConstantChannel, check_constant, has_constant
 from kvfold.convert.uptrain.trainer import next_token_loss
 

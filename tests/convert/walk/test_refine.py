@@ -11,8 +11,7 @@ from kvfold.convert.conversion.pooled import pooled_layer
 from kvfold.convert.conversion.refinement import refinement
 from kvfold.convert.conversion.steps import source_stream
 from kvfold.convert.io.checkpoint import open_checkpoint
-from kvfold.convert.targets.deepseek.constant import constant_paces
-from kvfold.convert.targets.deepseek.tensors import CONSTANT
+from kvfold.convert.targets.deepseek.constant import CONSTANT, lr_multipliers
 from kvfold.convert.walk import refine as refining
 from kvfold.convert.walk.objective import examples
 from kvfold.convert.walk.refine import AUTO_STEPS, ROUND, Refinement, lr_schedule, refine_layer, sample_batches
@@ -205,7 +204,7 @@ def test_paces_hold_the_constant_channels():
         "kv_a_layernorm.weight": (3,),
         "kv_b_proj.weight": (6, 3),
     }
-    paces = constant_paces({f"{module}.{name}": torch.randn(shape) for name, shape in shapes.items()})
+    paces = lr_multipliers({f"{module}.{name}": torch.randn(shape) for name, shape in shapes.items()})
     found = {name.removeprefix(f"{module}."): pace for name, pace in paces.items()}
     assert found["kv_b_proj.weight"][0].tolist() == [1, 1, 1 / CONSTANT]
     assert found["q_b_proj.weight"][0].tolist() == [1, 1, 1, 1, 1 / CONSTANT]
