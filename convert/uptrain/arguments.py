@@ -10,7 +10,6 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.uptrain.rates import default_lr
 from kvfold.convert.uptrain.request import UptrainRequest
 
-_PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZING = 6 * 3600  # seconds that the other processes wait for the first one to tokenize the text
 
 
@@ -81,7 +80,8 @@ def compute_dtype(request: UptrainRequest) -> torch.dtype:
     if request.precision == "float16" and device.type == "cpu":
         raise InputError("--precision float16: trains on a GPU only, found none in use; use bfloat16 or float32")
     if request.precision != "auto":
-        return _PRECISIONS[request.precision]
+        precision: torch.dtype = getattr(torch, request.precision)
+        return precision
     if device.type == "cpu":
         return torch.float32
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
