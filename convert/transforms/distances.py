@@ -10,11 +10,13 @@ worth nothing at twice its length. So every fit counts a mixture over the whole 
     tail(delta) ~ 1 / (1 + delta)       every octave of distances alike
     flat(delta) ~ reach - delta         the distances of two tokens drawn from the context
 
-What a transform needs of it are averages of rotations, `rotary_moments`. Tail and flat part are the same for all heads,
-so their sums over the context are taken once and exactly; only the short profiles are summed head by head.
+What a transform needs of it are averages of rotations, `rotary_moments`: exact sums. Tail and flat part are the same
+for all heads and layers, so the long sum over the context is taken once per model; only the short profiles are summed
+head by head.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -28,34 +30,29 @@ CHUNK = 4096  # distances at once: 8 MB of complex waves for 128 frequencies
 
 @dataclass(frozen=True)
 class Distances:
-    """``p_h(delta) = share * profile[h, delta] + common[delta]``; ``profile [H, S]``, ``common [reach]``, float64.
-
-    ``common`` sums to ``1 - share``; ``reach >= S``.
-    """
+    """``p_h(delta)``, ``delta < reach``: shares ``tail`` and ``flat``, the rest as in ``profile [H, S]``, float64."""
 
     profile: Tensor
-    common: Tensor
-    share: float
+    reach: int
+    tail: float = 0.0
+    flat: float = 0.0
 
     @property
     def weights(self) -> Tensor:
         """``p_h(delta)`` written out, ``[H, reach]``."""
-        missing = self.common.numel() - self.profile.shape[1]
-        return self.share * torch.nn.functional.pad(self.profile, (0, missing)) + self.common
+        seen = torch.nn.functional.pad(self.profile, (0, self.reach - self.profile.shape[1]))
+        common = _common_weights(self.reach, self.tail, self.flat).to(seen.device)
+        return (1 - self.tail - self.flat) * seen + common
 
 
 def mixed_distances(profile: Tensor, context: int, uniform: float = 0.0) -> Distances:
     """The mixture of the module's docstring for ``profile [H, S]`` and a model that has to serve ``context`` positions.
 
-    At least the ``S`` distances of the profile count, at most `FARTHEST` beyond it. ``uniform`` is the flat part's
+    At least the ``S`` distances of the profile count, and no others beyond `FARTHEST`. ``uniform`` is the flat part's
     share.
     """
-    profile = profile.double()
     reach = max(profile.shape[1], min(context, FARTHEST))
-    ahead = torch.arange(reach, 0, -1, dtype=torch.float64, device=profile.device)
-    tail, flat = 1 / ahead.flip(0), ahead
-    common = (1 - uniform) * TAIL * tail / tail.sum() + uniform * flat / flat.sum()
-    return Distances(profile, common, (1 - uniform) * (1 - TAIL))
+    return Distances(profile.double(), reach, (1 - uniform) * TAIL, uniform)
 
 
 def rotary_moments(distances: Distances, speed: Tensor) -> Tensor:
@@ -64,8 +61,23 @@ def rotary_moments(distances: Distances, speed: Tensor) -> Tensor:
     ``speed [n]``, radians per position, float64: the second moment of the waves ``e^{-i speed delta}``. A speed of 0
     gives their means, a pair of speeds ``w, -w`` the averages of sums of angles.
     """
-    common = _wave_moment(distances.common, speed)
-    return torch.stack([distances.share * _wave_moment(row, speed) + common for row in distances.profile])
+    speed = speed.double()
+    common = _common_moment(distances.reach, distances.tail, distances.flat, tuple(speed.tolist()))
+    share = 1 - distances.tail - distances.flat
+    return torch.stack([share * _wave_moment(row, speed) + common.to(speed.device) for row in distances.profile])
+
+
+def _common_weights(reach: int, tail: float, flat: float) -> Tensor:
+    """Tail and flat part of the mixture, ``[reach]``; they sum to ``tail + flat``."""
+    ahead = torch.arange(reach, 0, -1, dtype=torch.float64)
+    octaves = 1 / ahead.flip(0)
+    return tail * octaves / octaves.sum() + flat * ahead / ahead.sum()
+
+
+@lru_cache(maxsize=16)
+def _common_moment(reach: int, tail: float, flat: float, speed: tuple[float, ...]) -> Tensor:
+    """`_wave_moment` of the part of the mixture that all heads of a model share."""
+    return _wave_moment(_common_weights(reach, tail, flat), torch.tensor(speed, dtype=torch.float64))
 
 
 def _wave_moment(weights: Tensor, speed: Tensor) -> Tensor:

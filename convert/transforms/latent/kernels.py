@@ -68,7 +68,7 @@ def wave_moments(distances: Distances, *layouts: RotaryRows) -> WaveMoments:
 
 
 class Term(NamedTuple):
-    """One of the four products of cos and sin: which side turns (sin), and its moments ``[n_a, n_b]``.
+    """One of the four products of cos and sin: which side turns (sin), and its moments ``[U, U]`` by frequency.
 
     ``covariance`` is ``moment`` without the product of the means: what a softmax over positions still sees of constant
     keys.
@@ -82,10 +82,15 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """The second moment of rows ``a`` and ``b`` over the distances of one head, as a linear map of ``A cov(x) B^T``."""
+    """The second moment of rows ``a`` and ``b`` over the distances of one head, as a linear map of ``A cov(x) B^T``.
+
+    ``rows [n_a]``, ``columns [n_b]``: where the frequencies of either side stand in the terms.
+    """
 
     left: RotaryRows
     right: RotaryRows
+    rows: Tensor
+    columns: Tensor
     terms: tuple[Term, ...]
 
     def apply(self, product: Tensor, left_mean: Tensor, right_mean: Tensor) -> Tensor:
@@ -96,16 +101,21 @@ class Kernel:
         means = torch.outer(left_mean, right_mean)
         result = torch.zeros_like(product)
         for term in self.terms:
-            result += term.moment * self._turned(term, product) + term.covariance * self._turned(term, means)
+            result += self._by_row(term.moment) * self._turned(term, product)
+            result += self._by_row(term.covariance) * self._turned(term, means)
         return result
 
     def adjoint(self, weight: Tensor) -> Tensor:
         """The gradient of ``sum(weight * apply(A cov B^T, 0, 0))`` by ``A`` is ``adjoint(weight) B cov``."""
-        return self._unturned([weight * term.moment for term in self.terms])
+        return self._unturned([weight * self._by_row(term.moment) for term in self.terms])
 
     def mean_adjoint(self, weight: Tensor) -> Tensor:
         """The same for the means: the gradient of ``sum(weight * apply(0, a, b))`` by ``a`` is ``mean_adjoint b``."""
-        return self._unturned([weight * term.covariance for term in self.terms])
+        return self._unturned([weight * self._by_row(term.covariance) for term in self.terms])
+
+    def _by_row(self, moment: Tensor) -> Tensor:
+        """``[U, U]`` by frequency -> ``[n_a, n_b]`` by row."""
+        return moment[self.rows][:, self.columns]
 
     def _turned(self, term: Term, product: Tensor) -> Tensor:
         product = self.left.turn(product) if term.left_turns else product
@@ -126,7 +136,10 @@ def kernels(left: RotaryRows, right: RotaryRows, waves: WaveMoments) -> list[Ker
     def term(head: int, p: int, q: int) -> Term:
         moment = waves.second[p][q][head]
         product = torch.outer(waves.mean[p][head], waves.mean[q][head])
-        return Term(bool(p), bool(q), moment[rows][:, columns], (moment - product)[rows][:, columns])
+        return Term(bool(p), bool(q), moment, moment - product)
 
     sides = ((0, 0), (0, 1), (1, 0), (1, 1))
-    return [Kernel(left, right, tuple(term(head, p, q) for p, q in sides)) for head in range(len(waves.mean[0]))]
+    return [
+        Kernel(left, right, rows, columns, tuple(term(head, p, q) for p, q in sides))
+        for head in range(len(waves.mean[0]))
+    ]

@@ -96,7 +96,7 @@ def relative(found, expected):
 
 def drawn(profile):
     """Distances drawn from ``profile [H, S]`` alone."""
-    return Distances(profile, torch.zeros(profile.shape[1], dtype=torch.float64), 1.0)
+    return Distances(profile, profile.shape[1])
 
 
 def test_moments_are_those_of_inputs_at_random_distances():
