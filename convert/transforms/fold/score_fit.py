@@ -12,7 +12,7 @@ shared key lacks, another may stand in for. So let queries and keys be arbitrary
 With second moments ``Q_h = E[q_h q_h^T]`` and ``K_ij = E[k_i k_j^T]`` and the average over distances
 ``<M>_h = E[R(delta) M R(delta)^T]``, either side given the other is a linear least-squares problem of size ``D``:
 
-    <sum_ij B_i K_ij B_j^T>_h A_h^T = <sum_j B_j K_jh>_h                  (one per query head)
+    <sum_ij B_i K_ij B_j^T>_h A_h   = <sum_j B_j K_jh>_h                  (one per query head)
     sum_h <A_h Q_h A_h^T>_-h B_j    = sum over the heads h of member j of <A_h Q_h>_-h
 
 where ``<M>_-h`` turns the other way. In the basis ``U`` of complex pairs and their conjugates (`pair_basis`, unitary)

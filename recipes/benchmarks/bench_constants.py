@@ -1,0 +1,113 @@
+"""The loss of a converted model as each tuned constant of the transforms moves: where their comments get their figures.
+
+    python recipes/benchmarks/bench_constants.py MODEL --calibration FILE [--only als] [--json FILE]
+
+converts MODEL with every constant at a few values, the one in the code among them, and prints the excess loss (nats per
+token) on sequences of the calibration file that were held out from the fit. The conversions run in this process, with
+the constant replaced in its module; nothing is refined. The targets are meant for a model that caches 512 numbers per
+token and layer.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from kvfold.convert import ConvertRequest, convert_checkpoint
+
+TRANSFORMS = "kvfold.convert.transforms."
+TARGETS: dict[str, dict[str, Any]] = {
+    "GQA-2": {"to": "gqa", "kv_heads": 2},
+    "MLA 48+16": {"to": "mla", "kv_rank": 48, "rope_dim": 16},
+    "MLA 24+8": {"to": "mla", "kv_rank": 24, "rope_dim": 8},
+    "MLA 48+16 engine": {"to": "mla", "kv_rank": 48, "rope_dim": 16, "layout": "engine"},
+}
+FOLD, LATENT, ENGINE = ["GQA-2"], ["MLA 48+16", "MLA 24+8"], ["MLA 48+16 engine"]
+CONSTANTS: list[tuple[str, str, list[float], list[str]]] = [  # module, name, values, targets
+    ("distances", "TAIL", [0.0, 0.25, 0.5, 0.75, 1.0], FOLD + LATENT),
+    ("linalg", "RIDGE", [1e-12, 1e-9, 1e-6, 1e-4], FOLD + LATENT),
+    ("fold.heads", "WEAKEST_QUERY", [1e-9, 1e-6, 1e-3], FOLD),
+    ("fold.score_fit", "ROUNDS", [0, 3, 10, 30], FOLD),
+    ("fold.score_fit", "DAMPING", [1e-9, 1e-6, 1e-3], FOLD),
+    ("fold.grouping", "PAIR_ROUNDS", [0, 1, 3], FOLD),
+    ("latent.slots", "UNIFORM", [0.0, 0.25, 0.5, 0.75], LATENT),
+    ("latent.als", "VALUE_WEIGHT", [1.0, 3.0, 5.0, 10.0, 20.0, 50.0], LATENT),
+    ("latent.als", "UNIFORM", [0.0, 0.05, 0.1, 0.25, 0.5], LATENT),
+    ("latent.als", "ROUNDS", [0, 1, 4, 8, 16], LATENT),
+    ("latent.als", "DAMPING", [1e-9, 1e-6, 1e-4, 1e-2], LATENT),
+    ("latent.norm", "STEPS", [0, 10, 40, 80], ENGINE),
+    ("latent.norm", "TOKENS", [2048, 8192, 32768], ENGINE),
+    ("latent.norm", "FLATTEST", [1e-6, 1e-3, 1e-1], ENGINE),
+]
+
+
+def excess(args: argparse.Namespace, target: str) -> float:
+    """Loss of the converted model less that of MODEL on the held-out sequences, nats per token."""
+    with tempfile.TemporaryDirectory(dir=args.work) as place:
+        out = Path(place) / "out"
+        request = ConvertRequest(
+            model=str(args.model),
+            out=str(out),
+            calibration=str(args.calibration),
+            samples=args.samples,
+            seq_len=args.seq_len,
+            quiet=True,
+            **TARGETS[target],
+        )
+        convert_checkpoint(request)
+        return float(json.loads((out / "kvfold.json").read_text())["drift"]["excess"]["value"])
+
+
+def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """One row per constant, value and target that ``done`` lacks."""
+    known = {(row["constant"], row["value"], row["target"]) for row in done}
+    for name, constant, values, targets in CONSTANTS:
+        module, label = import_module(TRANSFORMS + name), f"{name}.{constant}"
+        if args.only not in label:
+            continue
+        usual = getattr(module, constant)
+        for target in targets:
+            for value in values:
+                if (label, value, target) in known:
+                    continue
+                setattr(module, constant, value)
+                try:
+                    found = excess(args, target)
+                finally:
+                    setattr(module, constant, usual)
+                yield {"constant": label, "target": target, "value": value, "usual": value == usual, "excess": found}
+
+
+def show(row: dict[str, Any]) -> None:
+    mark = "*" if row["usual"] else " "
+    print(f"{row['constant']:26} {row['target']:17} {row['value']:9g}{mark} {row['excess']:+.4f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--calibration", type=Path, required=True)
+    parser.add_argument("--only", default="", help="constants whose name holds this")
+    parser.add_argument("--samples", type=int, default=64, help="calibration sequences; an eighth more are held out")
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--work", type=Path, help="folder for converted checkpoints; default: the system's")
+    parser.add_argument("--json", type=Path, help="results file; continued where it exists")
+    args = parser.parse_args()
+    done: list[dict[str, Any]] = []
+    if args.json is not None and args.json.exists():
+        done = json.loads(args.json.read_text())["rows"]
+    header = {"model": args.model.name, "samples": args.samples, "length": args.seq_len}
+    for row in done:
+        show(row)
+    for row in rows(args, list(done)):
+        show(row)
+        done.append(row)
+        if args.json is not None:
+            args.json.write_text(json.dumps({**header, "rows": done}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
