@@ -6,24 +6,25 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.layers import normal, plain_rotary
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import grouping, principal
 from kvfold.convert.transforms.fold.moments import layer_moments
-from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
+from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 
 E, D, TOKENS = 48, 8, 20
-ROTARY = Rotary(100.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D))
+ROTARY = plain_rotary(D)
 
 
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / math.sqrt(shape[-1])
+def rows(seed: int, *shape: int) -> Tensor:
+    return normal(seed, *shape) / math.sqrt(shape[-1])
 
 
 def make(kv_heads: int, repeat: int = 1) -> AttentionWeights:
     heads = kv_heads * repeat
     return AttentionWeights(
-        q=normal(0, heads, D, E), k=normal(1, kv_heads, D, E), v=normal(2, kv_heads, D, E), o=normal(3, E, heads, D)
+        q=rows(0, heads, D, E), k=rows(1, kv_heads, D, E), v=rows(2, kv_heads, D, E), o=rows(3, E, heads, D)
     )
 
 
@@ -37,9 +38,9 @@ def alike(pairs: list[tuple[int, int]], repeat: int = 1) -> AttentionWeights:
 
 
 def statistics(heads: int) -> LayerStatistics:
-    mix = normal(4, E, E)
+    mix = rows(4, E, E)
     profile = torch.rand(heads, TOKENS, generator=torch.Generator().manual_seed(5), dtype=torch.float64) ** 4
-    return LayerStatistics(mix @ mix.T + torch.eye(E) / 50, normal(6, E), 1000, profile / profile.sum(1, keepdim=True))
+    return LayerStatistics(mix @ mix.T + torch.eye(E) / 50, rows(6, E), 1000, profile / profile.sum(1, keepdim=True))
 
 
 def test_contiguous_keeps_the_order():
@@ -68,7 +69,7 @@ def test_finds_groups_of_four():
     k, v = weights.k.clone(), weights.v.clone()
     for group in members:
         for head in group:
-            k[head], v[head] = k[group[0]] + 0.02 * normal(head, D, E), v[group[0]] + 0.02 * normal(head, D, E)
+            k[head], v[head] = k[group[0]] + 0.02 * rows(head, D, E), v[group[0]] + 0.02 * rows(head, D, E)
     assert members in grouping.candidates(layer_moments(replace(weights, k=k, v=v), statistics(8), ROTARY), 2)
 
 

@@ -5,17 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.layers import attend, plain_rotary, relative_error, statistics_of
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import principal
 from kvfold.convert.transforms.linalg import pair_matrices
-from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
+from kvfold.convert.transforms.weights import AttentionWeights, Rotary
 
 E, D, TOKENS = 48, 16, 24
-
-
-def rotary(dims: int = D) -> Rotary:
-    return Rotary(100.0 ** (-torch.arange(0, dims, 2, dtype=torch.float64) / max(dims, 1)))
 
 
 def make(heads: int, kv_heads: int, seed: int = 0, biases: str = "") -> AttentionWeights:
@@ -41,45 +38,9 @@ def inputs(seed: int = 1) -> Tensor:
     return torch.randn(4, TOKENS, E, generator=draw, dtype=torch.float64) @ mix + 0.3
 
 
-def statistics(x: Tensor, heads: int) -> LayerStatistics:
-    flat = x.flatten(0, 1)
-    profile = torch.full((heads, TOKENS), 1 / TOKENS, dtype=torch.float64)
-    return LayerStatistics(flat.T @ flat / len(flat), flat.mean(0), len(flat), profile)
-
-
-def turn(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotates ``[B, H, T, D]`` one pair and one position at a time, by complex multiplication."""
-    pairs = rotary.dims // 2
-    angle = torch.arange(x.shape[2], dtype=torch.float64)[:, None] * rotary.theta
-    z = torch.complex(x[..., :pairs], x[..., pairs : 2 * pairs]) * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat((z.real, z.imag, x[..., 2 * pairs :]), -1)
-
-
-def attend(weights: AttentionWeights, x: Tensor, rotary: Rotary) -> Tensor:
-    """The layer's output ``[B, T, E]`` in float64, causal."""
-
-    def project(weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = torch.einsum("hde,bte->bhtd", weight.double(), x)
-        return y if bias is None else y + bias.double()[:, None]
-
-    repeat = weights.heads // weights.kv_heads
-    q = turn(project(weights.q, weights.q_bias), rotary)
-    k = turn(project(weights.k, weights.k_bias), rotary).repeat_interleave(repeat, 1)
-    v = project(weights.v, weights.v_bias).repeat_interleave(repeat, 1)
-    scores = q @ k.mT / math.sqrt(D)
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    mixed = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
-    y = torch.einsum("ehd,bhtd->bte", weights.o.double(), mixed)
-    return y if weights.o_bias is None else y + weights.o_bias.double()
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    return ((found - wanted).norm() / wanted.norm()).item()
-
-
 def fold_and_attend(weights: AttentionWeights, groups: list[list[int]], rotary: Rotary) -> Tensor:
     x = inputs()
-    return attend(principal.fold(weights, statistics(x, weights.heads), rotary, groups), x, rotary)
+    return attend(principal.fold(weights, statistics_of(x, weights.heads), rotary, groups), x, rotary)
 
 
 def repeated(weights: AttentionWeights, members: int) -> AttentionWeights:
@@ -98,9 +59,9 @@ def repeated(weights: AttentionWeights, members: int) -> AttentionWeights:
 
 
 ROTARIES = [
-    pytest.param(rotary(), id="rotary"),
-    pytest.param(rotary(8), id="partial"),
-    pytest.param(rotary(0), id="nope"),
+    pytest.param(plain_rotary(D), id="rotary"),
+    pytest.param(plain_rotary(8), id="partial"),
+    pytest.param(plain_rotary(0), id="nope"),
 ]
 BIASES = ["", "qkv", "qkvo", "o"]
 
@@ -109,7 +70,7 @@ BIASES = ["", "qkv", "qkvo", "o"]
 @pytest.mark.parametrize("biases", BIASES)
 def test_groups_of_one_keep_every_bit(rot: Rotary, biases: str):
     weights = make(8, 4, biases=biases)
-    folded = principal.fold(weights, statistics(inputs(), 8), rot, [[0], [1], [2], [3]])
+    folded = principal.fold(weights, statistics_of(inputs(), 8), rot, [[0], [1], [2], [3]])
     for name in ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias"):
         wanted, found = getattr(weights, name), getattr(folded, name)
         assert (wanted is None) == (found is None), name
@@ -120,8 +81,8 @@ def test_groups_of_one_keep_every_bit(rot: Rotary, biases: str):
 
 def test_groups_of_one_may_relabel_heads():
     weights, x = make(8, 4, biases="qkv"), inputs()
-    found = fold_and_attend(weights, [[2], [0], [3], [1]], rotary())
-    assert error(found, attend(weights, x, rotary())) < 1e-6
+    found = fold_and_attend(weights, [[2], [0], [3], [1]], plain_rotary(D))
+    assert relative_error(found, attend(weights, x, plain_rotary(D))) < 1e-6
 
 
 @pytest.mark.parametrize("rot", ROTARIES)
@@ -129,22 +90,22 @@ def test_groups_of_one_may_relabel_heads():
 @pytest.mark.parametrize("heads", [4, 8])
 def test_identical_heads_fold_exactly(rot: Rotary, biases: str, heads: int):
     weights = repeated(make(heads, 2, biases=biases), 2)
-    assert error(fold_and_attend(weights, [[0, 1], [2, 3]], rot), attend(weights, inputs(), rot)) < 1e-5
+    assert relative_error(fold_and_attend(weights, [[0, 1], [2, 3]], rot), attend(weights, inputs(), rot)) < 1e-5
 
 
 def test_identical_heads_fold_exactly_beyond_the_calibration_text():
     weights = repeated(make(4, 1), 4)
     few = inputs()[:1, :5]  # 5 tokens span 5 of 48 input dims
-    folded = principal.fold(weights, statistics(few, 4), rotary(), [[0, 1, 2, 3]])
+    folded = principal.fold(weights, statistics_of(few, 4), plain_rotary(D), [[0, 1, 2, 3]])
     x = inputs(seed=7)
-    assert error(attend(folded, x, rotary()), attend(weights, x, rotary())) < 1e-5
+    assert relative_error(attend(folded, x, plain_rotary(D)), attend(weights, x, plain_rotary(D))) < 1e-5
 
 
 @pytest.mark.parametrize("rot", ROTARIES)
 def test_identical_heads_anywhere_fold_exactly(rot: Rotary):
     weights = repeated(make(4, 2), 2)
     mixed = principal.ordered(weights, [[0], [2], [1], [3]])
-    assert error(fold_and_attend(mixed, [[0, 2], [1, 3]], rot), attend(weights, inputs(), rot)) < 1e-5
+    assert relative_error(fold_and_attend(mixed, [[0, 2], [1, 3]], rot), attend(weights, inputs(), rot)) < 1e-5
 
 
 @pytest.mark.parametrize("biases", BIASES)
@@ -153,8 +114,8 @@ def test_rotations_of_value_heads_change_nothing(biases: str):
     turns = torch.linalg.qr(torch.randn(4, D, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64))[0]
     bias = None if weights.v_bias is None else torch.einsum("hab,hb->ha", turns, weights.v_bias)
     rotated = replace(weights, v=turns @ weights.v, v_bias=bias, o=torch.einsum("ehd,hcd->ehc", weights.o, turns))
-    found, wanted = (fold_and_attend(w, groups, rotary()) for w in (rotated, weights))
-    assert error(found, wanted) < 1e-5
+    found, wanted = (fold_and_attend(w, groups, plain_rotary(D)) for w in (rotated, weights))
+    assert relative_error(found, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("biases", BIASES)
@@ -180,24 +141,24 @@ def test_phases_and_moduli_of_key_pairs_change_nothing(rot: Rotary, biases: str)
         k_bias=times(keys, weights.k_bias),
     )
     x = inputs()
-    assert error(attend(turned, x, rot), attend(weights, x, rot)) < 1e-12
+    assert relative_error(attend(turned, x, rot), attend(weights, x, rot)) < 1e-12
     found, wanted = (fold_and_attend(w, groups, rot) for w in (turned, weights))
-    assert error(found, wanted) < 1e-5
+    assert relative_error(found, wanted) < 1e-5
 
 
 def test_unrotated_key_dims_may_mix():
-    weights, groups, rot = make(4, 4), [[0, 1, 2, 3]], rotary(0)
+    weights, groups, rot = make(4, 4), [[0, 1, 2, 3]], plain_rotary(0)
     mix = torch.randn(4, D, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     mixed = replace(weights, k=mix @ weights.k, q=torch.linalg.inv(mix).mT @ weights.q)
     found, wanted = (fold_and_attend(w, groups, rot) for w in (mixed, weights))
-    assert error(found, wanted) < 1e-5
+    assert relative_error(found, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("rot", ROTARIES)
 def test_order_within_and_of_groups_changes_nothing(rot: Rotary):
     weights = make(8, 4, biases="qkv")
     found = fold_and_attend(weights, [[3, 1], [2, 0]], rot)
-    assert error(found, fold_and_attend(weights, [[0, 2], [1, 3]], rot)) < 1e-6
+    assert relative_error(found, fold_and_attend(weights, [[0, 2], [1, 3]], rot)) < 1e-6
 
 
 @pytest.mark.parametrize("rot", ROTARIES)
@@ -205,34 +166,34 @@ def test_relabelled_heads_fold_the_same(rot: Rotary):
     weights = make(8, 4)
     moved = principal.ordered(weights, [[2], [0], [3], [1]])  # source head 2 is now head 0, ...
     found = fold_and_attend(moved, [[1, 0], [3, 2]], rot)
-    assert error(found, fold_and_attend(weights, [[0, 2], [1, 3]], rot)) < 1e-6
+    assert relative_error(found, fold_and_attend(weights, [[0, 2], [1, 3]], rot)) < 1e-6
 
 
 def test_grouped_source_equals_the_same_heads_written_out():
     grouped = make(8, 4)
     written = repeated(grouped, 2)  # as multi-head attention with pairs of equal KV heads
-    found = fold_and_attend(grouped, [[0, 1], [2, 3]], rotary())
-    assert error(found, fold_and_attend(written, [[0, 1, 2, 3], [4, 5, 6, 7]], rotary())) < 1e-5
+    found = fold_and_attend(grouped, [[0, 1], [2, 3]], plain_rotary(D))
+    assert relative_error(found, fold_and_attend(written, [[0, 1, 2, 3], [4, 5, 6, 7]], plain_rotary(D))) < 1e-5
 
 
 def test_value_bias_is_exact_with_an_output_bias():
     weights, x = make(4, 4, biases="vo"), inputs()
     groups = [[0, 1, 2, 3]]
     plain = replace(weights, v_bias=torch.zeros_like(weights.v_bias))
-    moved = attend(weights, x, rotary()) - attend(plain, x, rotary())
-    found = fold_and_attend(weights, groups, rotary()) - fold_and_attend(plain, groups, rotary())
+    moved = attend(weights, x, plain_rotary(D)) - attend(plain, x, plain_rotary(D))
+    found = fold_and_attend(weights, groups, plain_rotary(D)) - fold_and_attend(plain, groups, plain_rotary(D))
     torch.testing.assert_close(found, moved, rtol=0, atol=2e-6)
 
 
 def test_value_bias_without_output_bias_keeps_the_mean_output():
     weights, x = make(4, 4, biases="v"), inputs()
-    rot = rotary(0)
+    rot = plain_rotary(0)
     uniform = replace(weights, q=torch.zeros_like(weights.q))  # every token averages its past
     found = fold_and_attend(uniform, [[0, 1], [2, 3]], rot)
     wanted = attend(uniform, x, rot)
-    mean = statistics(x, 4).mean
+    mean = statistics_of(x, 4).mean
     v = torch.einsum("hde,e->hd", weights.v, mean) + weights.v_bias
-    assert error(found[:, -1].mean(0), wanted[:, -1].mean(0)) < 0.15
+    assert relative_error(found[:, -1].mean(0), wanted[:, -1].mean(0)) < 0.15
     assert torch.einsum("ehd,hd->e", weights.o, v).norm() > 1
 
 
@@ -252,16 +213,16 @@ def related(seed: int = 5) -> AttentionWeights:
 
 
 def test_sees_through_bases_where_pooling_fails():
-    weights, x, rot = related(), inputs(), rotary()
+    weights, x, rot = related(), inputs(), plain_rotary(D)
     wanted = attend(weights, x, rot)
     pooled = replace(weights, k=weights.k.mean(0, keepdim=True), v=weights.v.mean(0, keepdim=True))
-    assert error(attend(pooled, x, rot), wanted) > 0.7
-    assert error(fold_and_attend(weights, [[0, 1, 2, 3]], rot), wanted) < 0.3
+    assert relative_error(attend(pooled, x, rot), wanted) > 0.7
+    assert relative_error(fold_and_attend(weights, [[0, 1, 2, 3]], rot), wanted) < 0.3
 
 
 def test_keys_keep_the_mean_norm_of_their_members():
     weights = make(4, 4)
-    folded = principal.fold(weights, statistics(inputs(), 4), rotary(), [[0, 1, 2, 3]])
+    folded = principal.fold(weights, statistics_of(inputs(), 4), plain_rotary(D), [[0, 1, 2, 3]])
     for pair in range(D // 2):
         dims = [pair, pair + D // 2]
         wanted = weights.k[:, dims].flatten(1).norm(dim=1).mean()
@@ -270,21 +231,21 @@ def test_keys_keep_the_mean_norm_of_their_members():
 
 def test_rotary_amplitude_counts_like_longer_queries_and_keys():
     """yarn multiplies what it rotates: with unrotated dims beside, that shifts what the fit minds."""
-    plain, loud = rotary(8), Rotary(rotary(8).theta, amplitude=1.7)
+    plain, loud = plain_rotary(8), Rotary(plain_rotary(8).theta, amplitude=1.7)
     weights, x = make(4, 4), inputs()
     scale = torch.ones(D, 1, dtype=torch.float64)
     scale[:8] = loud.amplitude
     written = replace(weights, q=scale * weights.q, k=scale * weights.k)
     wanted = fold_and_attend(written, [[0, 1], [2, 3]], plain)
-    folded = principal.fold(weights, statistics(x, 4), loud, [[0, 1], [2, 3]])
+    folded = principal.fold(weights, statistics_of(x, 4), loud, [[0, 1], [2, 3]])
     found = attend(replace(folded, q=scale * folded.q, k=scale * folded.k), x, plain)
-    assert error(found, wanted) < 1e-5
-    assert error(fold_and_attend(weights, [[0, 1], [2, 3]], plain), wanted) > 0.1
+    assert relative_error(found, wanted) < 1e-5
+    assert relative_error(fold_and_attend(weights, [[0, 1], [2, 3]], plain), wanted) > 0.1
 
 
 def test_shapes_and_absent_biases():
     weights = make(8, 4, biases="qk")
-    folded = principal.fold(weights, statistics(inputs(), 8), rotary(), [[0, 1, 2, 3]])
+    folded = principal.fold(weights, statistics_of(inputs(), 8), plain_rotary(D), [[0, 1, 2, 3]])
     assert folded.q.shape == (8, D, E)
     assert folded.k.shape == folded.v.shape == (1, D, E)
     assert folded.o.shape == (E, 8, D)
@@ -297,11 +258,11 @@ def test_shapes_and_absent_biases():
 def test_source_is_left_alone():
     weights = make(4, 4, biases="qkvo")
     before = {name: getattr(weights, name).clone() for name in ("q", "k", "v", "o", "k_bias", "v_bias", "o_bias")}
-    principal.fold(weights, statistics(inputs(), 4), rotary(), [[0, 1], [2, 3]])
+    principal.fold(weights, statistics_of(inputs(), 4), plain_rotary(D), [[0, 1], [2, 3]])
     assert all(torch.equal(getattr(weights, name), tensor) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize("groups", [[[0, 1], [2]], [[0, 1], [1, 2]], [[0, 1, 2, 3, 4]], [[0], [1, 2, 3]], []])
 def test_groups_that_are_no_partition_are_refused(groups: list[list[int]]):
     with pytest.raises(ValueError, match="groups: expected each of 4 KV heads once, in groups of one size, found"):
-        principal.fold(make(4, 4), statistics(inputs(), 4), rotary(), groups)
+        principal.fold(make(4, 4), statistics_of(inputs(), 4), plain_rotary(D), groups)

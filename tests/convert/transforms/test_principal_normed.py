@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.layers import attend, normal, plain_rotary, relative_error, statistics_of
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import principal
 from kvfold.convert.transforms.linalg import pair_matrices
-from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, Rotary
+from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm
 
 E, D, H, TOKENS = 48, 16, 8, 24
-ROTARY = Rotary(100.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D))
+ROTARY = plain_rotary(D)
 
 KINDS = [
     pytest.param({"kind": "rms", "shared": True}, id="rms one row"),
@@ -23,10 +24,6 @@ KINDS = [
     pytest.param({"kind": "layer", "eps": 1e-5, "bias": True}, id="layer row per head with bias"),
     pytest.param({"kind": "layer", "extent": "flat", "bias": True}, id="layer over all heads with bias"),
 ]
-
-
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def norm(seed: int, heads: int, kind: dict) -> HeadNorm:
@@ -56,42 +53,8 @@ def inputs() -> Tensor:
     return normal(11, 4, TOKENS, E) @ (normal(12, E, E) / math.sqrt(E)) + 0.2
 
 
-def statistics() -> LayerStatistics:
-    flat = inputs().flatten(0, 1)
-    profile = torch.full((H, TOKENS), 1 / TOKENS, dtype=torch.float64)
-    return LayerStatistics(flat.T @ flat / len(flat), flat.mean(0), len(flat), profile)
-
-
-def normalise(y: Tensor, norm: HeadNorm | None) -> Tensor:
-    """``y [B, H, T, D]``, as the definition of each norm says."""
-    if norm is None:
-        return y
-    over = (1, 3) if norm.extent == "flat" else (3,)
-    if norm.kind == "layer":
-        y = y - y.mean(over, keepdim=True)
-    y = y / (y.square().mean(over, keepdim=True) + norm.eps).sqrt()
-    y = y * (norm.weight.double() + norm.offset)[:, None]
-    return y if norm.bias is None else y + norm.bias.double()[:, None]
-
-
-def attend(weights: AttentionWeights, x: Tensor) -> Tensor:
-    def turn(y: Tensor) -> Tensor:
-        angle = torch.arange(y.shape[2], dtype=torch.float64)[:, None] * ROTARY.theta
-        z = torch.complex(*y.chunk(2, -1)) * torch.polar(torch.ones_like(angle), angle)
-        return torch.cat((z.real, z.imag), -1)
-
-    q, k, v = (torch.einsum("hde,bte->bhtd", w.double(), x) for w in (weights.q, weights.k, weights.v))
-    repeat = weights.heads // weights.kv_heads
-    q, k = turn(normalise(q, weights.q_norm)), turn(normalise(k, weights.k_norm))
-    scores = q @ k.repeat_interleave(repeat, 1).mT / math.sqrt(D)
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    mixed = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v.repeat_interleave(repeat, 1)
-    return torch.einsum("ehd,bhtd->bte", weights.o.double(), mixed)
-
-
 def error(found: AttentionWeights, wanted: AttentionWeights) -> float:
-    y = attend(wanted, inputs())
-    return ((attend(found, inputs()) - y).norm() / y.norm()).item()
+    return relative_error(attend(found, inputs(), ROTARY), attend(wanted, inputs(), ROTARY))
 
 
 def rows_are_equal(norm: HeadNorm) -> bool:
@@ -101,7 +64,7 @@ def rows_are_equal(norm: HeadNorm) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_of_one_keep_every_bit(kind: dict):
     weights = make(kind, 4)
-    folded = principal.fold(weights, statistics(), ROTARY, [[0], [1], [2], [3]])
+    folded = principal.fold(weights, statistics_of(inputs(), H), ROTARY, [[0], [1], [2], [3]])
     assert torch.equal(folded.k, weights.k.float())
     assert torch.equal(folded.q, weights.q.float())
     assert torch.equal(folded.q_norm.weight, weights.q_norm.weight.float())
@@ -120,13 +83,13 @@ def test_identical_heads_fold_exactly(kind: dict, kv_heads: int):
     k_norm = replace(one.k_norm, weight=rows(one.k_norm.weight), bias=rows(one.k_norm.bias))
     weights = replace(one, k=rows(one.k), v=rows(one.v), k_norm=k_norm)
     groups = [list(range(repeat)), list(range(repeat, kv_heads))]
-    assert error(principal.fold(weights, statistics(), ROTARY, groups), weights) < 1e-5
+    assert error(principal.fold(weights, statistics_of(inputs(), H), ROTARY, groups), weights) < 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_norms_keep_their_kind_and_shapes(kind: dict):
     weights = make(kind, 4)
-    folded = principal.fold(weights, statistics(), ROTARY, [[0, 2], [1, 3]])
+    folded = principal.fold(weights, statistics_of(inputs(), H), ROTARY, [[0, 2], [1, 3]])
     for found, wanted, heads in ((folded.q_norm, weights.q_norm, H), (folded.k_norm, weights.k_norm, 2)):
         assert found.weight.shape == (heads, D)
         assert (found.bias is None) == (wanted.bias is None)
@@ -140,7 +103,7 @@ def test_norms_keep_their_kind_and_shapes(kind: dict):
 @pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[0, 1, 2, 3]]])
 def test_sees_through_bases_where_pooling_fails(kind: dict, groups: list[list[int]]):
     weights = make(kind, 4, spread=0.2)
-    folded = principal.fold(weights, statistics(), ROTARY, groups)
+    folded = principal.fold(weights, statistics_of(inputs(), H), ROTARY, groups)
     members = [torch.tensor(group) for group in groups]
 
     def pooled(tensor: Tensor | None) -> Tensor | None:
@@ -157,7 +120,7 @@ def test_a_norm_on_one_side_alone(norms: str):
     weights = replace(weights, q=weights.q / 7) if norms == "k" else replace(weights, k=weights.k / 7)
     absent = {"k_norm": None} if norms == "q" else {"q_norm": None}
     weights = replace(weights, **absent)
-    folded = principal.fold(weights, statistics(), ROTARY, [[0, 1], [2, 3]])
+    folded = principal.fold(weights, statistics_of(inputs(), H), ROTARY, [[0, 1], [2, 3]])
     assert (folded.q_norm is None) == (norms == "k")
     assert (folded.k_norm is None) == (norms == "q")
     assert error(folded, weights) < 0.45
@@ -168,6 +131,6 @@ def test_gain_of_zero_stays_silent():
     gain = weights.k_norm.weight.clone()
     gain[:, 3] = 0.0
     weights = replace(weights, k_norm=replace(weights.k_norm, weight=gain))
-    folded = principal.fold(weights, statistics(), ROTARY, [[0, 1], [2, 3]])
+    folded = principal.fold(weights, statistics_of(inputs(), H), ROTARY, [[0, 1], [2, 3]])
     assert torch.isfinite(folded.k).all()
     assert torch.equal(folded.k_norm.weight[:, 3], torch.zeros(2))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.layers import plain_rotary
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import score_fit
@@ -10,10 +11,6 @@ from kvfold.convert.transforms.linalg import pair_matrices
 from kvfold.convert.transforms.weights import Rotary
 
 D, CONTEXT = 8, 40
-
-
-def rotary(dims: int) -> Rotary:
-    return Rotary(50.0 ** (-torch.arange(0, dims, 2, dtype=torch.float64) / max(dims, 1)))
 
 
 def moments(count: int, members: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -51,7 +48,7 @@ def objective(head: SharedHead, keys: Tensor, queries: Tensor, weights: Tensor, 
 
 
 def case(dims: int, members: int = 3, repeat: int = 2) -> tuple[SharedHead, Tensor, Tensor, Tensor, Tensor, Rotary]:
-    rot = rotary(dims)
+    rot = plain_rotary(dims, 50.0)
     keys, queries = moments(members * repeat, members)
     profile = torch.rand(len(queries), 10, generator=torch.Generator().manual_seed(4), dtype=torch.float64) ** 3
     profile = profile / profile.sum(1, keepdim=True)

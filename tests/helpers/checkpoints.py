@@ -1,0 +1,29 @@
+"""Checkpoint folders in tests: their tensors, and the stock model that they make."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvfold.convert.data import demo_folder
+
+
+def stored_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the folder's safetensors files."""
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def stock_model(folder: Path, **options: Any) -> PreTrainedModel:
+    """The model as transformers loads it, in evaluation mode; no tensor may be missing, left over or of another shape."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    assert {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]} == {}
+    return model.eval()
+
+
+def add_demo_tokenizer(folder: Path) -> None:
+    """Gives a model with at least 2048 tokens the tokenizer of the model that ships."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(demo_folder() / name, folder / name)

@@ -1,0 +1,71 @@
+"""Attention layers for the tests of the transforms: random numbers, statistics, and the formula in float64.
+
+Shapes: inputs ``x [B, T, E]``, rotated rows ``[..., T, D]``, weights as ``AttentionWeights`` has them.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, Rotary
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    """Standard normal numbers in float64, the same for the same seed and shape."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def plain_rotary(dims: int, base: float = 100.0) -> Rotary:
+    """Rotary embedding of the first ``dims`` dims, with frequencies ``base^(-i / dims)`` for even i; none for 0."""
+    return Rotary(base ** (-torch.arange(0, dims, 2, dtype=torch.float64) / max(dims, 1)))
+
+
+def rotated(rows: Tensor, theta: Tensor) -> Tensor:
+    """``rows [..., T, D]`` turned by ``position * theta``, one complex product a pair; dims after the pairs stay."""
+    pairs = len(theta)
+    angle = torch.arange(rows.shape[-2], dtype=torch.float64)[:, None] * theta
+    z = torch.complex(rows[..., :pairs], rows[..., pairs : 2 * pairs]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((z.real, z.imag, rows[..., 2 * pairs :]), -1)
+
+
+def statistics_of(x: Tensor, heads: int) -> LayerStatistics:
+    """The statistics of inputs ``x [B, T, E]`` to a layer whose heads look equally far at all T distances."""
+    flat = x.flatten(0, 1)
+    profile = torch.full((heads, x.shape[1]), 1 / x.shape[1], dtype=torch.float64)
+    return LayerStatistics(flat.T @ flat / len(flat), flat.mean(0), len(flat), profile)
+
+
+def normalized(y: Tensor, norm: HeadNorm | None) -> Tensor:
+    """``y [B, H, T, D]`` after the norm, as the definition of each kind says."""
+    if norm is None:
+        return y
+    over = (1, 3) if norm.extent == "flat" else (3,)
+    if norm.kind == "layer":
+        y = y - y.mean(over, keepdim=True)
+    y = y / (y.square().mean(over, keepdim=True) + norm.eps).sqrt()
+    y = y * (norm.weight.double() + norm.offset)[:, None]
+    return y if norm.bias is None else y + norm.bias.double()[:, None]
+
+
+def attend(weights: AttentionWeights, x: Tensor, rotary: Rotary) -> Tensor:
+    """The layer's causal output ``[B, T, E]`` in float64: project, normalize, rotate, softmax, project."""
+
+    def project(weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = torch.einsum("hde,bte->bhtd", weight.double(), x)
+        return y if bias is None else y + bias.double()[:, None]
+
+    repeat = weights.heads // weights.kv_heads
+    q = rotated(normalized(project(weights.q, weights.q_bias), weights.q_norm), rotary.theta)
+    k = rotated(normalized(project(weights.k, weights.k_bias), weights.k_norm), rotary.theta)
+    v = project(weights.v, weights.v_bias).repeat_interleave(repeat, 1)
+    scores = q @ k.repeat_interleave(repeat, 1).mT / math.sqrt(weights.head_dim)
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    mixed = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+    y = torch.einsum("ehd,bhtd->bte", weights.o.double(), mixed)
+    return y if weights.o_bias is None else y + weights.o_bias.double()
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """``|found - wanted| / |wanted|``, Frobenius norms."""
+    return ((found - wanted).norm() / wanted.norm()).item()
