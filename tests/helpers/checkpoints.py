@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from kvfold.convert.data import demo_folder
 
 
-def stored_tensors(folder: Path) -> dict[str, Tensor]:
+def tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the folder's safetensors files."""
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
 def stock_model(folder: Path, **options: Any) -> PreTrainedModel:
-    """The model as transformers loads it, in evaluation mode; no tensor may be missing, left over or of another shape."""
+    """The model as transformers loads it, in evaluation mode; no tensor missing, left over or misshapen."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     assert {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]} == {}
     return model.eval()

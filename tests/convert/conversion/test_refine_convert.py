@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from helpers.checkpoints import tensors
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
@@ -19,10 +19,6 @@ LATENT = {"to": "mla", "kv_rank": 24, "rope_dim": 16}
 def convert(out, **options):
     convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(out), **{**QUICK, **options}))
     return json.loads((out / "kvfold.json").read_text())
-
-
-def tensors(folder):
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
 @pytest.mark.parametrize("options", [GQA, LATENT], ids=["gqa", "mla"])

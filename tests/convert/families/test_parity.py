@@ -1,12 +1,13 @@
 """Every family against transformers: the names and shapes of its files, and pooled checkpoints in the stock class."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.checkpoints import stock_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from kvfold.convert.families.family import supported
 from kvfold.convert.families.layout import read_layer, write_layer
@@ -14,6 +15,9 @@ from kvfold.convert.families.model import model_of
 from kvfold.convert.transforms.fold import pool
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+load = partial(stock_model, dtype=torch.float32)
 
 
 def parts(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -38,14 +42,6 @@ def pooled(source: Path, out: Path, kv_heads: int) -> Path:
         tensors |= written
     config |= model.kv_config(kv_heads)
     return save(out, config, tensors)
-
-
-def load(folder: Path) -> torch.nn.Module:
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert not info["mismatched_keys"]
-    return model.eval()
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.checkpoints import tensors as loaded
 from helpers.processes import PATIENCE, run_python
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -50,11 +51,6 @@ def copies(checkpoint: Checkpoint, **dtypes: str) -> list[OutputTensor]:
     """Outputs that are all copied; ``dtypes`` maps a stored dtype to the one wanted."""
     infos = checkpoint.tensors.values()
     return [OutputTensor(info.name, dtypes.get(info.dtype, info.dtype), info.shape, info.name) for info in infos]
-
-
-def loaded(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder, as safetensors reads them."""
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def test_one_file_when_one_suffices(checkpoint: Checkpoint, out: Path) -> None:

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from helpers.checkpoints import add_demo_tokenizer
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
@@ -26,8 +27,7 @@ def with_config(source, folder, **changes):
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(demo_folder() / name, folder / name)
+    add_demo_tokenizer(folder)
     return folder
 
 

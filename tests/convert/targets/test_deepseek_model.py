@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from helpers.checkpoints import stock_model
+from helpers.layers import rotated
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Trainer, TrainingArguments
@@ -123,7 +125,7 @@ class LatentAttention(nn.Module):
     def forward(self, hidden_states, **_):
         w, x = self.latent, hidden_states
         c = self.norm(x @ w.down.T + (0 if w.down_bias is None else w.down_bias))
-        key = turn(x @ w.rope_key.T + (0 if w.rope_key_bias is None else w.rope_key_bias), w.theta)
+        key = rotated(x @ w.rope_key.T + (0 if w.rope_key_bias is None else w.rope_key_bias), w.theta)
         source, q_nope, q_rope = (x, w.q_nope, w.q_rope)
         if w.query is not None:
             source, q_nope, q_rope = self.norm(x @ w.query.down.T), w.query.q_nope, w.query.q_rope
@@ -131,19 +133,11 @@ class LatentAttention(nn.Module):
         for head in range(w.heads):
             nope = source @ q_nope[head].T + (0 if w.q_nope_bias is None else w.q_nope_bias[head])
             rope = source @ q_rope[head].T + (0 if w.q_rope_bias is None else w.q_rope_bias[head])
-            score = nope @ (c @ w.uk[head].T).mT + turn(rope, w.theta) @ key.mT
+            score = nope @ (c @ w.uk[head].T).mT + rotated(rope, w.theta) @ key.mT
             future = torch.ones_like(score, dtype=torch.bool).triu(1)
             mixed = (score * w.scale).masked_fill(future, -math.inf).softmax(-1) @ (c @ w.uv[head].T)
             out = out + mixed @ w.o[:, head].T
         return out, None
-
-
-def turn(rows, theta):
-    """RoPE on half-split ``rows [B, T, P]``."""
-    real, imaginary = rows.chunk(2, -1)
-    angle = torch.arange(rows.shape[1], dtype=torch.float64)[:, None] * theta
-    turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat([turned.real, turned.imag], -1)
 
 
 def convert(model, target, folder, dtype=torch.float32):
@@ -191,12 +185,6 @@ def convert(model, target, folder, dtype=torch.float32):
     return latents
 
 
-def load(folder, **options):
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    return model.eval()
-
-
 def full(model):
     """A target that loses nothing: every rotary pair of every key head has a slot."""
     size = model_of(source_config(model)).geometry
@@ -216,7 +204,7 @@ TOKENS = torch.randint(0, 101, (2, 40), generator=torch.Generator().manual_seed(
 def test_full_rank_gives_the_logits_of_the_source(name, tmp_path):
     model = source_model(name)
     convert(model, full(model), tmp_path)
-    error = (logits(load(tmp_path), TOKENS) - logits(model, TOKENS)).abs().max()
+    error = (logits(stock_model(tmp_path), TOKENS) - logits(model, TOKENS)).abs().max()
     assert error < 1e-4
 
 
@@ -229,7 +217,7 @@ def test_stock_class_computes_what_latent_weights_say(name, tmp_path):
         layer.self_attn = LatentAttention(latent)
     expected = logits(model, TOKENS)
     assert (expected - exact).abs().max() > 1e-2  # the target is small enough to change something
-    assert (logits(load(tmp_path), TOKENS) - expected).abs().max() < 1e-4
+    assert (logits(stock_model(tmp_path), TOKENS) - expected).abs().max() < 1e-4
 
 
 def test_query_latent_of_full_rank_changes_nothing(tmp_path):
@@ -238,16 +226,16 @@ def test_query_latent_of_full_rank_changes_nothing(tmp_path):
     for folder, q_rank in ((plain, None), (latent, 33)):
         folder.mkdir()
         convert(model, LatentTarget(9, 6, q_rank), folder)
-    loaded = load(latent)
+    loaded = stock_model(latent)
     assert loaded.config.q_lora_rank == 33
-    assert (logits(load(plain), TOKENS) - logits(loaded, TOKENS)).abs().max() < 1e-4
+    assert (logits(stock_model(plain), TOKENS) - logits(loaded, TOKENS)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("q_rank", [None, 20])
 def test_engine_layout_computes_what_normed_latents_say(q_rank, tmp_path):
     model = source_model("gqa")
     latents = convert(model, LatentTarget(9, 6, q_rank, "engine"), tmp_path)
-    loaded = load(tmp_path)
+    loaded = stock_model(tmp_path)
     assert loaded.config.rope_parameters["rope_type"] == "default"
     assert [name for name, _ in loaded.named_parameters() if name.endswith("bias")] == []
     for layer, latent in zip(model.model.layers, latents, strict=True):
@@ -262,14 +250,14 @@ def test_live_norm_leaves_a_full_query_latent_alone(tmp_path):
     for folder, q_rank in ((plain, None), (latent, 32)):
         folder.mkdir()
         convert(model, LatentTarget(9, 6, q_rank, "engine"), folder)
-    exact = logits(load(plain), TOKENS)
-    assert (logits(load(latent), TOKENS) - exact).norm() < 0.05 * exact.norm()
+    exact = logits(stock_model(plain), TOKENS)
+    assert (logits(stock_model(latent), TOKENS) - exact).norm() < 0.05 * exact.norm()
 
 
 def test_cache_holds_rank_plus_rope_numbers_per_token_and_layer(tmp_path):
     model = source_model("gqa")
     convert(model, LatentTarget(9, 6), tmp_path)
-    loaded = load(tmp_path)
+    loaded = stock_model(tmp_path)
     cache = DynamicCache(config=loaded.config)
     with torch.no_grad():
         loaded(TOKENS, past_key_values=cache)
@@ -280,7 +268,7 @@ def test_cache_holds_rank_plus_rope_numbers_per_token_and_layer(tmp_path):
 def test_generates_the_same_with_and_without_cache(tmp_path):
     model = source_model("mha")
     convert(model, LatentTarget(17, 12), tmp_path)
-    loaded = load(tmp_path)
+    loaded = stock_model(tmp_path)
     options = {
         "max_new_tokens": 12,
         "do_sample": False,
@@ -296,16 +284,16 @@ def test_save_pretrained_round_trips(tmp_path):
     model = source_model("biased")
     (tmp_path / "first").mkdir()
     convert(model, LatentTarget(9, 6), tmp_path / "first")
-    first = load(tmp_path / "first")
+    first = stock_model(tmp_path / "first")
     first.save_pretrained(tmp_path / "second")
-    assert torch.equal(logits(load(tmp_path / "second"), TOKENS), logits(first, TOKENS))
+    assert torch.equal(logits(stock_model(tmp_path / "second"), TOKENS), logits(first, TOKENS))
 
 
 def test_trains_with_trainer(tmp_path):
     model = source_model("gqa")
     (tmp_path / "model").mkdir()
     convert(model, LatentTarget(9, 6), tmp_path / "model")
-    student = load(tmp_path / "model").train()
+    student = stock_model(tmp_path / "model").train()
     before = student.model.layers[0].self_attn.kv_b_proj.weight.detach().clone()
     data = [{"input_ids": row, "labels": row} for row in TOKENS]
     arguments = TrainingArguments(
@@ -326,7 +314,7 @@ def test_low_precision_changes_the_conversion_no_more_than_the_source(dtype, tmp
     model = source_model("gqa")
     convert(model, full(model), tmp_path, dtype)
     exact = logits(model, TOKENS)
-    low = (logits(load(tmp_path, dtype=dtype), TOKENS) - exact).norm()
+    low = (logits(stock_model(tmp_path, dtype=dtype), TOKENS) - exact).norm()
     floor = (logits(model.to(dtype), TOKENS) - exact).norm()
     assert low < 2 * floor
 
@@ -334,7 +322,7 @@ def test_low_precision_changes_the_conversion_no_more_than_the_source(dtype, tmp
 def test_frequencies_of_the_stock_class_are_the_chosen_ones(tmp_path):
     model = source_model("llama3")
     latents = convert(model, LatentTarget(9, 6), tmp_path)
-    loaded = load(tmp_path)
+    loaded = stock_model(tmp_path)
     torch.testing.assert_close(loaded.model.rotary_emb.inv_freq.double(), latents[0].theta, rtol=1e-6, atol=0)
     with torch.no_grad():
         loaded(TOKENS)  # the first pass may swap short for long factors

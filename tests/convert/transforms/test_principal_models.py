@@ -4,11 +4,11 @@ import shutil
 
 import pytest
 import torch
+from helpers.checkpoints import add_demo_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.data import demo_folder
 
 HEADS, DIMS = 8, 8
 SHAPE = {"vocab_size": 2048, "attention_bias": True}
@@ -25,8 +25,7 @@ def text(tmp_path_factory):
 def source(tiny_family, tmp_path):
     """A random float32 Llama whose tokenizer is the demo's."""
     folder = shutil.copytree(tiny_family("llama", **SHAPE), tmp_path / "source")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(demo_folder() / name, folder / name)
+    add_demo_tokenizer(folder)
     return folder
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.checkpoints import tensors
 from helpers.processes import run_python
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
@@ -88,10 +89,6 @@ def train(model, out, text, **options):
 
 def losses(done):
     return [row["loss"] for row in done.rows if "loss" in row]
-
-
-def tensors(folder):
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
 @pytest.mark.parametrize("target", TARGETS)
