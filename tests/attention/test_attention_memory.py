@@ -38,6 +38,7 @@ for name, call in calls(T):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_peak_memory_at_16k_is_far_below_a_score_matrix():
     """A mask of booleans would take 268 MB, float32 scores 1074 MB; inputs and outputs are 1 MB each."""

@@ -139,6 +139,7 @@ def test_numbers_that_could_not_be_written_are_refused_before_measuring(kvfold, 
     assert done.stderr.startswith(f"error: --json {tmp_path / name}: cannot be written ({reason}")
 
 
+@pytest.mark.slow
 def test_drift_runs_a_tokenizers_code_only_when_told_to(kvfold, tmp_path, monkeypatch):
     from transformers import dynamic_module_utils
 

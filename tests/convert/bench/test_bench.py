@@ -106,6 +106,7 @@ def test_decoding_starts_from_seeded_random_values():
     assert type(model.model.layers[0].self_attn).__name__ == "AbsorbedDeepseekV3Attention"
 
 
+@pytest.mark.slow
 def test_checkpoints_and_the_command_line(tiny_family, tmp_path, monkeypatch):
     folder = str(tiny_family("llama"))
     out, plot = tmp_path / "bench.json", tmp_path / "bench.png"
@@ -150,6 +151,7 @@ def test_wrong_requests(arguments, message):
     assert str(found).startswith(message)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_run_is_an_error_that_names_it(tmp_path):
     subject = Subject("broken", "stock", {"model_type": "llama", "num_hidden_layers": 1}, str(tmp_path / "none"))
     task = bench_worker.Task(subject, (8,), (1,), "cpu", "float32", "dynamic", 0, 0.01, 1)

@@ -48,6 +48,7 @@ def test_principal_loses_a_fraction_of_what_mean_pooling_loses(tmp_path, folded,
     assert source < principal < source + (mean - source) / 3
 
 
+@pytest.mark.slow
 def test_principal_is_the_default_and_similar_its_grouping(tmp_path):
     record = convert(tmp_path / "out", to="gqa", kv_heads=4).record
     assert record["request"]["method"] == "principal"
@@ -123,6 +124,7 @@ def test_latent_loses_less_calibrated_than_by_svd(tmp_path, latent, held_out):
     assert source < principal < source + (svd - source) / 2
 
 
+@pytest.mark.slow
 def test_a_budget_takes_the_split_that_drifts_least(tmp_path):
     record = convert(tmp_path / "out", to="mla", budget=32, samples=8, seq_len=64).record
     splits = record["splits"]
@@ -133,6 +135,7 @@ def test_a_budget_takes_the_split_that_drifts_least(tmp_path):
     assert record["drift"]["kl"]["value"] == pytest.approx(best["kl"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, monkeypatch):
     monkeypatch.setattr(latent_run, "_TRIAL_STEPS", 4)
     options = {"to": "mla", "budget": 16, "samples": 8, "seq_len": 64}
@@ -142,6 +145,7 @@ def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, monkeypatch):
     assert all(after["kl"] < before["kl"] for before, after in zip(plain, refined, strict=True))
 
 
+@pytest.mark.slow
 def test_layouts_are_compared_after_equally_many_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(latent_run, "_TRIAL_STEPS", 2)
     options = {"to": "mla", "kv_rank": 32, "rope_dim": 32, "layout": "engine", "samples": 8, "seq_len": 64}
@@ -177,6 +181,7 @@ def test_families_that_deepseek_cannot_express(tmp_path, tiny_family):
         convert(tmp_path / "out", model=tiny_family("stablelm"), to="mla", kv_rank=8, rope_dim=8)
 
 
+@pytest.mark.slow
 def test_engine_layout_has_no_attention_bias_and_plain_rope(tmp_path, held_out, latent):
     record = convert(tmp_path / "out", to="mla", kv_rank=32, rope_dim=32, layout="engine").record
     config = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -21,6 +21,7 @@ def convert(out, **options):
     return json.loads((out / "kvfold.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [GQA, LATENT], ids=["gqa", "mla"])
 def test_refinement_brings_the_model_closer(tmp_path, options):
     plain = convert(tmp_path / "plain", **ENOUGH, **options)
@@ -33,7 +34,11 @@ def test_refinement_brings_the_model_closer(tmp_path, options):
 
 @pytest.mark.parametrize(
     "options",
-    [{"to": "mqa", "method": "mean"}, {**LATENT, "method": "svd"}, {**LATENT, "layout": "engine"}],
+    [
+        {"to": "mqa", "method": "mean"},
+        {**LATENT, "method": "svd"},
+        pytest.param({**LATENT, "layout": "engine"}, marks=pytest.mark.slow),
+    ],
     ids=["mean", "svd", "engine"],
 )
 def test_any_start_can_be_refined(tmp_path, options):
@@ -43,6 +48,7 @@ def test_any_start_can_be_refined(tmp_path, options):
     assert first["after"] < 0.98 * first["before"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_constant_channel_stays_what_it_is(tmp_path, dtype):
     record = convert(tmp_path / "out", **LATENT, dtype=dtype, q_rank=48, refine=12)
@@ -63,6 +69,7 @@ def test_the_constant_channel_stays_what_it_is(tmp_path, dtype):
             assert float(latent.square().sum(1).mean()) / CONSTANT**2 < 2e-4
 
 
+@pytest.mark.slow
 def test_equal_requests_give_equal_bytes_and_the_error_of_every_layer_is_told(tmp_path, capsys):
     told = []
     for name, quiet in (("one", False), ("two", True)):

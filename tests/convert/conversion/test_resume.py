@@ -62,6 +62,7 @@ KILLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_killed_run_goes_on_at_its_last_finished_layer(tmp_path, name):
     options = request(tmp_path, name, resume=True)
@@ -82,6 +83,7 @@ def test_a_killed_run_goes_on_at_its_last_finished_layer(tmp_path, name):
     assert contents(tmp_path / "out") == contents(tmp_path / "unbroken")
 
 
+@pytest.mark.slow
 def test_only_an_equal_request_with_resume_goes_on(tmp_path, monkeypatch, capsys):
     options = request(tmp_path, "mqa", resume=True, quiet=False)
     noted = []

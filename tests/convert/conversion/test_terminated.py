@@ -46,6 +46,7 @@ def test_nothing_is_left_of_a_run_without_a_finished_layer(tmp_path, options):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_resumable_run_keeps_its_finished_layers(tmp_path):
     process = start(tmp_path / "out", *CALIBRATED, "--resume")
     errors = terminate_when(process, lambda: list(tmp_path.glob(".out.kvfold-*/.journal.json")))

@@ -181,7 +181,7 @@ def test_the_weight_mixes_both_losses(source, converted, text, tmp_path):
     assert first[0.25] == pytest.approx(0.75 * first[0.0] + 0.25 * first[1.0], rel=1e-5)
 
 
-@pytest.mark.parametrize("micro_batch", [8, 2])
+@pytest.mark.parametrize("micro_batch", [8, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_path, monkeypatch, micro_batch):
     options = {"steps": 12, "save_every": 4, "log_every": 3, "eval_every": 6}
     whole = train(converted("deepseek"), tmp_path / "whole", text, **options)
@@ -378,6 +378,7 @@ def test_errors_name_what_to_do(converted, text, tmp_path, tiny_family, fails):
         assert not list(tmp_path.iterdir()), last
 
 
+@pytest.mark.slow
 def test_an_error_in_a_process_of_its_own(converted, tmp_path):
     done = command(converted("gqa"), tmp_path / "out", "--text", "no.txt", *options_of())
     assert done.returncode == 2
