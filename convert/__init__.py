@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from kvfold.convert.measure.drift import drift_checkpoints
     from kvfold.convert.recipes import recipe_request
     from kvfold.convert.request import ConvertRequest
+    from kvfold.convert.uptrain.request import UptrainRequest
+    from kvfold.convert.uptrain.run import Uptrained, uptrain_checkpoint
 
     __version__: str
 
@@ -22,11 +24,14 @@ __all__ = [
     "InputError",
     "Inspection",
     "KvfoldError",
+    "UptrainRequest",
+    "Uptrained",
     "__version__",
     "convert_checkpoint",
     "drift_checkpoints",
     "inspect_checkpoint",
     "recipe_request",
+    "uptrain_checkpoint",
 ]
 
 _MODULES = {
@@ -35,10 +40,13 @@ _MODULES = {
     "InputError": "errors",
     "Inspection": "inspection",
     "KvfoldError": "errors",
+    "UptrainRequest": "uptrain.request",
+    "Uptrained": "uptrain.run",
     "convert_checkpoint": "conversion.run",
     "drift_checkpoints": "measure.drift",
     "inspect_checkpoint": "inspection",
     "recipe_request": "recipes",
+    "uptrain_checkpoint": "uptrain.run",
 }
 
 

@@ -10,6 +10,7 @@ from click.core import ParameterSource
 
 from kvfold.convert import request as rq
 from kvfold.convert.console import check_plot, check_writable, run_command, write_text
+from kvfold.convert.uptrain.command import uptrain
 
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
@@ -188,6 +189,9 @@ def drift(model: str, out: str, json_file: str | None, **options: Any) -> None:
     if json_file is not None:
         write_text(json_file, report.to_json())
     click.echo(drift_table(report))
+
+
+kvfold.add_command(uptrain)
 
 
 @kvfold.command()

@@ -1,8 +1,8 @@
-"""The constant channel of layout ``deepseek`` in training: what makes the latent's norm a known factor stays as it is.
+"""The constant channel of layout ``deepseek`` in training: it keeps the latent's norm a known factor.
 
-``refine_paces.py`` says what must not move and what must move slowly. Here gradients are scaled in the forward pass, so
-that clipping sees them as it should and sharding does not matter, and each step of the optimizer is scaled, because
-Adam undoes any scale of a gradient.
+``targets/deepseek/constant.py`` has the learning-rate multipliers of its elements: 0 (frozen) or 1 / CONSTANT. Here
+gradients are scaled in the forward pass, so that clipping sees them so and sharding does not matter, and each step of
+the optimizer is scaled, because Adam undoes any scale of a gradient.
 """
 
 from collections.abc import Mapping
@@ -30,17 +30,20 @@ def has_constant(checkpoint: Checkpoint) -> bool:
 
 
 @dataclass(frozen=True)
-class Slow:
-    """A tensor ``kind`` of ``module`` of which ``index`` along ``axis`` moves by ``pace`` of its way, 0 not at all."""
+class ScaledSlice:
+    """Slice ``index`` along ``axis`` of the tensor ``kind`` of ``module``: its learning rate is ``multiplier`` times.
+
+    A multiplier of 0 freezes it.
+    """
 
     module: nn.Module
     kind: str
     axis: int
     index: int
-    pace: float
+    multiplier: float
 
     def local(self) -> tuple[Tensor, Tensor]:
-        """The tensor as this process holds it, and which indices of it are slow (none, or the one)."""
+        """This process's part of the tensor, and the indices of the slice in it (none, or one)."""
         whole = getattr(self.module, self.kind).data
         mask = torch.zeros(whole.shape[self.axis], dtype=torch.bool)
         mask[self.index] = True
@@ -54,44 +57,46 @@ class Slow:
 
 
 class ConstantChannel:
-    """Holds the constant channel of a model's latents, whose norms it takes out of training.
+    """Keeps the constant channel of a model's latents; freezes the latents' norms.
 
     ``install`` before the model is wrapped, ``watch`` the optimizer when it is made.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.slow = _slow_parts(model)
+        self.slices = _scaled_slices(model)
         self._kept: list[Tensor] = []
 
     def install(self) -> None:
-        """Scale the gradients of what is slow."""
-        for module in {id(part.module): part.module for part in self.slow}.values():
-            own = [part for part in self.slow if part.module is module]
-            module.forward = partial(_paced_linear, cast(nn.Linear, module), own)
+        """Scale the gradients of the slices."""
+        for module in {id(part.module): part.module for part in self.slices}.values():
+            parts = [part for part in self.slices if part.module is module]
+            module.forward = partial(_scaled_linear, cast(nn.Linear, module), parts)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale each step that ``optimizer`` takes."""
         optimizer.register_step_pre_hook(lambda *_: self._remember())
-        optimizer.register_step_post_hook(lambda *_: self._slow_down())
+        optimizer.register_step_post_hook(lambda *_: self._scale_step())
 
     @torch.no_grad()
     def _remember(self) -> None:
         self._kept = []
-        for part in self.slow:
+        for part in self.slices:
             whole, where = part.local()
             self._kept.append(whole.index_select(part.axis, where))
 
     @torch.no_grad()
-    def _slow_down(self) -> None:
-        for part, before in zip(self.slow, self._kept, strict=True):
+    def _scale_step(self) -> None:
+        for part, before in zip(self.slices, self._kept, strict=True):
             whole, where = part.local()
-            after = before if part.pace == 0 else before.lerp(whole.index_select(part.axis, where), part.pace)
+            after = (
+                before if part.multiplier == 0 else before.lerp(whole.index_select(part.axis, where), part.multiplier)
+            )
             whole.index_copy_(part.axis, where, after)
 
 
-def _slow_parts(model: nn.Module) -> list[Slow]:
+def _scaled_slices(model: nn.Module) -> list[ScaledSlice]:
     attention = {name: value for name, value in model.named_parameters() if ".self_attn." in name}
-    parts: list[Slow] = []
+    parts: list[ScaledSlice] = []
     for layer in sorted({name.split(".self_attn.")[0] for name in attention}):
         own = {name: value for name, value in attention.items() if name.startswith(f"{layer}.self_attn.")}
         shapes = {name: torch.empty(value.shape, device="meta") for name, value in own.items()}
@@ -102,33 +107,35 @@ def _slow_parts(model: nn.Module) -> list[Slow]:
                 own[name].requires_grad_(False)
             elif path.rsplit(".", 1)[1] in _DOWN:
                 rank = getattr(model.config, _DOWN[path.rsplit(".", 1)[1]])
-                parts.append(Slow(module, kind, 0, rank - 1, 0.0))
+                parts.append(ScaledSlice(module, kind, 0, rank - 1, 0.0))
             else:
-                parts.append(Slow(module, kind, 1, own[name].shape[1] - 1, 1 / CONSTANT))
+                parts.append(ScaledSlice(module, kind, 1, own[name].shape[1] - 1, 1 / CONSTANT))
     return parts
 
 
-class _Paced(torch.autograd.Function):
-    """A tensor as it is, with the gradient of ``index`` along ``axis`` scaled."""
+class _ScaledGradient(torch.autograd.Function):
+    """The tensor unchanged; its gradient multiplied at ``index`` along ``axis``."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: int, index: int, pace: float) -> Tensor:
-        ctx.where = (axis, index, pace)
+    def forward(ctx: Any, tensor: Tensor, axis: int, index: int, multiplier: float) -> Tensor:
+        ctx.where = (axis, index, multiplier)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        axis, index, pace = ctx.where
+        axis, index, multiplier = ctx.where
         gradient = gradients[0].clone()
-        gradient.select(axis, index).mul_(pace)
+        gradient.select(axis, index).mul_(multiplier)
         return gradient, None, None, None
 
 
-def _paced_linear(module: nn.Linear, slow: list[Slow], inputs: Tensor) -> Tensor:
+def _scaled_linear(module: nn.Linear, parts: list[ScaledSlice], inputs: Tensor) -> Tensor:
     """``module(inputs)``; its tensors are looked up at every call, because sharding replaces them."""
     tensors: dict[str, Tensor | None] = {"weight": module.weight, "bias": module.bias}
-    for part in slow:
-        tensors[part.kind] = _Paced.apply(tensors[part.kind], part.axis, part.index, part.pace)  # type: ignore[no-untyped-call]
+    for part in parts:
+        tensors[part.kind] = _ScaledGradient.apply(  # type: ignore[no-untyped-call]
+            tensors[part.kind], part.axis, part.index, part.multiplier
+        )
     return nn.functional.linear(inputs, tensors["weight"], tensors["bias"])  # type: ignore[arg-type]
 
 

@@ -69,7 +69,7 @@ def check_sharding(trainer: Any) -> None:
 
 
 def load_teacher(request: UptrainRequest, source: Checkpoint, device: torch.device) -> Any:
-    """The model to distil from: frozen, in the precision of the training, and whole on every device."""
+    """The model to distill from: frozen, in the precision of the training, and whole on every device."""
     from accelerate.utils import patch_environment
 
     assert request.teacher is not None

@@ -25,25 +25,25 @@ def default_lr(width: int) -> float:
 
 def tensor_sizes(model: nn.Module, channel: ConstantChannel | None) -> dict[str, float]:
     """Root mean square of every tensor by name, the constant channel left out; a bias has its weight's."""
-    slow = {} if channel is None else {(part.module, part.kind): part for part in channel.slow}
+    slices = {} if channel is None else {(part.module, part.kind): part for part in channel.slices}
     sizes: dict[str, float] = {}
     for path, module in model.named_modules():
         for kind, tensor in module.named_parameters(recurse=False):
             free = tensor.detach()
-            part = slow.get((module, kind))
+            part = slices.get((module, kind))
             if part is not None:
                 others = torch.arange(free.shape[part.axis], device=free.device) != part.index
                 free = free.index_select(part.axis, others.nonzero()[:, 0])
             sizes[f"{path}.{kind}" if path else kind] = float(free.float().square().mean().sqrt())
-    found = {
+    relative = {
         name: max(_LEAST, sizes.get(name.removesuffix(".bias") + ".weight", size) if name.endswith(".bias") else size)
         for name, size in sizes.items()
     }
     if dist.is_initialized():  # a sharded model may have been loaded by the first process only
-        shared = [found]
+        shared = [relative]
         dist.broadcast_object_list(shared, src=0)
-        found = shared[0]
-    return found
+        relative = shared[0]
+    return relative
 
 
 def relative_groups(optimizer: torch.optim.Optimizer, model: nn.Module, sizes: dict[str, float]) -> None:

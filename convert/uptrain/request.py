@@ -2,14 +2,22 @@
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from kvfold.convert.errors import InputError
+from kvfold.convert.request import DEVICES, Device
 
-TRAINED = ("all", "attention")
-SCHEDULES = ("cosine", "linear", "constant")
-PRECISIONS = ("auto", "float32", "bfloat16", "float16")
-_FREE = {
+Trained = Literal["all", "attention"]
+Schedule = Literal["cosine", "linear", "constant"]
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
+
+TRAINED: tuple[str, ...] = get_args(Trained)
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+
+_CHOICES = {"train": TRAINED, "schedule": SCHEDULES, "precision": PRECISIONS, "device": DEVICES}
+# Options that do not change the result: a run may be resumed with other values of them.
+_RUN_ONLY = {
     *("out", "micro_batch", "log_every", "save_every", "plot", "device", "max_shard_size"),
     *("resume", "overwrite", "quiet", "trust_remote_code"),
 }
@@ -29,20 +37,20 @@ class UptrainRequest:
     teacher: str | None = None
     distill_weight: float | None = None
     temperature: float = 1.0
-    train: str = "all"
+    train: Trained = "all"
     steps: int = 1000
     batch_tokens: int = 65536
     seq_len: int = 1024
     micro_batch: int = 4
     relative_lr: float | None = None
-    schedule: str = "cosine"
+    schedule: Schedule = "cosine"
     warmup: float = 0.05
     weight_decay: float = 0.0
     clip: float = 1.0
     seed: int = 0
-    precision: str = "auto"
+    precision: Precision = "auto"
     gradient_checkpointing: bool = False
-    device: str = "auto"
+    device: Device = "auto"
     eval_every: int = 100
     eval_sequences: int = 64
     log_every: int = 10
@@ -55,7 +63,7 @@ class UptrainRequest:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        problems = [*_least(self), *_others(self)]
+        problems = [*_choice_problems(self), *_least_problems(self), *_other_problems(self)]
         if problems:
             raise InputError(problems[0], problems[1:])
 
@@ -79,22 +87,31 @@ class UptrainRequest:
 
     def result_options(self) -> dict[str, Any]:
         """The options that decide the result, without those that only decide how it is run."""
-        return {name: value for name, value in asdict(self).items() if name not in _FREE and value is not None}
+        return {name: value for name, value in asdict(self).items() if name not in _RUN_ONLY and value is not None}
 
 
-def _least(request: UptrainRequest) -> list[str]:
+def _choice_problems(request: UptrainRequest) -> list[str]:
+    values = {name: getattr(request, name) for name in _CHOICES}
+    return [
+        f"{option(name)}: expected {', '.join(_CHOICES[name])}, found {value}"
+        for name, value in values.items()
+        if value not in _CHOICES[name]
+    ]
+
+
+def _least_problems(request: UptrainRequest) -> list[str]:
     """Numbers that are too small."""
     least = {"steps": 1, "seq_len": 2, "micro_batch": 1, "log_every": 1, "eval_every": 0, "eval_sequences": 1}
     least |= {"save_every": 0, "seed": 0, "weight_decay": 0, "clip": 0}
-    found = {name: getattr(request, name) for name in least}
+    values = {name: getattr(request, name) for name in least}
     return [
         f"{option(name)}: expected {least[name]} or more, found {value}"
-        for name, value in found.items()
+        for name, value in values.items()
         if not value >= least[name]
     ]
 
 
-def _others(request: UptrainRequest) -> list[str]:
+def _other_problems(request: UptrainRequest) -> list[str]:
     problems = []
     if request.relative_lr is not None and not 0 < request.relative_lr < 1:
         problems.append(f"--relative-lr: expected a number between 0 and 1, found {request.relative_lr}")
@@ -105,7 +122,7 @@ def _others(request: UptrainRequest) -> list[str]:
     if not 0 <= request.distilled <= 1:
         problems.append(f"--distill-weight: expected 0 to 1, found {request.distilled}")
     if request.distill_weight is not None and request.teacher is None:
-        problems.append("--distill-weight: expected a --teacher to distil from, found none")
+        problems.append("--distill-weight: expected a --teacher to distill from, found none")
     if request.seq_len > 1 and (request.batch_tokens < 1 or request.batch_tokens % request.seq_len):
         problems.append(
             f"--batch-tokens: expected a multiple of --seq-len {request.seq_len}, found {request.batch_tokens}"
@@ -114,6 +131,7 @@ def _others(request: UptrainRequest) -> list[str]:
 
 
 def option(name: str) -> str:
+    """The option of a field."""
     return f"--{name.replace('_', '-')}"
 
 

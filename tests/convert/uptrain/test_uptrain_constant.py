@@ -198,7 +198,7 @@ def test_sharded_weights_are_held_too(latent, tmp_path):
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)
     for processes, way in ((1, "whole"), (2, "sharded")):
-        launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "29633"]
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         run_python(*launch, script, latent, tmp_path / way, way)
     whole, sharded = (torch.load(tmp_path / way) for way in ("whole", "sharded"))
     check_constant(sharded, open_checkpoint(latent))
