@@ -92,7 +92,7 @@ def _measure_all(model: Path, numbers: int, place: Path, echo: Callable[[str], N
     from kvfold.convert.request import ConvertRequest
 
     logging.disable_progress_bar()
-    tokens = token_windows(AutoTokenizer.from_pretrained(model), read_text("heldout"), _WINDOWS, _LENGTH)
+    tokens = token_windows(AutoTokenizer.from_pretrained(model), read_text("held_out"), _WINDOWS, _LENGTH)
     rows = [Row("the original (MHA)", numbers, checkpoint_perplexity(model, tokens))]
     for options in CONVERSIONS:
         name = "-".join(str(value) for option, value in options.items() if option not in _TEXT)

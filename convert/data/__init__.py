@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-Split = Literal["train", "calibration", "heldout"]
+Split = Literal["train", "calibration", "held_out"]
 
 SEPARATOR = "\f"  # between two documents; occurs inside none
 

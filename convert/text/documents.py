@@ -63,7 +63,7 @@ class Corpus(Protocol):
 
 
 Render = Callable[[list[Mapping[str, Any]]], str]
-Split = Literal["calibration", "heldout"]
+Split = Literal["calibration", "held_out"]
 
 
 def open_corpus(

@@ -61,7 +61,7 @@ def perplexities(model: Path, folder: Path, text: Path | None) -> dict[str, floa
     from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    texts = {"other domain": read_text("heldout")}
+    texts = {"other domain": read_text("held_out")}
     if text is not None:
         texts = {"text": text.read_text(encoding="utf-8"), **texts}
     return {

@@ -59,7 +59,7 @@ def measure() -> Iterator[dict[str, Any]]:
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     model = demo_folder()
-    tokens = token_windows(AutoTokenizer.from_pretrained(model), read_text("heldout"), WINDOWS, LENGTH)
+    tokens = token_windows(AutoTokenizer.from_pretrained(model), read_text("held_out"), WINDOWS, LENGTH)
     before = checkpoint_perplexity(model, tokens)
     present = inspect_checkpoint(str(model)).cache.numbers_per_token_and_layer
     yield {"series": "original", "target": "MHA", "numbers": present, "perplexity": before}

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
-SPLITS = ("train", "calibration", "heldout")  # earlier ones keep what later ones would repeat
+SPLITS = ("train", "calibration", "held_out")  # earlier ones keep what later ones would repeat
 SHINGLE = 8  # words; two paragraphs that share half of their shingles say the same thing
 
 SKIPPED_FOLDERS = {
@@ -86,7 +86,7 @@ def build_texts() -> dict[str, list[str]]:
 def split_of(name: str) -> str:
     """Six documents in a hundred are held out, ten are for calibration: by a hash, so that no order or seed matters."""
     place = digest(name) % 100
-    return "heldout" if place < 6 else "calibration" if place < 16 else "train"
+    return "held_out" if place < 6 else "calibration" if place < 16 else "train"
 
 
 def digest(text: str) -> int:

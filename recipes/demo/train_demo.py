@@ -6,7 +6,7 @@ Runs that differ in nothing but ``--output`` write equal bytes, unless ``--minut
 for the shipped model: ``--steps`` as the ``steps_done`` of its ``training.json`` make one like it, not the same.
 ``--texts-only`` stops after the first stage.
 
-DIR then holds ``{train,calibration,heldout}.txt.xz`` and ``demo/``, a complete checkpoint with ``training.json``: how
+DIR then holds ``{train,calibration,held_out}.txt.xz`` and ``demo/``, a complete checkpoint with ``training.json``: how
 it was trained and what it reaches on the held-out text. About 40 minutes on one core that multiplies in bfloat16.
 """
 
@@ -264,14 +264,14 @@ def unigram_entropy(stream: Tensor) -> float:
 def measure(demo: Path, tokens: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
     """What the checkpoint as written (bfloat16 weights, float32 arithmetic) reaches on text it was not trained on."""
     model = AutoModelForCausalLM.from_pretrained(demo, dtype=torch.float32)
-    heldout = tokens["heldout"]
-    losses = {n: float(window_losses(model, heldout, n).mean()) for n in (256, recipe.sequence)}
+    held_out = tokens["held_out"]
+    losses = {n: float(window_losses(model, held_out, n).mean()) for n in (256, recipe.sequence)}
     seen = windows(tokens["train"], recipe.sequence)[::8].flatten()
     return {
         "tokens": {split: len(stream) for split, stream in tokens.items()},
-        "unigram_entropy": round(unigram_entropy(heldout), 4),
-        "heldout_loss": {str(n): round(loss, 4) for n, loss in losses.items()},
-        "heldout_perplexity": {str(n): round(math.exp(loss), 3) for n, loss in losses.items()},
+        "unigram_entropy": round(unigram_entropy(held_out), 4),
+        "held_out_loss": {str(n): round(loss, 4) for n, loss in losses.items()},
+        "held_out_perplexity": {str(n): round(math.exp(loss), 3) for n, loss in losses.items()},
         "train_loss": round(float(window_losses(model, seen, recipe.sequence).mean()), 4),
     }
 

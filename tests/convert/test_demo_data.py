@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvfold.convert.data import SEPARATOR, demo_folder, read_documents, read_text
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "demo"
-LATER_SPLITS = ("calibration", "heldout")
+LATER_SPLITS = ("calibration", "held_out")
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +38,9 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def heldout(tokenizer) -> torch.Tensor:
+def held_out(tokenizer) -> torch.Tensor:
     """The held-out documents as one stream of tokens, each document followed by the end token."""
-    ids = tokenizer(read_documents("heldout"), verbose=False)["input_ids"]
+    ids = tokenizer(read_documents("held_out"), verbose=False)["input_ids"]
     return torch.tensor([token for document in ids for token in [*document, tokenizer.eos_token_id]])
 
 
@@ -74,7 +74,7 @@ def test_documents_are_the_text_split_at_its_separator():
         assert all(document == document.strip() for document in documents)
     assert len(read_documents("train")) > 400
     assert len(read_documents("calibration")) > 50
-    assert len(read_documents("heldout")) > 25
+    assert len(read_documents("held_out")) > 25
 
 
 def test_no_paragraph_of_ten_words_is_in_two_splits():
@@ -109,7 +109,7 @@ def test_notice_carries_the_licence_of_the_python_that_the_texts_are_from(traini
 def test_accessors_import_neither_torch_nor_transformers():
     script = (
         "import sys; from kvfold.convert.data import demo_folder, read_documents;"
-        "demo_folder(); read_documents('heldout');"
+        "demo_folder(); read_documents('held_out');"
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
     )
     assert run_python("-c", script).stdout == "[]\n"
@@ -142,7 +142,7 @@ def test_checkpoint_is_small_complete_and_in_bfloat16():
 
 def test_tokenizer_loads_as_it_was_trained(tokenizer):
     stored = tokenizers.Tokenizer.from_file(str(demo_folder() / "tokenizer.json"))
-    for text in [*read_documents("heldout")[:5], "Zürich\t→ 東京\r\n    indented", ""]:
+    for text in [*read_documents("held_out")[:5], "Zürich\t→ 東京\r\n    indented", ""]:
         ids = tokenizer(text, verbose=False)["input_ids"]
         assert ids == stored.encode(text).ids
         assert tokenizer.decode(ids) == text
@@ -166,14 +166,14 @@ def test_generates_words_it_learned(tokenizer, model):
 
 
 @torch.no_grad()
-def test_heldout_loss_is_as_recorded_and_two_nats_below_unigram_entropy(model, heldout, training):
-    share = heldout.bincount().double() / len(heldout)
+def test_held_out_loss_is_as_recorded_and_two_nats_below_unigram_entropy(model, held_out, training):
+    share = held_out.bincount().double() / len(held_out)
     entropy = float(-torch.xlogy(share, share).sum())
-    windows = heldout[: len(heldout) // 512 * 512].view(-1, 512)
+    windows = held_out[: len(held_out) // 512 * 512].view(-1, 512)
     loss = float(torch.stack([model(row[None], labels=row[None]).loss for row in windows]).mean())
     assert entropy == pytest.approx(training["unigram_entropy"], abs=1e-4)
-    assert loss == pytest.approx(training["heldout_loss"]["512"], abs=1e-3)
-    assert training["heldout_perplexity"]["512"] == pytest.approx(math.exp(loss), rel=1e-3)
+    assert loss == pytest.approx(training["held_out_loss"]["512"], abs=1e-3)
+    assert training["held_out_perplexity"]["512"] == pytest.approx(math.exp(loss), rel=1e-3)
     assert loss <= entropy - 2
 
 
@@ -236,7 +236,7 @@ def small(recipe):
 
 
 def start(recipe, small):
-    documents = read_documents("heldout")[5:8]
+    documents = read_documents("held_out")[5:8]
     made = recipe.train_tokenizer(documents, small)
     torch.manual_seed(small.seed)
     model = recipe.LlamaForCausalLM(recipe.model_config(small))
@@ -249,7 +249,7 @@ def test_recipe_trains_and_writes_a_checkpoint(recipe, small, tmp_path):
     assert recipe.train(model, tokens, small, math.inf, tmp_path) == 60
     recipe.save(model, tmp_path)
     result = recipe.measure(tmp_path, tokens, small)
-    assert result["heldout_loss"]["32"] < before - 0.5
+    assert result["held_out_loss"]["32"] < before - 0.5
     assert result["unigram_entropy"] < math.log(300)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
 

@@ -23,7 +23,7 @@ def convert(out, **options):
 
 @pytest.fixture(scope="module")
 def held_out():
-    return token_windows(AutoTokenizer.from_pretrained(demo_folder()), read_text("heldout"), 8, 128)
+    return token_windows(AutoTokenizer.from_pretrained(demo_folder()), read_text("held_out"), 8, 128)
 
 
 @pytest.fixture(scope="module")

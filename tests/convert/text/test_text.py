@@ -288,7 +288,7 @@ def test_errors_name_the_option_that_gave_the_text(
     (tmp_path / "some.csv").write_text("a,b")
     (tmp_path / "folder").mkdir()
     with pytest.raises(InputError) as caught:
-        load_calibration(name, tokenizer, 1, 8, split="heldout", option="--text")
+        load_calibration(name, tokenizer, 1, 8, split="held_out", option="--text")
     assert str(caught.value).startswith("--text")
     assert "--calibration" not in str(caught.value)
 

@@ -57,7 +57,7 @@ def letters(folder):
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text("\n".join(read_documents("heldout"))[:200_000])
+    path.write_text("\n".join(read_documents("held_out"))[:200_000])
     return path
 
 
