@@ -1,4 +1,4 @@
-"""Two models through the same tokens side by side, one layer of each in memory: what drift is measured with.
+"""Drift measured in lockstep: two models go through the same tokens side by side, one layer of each in memory.
 
 The *teacher* gives the reference, the *student* is compared with it. Local numbers come from the student's layer run on
 the teacher's residual stream, so that they show what this layer alone adds; propagated ones from the student's own.
@@ -22,7 +22,7 @@ _GPU_LOGITS = 1 << 27
 
 @dataclass(frozen=True)
 class HeadDrift:
-    """One head of the teacher and the student's head that plays it.
+    """One head of the teacher and the corresponding head of the student.
 
     ``error`` is the relative error of what the head adds to the attention's output, ``row_kl`` the mean KL of its
     attention rows in nats, both on the teacher's inputs.
@@ -56,7 +56,7 @@ class Measurement:
     """A student against a teacher, over ``predictions`` predicted tokens.
 
     ``kl`` is the mean KL(p || p') of next-token distributions, losses are mean negative log likelihoods, both in nats;
-    ``agreement`` is the share of positions with the same most likely token.
+    ``agreement`` is the top-1 agreement: the fraction of positions with the same most likely token.
     """
 
     predictions: int
@@ -107,8 +107,8 @@ def compare(
     actual = [student.embed(part) for part in parts]
     layers = []
     for index in range(teacher.layers):
-        with teacher.open_layer(index) as layer, student.open_layer(index) as twin:
-            layers.append(compare_layer(index, layer, twin, expected, actual, student))
+        with teacher.open_layer(index) as layer, student.open_layer(index) as student_layer:
+            layers.append(compare_layer(index, layer, student_layer, expected, actual, student))
         progress()
     return replace(compare_predictions(teacher, student, expected, actual, parts), layers=tuple(layers))
 
@@ -116,7 +116,7 @@ def compare(
 def compare_layer(
     index: int,
     layer: StreamLayer,
-    twin: StreamLayer,
+    student_layer: StreamLayer,
     expected: list[Tensor],
     actual: list[Tensor],
     student: LayerStream,
@@ -124,10 +124,10 @@ def compare_layer(
     """Take both residual streams (lists of ``[B, T, E]``, replaced in place) through one layer."""
     totals = [_Errors(0.0, 0.0)] * 4
     heads = _HeadTotals()
-    for part, (hidden, own) in enumerate(zip(expected, actual, strict=True)):
+    for part, (hidden, student_hidden) in enumerate(zip(expected, actual, strict=True)):
         shown = hidden.to(student.device, student.dtype)
-        output, local = layer(hidden), twin(shown)
-        propagated = local if torch.equal(shown, own) else twin(own)
+        output, local = layer(hidden), student_layer(shown)
+        propagated = local if torch.equal(shown, student_hidden) else student_layer(student_hidden)
         errors = [_error(output, other, what) for what in ("attention", "hidden") for other in (local, propagated)]
         totals = [total.plus(error) for total, error in zip(totals, errors, strict=True)]
         heads.add(output, local)
@@ -145,7 +145,7 @@ def compare_layer(
 
 
 class _HeadTotals:
-    """Sums of what is compared head by head, over batches. Heads are matched on the first one."""
+    """Sums over batches of the comparison head by head. Heads are matched on the first batch."""
 
     def __init__(self) -> None:
         self.order: Tensor | None = None
@@ -155,11 +155,11 @@ class _HeadTotals:
     def add(self, output: LayerOutput, other: LayerOutput) -> None:
         """Add one batch, unless a side does not show its heads or their numbers differ."""
         device = output.attention.device
-        mine, theirs = heads_of(output, device), heads_of(other, device)
-        if mine is None or theirs is None or mine.count != theirs.count:
+        teacher, student = heads_of(output, device), heads_of(other, device)
+        if teacher is None or student is None or teacher.count != student.count:
             return
-        self.order = match_heads(mine, theirs) if self.order is None else self.order
-        self.sums.append(compare_heads(mine, theirs, self.order))
+        self.order = match_heads(teacher, student) if self.order is None else self.order
+        self.sums.append(compare_heads(teacher, student, self.order))
         rows = compare_rows(output, other, self.order)
         if rows is not None:
             self.rows.append((rows, len(output.attention)))
@@ -193,11 +193,11 @@ def _after(output: LayerOutput) -> Tensor:
 
 
 def _error(output: LayerOutput, other: LayerOutput, what: str) -> _Errors:
-    mine: Tensor = getattr(output, what)
-    theirs: Tensor = getattr(other, what)
-    wide = torch.promote_types(torch.promote_types(mine.dtype, theirs.dtype), torch.float32)
-    mine = mine.to(wide)
-    return _Errors(squares(mine - theirs.to(mine.device, wide)), squares(mine))
+    expected: Tensor = getattr(output, what)
+    actual: Tensor = getattr(other, what)
+    wide = torch.promote_types(torch.promote_types(expected.dtype, actual.dtype), torch.float32)
+    expected = expected.to(wide)
+    return _Errors(squares(expected - actual.to(expected.device, wide)), squares(expected))
 
 
 def compare_predictions(
@@ -210,23 +210,23 @@ def compare_predictions(
     """Next-token distributions after the last layer, a few positions at a time: ``[N, T, V]`` never exists."""
     sums = torch.zeros(4, dtype=torch.float64, device=teacher.device)
     count = 0
-    for hidden, own, tokens in zip(expected, actual, parts, strict=True):
+    for hidden, student_hidden, tokens in zip(expected, actual, parts, strict=True):
         labels = tokens[:, 1:].to(teacher.device)
-        step = _positions(teacher, student, hidden, own)
+        step = _positions(teacher, student, hidden, student_hidden)
         for start in range(0, labels.shape[1], step):
             span = slice(start, min(start + step, labels.shape[1]))
             logits = teacher.logits(hidden[:, span])
-            same = student is teacher and own is hidden  # a model alone, for its loss
-            other = logits if same else student.logits(own[:, span]).to(teacher.device)
+            same = student is teacher and student_hidden is hidden  # a model alone, for its loss
+            other = logits if same else student.logits(student_hidden[:, span]).to(teacher.device)
             sums += _distances(logits, other, labels[:, span])
         count += labels.numel()
     kl, agreement, loss, student_loss = (sums / count).tolist()
     return Measurement(count, kl, agreement, loss, student_loss, ())
 
 
-def _positions(teacher: LayerStream, student: LayerStream, hidden: Tensor, own: Tensor) -> int:
-    """How many positions of a batch have their logits computed at once; ValueError when vocabularies differ."""
-    vocabulary, other = teacher.logits(hidden[:1, :1]).shape[-1], student.logits(own[:1, :1]).shape[-1]
+def _positions(teacher: LayerStream, student: LayerStream, hidden: Tensor, student_hidden: Tensor) -> int:
+    """The number of positions whose logits are computed at once. Raises ValueError when vocabularies differ."""
+    vocabulary, other = teacher.logits(hidden[:1, :1]).shape[-1], student.logits(student_hidden[:1, :1]).shape[-1]
     if vocabulary != other:
         raise ValueError(f"student: expected logits over the source's {vocabulary} tokens, found {other}")
     budget = _CPU_LOGITS if teacher.device.type == "cpu" else _GPU_LOGITS

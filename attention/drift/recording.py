@@ -25,13 +25,13 @@ _OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of one attention call, and each head's result ``mixed [B, T, H, Dv]``."""
+    """The arguments of one attention call, and each head's result ``context [B, T, H, Dv]``."""
 
     query: Tensor
     key: Tensor
     mask: Any
     options: Mapping[str, Any]
-    mixed: Tensor
+    context: Tensor
 
 
 @dataclass
@@ -191,8 +191,8 @@ def _details(recording: _Recording) -> dict[str, Any]:
     if plain and call.options.get("position_bias") is None and call.options.get("s_aux") is None:
         details |= {"query": call.query, "key": call.key}
     model_dim = recording.output.shape[-1]
-    if weight is not None and weight.shape == (model_dim, heads * call.mixed.shape[-1]):
-        details |= {"mixed": call.mixed, "output_weight": weight.view(model_dim, heads, -1)}
+    if weight is not None and weight.shape == (model_dim, heads * call.context.shape[-1]):
+        details |= {"context": call.context, "output_weight": weight.view(model_dim, heads, -1)}
     return details
 
 

@@ -1,6 +1,6 @@
-"""How far a converted model is from its source, and how much of that is rounding.
+"""Drift reports: the distance of a converted model from its source beside the distance that rounding makes.
 
-Every number stands next to its *floor*: the same number for the source in its dtype against the source in a wider one
+Every number has its *floor* beside it: the same number for the source in its dtype against the source in a wider one
 (float32 for 16-bit dtypes, float64 for float32). A drift near its floor is rounding; above it, conversion.
 """
 
@@ -17,7 +17,7 @@ from kvfold.attention.drift.loaded import as_stream
 from kvfold.attention.drift.lockstep import HeadDrift, LayerDrift, Measurement, compare
 from kvfold.attention.drift.streams import LayerStream
 
-_TOKENS_AT_ONCE = 4096
+_TOKENS_AT_ONCE = 4096  # of one layer call
 _FLOOR_TOKENS = 512
 _LAYER_NUMBERS = ("attention_local", "attention_propagated", "residual_local", "residual_propagated", "row_kl")
 
@@ -36,7 +36,7 @@ class Floor:
 
 @dataclass(frozen=True)
 class DriftReport:
-    """The result of ``measure_drift``. ``floor`` is None when it was not asked for, or nothing wider exists."""
+    """The result of ``measure_drift``. ``floor`` is None when it was not requested, or nothing wider exists."""
 
     sequences: int
     length: int
@@ -50,26 +50,26 @@ class DriftReport:
 
     @property
     def identical(self) -> bool:
-        """Whether nothing at all differs: every drift is exactly 0."""
-        found = self.measured
-        values = [getattr(layer, name) for layer in found.layers for name in _LAYER_NUMBERS]
-        return found.agreement == 1 and not any([found.kl, found.excess, *values])
+        """Whether every drift is exactly 0."""
+        measured = self.measured
+        values = [getattr(layer, name) for layer in measured.layers for name in _LAYER_NUMBERS]
+        return measured.agreement == 1 and not any([measured.kl, measured.excess, *values])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, each drift as ``{"value": ..., "floor": ...}``; not-a-number and infinity become ``None``."""
-        found, floor = self.measured, None if self.floor is None else self.floor.measured
-        source, student = perplexity(found.teacher_loss), perplexity(found.student_loss)
+        measured, floor = self.measured, None if self.floor is None else self.floor.measured
+        source, student = perplexity(measured.teacher_loss), perplexity(measured.student_loss)
         return {
             "sequences": self.sequences,
             "length": self.length,
-            "predictions": found.predictions,
+            "predictions": measured.predictions,
             "device": self.device,
             "dtype": {"source": self.source_dtype, "student": self.student_dtype},
             "floor": None if self.floor is None else {k: v for k, v in asdict(self.floor).items() if k != "measured"},
             "identical": self.identical,
-            "kl": _pair(found.kl, None if floor is None else floor.kl),
-            "agreement": _pair(found.agreement, None if floor is None else floor.agreement),
-            "excess": _pair(found.excess, None if floor is None else abs(floor.excess)),
+            "kl": _pair(measured.kl, None if floor is None else floor.kl),
+            "agreement": _pair(measured.agreement, None if floor is None else floor.agreement),
+            "excess": _pair(measured.excess, None if floor is None else abs(floor.excess)),
             "perplexity": {
                 "source": _finite(source),
                 "student": _finite(student),
@@ -78,7 +78,7 @@ class DriftReport:
             "cache_bytes_per_token": {"source": self.source_cache_bytes, "student": self.student_cache_bytes},
             "layers": [
                 _layer(layer, None if floor is None else floor.layers[index])
-                for index, layer in enumerate(found.layers)
+                for index, layer in enumerate(measured.layers)
             ],
         }
 
@@ -112,17 +112,17 @@ def measure_drift(
     if given[0].layers != given[1].layers:
         raise ValueError(f"student: expected the source's {given[0].layers} layers, found {given[1].layers}")
     cache_bytes = [stream.cache_bytes_per_token() for stream in given]
-    teacher, twin = (
+    teacher, compared = (
         as_stream(stream, device=_device(model, device), dtype=dtype)
         for model, stream in zip((source, student), given, strict=True)
     )
     size = batch or max(1, _TOKENS_AT_ONCE // tokens.shape[1])
-    some = tokens[:floor_sequences] if floor and _floor_dtypes(teacher, twin)[1] is not None else None
+    some = tokens[:floor_sequences] if floor and _floor_dtypes(teacher, compared)[1] is not None else None
     step = _counter(progress, (1 if some is None else 2) * teacher.layers)
     with torch.no_grad():
-        measured = compare(teacher, twin, tokens, size, step)
-    lowest = None if some is None else rounding_floor(teacher, twin, some, size, step)
-    return report(measured, teacher, twin, tokens, lowest, cache_bytes)
+        measured = compare(teacher, compared, tokens, size, step)
+    lowest = None if some is None else rounding_floor(teacher, compared, some, size, step)
+    return report(measured, teacher, compared, tokens, lowest, cache_bytes)
 
 
 def report(
@@ -133,7 +133,7 @@ def report(
     floor: Floor | None,
     cache_bytes: Sequence[int],
 ) -> DriftReport:
-    """What was ``measured`` of two streams over ``tokens [N, T]``, with what they are; ``cache_bytes`` of both."""
+    """The report of a comparison of two streams over ``tokens [N, T]``; ``cache_bytes`` are those of both."""
     return DriftReport(
         sequences=tokens.shape[0],
         length=tokens.shape[1],
@@ -162,7 +162,7 @@ def report_of(measured: Measurement, source: LayerStream, student: LayerStream, 
 
 
 def perplexity(loss: float) -> float:
-    """``e^loss``, infinite where a float has no room for it."""
+    """``e^loss``, infinite beyond the range of floats."""
     return math.exp(loss) if loss < 700 else math.inf if loss == loss else loss
 
 

@@ -48,8 +48,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function contract: the result is ``[B, T, H, Dv]``."""
     if softcap is None:
-        mixed, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
-        return mixed, None
+        context, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+        return context, None
     if attention_mask is None:
         raise ValueError("attention_mask: expected a mask beside a softcap, found none")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -63,7 +63,8 @@ def _mask(*args: Any, config: Any = None, allow_is_causal_skip: bool = True, **o
     nevertheless: only the mask tells.
     """
     skip = allow_is_causal_skip and getattr(config, "attn_logit_softcapping", None) is None
-    return sdpa_mask(*args, config=config, allow_is_causal_skip=skip, **options)
+    mask: Tensor | None = sdpa_mask(*args, config=config, allow_is_causal_skip=skip, **options)
+    return mask
 
 
 AttentionInterface.register(BLOCKWISE, _attention)

@@ -1,4 +1,4 @@
-"""What drift, calibration and profiles ask of a model: a stream of layers, opened one at a time.
+"""The protocol that drift, calibration and profiles run models by: a stream of layers, opened one at a time.
 
 A *layer stream* runs a decoder layer by layer, so that two models can go through the same tokens side by side with only
 one layer of each in memory. Loaded models are wrapped by ``as_stream`` (loaded.py); checkpoints on disk have streams
@@ -16,14 +16,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerOutput:
-    """What one layer did with the residual stream it was given.
+    """The residual stream after one layer, and what its attention did.
 
     ``hidden`` is the residual stream after the layer, ``None`` when only the attention was run. ``query`` and ``key``
     are what the scores are made of (after rotary embedding and per-head norms): the attention weights are
     ``softmax(softcap * tanh(scale * query . key / softcap))`` over the keys that the mask leaves, the softcap being
-    absent for most models. ``window`` is the number of keys a query sees, itself included. ``mixed`` holds each head's
-    weighted values before the output projection, whose weight is ``output_weight``: head ``h`` adds
-    ``output_weight[:, h] @ mixed[b, t, h]`` to the attention's output. ``None`` stands for what a model does not show.
+    absent for most models. ``window`` is the number of keys a query sees, itself included; without ``causal`` it sees
+    as many on its other side. ``context`` holds each head's weighted values before the output projection, whose weight
+    is ``output_weight``: head ``h`` adds ``output_weight[:, h] @ context[b, t, h]`` to the attention's output. ``None``
+    stands for what a model does not show.
     """
 
     hidden: Tensor | None  # [B, T, E]
@@ -35,7 +36,7 @@ class LayerOutput:
     window: int | None = None
     softcap: float | None = None
     causal: bool = True
-    mixed: Tensor | None = None  # [B, T, H, Dv]
+    context: Tensor | None = None  # [B, T, H, Dv]
     output_weight: Tensor | None = None  # [E, H, Dv]
 
 

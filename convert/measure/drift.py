@@ -35,8 +35,8 @@ def drift_checkpoints(
         _check_pair(source, student, model, out)
         place = choose_device(device)
         tokens = drift_tokens(text, load_tokenizer(source, trust_remote_code, "measuring drift"), samples, seq_len)
-        teacher, twin = _stream(source, place, dtype), _stream(student, place, dtype)
-        return measure_drift(teacher, twin, tokens, floor_sequences=floor_count(tokens))
+        streams = _stream(source, place, dtype), _stream(student, place, dtype)
+        return measure_drift(*streams, tokens, floor_sequences=floor_count(tokens))
     finally:
         source.close()
         student.close()

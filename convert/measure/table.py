@@ -52,7 +52,7 @@ def _totals(report: DriftReport) -> list[str]:
             floor and _value(abs(floor.excess)),
         ),
         ("KL of next-token distributions, nats", "", "", _value(found.kl), floor and _value(floor.kl)),
-        ("same most likely token", "", "", f"{found.agreement:.2%}", floor and f"{floor.agreement:.2%}"),
+        ("top-1 agreement", "", "", f"{found.agreement:.2%}", floor and f"{floor.agreement:.2%}"),
         (
             "cache, bytes per token",
             f"{report.source_cache_bytes}",

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvfold.attention.drift.softcap import BLOCKWISE
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, one_line
 
 Built = TypeVar("Built")
 _LONGEST = 200  # characters of another library's error text
@@ -93,7 +93,7 @@ def _fault(config: dict[str, Any], key: str | None, error: Exception) -> str:
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST]
+    return f"{type(error).__name__}: {one_line(error)}"[:_LONGEST]
 
 
 def _activations() -> str:

@@ -52,7 +52,7 @@ class CheckpointStream:
         self._config, self._names = config, names
         model = empty_model(config, dtype, self.device)
         shared = None if teacher is None else teacher.parameters
-        self.parameters = Parameters(model, read, names, self.device, dtype, shared, changed)
+        self.parameters: Parameters = Parameters(model, read, names, self.device, dtype, shared, changed)
         try:
             self._frame = Frame(model)
         except ValueError as error:

@@ -115,7 +115,7 @@ def test_queries_keys_and_heads_explain_the_attention(family):
         profile = distance_profile(output.query, output.key, output.scale, window=output.window, softcap=output.softcap)
         rows = torch.stack([weights.mean(0).diagonal(-d, 1, 2).sum(1) for d in range(weights.shape[-1])], 1)
         torch.testing.assert_close(profile.float(), rows / weights.shape[-1], rtol=1e-5, atol=1e-6)
-        summed = torch.einsum("bthd,ehd->bte", output.mixed, output.output_weight)
+        summed = torch.einsum("bthd,ehd->bte", output.context, output.output_weight)
         difference = output.attention - summed
         # all that is left is the output projection's bias, the same everywhere
         torch.testing.assert_close(difference, difference[:1, :1].expand_as(difference), rtol=0, atol=1e-5)
@@ -123,7 +123,7 @@ def test_queries_keys_and_heads_explain_the_attention(family):
 
 def test_a_family_outside_the_interface_gives_outputs_without_maps():
     _, outputs = walk(as_stream(tiny("bloom")), some_tokens())
-    assert all(output.query is None and output.mixed is None for output in outputs)
+    assert all(output.query is None and output.context is None for output in outputs)
 
 
 def test_the_model_is_left_as_it_was():

@@ -69,8 +69,8 @@ class Attention(nn.Module):
         self.given: tuple[Tensor, Tensor, Tensor] = arguments(9)
 
     def forward(self, hidden_states: Tensor, mask: Tensor | None) -> tuple[Tensor, None]:
-        mixed, _ = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](self, *self.given, mask, **self.options)
-        return mixed.flatten(2), None
+        context, _ = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](self, *self.given, mask, **self.options)
+        return context.flatten(2), None
 
 
 class Layer(nn.Module):
@@ -203,7 +203,7 @@ def test_tensors_take_the_place_of_the_modules_parameters() -> None:
     weight = torch.randn(5, 24, requires_grad=True)
     found = run_layer(layer, HIDDEN, (), {}, {"self_attn.o_proj.weight": weight})
     assert torch.equal(found.output_weight, weight.view(5, 4, 6))
-    torch.testing.assert_close(found.attention, torch.einsum("bthd,ehd->bte", found.mixed, found.output_weight))
+    torch.testing.assert_close(found.attention, torch.einsum("bthd,ehd->bte", found.context, found.output_weight))
     found.attention.sum().backward()
     assert weight.grad is not None
     assert layer.self_attn.o_proj.weight.grad is None

@@ -36,7 +36,7 @@ def test_the_whole_table():
         "perplexity                                 46.125       51.310    +11.241 %   +1.0e-06 %",
         "loss, nats per token                       3.8314       3.9379      +0.1065      1.0e-08",
         "KL of next-token distributions, nats                                 0.1234      2.0e-13",
-        "same most likely token                                               87.50%      100.00%",
+        "top-1 agreement                                                      87.50%      100.00%",
         "cache, bytes per token                      12288         6144        x 0.5        exact",
         "",
         "layer     attention,     attention,      residual,      residual,      attention    worst head",

@@ -180,7 +180,7 @@ def test_a_layer_shows_what_its_attention_was_given_and_made(tokens: Tensor) -> 
         scores = output.scale * output.query @ output.key.repeat_interleave(3, 1).mT
         maps = scores.masked_fill(torch.ones(17, 17).triu(1).bool(), -torch.inf).softmax(-1)
         torch.testing.assert_close(maps, seen["weights"])
-        by_head = torch.einsum("bthd,ehd->bte", output.mixed, output.output_weight)
+        by_head = torch.einsum("bthd,ehd->bte", output.context, output.output_weight)
         torch.testing.assert_close(by_head, output.attention)
 
 
