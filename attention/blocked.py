@@ -17,8 +17,11 @@ from torch import Tensor
 from kvfold.attention.mask import Visibility
 from kvfold.attention.products import add_spread, compiles_shapes, fast, is_slow, mix, row_products, shape_step
 
-_CPU_SCORES = 1 << 20  # scores held at once: few enough to stay in a core's cache
+# Scores held at once. On a CPU 2^20 take 4 MB in float32: smaller budgets are slower, 2^22 is up to a quarter faster
+# for four times the memory (recipes/benchmarks/bench_attention.py --budgets). On a GPU 2^26 take 256 MB.
+_CPU_SCORES = 1 << 20
 _GPU_SCORES = 1 << 26
+# Queries of a block: enough rows for fast matrix products, and few enough that causal blocks skip most later keys.
 _FEWEST_ROWS = 32
 _MOST_ROWS = 256
 
@@ -37,7 +40,7 @@ class _Block:
     @property
     def scores(self) -> int:
         """Scores of the block per query head of a group: sequences x key heads x rows x width."""
-        pairs = (self.batch.stop - self.batch.start) * (self.groups.stop - self.groups.start)
+        pairs: int = (self.batch.stop - self.batch.start) * (self.groups.stop - self.groups.start)
         return pairs * (self.last - self.first) * (self.high - self.low)
 
     def rows(self, tensor: Tensor) -> Tensor:

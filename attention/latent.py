@@ -68,8 +68,8 @@ def _attend_latent(query: Tensor, query_rope: Tensor, latent: Tensor, rule: Visi
 def _by_kernel(query: Tensor, query_rope: Tensor, latent: Tensor, rule: Visibility) -> bool:
     """Whether the Triton kernel computes this call; it has no gradient and would read the keys outside of a window.
 
-    On a CPU ``latent_decode`` would gain nothing: blocks read a joined cache faster than it does, by a little in
-    float32 and about twice in bfloat16 (``recipes/benchmarks/bench_attention.py`` measures both).
+    On a CPU ``latent_decode`` would gain nothing: over a joined cache blocks are as fast in float32 and two to three
+    times as fast in bfloat16 (``recipes/benchmarks/bench_attention.py`` measures both).
     """
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, query_rope, latent))
     plain = rule.window is None and not wants_gradient and min(latent.shape) > 0

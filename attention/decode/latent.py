@@ -18,7 +18,9 @@ from torch import Tensor
 
 from kvfold.attention.products import fast, mix, row_products
 
-_SCORES = 1 << 19  # scores held at once on a CPU: in float32 they take 2 MB, about a core's cache
+# Scores held at once on a CPU, 2 MB in float32; the time is the same from 2^16 to 2^24
+# (recipes/benchmarks/bench_attention.py --budgets).
+_SCORES = 1 << 19
 _HAS_TRITON = find_spec("triton") is not None
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _KERNEL_RANK, _KERNEL_ROPE = 512, 64  # DeepSeek's sizes; the kernel's tiles are laid out for them

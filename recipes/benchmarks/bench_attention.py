@@ -166,10 +166,10 @@ def budgets(threads: int, rounds: int, device: str) -> list[dict[str, Any]]:
     query, key, value = (random(1, 8, 4096, 64, dtype=torch.float32, device=device) for _ in range(3))
     calls = {
         "window 1024": lambda: grouped_attention(query, key, value, window=1024),
-        "MHA bfloat16 step": grouped_step("", HEADS, torch.bfloat16, device).call,
+        "GQA-8 bfloat16 step": grouped_step("", 8, torch.bfloat16, device).call,
         "latent_decode": latent_step("latent_decode", torch.float32, device).call,
     }
-    sizes = [1 << power for power in range(15, 25)]
+    sizes = [1 << power for power in range(16, 25, 2)]
 
     def within(size: int, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def run() -> Tensor:
