@@ -233,6 +233,7 @@ def test_half_precision_is_no_worse_than_stock(variant, dtype):
     assert errors[1] <= 2 * errors[0]
 
 
+@pytest.mark.slow
 def test_compiled_decoding_equals_stock():
     stock, absorbed = pair("v3-query-latent")
     tokens, splits = prompt(length=12), [9, 1, 1, 1]

@@ -196,7 +196,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
-@pytest.mark.parametrize("window", [40, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [40, None])
 def test_a_context_of_8k_with_32_heads_fits_in_little_memory(window):
     assert (
         int(run_python("-c", MEMORY.format(window=window)).stdout) < 2_000_000

@@ -170,7 +170,10 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         process, _ = start()
         time.sleep(generator.uniform(0, duration))
         process.send_signal(signal.SIGKILL)
-        killed += process.wait() == -signal.SIGKILL
+        if process.wait() == -signal.SIGKILL:
+            killed += 1
+        else:
+            duration /= 2  # the first run was slower: the machine had other work
         found = {path.name: path.read_bytes() for path in out.iterdir()}
         assert found in (whole, {"config.json": b"the old one"})
     assert killed > 0

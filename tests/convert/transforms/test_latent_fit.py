@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.layers import relative_error, rotated
 
 from kvfold.convert.transforms.distances import Distances, mixed_distances
 from kvfold.convert.transforms.latent import als as latent_fit
@@ -39,14 +40,6 @@ def random_layer(heads=4, kv_heads=2, dim=8, model=24, bias=False, seed=0):
     return weights, LayerStatistics(x.T @ x / 160, x.mean(0), 160, profile), x
 
 
-def turned(rows, theta, dims=None):
-    """RoPE on half-split ``rows [T, n]``, whose first ``2 len(theta)`` dims rotate."""
-    half = len(theta)
-    angle = torch.arange(rows.shape[0], dtype=torch.float64)[:, None] * theta
-    pair = torch.complex(rows[:, :half], rows[:, half : 2 * half]) * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat([pair.real, pair.imag, rows[:, 2 * half :]], 1)
-
-
 def source_output(weights, theta, x, amplitude=1.0):
     out, group = torch.zeros_like(x), weights.heads // weights.kv_heads
     for head in range(weights.heads):
@@ -61,7 +54,7 @@ def source_output(weights, theta, x, amplitude=1.0):
         factor = torch.ones(q.shape[1], dtype=torch.float64)
         factor[: 2 * len(theta)] = amplitude
         out += (
-            causal(turned(q, theta) * factor @ (turned(k, theta) * factor).T * weights.head_dim**-0.5)
+            causal(rotated(q, theta) * factor @ (rotated(k, theta) * factor).T * weights.head_dim**-0.5)
             @ v
             @ weights.o[:, head].T
         )
@@ -71,12 +64,12 @@ def source_output(weights, theta, x, amplitude=1.0):
 def latent_output(latent, x, normalised=False):
     c = x @ latent.down.T + (0 if latent.down_bias is None else latent.down_bias)
     c = c / c.square().mean(-1, keepdim=True).sqrt() if normalised else c
-    key = turned(x @ latent.rope_key.T + (0 if latent.rope_key_bias is None else latent.rope_key_bias), latent.theta)
+    key = rotated(x @ latent.rope_key.T + (0 if latent.rope_key_bias is None else latent.rope_key_bias), latent.theta)
     out = torch.zeros_like(x)
     for head in range(latent.heads):
         nope = x @ latent.q_nope[head].T + (0 if latent.q_nope_bias is None else latent.q_nope_bias[head])
         rope = x @ latent.q_rope[head].T + (0 if latent.q_rope_bias is None else latent.q_rope_bias[head])
-        score = (nope @ (c @ latent.uk[head].T).T + turned(rope, latent.theta) @ key.T) * latent.scale
+        score = (nope @ (c @ latent.uk[head].T).T + rotated(rope, latent.theta) @ key.T) * latent.scale
         out += causal(score) @ (c @ latent.uv[head].T) @ latent.o[:, head].T
     return out if latent.o_bias is None else out + latent.o_bias
 
@@ -88,10 +81,6 @@ def causal(score):
 def convert(weights, statistics, rotary, rope_dim, rank, **options):
     slots = rope_slots.choose_slots([rope_slots.survey(weights, statistics, rotary)], rope_dim)
     return to_latent(weights, statistics, rotary, slots, rank, **options)
-
-
-def relative(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
 
 
 def drawn(profile):
@@ -147,7 +136,8 @@ def test_enough_rank_is_exact(kv_heads, bias, rotary):
         slots = rope_slots.Slots((1, 1, 1, 0), THETA[:3])  # rotary rows are there, and zero
     latent = to_latent(weights, statistics, rotary, slots, 24)
     assert (
-        relative(latent_output(latent, x[:20]), source_output(weights, rotary.theta, x[:20], rotary.amplitude)) < 1e-8
+        relative_error(latent_output(latent, x[:20]), source_output(weights, rotary.theta, x[:20], rotary.amplitude))
+        < 1e-8
     )
     assert rotary.dims or not latent.rope_key.any()
 
@@ -156,7 +146,7 @@ def test_rank_above_what_there_is_leaves_channels_empty():
     weights, statistics, x = random_layer(model=64, kv_heads=2)
     slots = rope_slots.Slots((2,) * 4, THETA.repeat_interleave(2))
     latent = to_latent(weights, statistics, Rotary(THETA), slots, 30)  # the values have 16 dims, keys none left
-    assert relative(latent_output(latent, x[:20]), source_output(weights, THETA, x[:20])) < 1e-6
+    assert relative_error(latent_output(latent, x[:20]), source_output(weights, THETA, x[:20])) < 1e-6
     assert latent.down.isfinite().all()
 
 
@@ -164,7 +154,7 @@ def test_identical_heads_need_one_head():
     weights, statistics, x = random_layer(kv_heads=4)
     weights = replace(weights, k=weights.k[:1].expand(4, -1, -1), v=weights.v[:1].expand(4, -1, -1))
     latent = to_latent(weights, statistics, Rotary(THETA), rope_slots.Slots((1,) * 4, THETA), 8)
-    assert relative(latent_output(latent, x[:20]), source_output(weights, THETA, x[:20])) < 1e-6
+    assert relative_error(latent_output(latent, x[:20]), source_output(weights, THETA, x[:20])) < 1e-6
 
 
 def test_biases_without_use_do_not_appear():
@@ -188,7 +178,7 @@ def test_rounds_converge():
         latent.uv @ latent.down
         for latent in (to_latent(weights, statistics, rotary, slots, 5, rounds=rounds) for rounds in (1, 2, 30, 31))
     ]
-    assert relative(maps[3], maps[2]) < 0.5 * relative(maps[1], maps[0])
+    assert relative_error(maps[3], maps[2]) < 0.5 * relative_error(maps[1], maps[0])
 
 
 @pytest.mark.parametrize("centered", [True, False])
@@ -259,10 +249,12 @@ def test_svd_is_exact_at_full_rank_and_worse_than_statistics_below():
     weights, statistics, x = random_layer(bias=True)
     expected = source_output(weights, THETA, x[:20])
     full = svd_latent(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 2, 16), 24)
-    assert relative(latent_output(full, x[:20]), expected) < 1e-8
+    assert relative_error(latent_output(full, x[:20]), expected) < 1e-8
     small = svd_latent(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 2, 4), 8)
     fitted = convert(weights, statistics, Rotary(THETA), 4, 8)
-    assert relative(latent_output(fitted, x[:20]), expected) < relative(latent_output(small, x[:20]), expected)
+    assert relative_error(latent_output(fitted, x[:20]), expected) < relative_error(
+        latent_output(small, x[:20]), expected
+    )
 
 
 def test_query_latent_is_exact_at_full_rank_and_smaller_below():
@@ -272,5 +264,5 @@ def test_query_latent_is_exact_at_full_rank_and_smaller_below():
         query = query_latent(latent, statistics, rank).query
         assert query.down.shape == (rank, 24)
         found = torch.cat([query.q_nope, query.q_rope], 1) @ query.down
-        error = relative(found, torch.cat([latent.q_nope, latent.q_rope], 1))
+        error = relative_error(found, torch.cat([latent.q_nope, latent.q_rope], 1))
         assert error < limit if limit else 1e-3 < error < 1
