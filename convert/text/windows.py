@@ -64,17 +64,17 @@ def load_calibration(
     return CalibrationTokens(tokens[:samples], tokens[samples:], corpus.name, corpus.digest())
 
 
-def _enough_windows(corpus: Corpus, tokenizer: Any, prefix: list[int], seq_len: int, wanted: int) -> Tensor:
-    """``wanted`` windows ``[n, seq_len - len(prefix)]`` or more: text is read until there are, or none is left."""
-    limit = max(_READ_AT_LEAST, wanted * seq_len * _BYTES_PER_TOKEN)
+def _enough_windows(corpus: Corpus, tokenizer: Any, prefix: list[int], seq_len: int, needed: int) -> Tensor:
+    """At least ``needed`` windows ``[n, seq_len - len(prefix)]``; reads text until there are as many."""
+    limit = max(_READ_AT_LEAST, needed * seq_len * _BYTES_PER_TOKEN)
     while True:
         documents, whole = corpus.documents(limit)
         tokens = list(tokenize(tokenizer, prefix, documents))
         windows = cut(tokens, seq_len - len(prefix), tokenizer.eos_token_id)
-        if len(windows) >= wanted:
+        if len(windows) >= needed:
             return windows
         if whole:
-            raise _too_little(corpus, tokenizer, sum(map(len, tokens)), len(tokens), len(windows), seq_len, wanted)
+            raise _too_little(corpus, tokenizer, sum(map(len, tokens)), len(tokens), len(windows), seq_len, needed)
         limit *= 4
 
 
@@ -99,10 +99,10 @@ def check_seq_len(seq_len: int, positions: int, model: str) -> None:
 
 
 def _too_little(
-    corpus: Corpus, tokenizer: Any, tokens: int, documents: int, windows: int, seq_len: int, wanted: int
+    corpus: Corpus, tokenizer: Any, tokens: int, documents: int, windows: int, seq_len: int, needed: int
 ) -> InputError:
     message = (
-        f"{corpus.name}: too little text: {wanted} sequences of {seq_len} tokens need {wanted * seq_len} tokens, "
+        f"{corpus.name}: too little text: {needed} sequences of {seq_len} tokens need {needed * seq_len} tokens, "
         f"found {tokens} in {documents} document{'s' * (documents != 1)}, enough for {windows} sequences"
     )
     if tokenizer.eos_token_id is None and documents > 1:

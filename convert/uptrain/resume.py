@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,9 @@ def _start(request: UptrainRequest, plan: TokenPlan) -> None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     replace_file(work / _REQUEST, [(json.dumps(request.result_options(), indent=1) + "\n").encode()])
+    if not request.quiet:
+        tokens = (plan.training + plan.held_out) * plan.length
+        print(f"tokenizing {plan.text.name}, {tokens} tokens at most", file=sys.stderr, flush=True)
     try:
         make_tokens(plan, work)
     except InputError:
