@@ -1,0 +1,170 @@
+"""The tuned constants on one layer of the trained model that ships: a number each, missed when the constant moves."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvfold.convert.data import demo_folder, read_text
+from kvfold.convert.transforms import distances, linalg
+from kvfold.convert.transforms.fold import grouping, heads, score_fit
+from kvfold.convert.transforms.fold.moments import layer_moments
+from kvfold.convert.transforms.latent import als, norm, slots
+from kvfold.convert.transforms.latent.latent import to_latent
+from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
+
+LAYER, LENGTH, CONTEXT = 1, 128, 512
+HEADS, DIMS = 8, 32
+
+
+@pytest.fixture(scope="module")
+def layer():
+    """Weights, statistics and rotary frequencies of a layer, and its attention inputs ``[12, T, E]``, float64."""
+    model = AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32, attn_implementation="eager")
+    tokens = AutoTokenizer.from_pretrained(demo_folder())(read_text("calibration")[:12000])["input_ids"]
+    tokens = torch.tensor(tokens[: 12 * LENGTH]).view(12, LENGTH)
+    attention = model.model.layers[LAYER].self_attn
+    inputs = []
+    attention.register_forward_pre_hook(
+        lambda _, args, kwargs: inputs.append(kwargs["hidden_states"]), with_kwargs=True
+    )
+    with torch.no_grad():
+        maps = model(tokens, output_attentions=True).attentions[LAYER].double()  # [12, H, T, T]
+    x = inputs[0].double()
+    profile = torch.stack([maps.diagonal(-distance, 2, 3).sum((0, 2)) for distance in range(LENGTH)], 1)
+    q, k, v = (
+        getattr(attention, f"{name}_proj").weight.detach().double().view(HEADS, DIMS, -1) for name in ("q", "k", "v")
+    )
+    o = attention.o_proj.weight.detach().double().view(-1, HEADS, DIMS)
+    flat = x.flatten(0, 1)
+    statistics = LayerStatistics(flat.T @ flat / len(flat), flat.mean(0), len(flat), profile / len(flat))
+    return AttentionWeights(q, k, v, o), statistics, Rotary(model.model.rotary_emb.inv_freq.double()), x
+
+
+def latent(layer, rank=24, rope_dim=8, **options):
+    weights, statistics, rotary, _ = layer
+    chosen = slots.choose_slots([slots.survey(weights, statistics, rotary, CONTEXT)], rope_dim)
+    return to_latent(weights, statistics, rotary, chosen, rank, context=CONTEXT, **options)
+
+
+def relative(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def value_error(layer):
+    """Of the values that the latent gives back, about their mean, as the output projection sees them."""
+    weights, _, _, x = layer
+    found, flat = latent(layer), x.flatten(0, 1) - x.mean((0, 1))
+    o = weights.o.permute(1, 0, 2)
+    return relative(o @ found.uv.double() @ found.down.double() @ flat.T, o @ weights.v @ flat.T)
+
+
+def key_error(layer):
+    """Of the scores between tokens 16 apart, about their mean over the tokens."""
+    weights, _, rotary, x = layer
+    found, flat = latent(layer), x.flatten(0, 1) - x.mean((0, 1))
+
+    def scores(q, k, theta):
+        back = torch.polar(torch.ones_like(theta), 16 * theta)
+        pair = torch.complex(*(flat @ q.mT).chunk(2, -1)) * back
+        return torch.cat([pair.real, pair.imag], -1) @ (flat @ k.mT).mT
+
+    rotated = scores(found.q_rope.double(), found.rope_key.double().expand(HEADS, -1, -1), found.theta)
+    still = (flat @ found.q_nope.double().mT) @ (flat @ (found.uk @ found.down).double().mT).mT
+    return relative(rotated + still, scores(weights.q, weights.k, rotary.theta))
+
+
+def slot_worth(layer):
+    """The share of score energy that the four best rotary slots save."""
+    weights, statistics, rotary, _ = layer
+    survey = slots.survey(weights, statistics, rotary, CONTEXT)
+    return slots.slots_worth([survey], slots.choose_slots([survey], 8))
+
+
+def score_error(layer):
+    """What a group of four key heads loses of its scores, by the fit's own measure."""
+    weights, statistics, rotary, _ = layer
+    moments = layer_moments(weights, statistics, rotary, CONTEXT)
+    group = [0, 1, 2, 3]
+    keys, queries, phi = linalg.among(moments.joint_keys, group), moments.query_moments[group], moments.phi[group]
+    shared = score_fit.fit_scores(heads.share_keys(keys, queries, DIMS // 2), keys, queries, phi, DIMS // 2)
+    lost, total = score_fit.score_losses(shared, keys, queries, phi, DIMS // 2)
+    return (lost.sum() / total.sum()).item()
+
+
+def pair_loss(layer):
+    """What pairs of heads lose by sharing, summed over the pairs."""
+    weights, statistics, rotary, _ = layer
+    return grouping.pair_losses(layer_moments(weights, statistics, rotary, CONTEXT))[0].sum().item()
+
+
+def unevenness(layer):
+    """Relative spread of the length of a latent in coordinates meant for a live norm."""
+    *_, x = layer
+    down = torch.randn(24, x.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    forth, _ = norm.constant_length(down, x)
+    rms = (x.flatten(0, 1) @ down.mT @ forth.mT).square().mean(-1).sqrt()
+    return (rms.std() / rms.mean()).item()
+
+
+FIGURES = {  # of the layer at the constants as they are; how far another machine's rounding may move them
+    value_error: (0.158792, 1e-4),
+    key_error: (0.397594, 1e-4),
+    slot_worth: (0.300155, 1e-4),
+    score_error: (0.053673, 1e-4),
+    pair_loss: (0.348096, 1e-4),
+    unevenness: (0.054454, 1e-3),
+}
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_figures_of_a_trained_layer(layer, figure):
+    expected, tolerance = FIGURES[figure]
+    assert figure(layer) == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value", "figure"),
+    [
+        (als, "VALUE_WEIGHT", 1.0, value_error),
+        (als, "VALUE_WEIGHT", 9.0, value_error),
+        (als, "UNIFORM", 0.05, key_error),
+        (als, "ROUNDS", 7, value_error),
+        (als, "DAMPING", 1e-2, value_error),
+        (als, "DAMPING", 1e-3, value_error),
+        (slots, "UNIFORM", 0.45, slot_worth),
+        (distances, "TAIL", 0.45, score_error),
+        (distances, "TAIL", 0.45, slot_worth),
+        (score_fit, "ROUNDS", 9, score_error),
+        (score_fit, "DAMPING", 1e-4, score_error),
+        (grouping, "PAIR_ROUNDS", 2, pair_loss),
+        (norm, "STEPS", 20, unevenness),
+        (norm, "FLATTEST", 1e-2, unevenness),
+    ],
+)
+def test_a_figure_is_missed_when_its_constant_moves(layer, monkeypatch, module, name, value, figure):
+    monkeypatch.setattr(module, name, value)
+    expected, tolerance = FIGURES[figure]
+    assert figure(layer) != pytest.approx(expected, rel=tolerance)
+
+
+def test_ridge_is_a_billionth_of_the_mean_variance(layer):
+    _, statistics, *_ = layer
+    added = linalg.input_moment(replace(statistics, gram=4 * torch.eye(256).double())).diagonal()[:-1] - 4
+    torch.testing.assert_close(added, torch.full_like(added, 4e-9), rtol=1e-5, atol=0)
+
+
+def test_queries_weigh_no_less_than_a_millionth_of_the_strongest():
+    same = torch.eye(2, dtype=torch.float64).repeat(2, 2).reshape(2, 2, 2, 2)  # two members with equal keys
+    queries = torch.stack([torch.eye(2), torch.zeros(2, 2)]).double()  # nobody reads the second
+    shared = heads.share_keys(same, queries, 1)
+    assert (shared.encode[0].norm() / shared.encode[1].norm()).item() == pytest.approx(1e6, rel=1e-6)
+
+
+def test_live_norm_looks_at_32768_tokens():
+    inputs = torch.randn(32769, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    down = torch.eye(3, dtype=torch.float64)
+    found, first, fewer = (norm.constant_length(down, inputs[:count])[0] for count in (32769, 32768, 32767))
+    assert torch.equal(found, first)
+    assert not torch.equal(found, fewer)
