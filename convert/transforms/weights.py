@@ -96,16 +96,19 @@ class LayerStatistics:
     """Calibration statistics of one layer, float64.
 
     ``gram [E, E] = E[x x^T]`` and ``mean [E] = E[x]`` over ``tokens`` attention inputs ``x`` (after the layer's norm);
-    ``profile [H, S]``: the mean attention weight of head ``h`` at distance ``delta`` (rows sum to 1).
+    ``profile [H, S]``: the mean attention weight of head ``h`` at distance ``delta`` (rows sum to 1). Without
+    ``causal`` queries see keys on both sides, and ``delta`` is the distance to either.
     """
 
     gram: Tensor
     mean: Tensor
     tokens: int
     profile: Tensor
+    causal: bool = True
 
     def to(self, device: torch.device | str) -> "LayerStatistics":
-        return LayerStatistics(self.gram.to(device), self.mean.to(device), self.tokens, self.profile.to(device))
+        gram, mean, profile = (tensor.to(device) for tensor in (self.gram, self.mean, self.profile))
+        return LayerStatistics(gram, mean, self.tokens, profile, self.causal)
 
 
 def blank_statistics(model_dim: int, heads: int, device: torch.device | str = "cpu") -> LayerStatistics:

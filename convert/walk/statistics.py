@@ -24,6 +24,7 @@ class StatisticsAccumulator:
         self._gram: Tensor | None = None
         self._sum: Tensor | None = None
         self._profile: Tensor | None = None
+        self._causal = True
         self._tokens = 0
         self._sequences = 0
 
@@ -37,6 +38,7 @@ class StatisticsAccumulator:
             self._sum = inputs.new_zeros(width)
         add_gram(self._gram, inputs)
         self._sum += inputs.sum(0)
+        self._causal = output.causal
         self._tokens += inputs.shape[0]
         if self._with_profile:
             self._add_profile(output)
@@ -49,7 +51,7 @@ class StatisticsAccumulator:
         gram = self._gram.triu()
         gram += self._gram.triu(1).T
         gram /= self._tokens
-        return LayerStatistics(gram, self._sum / self._tokens, self._tokens, profile)
+        return LayerStatistics(gram, self._sum / self._tokens, self._tokens, profile, self._causal)
 
     def _add_profile(self, output: LayerOutput) -> None:
         if output.query is None or output.key is None:

@@ -66,7 +66,7 @@ def layer_moments(
         joint_keys=joint_moment(amplitude[:, None] * keys.affine, moment),
         joint_values=joint_moment(values, moment),
         query_moments=head_moments(amplitude[:, None] * queries.affine, moment),
-        phi=distance_moments(statistics.profile, context, rotary, weights.head_dim),
+        phi=distance_moments(statistics.profile, context, rotary, weights.head_dim, statistics.causal),
         metric=output_metric(weights.o, weights.kv_heads),
         amplitude=amplitude,
     )

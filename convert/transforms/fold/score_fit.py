@@ -30,14 +30,16 @@ ROUNDS = 10
 DAMPING = 1e-6
 
 
-def distance_moments(profile: Tensor, context: int, rotary: Rotary, dims: int) -> Tensor:
+def distance_moments(profile: Tensor, context: int, rotary: Rotary, dims: int, causal: bool = True) -> Tensor:
     """``phi_h(w_a - w_b) = E e^{-i (w_a - w_b) delta}``, complex ``[H, D, D]``, in the basis of `pair_basis`.
 
-    ``profile [H, S]`` is attention by distance; ``context`` how far tokens may be apart at all.
+    ``profile [H, S]`` is attention by distance; ``context`` how far tokens may be apart at all. Without ``causal`` keys
+    lie as often at ``-delta`` as at ``delta``, and the real part is left.
     """
     theta = rotary.theta.double().to(profile.device)
     speed = torch.cat((theta, -theta, theta.new_zeros(dims - rotary.dims)))
-    return rotary_moments(mixed_distances(profile, context), speed)
+    moments = rotary_moments(mixed_distances(profile, context), speed)
+    return moments if causal else moments.real.to(moments.dtype)
 
 
 def fit_scores(

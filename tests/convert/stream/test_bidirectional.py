@@ -1,6 +1,7 @@
 """Families whose config may say ``use_bidirectional_attention``: both streams see it, and folds are fitted to it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvfold.attention.drift.loaded import LoadedStream
 from kvfold.attention.drift.streams import LayerOutput, LayerStream
-from kvfold.convert.families.layout import read_layer
+from kvfold.convert.families.layout import read_layer, write_layer
 from kvfold.convert.families.model import model_of
 from kvfold.convert.families.rotary import layer_rotary
-from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.fold import grouping, principal
+from kvfold.convert.transforms.weights import AttentionWeights
 from kvfold.convert.walk.statistics import StatisticsAccumulator
 from kvfold.convert.walk.walk import survey
 
@@ -112,12 +114,40 @@ def test_folds_are_fitted_to_both_sides(folder: Path, tokens: Tensor) -> None:
         causal = StatisticsAccumulator()
         causal.add(LayerOutput(**{**vars(found[index]), "causal": True}))
         assert not torch.allclose(causal.result().profile, statistics.profile, atol=1e-3)
-        expected = principal.fold(
-            weights, type(statistics)(**{**vars(statistics), "profile": profile(found[index])}), rotary, groups
-        )
-        wrong = principal.fold(
-            weights, type(statistics)(**{**vars(statistics), "profile": causal.result().profile}), rotary, groups
-        )
+        expected = principal.fold(weights, replace(statistics, profile=profile(found[index])), rotary, groups)
+        wrong = principal.fold(weights, replace(statistics, profile=causal.result().profile), rotary, groups)
         fitted = principal.fold(weights, statistics, rotary, groups)
         torch.testing.assert_close(fitted.k, expected.k, rtol=1e-5, atol=1e-6)
         assert not torch.allclose(fitted.k, wrong.k, rtol=1e-3, atol=1e-4)
+
+
+def test_keys_on_both_sides_count_in_the_fit(folder: Path, tokens: Tensor) -> None:
+    checkpoint, stream = open_checkpoint(str(folder)), stream_of(folder)
+    model = model_of(checkpoint.config)
+    found = outputs(stream, tokens)
+    hidden = stream.embed(tokens)
+    for index, statistics, _ in survey(stream, tokens):
+        assert not statistics.causal
+        weights, rotary = read_layer(model, index, checkpoint.read), layer_rotary(model, index)
+        errors = []
+        for causal in (False, True):
+            fitted = replace(statistics, causal=causal)
+            folded = principal.fold(weights, fitted, rotary, grouping.contiguous(weights.kv_heads, 2))
+            errors.append(attention_error(checkpoint, index, folded, hidden, found[index].attention))
+        assert errors[0] < 0.99 * errors[1]
+        hidden = found[index].hidden
+
+
+@torch.no_grad()
+def attention_error(
+    checkpoint: Checkpoint, index: int, folded: AttentionWeights, hidden: Tensor, expected: Tensor
+) -> float:
+    """Relative error of the attention's output of layer ``index`` with two key/value heads instead of eight."""
+    config = {**checkpoint.config, "num_key_value_heads": 2}
+    new = write_layer(model_of(config), index, folded)
+
+    def read(name: str) -> Tensor:
+        return new[name] if name in new else checkpoint.read(name)
+
+    with CheckpointStream(config, read, checkpoint.tensors).open_layer(index) as layer:
+        return float((layer.attend(hidden).attention - expected).norm() / expected.norm())
