@@ -1,6 +1,5 @@
-"""Time and memory, by the device's own means: CUDA events and torch's counters, or the process's clock and pages."""
+"""Time and memory of a device: CUDA events and torch's counters, or the clock and the pages of the process."""
 
-import platform
 import resource
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ import torch
 
 
 class Clock:
-    """Marks points in time; on CUDA these are events, so that no queue is emptied for a mark."""
+    """Marks points in time; on CUDA these are events, so that a mark does not wait for the queue."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -36,46 +35,56 @@ class Clock:
         return self.between(start, self.mark())
 
 
+def repeat(
+    clock: Clock, call: Callable[[], Any], seconds: float, *, warm: int = 2, fewest: int = 5, most: int = 50
+) -> list[float]:
+    """Seconds of each call after ``warm`` untimed ones: at least ``fewest`` calls, then until ``seconds`` are spent.
+
+    A call that alone takes longer than ``seconds`` is warmed up once and timed at most three times.
+    """
+    if clock.time(call) > seconds:
+        warm, fewest = 1, min(fewest, 3)
+    for _ in range(warm - 1):
+        call()
+    times: list[float] = []
+    while len(times) < fewest or (len(times) < most and sum(times) < seconds):
+        times.append(clock.time(call))
+    return times
+
+
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process may still take."""
+    """Bytes that this process can still allocate."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    for line in _lines("/proc/meminfo"):
+    for line in file_lines("/proc/meminfo"):
         if line.startswith("MemAvailable"):
             return int(line.split()[1]) << 10
-    return 1 << 62  # a system that does not say
+    return 1 << 62  # unknown
 
 
 def reset_peak(device: torch.device) -> None:
+    """Reset what ``peak_memory`` returns; without permission it stays that of the whole process."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        return  # then the peak is that of the whole process
+        return
 
 
 def peak_memory(device: torch.device) -> int:
     """Bytes: torch's on CUDA, else the pages of the process, since ``reset_peak``."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    for line in _lines("/proc/self/status"):
+    for line in file_lines("/proc/self/status"):
         if line.startswith("VmHWM"):
             return int(line.split()[1]) << 10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def vendor(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    for line in _lines("/proc/cpuinfo"):
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _lines(path: str) -> list[str]:
+def file_lines(path: str) -> list[str]:
+    """The lines of a file of the system; empty where there is none."""
     try:
         return Path(path).read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-"""What a decoding step must read, compute and hold, from the config alone. No torch here.
+"""Bytes read, operations and memory of a decoding step, from the config alone. No torch here.
 
 Per layer, with ``B`` sequences, ``S`` slots, ``H`` heads, ``G`` key/value heads, ``D`` head dim, latent ``R + P``:
 
-    cached numbers     MHA, GQA, MQA  2 B S G D                MLA  B S (R + P)
+    cached elements    MHA, GQA, MQA  2 B S G D                MLA  B S (R + P)
     operations         4 B S H D      absorbed  2 B S H (2 R + P)      expanded  2 B S H ((Dn + Dv) R + Dn + P + Dv)
 """
 
@@ -12,13 +12,13 @@ from typing import Any
 
 from kvfold.convert.targets.deepseek.config import is_latent
 
-_SPARE = 1.05  # of what is predicted: allocators and libraries
+_SPARE = 1.05  # factor for allocators and libraries
 _FIXED = 600 << 20  # torch itself
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes and operations of one decoding step of a whole model, and the memory that the combination takes."""
+    """Bytes and operations of one decoding step of a whole model, and the memory of the combination, in bytes."""
 
     cache_bytes: int
     attention_operations: int
@@ -30,7 +30,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters in all, and those of the layers and the head, which every step reads."""
+    """Numbers of parameters: all, and those of the layers and the head, which every step reads."""
 
     total: int
     read: int
@@ -45,13 +45,13 @@ def costs(
     batch: int,
     prefill: int = 0,
 ) -> Costs:
-    """``size``: bytes of a number. ``prefill``: tokens that are prefilled at once."""
+    """``size``: bytes per element. ``prefill``: tokens prefilled at once."""
     layers, slots = int(config["num_hidden_layers"]), batch * context
-    numbers, operations, expanded = _per_slot(config, form)
-    cache = layers * slots * numbers * size
+    elements, operations, expanded = _per_slot(config, form)
+    cache = layers * slots * elements * size
     attention = layers * slots * operations
-    working = (slots * numbers + slots * expanded) * size  # a growing cache copies a layer's
-    prefilling = prefill * size * (layers * numbers + _width(config))
+    working = (slots * elements + slots * expanded) * size  # a growing cache copies a layer's
+    prefilling = prefill * size * (layers * elements + _width(config))
     memory = weights.total * size + max(cache + working, prefilling)
     return Costs(
         cache_bytes=cache,
@@ -64,7 +64,7 @@ def costs(
 
 
 def _per_slot(config: Mapping[str, Any], form: str) -> tuple[int, int, int]:
-    """Of one layer and slot: numbers cached, operations, numbers that the attention makes on the way."""
+    """Of one layer and slot: elements cached, operations, elements that attention makes in between."""
     heads = int(config["num_attention_heads"])
     if not is_latent(config):
         dim = int(config.get("head_dim") or config["hidden_size"] // heads)
@@ -79,6 +79,6 @@ def _per_slot(config: Mapping[str, Any], form: str) -> tuple[int, int, int]:
 
 
 def _width(config: Mapping[str, Any]) -> int:
-    """Numbers that a token needs while a layer runs."""
+    """Elements per token while a layer runs."""
     width, inner = int(config["hidden_size"]), int(config.get("intermediate_size") or 0)
     return 12 * width + 3 * inner

@@ -1,11 +1,10 @@
-"""``kvfold bench``: models side by side, each in a process of its own, and the table of what they did."""
+"""``kvfold bench``: models side by side, each in a process of its own, and the table of the results."""
 
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured of every model. ``prefill_tokens`` None: 2048 on a CPU, 32768 on CUDA; 0: no prefill."""
+    """How every model is measured. ``prefill_tokens`` None: 2048 on a CPU, 32768 on CUDA; 0: no prefill."""
 
     contexts: tuple[int, ...] = (2048,)
     batches: tuple[int, ...] = (1,)
@@ -54,7 +53,7 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def subjects(models: Sequence[str], shape: str | None, layers: int | None, longest: int) -> list[Subject]:
-    """What is to run, the original first. Raises InputError when nothing or too much is asked for."""
+    """The models to measure; ratios are to the first. Raises InputError for no model, or --layers without --shape."""
     if layers is not None and shape is None:
         raise InputError("--layers: only with --shape; a checkpoint has its own number of layers")
     if not models and shape is None:
@@ -63,58 +62,59 @@ def subjects(models: Sequence[str], shape: str | None, layers: int | None, longe
 
 
 def bench(chosen: Sequence[Subject], options: Options, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Rows of every subject, context and batch, with ratios to the first subject, and what they ran on.
+    """Rows of every subject, context and batch, with ratios to the first subject, and the machine and versions.
 
-    A subject whose process fails is rows that say so; KvfoldError when all do.
+    A subject whose process fails gets rows with its error; KvfoldError when all fail.
     """
-    device, dtype = _where(options, chosen)
+    from kvfold.convert.bench.machine import versions
+    from kvfold.convert.bench.worker import Task
+
+    device, dtype = _device_and_dtype(options, chosen)
     limit = options.prefill_tokens
     limit = (2048 if device == "cpu" else 32768) if limit is None else limit
-    report: dict[str, Any] = {"kvfold": _version("kvfold"), "transformers": _version("transformers")}
+    report: dict[str, Any] = {package: versions()[package] for package in ("kvfold", "transformers")}
     report |= {"dtype": dtype, "cache": options.cache, "options": asdict(options), "rows": []}
     failures: list[KvfoldError] = []
     for subject in chosen:
-        from kvfold.convert.bench.worker import Task
-
         tell(f"{subject.label} ...")
         task = Task(
             subject, options.contexts, options.batches, device, dtype, options.cache, limit, options.seconds,
             options.threads,
         )  # fmt: skip
         try:
-            found = run_apart(task)
+            result = run_in_process(task)
         except KvfoldError as error:
             failures.append(error)
             pairs = [{"context": context, "batch": batch} for context in options.contexts for batch in options.batches]
-            found = {"rows": [{**pair, "failed": str(error)} for pair in pairs]}
-        report |= {key: found[key] for key in ("device", "threads", "torch") if key in found}
-        report["rows"] += [{"model": subject.label, "form": subject.form, **row} for row in found["rows"]]
+            result = {"rows": [{**pair, "failed": str(error)} for pair in pairs]}
+        report |= {key: result[key] for key in ("device", "threads", "torch") if key in result}
+        report["rows"] += [{"model": subject.label, "form": subject.form, **row} for row in result["rows"]]
     if len(failures) == len(chosen):
         raise failures[0]
     _add_ratios(report["rows"], chosen[0].label)
     return report
 
 
-def run_apart(task: "Task") -> dict[str, Any]:
-    """The worker's result. Raises KvfoldError with the last line of what it wrote when it fails."""
+def run_in_process(task: "Task") -> dict[str, Any]:
+    """The worker's result. Raises KvfoldError with the last line of its error output when it fails."""
     import json
 
     from kvfold.convert.bench.worker import write_task
 
     with tempfile.TemporaryDirectory() as folder:
-        given, result = Path(folder, "task.json"), Path(folder, "result.json")
-        given.write_text(write_task(task))
-        command = [sys.executable, "-m", "kvfold.convert.bench.worker", str(given), str(result)]
+        task_file, result_file = Path(folder, "task.json"), Path(folder, "result.json")
+        task_file.write_text(write_task(task))
+        command = [sys.executable, "-m", "kvfold.convert.bench.worker", str(task_file), str(result_file)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
             why = last[0] if last else f"exit status {done.returncode} (killed for lack of memory?)"
             raise KvfoldError(f"{task.subject.label}: its process failed: {why}")
-        found: dict[str, Any] = json.loads(result.read_text())
-    return found
+        result: dict[str, Any] = json.loads(result_file.read_text())
+    return result
 
 
-def _where(options: Options, chosen: Sequence[Subject]) -> tuple[str, str]:
+def _device_and_dtype(options: Options, chosen: Sequence[Subject]) -> tuple[str, str]:
     """Device and dtype: float32 on a CPU, on CUDA the first model's own."""
     from kvfold.convert.device import choose_device
 
@@ -122,15 +122,8 @@ def _where(options: Options, chosen: Sequence[Subject]) -> tuple[str, str]:
     if options.dtype != "auto":
         return device, options.dtype
     config = chosen[0].config
-    own = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    return device, "float32" if device == "cpu" else own
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return device, "float32" if device == "cpu" else stored
 
 
 def _add_ratios(rows: list[dict[str, Any]], first: str) -> None:

@@ -1,4 +1,4 @@
-"""The models that ``kvfold bench`` runs: checkpoints, or attention kinds of a well-known shape with random weights.
+"""The models of ``kvfold bench``: checkpoints, or the attention kinds of a well-known shape with random weights.
 
 No torch here.
 """
@@ -10,7 +10,7 @@ from typing import Any
 from kvfold.convert.errors import InputError
 from kvfold.convert.targets.deepseek.config import is_latent
 
-_KV_HEADS, _RANK, _ROPE = 8, 512, 64  # what the converted kinds of a shape cache
+_KV_HEADS, _RANK, _ROPE = 8, 512, 64  # of the converted kinds of a shape
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ SHAPES = {
 
 
 def shape_subjects(name: str, layers: int | None, longest: int) -> list[Subject]:
-    """MHA, GQA-8, and MLA 512 + 64 stock and absorbed, for ``longest`` positions. A tiny shape folds to less."""
+    """MHA, GQA-8, and MLA 512 + 64 stock and absorbed, for ``longest`` positions. A tiny shape gets smaller ones."""
     if name not in SHAPES:
         raise InputError(f"--shape {name}: unknown; expected one of {', '.join(SHAPES)}")
     shape = SHAPES[name]
@@ -85,7 +85,7 @@ def shape_subjects(name: str, layers: int | None, longest: int) -> list[Subject]
 
 
 def checkpoint_subjects(models: Sequence[str]) -> list[Subject]:
-    """Every checkpoint as it is; latent ones absorbed too. Raises InputError for what cannot be opened."""
+    """Every checkpoint in stock form, latent ones absorbed too. Raises InputError when one cannot be opened."""
     from kvfold.convert.io.checkpoint import open_checkpoint
 
     subjects = []

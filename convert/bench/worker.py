@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
-from kvfold.convert.bench.clock import Clock, free_memory, peak_memory, reset_peak, vendor
+from kvfold.convert.bench.clock import Clock, free_memory, peak_memory, repeat, reset_peak
 from kvfold.convert.bench.costs import Weights, costs
+from kvfold.convert.bench.machine import processor
 from kvfold.convert.bench.shapes import Subject
 
 _SEED = 0
@@ -38,29 +39,30 @@ class Task:
 
 
 def run(task: Task) -> dict[str, Any]:
-    """Rows of every combination, and what the machine is."""
+    """Rows of every combination, and the machine."""
     torch.manual_seed(_SEED)
     if task.threads:
         torch.set_num_threads(task.threads)
     device, dtype = torch.device(task.device), getattr(torch, task.dtype)
     config = AutoConfig.for_model(**task.subject.config)
-    weights = _count(config)
+    weights = count_parameters(config)
     pairs = sorted((context * batch, context, batch) for context in task.contexts for batch in task.batches)
-    needed = {pair: _needed(task, weights, *pair[1:]) for pair in pairs}
+    needed = {pair: _memory(task, weights, *pair[1:]) for pair in pairs}
     free = free_memory(device)
     model = None
     rows = []
     for pair in pairs:
-        found: dict[str, Any] = {"needed_bytes": needed[pair], "free_bytes": free}
+        row: dict[str, Any] = {"needed_bytes": needed[pair], "free_bytes": free}
         if needed[pair] <= free:
-            model = model if model is not None else _load(task, config, dtype, device)
-            found = _measure(task, model, weights, *pair[1:])
-            _forget(device)
-        rows.append({"context": pair[1], "batch": pair[2], **found})
-    return {"rows": rows, "threads": torch.get_num_threads(), "torch": torch.__version__, "device": vendor(device)}
+            model = model if model is not None else load_model(task.subject, config, dtype, device)
+            row = _measure(task, model, weights, *pair[1:])
+            _free_cached(device)
+        rows.append({"context": pair[1], "batch": pair[2], **row})
+    return {"rows": rows, "threads": torch.get_num_threads(), "torch": torch.__version__, "device": processor(device)}
 
 
-def _count(config: Any) -> Weights:
+def count_parameters(config: Any) -> Weights:
+    """Of the model of ``config``, which is made on the meta device."""
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
     total = sum(parameter.numel() for parameter in empty.parameters())
@@ -68,20 +70,21 @@ def _count(config: Any) -> Weights:
     return Weights(total, total if embedding is head else total - embedding.numel())
 
 
-def _needed(task: Task, weights: Weights, context: int, batch: int) -> int:
+def _memory(task: Task, weights: Weights, context: int, batch: int) -> int:
     size = getattr(torch, task.dtype).itemsize
     prefill = _prefill_size(task, context, batch)
     return costs(task.subject.config, task.subject.form, weights, size, context, batch, prefill[0] * prefill[1]).memory
 
 
-def _load(task: Task, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    if task.subject.folder is None:
+def load_model(subject: Subject, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """The subject's checkpoint, or random weights of ``config``; absorbed where the subject is."""
+    if subject.folder is None:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
-        model = AutoModelForCausalLM.from_pretrained(task.subject.folder, dtype=dtype).to(device)
+        model = AutoModelForCausalLM.from_pretrained(subject.folder, dtype=dtype).to(device)
     model = model.eval().requires_grad_(False)
-    if task.subject.form == "absorbed":
+    if subject.form == "absorbed":
         from kvfold.attention import absorb
 
         absorb(model)
@@ -93,7 +96,7 @@ def _measure(task: Task, model: Any, weights: Weights, context: int, batch: int)
     device = model.device
     reset_peak(device)
     prefill = _time_prefill(task, model, context, batch)
-    _forget(device)
+    _free_cached(device)
     clock = Clock(device)
     cache = filled_cache(model, task.cache, context, batch, context + 64)
     cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
@@ -103,7 +106,7 @@ def _measure(task: Task, model: Any, weights: Weights, context: int, batch: int)
     attention = _attention_clock(model, device)
     times = repeat(clock, lambda: model(token, past_key_values=cache, use_cache=True), task.seconds, most=60)
     step = statistics.median(times)
-    spent = costs(task.subject.config, task.subject.form, weights, model.dtype.itemsize, context, batch)
+    cost = costs(task.subject.config, task.subject.form, weights, model.dtype.itemsize, context, batch)
     return {
         **prefill,
         "step_ms": 1e3 * step,
@@ -112,9 +115,9 @@ def _measure(task: Task, model: Any, weights: Weights, context: int, batch: int)
         "attention_ms": 1e3 * attention(len(times)),
         "cache_bytes": cache_bytes,
         "peak_bytes": peak_memory(device),
-        "read_bytes": spent.read_bytes,
-        "operations": spent.operations,
-        "cache_bytes_formula": spent.cache_bytes,
+        "read_bytes": cost.read_bytes,
+        "operations": cost.operations,
+        "cache_bytes_formula": cost.cache_bytes,
     }
 
 
@@ -152,25 +155,8 @@ def _random(like: Tensor, context: int, batch: int, generator: torch.Generator) 
     return torch.empty(shape, dtype=like.dtype, device=like.device).normal_(generator=generator)
 
 
-def repeat(
-    clock: Clock, call: Callable[[], Any], seconds: float, *, warm: int = 2, fewest: int = 5, most: int = 50
-) -> list[float]:
-    """Seconds of each call after ``warm`` untimed ones: at least ``fewest`` calls, then until ``seconds`` are spent.
-
-    A call that alone takes longer than ``seconds`` is warmed up once and timed at most three times.
-    """
-    if clock.time(call) > seconds:
-        warm, fewest = 1, min(fewest, 3)
-    for _ in range(warm - 1):
-        call()
-    times: list[float] = []
-    while len(times) < fewest or (len(times) < most and sum(times) < seconds):
-        times.append(clock.time(call))
-    return times
-
-
 def _attention_clock(model: Any, device: torch.device) -> Callable[[int], float]:
-    """Clocks all attention modules (projections and cache included); called with the steps, gives seconds a step."""
+    """Clocks all attention modules, projections and cache included. Call it with the steps for seconds per step."""
     clock = Clock(device)
     marks: list[tuple[Any, Any]] = []
     starts: list[Any] = []
@@ -190,7 +176,7 @@ def _attention_clock(model: Any, device: torch.device) -> Callable[[int], float]
     return finish
 
 
-def _forget(device: torch.device) -> None:
+def _free_cached(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

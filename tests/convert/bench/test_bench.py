@@ -1,21 +1,22 @@
-"""``kvfold bench``: what it runs, what it predicts, what it measures and how it says so."""
+"""``kvfold bench``: models, predictions, measurements, table and plot."""
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from kvfold.convert.bench import machine, worker
 from kvfold.convert.bench import run as bench
-from kvfold.convert.bench import worker as bench_worker
 from kvfold.convert.bench.costs import Weights, costs
 from kvfold.convert.bench.shapes import SHAPES, Subject, shape_subjects
 from kvfold.convert.cli import kvfold
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.sizes import bytes_text
 
-RUN_APART = bench.run_apart
+RUN_IN_PROCESS = bench.run_in_process
 QUICK = bench.Options((64, 32), (2, 1), "cpu", "float32", prefill_tokens=48, seconds=0.01, threads=1)
 
 
@@ -23,7 +24,7 @@ QUICK = bench.Options((64, 32), (2, 1), "cpu", "float32", prefill_tokens=48, sec
 def in_process():
     """Without a process for every model: each takes seconds to import torch."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "run_apart", lambda task: bench_worker.run(task))
+        patch.setattr(bench, "run_in_process", lambda task: worker.run(task))
         yield
 
 
@@ -59,20 +60,18 @@ def test_static_caches_are_counted_at_the_context(in_process):
     assert all("prefill_tokens_per_s" not in row for row in rows)
 
 
-def test_what_does_not_fit_is_a_row_that_says_so(monkeypatch):
-    subject = shape_subjects("tiny", None, 64)[0]
-    task = bench_worker.Task(subject, (32, 64), (1,), "cpu", "float32", "dynamic", 0, 0.01, 1)
-    needed = bench_worker._needed(task, bench_worker._count(bench_worker.AutoConfig.for_model(**subject.config)), 32, 1)
-    monkeypatch.setattr(bench_worker, "free_memory", lambda device: needed)
-    rows = bench_worker.run(task)["rows"]
-    assert "decode_tokens_per_s" in rows[0]
-    assert "decode_tokens_per_s" not in rows[1]
-    rows = [{"model": "MHA", **row} for row in rows]
-    bench._add_ratios(rows, "MHA")
-    report = {"rows": rows, "device": "d", "threads": 1, "dtype": "float32", "cache": "dynamic"}
-    table = bench.bench_table(report | {"kvfold": "1", "torch": "2", "transformers": "5"})
-    texts = [bytes_text(count, binary=True) for count in (rows[1]["needed_bytes"], needed)]
-    assert "does not fit: needs {}, {} free".format(*texts) in table
+def test_what_does_not_fit_is_a_row_that_says_so(in_process, monkeypatch):
+    chosen = bench.subjects([], "tiny", None, 64)[:1]
+    options = replace(QUICK, contexts=(32, 64), batches=(1,), prefill_tokens=0)
+    monkeypatch.setattr(worker, "free_memory", lambda device: 0)
+    needed = [row["needed_bytes"] for row in bench.bench(chosen, options, lambda text: None)["rows"]]
+    assert needed[0] < needed[1]
+    monkeypatch.setattr(worker, "free_memory", lambda device: needed[0])
+    report = bench.bench(chosen, options, lambda text: None)
+    assert ["decode_tokens_per_s" in row for row in report["rows"]] == [True, False]
+    assert ["ratio" in row for row in report["rows"]] == [True, False]
+    texts = [bytes_text(count, binary=True) for count in (needed[1], needed[0])]
+    assert "does not fit: needs {}, {} free".format(*texts) in bench.bench_table(report)
 
 
 def test_prediction_of_memory_grows_with_what_is_held():
@@ -95,10 +94,9 @@ def test_operations_of_a_step():
 
 def test_decoding_starts_from_seeded_random_values():
     subject = shape_subjects("tiny", None, 64)[3]
-    config = bench_worker.AutoConfig.for_model(**subject.config)
-    task = bench_worker.Task(subject, (16,), (2,), "cpu", "float32", "dynamic", 0, 0.01, 1)
-    model = bench_worker._load(task, config, torch.float32, torch.device("cpu"))
-    caches = [bench_worker.filled_cache(model, "dynamic", 16, 2, 20) for _ in range(2)]
+    config = worker.AutoConfig.for_model(**subject.config)
+    model = worker.load_model(subject, config, torch.float32, torch.device("cpu"))
+    caches = [worker.filled_cache(model, "dynamic", 16, 2, 20) for _ in range(2)]
     first, second = (cache.layers[1].keys for cache in caches)
     assert first.shape == (2, 1, 16, 32)
     assert torch.equal(first, second)
@@ -112,7 +110,7 @@ def test_checkpoints_and_the_command_line(tiny_family, tmp_path, monkeypatch):
     out, plot = tmp_path / "bench.json", tmp_path / "bench.png"
     command = ["bench", folder, "--context", "16", "--batch", "1", "--prefill-tokens", "0", "--threads", "1"]
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(bench, "run_apart", RUN_APART)
+    monkeypatch.setattr(bench, "run_in_process", RUN_IN_PROCESS)
     done = CliRunner().invoke(kvfold, [*command, "--json", str(out), "--plot", str(plot)])
     assert done.exit_code == 0, done.output
     row = json.loads(out.read_text())["rows"][0]
@@ -126,12 +124,44 @@ def test_latent_checkpoints_run_in_both_forms(in_process, tmp_path):
     from kvfold.convert.bench.shapes import checkpoint_subjects
 
     subject = shape_subjects("tiny", None, 64)[2]
-    config = bench_worker.AutoConfig.for_model(**subject.config)
-    bench_worker.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    config = worker.AutoConfig.for_model(**subject.config)
+    worker.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     found = checkpoint_subjects([str(tmp_path)])
     assert [s.label for s in found] == [f"{tmp_path}, stock", f"{tmp_path}, absorbed"]
     rows = bench.bench(found, bench.Options((16,), (1,), "cpu", "float32", seconds=0.01, threads=1), lambda text: None)
     assert [row["cache_bytes"] for row in rows["rows"]] == [16 * 36 * 2 * 4] * 2
+
+
+def test_the_plot_has_a_bar_of_the_right_height_for_every_row(report):
+    pytest.importorskip("matplotlib")
+    from kvfold.convert.bench.plot import figure
+
+    rows = [dict(row) for row in report["rows"]]
+    missing = {"model": rows[0]["model"], "context": 1 << 20, "batch": 1, "needed_bytes": 2, "free_bytes": 1}
+    speed, cache = figure({**report, "rows": [*rows, missing]}).axes
+    pairs = [(32, 1), (32, 2), (64, 1), (64, 2), (1 << 20, 1)]
+    assert [label.get_text() for label in speed.get_xticklabels()] == [f"{c} × {b}" for c, b in pairs]
+    assert cache.get_title(loc="left") == "cache, KiB"
+    found = {(row["model"], row["context"], row["batch"]): row for row in rows}
+    for axes, key, unit in ((speed, "decode_tokens_per_s", 1), (cache, "cache_bytes", 1024)):
+        drawn = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
+        assert list(drawn) == list(dict.fromkeys(row["model"] for row in rows))
+        for model, heights in drawn.items():
+            expected = [found[model, *pair][key] / unit if (model, *pair) in found else 0 for pair in pairs]
+            assert heights == pytest.approx(expected)
+        texts = [text.get_text() for text in axes.texts]
+        assert texts.count("no fit") == len(drawn)
+        places = sorted(bar.get_x() for bars in axes.containers for bar in bars)
+        assert min(after - before for before, after in pairwise(places)) > 0
+
+
+def test_results_say_what_they_hold_for():
+    conditions = machine.conditions()
+    assert list(conditions) == ["date", "machine", "versions"]
+    assert conditions["machine"]["processor"] == machine.processor()
+    assert conditions["machine"]["threads"] == torch.get_num_threads()
+    assert conditions["versions"]["torch"] == torch.__version__
+    assert set(conditions["versions"]) == {"python", "kvfold", "torch", "transformers"}
 
 
 @pytest.mark.parametrize(
@@ -154,28 +184,28 @@ def test_wrong_requests(arguments, message):
 @pytest.mark.slow
 def test_a_model_that_cannot_run_is_an_error_that_names_it(tmp_path):
     subject = Subject("broken", "stock", {"model_type": "llama", "num_hidden_layers": 1}, str(tmp_path / "none"))
-    task = bench_worker.Task(subject, (8,), (1,), "cpu", "float32", "dynamic", 0, 0.01, 1)
+    task = worker.Task(subject, (8,), (1,), "cpu", "float32", "dynamic", 0, 0.01, 1)
     with pytest.raises(KvfoldError, match=r"^broken: its process failed: \S+"):
-        RUN_APART(task)
+        RUN_IN_PROCESS(task)
 
 
 def test_shapes_are_those_of_the_models():
     mha = shape_subjects("llama-2-7b", None, 64)[0]
-    weights = bench_worker._count(bench_worker.AutoConfig.for_model(**mha.config))
+    weights = worker.count_parameters(worker.AutoConfig.for_model(**mha.config))
     assert weights.total == 6_738_415_616
     assert weights.total - weights.read == 32000 * 4096
     assert set(SHAPES) >= {"llama-2-7b", "llama-2-13b"}
 
 
 def test_a_model_that_fails_does_not_take_the_others_with_it(in_process, monkeypatch):
-    measured = bench.run_apart
+    measured = bench.run_in_process
 
     def run(task):
         if task.subject.label == "GQA-2":
             raise KvfoldError("GQA-2: its process failed: out of memory")
         return measured(task)
 
-    monkeypatch.setattr(bench, "run_apart", run)
+    monkeypatch.setattr(bench, "run_in_process", run)
     chosen = [subject for subject in bench.subjects((), "tiny", 1, 8) if subject.label in ("MHA", "GQA-2")]
     report = bench.bench(chosen, replace(QUICK, contexts=(8,), batches=(1,)), lambda text: None)
     assert [("failed" in row, "ratio" in row) for row in report["rows"]] == [(False, True), (True, False)]
