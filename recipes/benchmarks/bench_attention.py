@@ -10,10 +10,8 @@ all candidates in turn, so that a busy moment meets all of them; the fastest cou
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,7 +26,8 @@ from torch.utils.benchmark import Timer
 from kvfold.attention import blocked, cache_bytes, grouped_attention, latent_attention
 from kvfold.attention.absorbed import absorb_query, expand_value
 from kvfold.attention.decode import latent as decoding
-from kvfold.convert.bench.clock import peak_memory, vendor
+from kvfold.convert.bench.clock import peak_memory
+from kvfold.convert.bench.machine import conditions
 
 BATCH, HEADS, DIM, CONTEXT = 8, 32, 128, 8192
 RANK, ROPE, NOPE, VALUE = 512, 64, 128, 128
@@ -223,17 +222,6 @@ def peaks(lengths: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
-def machine(threads: int, device: str) -> dict[str, Any]:
-    found = {
-        "device": vendor(torch.device(device)),
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "load_before": os.getloadavg()[0],
-    }
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {**found, **versions, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
-
-
 def ratios(report: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """What is promised on a CPU: name -> (measured, at least)."""
     steps = {(row["variant"], row["dtype"]): row for row in report["decode"]}
@@ -282,7 +270,7 @@ def main() -> None:
     if chosen.budgets:
         print(table(budgets(*common)))
         return
-    report: dict[str, Any] = {"machine": machine(chosen.threads, chosen.device)}
+    report: dict[str, Any] = {**conditions(torch.device(chosen.device)), "threads": chosen.threads}
     report["prefill"] = [prefill(length, *common) for length in (512, 2048)]
     report["decode"] = decode(*common, not chosen.skip_explicit)
     report["peak_memory"] = peaks([4096, 8192, 16384]) if chosen.device == "cpu" else []

@@ -12,7 +12,6 @@ the checkpoint's size on that disk; removes everything it made.
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import struct
@@ -25,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from kvfold.convert.bench.machine import conditions
 
 WIDTH, INNER, HEADS, VOCABULARY = 4096, 11008, 32, 32000
 CONFIG = {
@@ -184,16 +185,8 @@ def summary(rows: list[dict[str, Any]], layers: int, size: int, options: list[st
         "peak_bytes": {"own": own, "mapped_files": peaks.get("RssFile", 0), "all": peaks.get("VmHWM", 0)},
         "allowed_bytes": allowed,
         "caches_dropped": all(row["caches_dropped"] for row in rows),
-        "machine": {
-            "cpus": os.cpu_count(),
-            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "kernel": platform.release(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cp": subprocess.run(["cp", "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[
-                0
-            ],
-        },
+        **conditions(),
+        "cp": subprocess.run(["cp", "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0],
         "pairs": rows,
     }
 

@@ -9,7 +9,6 @@ default is the one that ``generate`` uses, which is copied at every step.
 """
 
 import argparse
-import datetime
 import json
 import sys
 from collections.abc import Callable
@@ -20,11 +19,11 @@ import torch
 
 from kvfold.attention import absorbed
 from kvfold.attention.decode.latent import latent_decode
-from kvfold.convert.bench.clock import Clock
+from kvfold.convert.bench.clock import Clock, repeat
 from kvfold.convert.bench.costs import Weights, costs
+from kvfold.convert.bench.machine import conditions
 from kvfold.convert.bench.run import Options, bench, bench_table, subjects
 from kvfold.convert.bench.shapes import Subject
-from kvfold.convert.bench.worker import repeat
 
 AT_LEAST = 2.0  # GQA-8 and absorbed MLA against MHA
 
@@ -129,7 +128,7 @@ def main() -> None:
     report = bench(kinds, options, lambda text: print(text, file=sys.stderr))
     if any("needed_bytes" in row for row in report["rows"]):
         raise SystemExit(bench_table(report))
-    report["date"] = datetime.date.today().isoformat()
+    report |= conditions(device)
     report["rates"] = rates = machine_rates(device)
     for row, subject in zip(report["rows"], kinds, strict=True):
         alone = attention_alone(subject, chosen.context, chosen.batch, device)

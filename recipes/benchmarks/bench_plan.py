@@ -9,10 +9,8 @@ A plan names every output tensor with its dtype, shape, source and shard; it is 
 import argparse
 import json
 import math
-import platform
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +84,9 @@ def main() -> None:
         rows[layers] = bench(layers, arguments.repeats)
         print(f"{layers:6}" + "".join(f"{seconds:12.4f}" for seconds in rows[layers].values()))
     if arguments.json:
-        about = {"python": platform.python_version(), "kvfold": version("kvfold"), "machine": platform.machine()}
-        arguments.json.write_text(json.dumps({"config": CONFIG, "seconds": rows, **about}, indent=2) + "\n")
+        from kvfold.convert.bench.machine import conditions  # torch, which planning does without
+
+        arguments.json.write_text(json.dumps({"config": CONFIG, "seconds": rows, **conditions()}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

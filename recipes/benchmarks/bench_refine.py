@@ -1,19 +1,18 @@
-"""What refinement reaches: excess loss of every target before it, after a number of steps and after `auto`.
+"""The excess loss of every target before refinement, after a number of steps and after `auto`.
 
     python recipes/benchmarks/bench_refine.py MODEL --calibration FILE --text FILE --json recipes/results/refine.json
 
 runs `kvfold convert MODEL .. --to .. --refine ..` for every target, loads each result with stock transformers and
 measures its perplexity on 48 windows of 256 tokens of FILE, and of the held-out text that ships with kvfold: another
 domain. Excess is ln(perplexity / perplexity of MODEL), nats per token. Rows that the JSON file holds already are not
-run again: a table can be made in several sittings. The targets are meant for a model that caches 512 numbers per token
-and layer.
+run again: a table can be made in several sittings. The targets are meant for a model with 512 KV-cache elements
+per token per layer.
 """
 
 import argparse
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from kvfold.convert.bench.machine import conditions
 
 TARGETS = {
     "GQA-4": "--to gqa --kv-heads 4",
@@ -35,22 +36,6 @@ TARGETS = {
     "MLA 24+8": "--to mla --kv-rank 24 --rope-dim 8",
 }
 WINDOWS, LENGTH = 48, 256
-
-
-def machine() -> dict[str, Any]:
-    import torch
-    import transformers
-
-    from kvfold.convert.bench.clock import vendor
-
-    return {
-        "cpu": vendor(torch.device("cpu")),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
 
 
 def perplexities(model: Path, folder: Path, text: Path | None) -> dict[str, float]:
@@ -95,7 +80,7 @@ def row(args: argparse.Namespace, target: str, refine: str, base: dict[str, floa
         "perplexity": found,
         "excess": {text: math.log(value / base[text]) for text, value in found.items()},
         "seconds": round(seconds, 1),
-        **machine(),
+        **conditions(),
     }
 
 

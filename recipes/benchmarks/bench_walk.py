@@ -13,7 +13,6 @@ heads to 4; its weights are made when they are asked for, so that nothing lies o
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -25,6 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from kvfold.convert.bench.machine import conditions
 
 ONE = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "head_dim": 64}
 SEVENTY = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "head_dim": 128}
@@ -214,17 +215,6 @@ def bench_walk(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def machine() -> dict[str, Any]:
-    return {
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
 def main() -> None:
     if sys.argv[1:2] == ["forward"]:
         print(json.dumps(forward(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))))
@@ -243,7 +233,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
     result = bench_convert(arguments) if arguments.what == "convert" else bench_walk(arguments)
-    text = json.dumps({**result, "machine": machine()}, indent=2) + "\n"
+    text = json.dumps({**result, **conditions()}, indent=2) + "\n"
     if arguments.json:
         arguments.json.write_text(text)
     print(text, end="")

@@ -9,11 +9,8 @@ the original), nats per token. One thread; about ten minutes on an idle machine.
 """
 
 import argparse
-import datetime
 import json
 import math
-import os
-import platform
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +21,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
-from kvfold.convert.bench.clock import vendor
+from kvfold.convert.bench.machine import conditions
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
 
@@ -76,17 +73,10 @@ def measure() -> Iterator[dict[str, Any]]:
 
 
 def report(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The rows, and what they hold for."""
+    """The rows, and the machine and versions they hold for."""
     return {
         "what": f"the model that ships with kvfold; excess loss in nats on {WINDOWS} x {LENGTH} held-out tokens",
-        "date": datetime.date.today().isoformat(),
-        "machine": {
-            "processor": vendor(torch.device("cpu")),
-            "cpus": os.cpu_count(),
-            "threads": 1,
-            "kernel": platform.release(),
-        },
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        **conditions(),
         "rows": list(rows),
     }
 

@@ -82,4 +82,4 @@ def test_the_curve_is_the_one_measured():
         assert f"{row['excess']:+.4f}" in README
     assert measured["date"] in README
     assert measured["machine"]["processor"] in README
-    assert all(version.split("+")[0] in README for version in measured["versions"].values())
+    assert all(measured["versions"][package].split("+")[0] in README for package in ("torch", "transformers"))
