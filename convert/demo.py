@@ -14,14 +14,14 @@ _WINDOWS, _LENGTH = 32, 256
 
 @dataclass(frozen=True)
 class Row:
-    """One target of the table: ``numbers`` are cached per token and layer."""
+    """One target of the table. ``elements``: KV-cache elements per token per layer."""
 
     target: str
-    numbers: int
+    elements: int
     perplexity: float
 
 
-# Options of `kvfold convert`, as a person would type them.
+# Options of `kvfold convert`.
 _TEXT = {"samples": 16, "seq_len": 256}
 CONVERSIONS: tuple[dict[str, Any], ...] = (
     {"to": "gqa", "kv_heads": 4, "method": "mean"},
@@ -37,7 +37,7 @@ CONVERSIONS: tuple[dict[str, Any], ...] = (
 
 
 def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[Row]:
-    """Inspect, convert and measure; ``echo`` gets every line. Raises InputError when ``folder`` holds something."""
+    """Inspect, convert and measure; ``echo`` gets every line. Raises InputError when ``folder`` is not empty."""
     from kvfold.convert.data import demo_folder
     from kvfold.convert.inspection import inspect_checkpoint, summary
 
@@ -55,7 +55,7 @@ def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[Row]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The model is so small that threads would mostly wait for each other, and for whatever else the machine does."""
+    """One thread in the block: the model is so small that several would mostly wait for each other."""
     import torch
 
     threads = torch.get_num_threads()
@@ -82,7 +82,7 @@ def _workplace(folder: str | None) -> Iterator[Path]:
     yield place
 
 
-def _measure_all(model: Path, numbers: int, place: Path, echo: Callable[[str], None]) -> list[Row]:
+def _measure_all(model: Path, elements: int, place: Path, echo: Callable[[str], None]) -> list[Row]:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -93,7 +93,7 @@ def _measure_all(model: Path, numbers: int, place: Path, echo: Callable[[str], N
 
     logging.disable_progress_bar()
     tokens = token_windows(AutoTokenizer.from_pretrained(model), read_text("held_out"), _WINDOWS, _LENGTH)
-    rows = [Row("the original (MHA)", numbers, checkpoint_perplexity(model, tokens))]
+    rows = [Row("the original (MHA)", elements, checkpoint_perplexity(model, tokens))]
     for options in CONVERSIONS:
         name = "-".join(str(value) for option, value in options.items() if option not in _TEXT)
         echo(f"kvfold convert MODEL {name} {_command_line(options)}")
@@ -114,15 +114,15 @@ def _command_line(options: dict[str, Any]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text; the first is the original, which the savings and the perplexities are compared with."""
+    """The rows as text; savings and perplexities are compared with the first, the original."""
     width = max(len(row.target) for row in rows)
     first = rows[0]
     lines = [
-        f"{'target':{width}}  {'numbers cached per':>18}  {'cache':>7}  {'held-out perplexity':>22}",
-        f"{'':{width}}  {'token and layer':>18}  {'saving':>7}  {'before':>10}  {'after':>10}",
+        f"{'target':{width}}  {'cache elements per':>18}  {'cache':>7}  {'held-out perplexity':>22}",
+        f"{'':{width}}  {'token per layer':>18}  {'saving':>7}  {'before':>10}  {'after':>10}",
     ]
     lines += [
-        f"{row.target:{width}}  {row.numbers:18}  {100 * (1 - row.numbers / first.numbers):5.1f} %"
+        f"{row.target:{width}}  {row.elements:18}  {100 * (1 - row.elements / first.elements):5.1f} %"
         f"  {first.perplexity:10.2f}  {row.perplexity:10.2f}"
         for row in rows
     ]

@@ -38,21 +38,21 @@ def _heading(report: DriftReport) -> list[str]:
 
 
 def _totals(report: DriftReport) -> list[str]:
-    found, floor = report.measured, None if report.floor is None else report.floor.measured
-    before, after = perplexity(found.teacher_loss), perplexity(found.student_loss)
+    measured, floor = report.measured, None if report.floor is None else report.floor.measured
+    before, after = perplexity(measured.teacher_loss), perplexity(measured.student_loss)
     ratio = report.student_cache_bytes / report.source_cache_bytes if report.source_cache_bytes else math.nan
     rows = [
         ("", "source", "converted", "drift", "floor"),
-        ("perplexity", _value(before), _value(after), _percent(found.excess), floor and _percent(abs(floor.excess))),
+        ("perplexity", _value(before), _value(after), _percent(measured.excess), floor and _percent(abs(floor.excess))),
         (
             "loss, nats per token",
-            _value(found.teacher_loss),
-            _value(found.student_loss),
-            _signed(found.excess),
+            _value(measured.teacher_loss),
+            _value(measured.student_loss),
+            _signed(measured.excess),
             floor and _value(abs(floor.excess)),
         ),
-        ("KL of next-token distributions, nats", "", "", _value(found.kl), floor and _value(floor.kl)),
-        ("top-1 agreement", "", "", f"{found.agreement:.2%}", floor and f"{floor.agreement:.2%}"),
+        ("KL of next-token distributions, nats", "", "", _value(measured.kl), floor and _value(floor.kl)),
+        ("top-1 agreement", "", "", f"{measured.agreement:.2%}", floor and f"{floor.agreement:.2%}"),
         (
             "cache, bytes per token",
             f"{report.source_cache_bytes}",
@@ -66,13 +66,13 @@ def _totals(report: DriftReport) -> list[str]:
 
 def _layers(report: DriftReport) -> list[str]:
     """Relative errors per layer, and the head that differs most."""
-    found = report.measured.layers
-    floors: Sequence[LayerDrift | None] = [None] * len(found) if report.floor is None else report.floor.measured.layers
+    layers = report.measured.layers
+    floors: Sequence[LayerDrift | None] = [None] * len(layers) if report.floor is None else report.floor.measured.layers
     lines = [
         "layer" + "".join(f"{first:>{_WIDTH}}" for _, first, _ in _COLUMNS) + "    worst head",
         "     " + "".join(f"{second:>{_WIDTH}}" for _, _, second in _COLUMNS) + "    and its error",
     ]
-    for layer, floor in zip(found, floors, strict=True):
+    for layer, floor in zip(layers, floors, strict=True):
         cells = "".join(f"{_cell(layer, floor, name):>{_WIDTH}}" for name, _, _ in _COLUMNS)
         lines.append(f"{layer.layer:>5}{cells}  {_worst(layer.heads)}".rstrip())
     return lines
@@ -113,9 +113,9 @@ def _signed(value: float) -> str:
 
 
 def _percent(excess: float) -> str:
-    """How much a loss of ``excess`` nats adds to the perplexity."""
-    grown = 100 * math.expm1(excess) if excess < 700 else math.inf
-    return f"{_signed(grown)} %"
+    """The perplexity that ``excess`` nats of loss add, in percent."""
+    added = 100 * math.expm1(excess) if excess < 700 else math.inf
+    return f"{_signed(added)} %"
 
 
 def _count(number: int, what: str) -> str:

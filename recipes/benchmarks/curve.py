@@ -33,7 +33,7 @@ LATENTS: tuple[dict[str, Any], ...] = tuple(
 )
 ENGINES: tuple[dict[str, Any], ...] = ({"to": "mla", "kv_rank": 32, "rope_dim": 32, "layout": "engine"},)
 METHODS: tuple[dict[str, Any], ...] = ({"method": "principal"}, {"method": "principal", "refine": STEPS})
-STYLES = {  # colour and marker of a kind of attention; dashes tell how it was made
+STYLES = {  # color and marker of a kind of attention; dashes tell how it was made
     "GQA, MQA": ("#5E81AC", "o"),
     "MLA": ("#BF616A", "s"),
     "MLA, layout engine": ("#A3BE8C", "^"),
@@ -68,7 +68,7 @@ def measure() -> Iterator[dict[str, Any]]:
             after = checkpoint_perplexity(out, tokens)
             row = {"series": series, "method": method, "target": layout.kind, "options": options}
             row |= {"numbers": layout.cache_elements, "perplexity": after, "excess": math.log(after / before)}
-            print(f"{series}, {row['target']}, {method}: {row['numbers']} numbers, {row['excess']:+.4f}", flush=True)
+            print(f"{series}, {row['target']}, {method}: {row['numbers']} elements, {row['excess']:+.4f}", flush=True)
             yield row
 
 
@@ -86,7 +86,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     first, found = rows[0], {}
     for row in rows[1:]:
         found.setdefault((row["series"], row["numbers"]), {})[row["method"]] = row
-    lines = ["| target | numbers cached | saving | mean | principal | refined |", "|---|---|---|---|---|---|"]
+    lines = ["| target | cache elements | saving | mean | principal | refined |", "|---|---|---|---|---|---|"]
     for (series, numbers), methods in found.items():
         some = methods.values()
         kinds = dict.fromkeys(row["target"] for row in some)
@@ -97,7 +97,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Excess loss against numbers cached, both on logarithmic axes (linear below a thousandth of a nat)."""
+    """Excess loss against cache elements, both on logarithmic axes (linear below a thousandth of a nat)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -105,14 +105,14 @@ def draw(found: dict[str, Any], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     first, rows = found["rows"][0], found["rows"][1:]
-    for series, (colour, marker) in STYLES.items():
+    for series, (color, marker) in STYLES.items():
         for method, dashes in DASHES.items():
             points = sorted(
                 (row["numbers"], row["excess"]) for row in rows if (row["series"], row["method"]) == (series, method)
             )
             if points:
-                face = colour if method.startswith("refined") else "white"
-                style = {"color": colour, "marker": marker, "linestyle": dashes, "markerfacecolor": face}
+                face = color if method.startswith("refined") else "white"
+                style = {"color": color, "marker": marker, "linestyle": dashes, "markerfacecolor": face}
                 axes.plot(*zip(*points, strict=True), label=f"{series}: {method}", **style)
     axes.set_xscale("log", base=2)
     axes.set_yscale("symlog", linthresh=1e-3)
@@ -122,7 +122,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     ticks = sorted({row["numbers"] for row in rows}, reverse=True)
     axes.set_xticks(ticks, [f"{n}\n{100 * (1 - n / first['numbers']):.4g} %" for n in ticks])
     axes.invert_xaxis()
-    axes.set_xlabel(f"numbers cached per token and layer (the original: {first['numbers']}), and the saving")
+    axes.set_xlabel(f"KV-cache elements per token per layer (the original: {first['numbers']}), and the saving")
     axes.set_ylabel("excess loss on held-out text, nats per token")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
