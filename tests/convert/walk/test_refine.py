@@ -125,6 +125,18 @@ def test_a_layer_that_got_no_better_is_tried_again_more_slowly(tiny_family, monk
     assert refined.after < 0.95 * refined.before
 
 
+def test_the_third_try_helps_where_four_times_slower_does_not(tiny_family, monkeypatch):
+    monkeypatch.setattr(refining, "_RELATIVE_LR", 8.0)  # 1.0 still helps, 2.0 does not
+    monkeypatch.setattr(refining, "_WIDTH_LR", 1e9)
+    plan = plan_of(tiny_family("llama"))
+    _steps, step, tensors = first_step(plan)
+    told = []
+    refined = refine_layer(step, tensors, task_of(plan, tell=lambda layer, done, error: told.append(done)))
+    assert told == [0, 30, 0, 30, 0, 30]
+    assert refined.kept == 30
+    assert refined.after < 0.9 * refined.before
+
+
 def test_weights_that_stop_being_finite_are_not_kept(tiny_family, monkeypatch):
     monkeypatch.setattr(refining, "_RELATIVE_LR", 1e38)
     monkeypatch.setattr(refining, "_WIDTH_LR", 1e38)
