@@ -1,11 +1,13 @@
 """The house's order: an import only goes down, nothing runs in a circle, and every file is in the wheel."""
 
+import re
 import sys
 import tomllib
 from collections.abc import Callable
 
 import pytest
 from helpers.structure import (
+    FLOORS,
     PACKAGES,
     REPOSITORY,
     Import,
@@ -52,6 +54,16 @@ def in_circles(repository: Repository) -> list[str]:
 
     files = [sentence("files", each, str) for each in file_circles(repository)]
     return files + [sentence("rooms", each, room) for each in circles(room_arrows(repository))]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_contributing_maps_every_room(package: str) -> None:
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    table = re.search(rf"^\| floor \| room in `{package}/` \|.*?\n\|.*?\n((?:\|.*\n)+)", text, re.MULTILINE)[1]
+    rows = [line.split("|")[1:4] for line in table.splitlines()]
+    told = {(int(floor), name.strip("/")) for floor, names, _ in rows for name in re.findall(r"`([\w/]+)`", names)}
+    assert told == {(floor, name) for floor, names in enumerate(FLOORS[package], 1) for name in names}
+    assert all(said.strip() for *_, said in rows)
 
 
 def test_every_room_has_a_floor(repository: Repository) -> None:
