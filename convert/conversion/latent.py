@@ -104,7 +104,7 @@ def survey_source(plan: Plan, folder: Path, stages: Stages) -> Survey:
     found = stages.over("survey", survey(source, tokens.calibration), plan.geometry.layers, "layer")
     for index, statistics, inputs in found:
         weights, rotary = source_layer(plan, index), source_rotary(plan, index)
-        layers.append(rope_slots.survey(weights, statistics, rotary, plan.geometry.positions))
+        layers.append(rope_slots.survey_layer(weights, statistics, rotary, plan.geometry.positions))
         torch.save({"statistics": vars(statistics), "inputs": inputs}, folder / f"{index}.pt")
     return Survey(source, tokens, tuple(layers), folder)
 

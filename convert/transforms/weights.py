@@ -7,7 +7,7 @@ a head rotate, and dim ``l`` pairs with dim ``l + D_rot/2``; the remaining dims 
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ class HeadNorm:
     """A norm on queries or keys, between projection and rotary embedding.
 
     ``weight`` and ``bias`` are ``[heads, D]`` whatever the file holds (a shared ``[D]`` is repeated on reading and
-    stored once again on writing). ``extent`` says over what a vector is normalised: each head alone, or the flat
+    stored once again on writing). ``extent`` says over what a vector is normalized: each head alone, or the flat
     ``heads * D`` vector of all heads together. ``shared`` says that the file holds one row for all heads.
     The gain applied is ``weight + offset`` (gemma stores the gain minus one).
     """
@@ -70,7 +70,7 @@ class AttentionWeights:
     def map(self, change: Callable[[Tensor], Tensor]) -> "AttentionWeights":
         """The same layer with ``change`` (a cast, a move) applied to every tensor, those of the norms included."""
         present = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
-        changed = {
+        changed: dict[str, Any] = {
             name: value.map(change) if isinstance(value, HeadNorm) else change(value) for name, value in present.items()
         }
         return replace(self, **changed)

@@ -1,4 +1,4 @@
-"""The partition of key/value heads into groups: relabelling heads is free, so any partition into equal parts is valid.
+"""The partition of key/value heads into groups: relabeling heads is free, so any partition into equal parts is valid.
 
 Candidates come from what pairs of heads lose by sharing: the error of their scores after a short fit, counted by how
 much output a head's values carry. On a trained model that agreed with the error of the layer's output (correlations up

@@ -1,7 +1,7 @@
 """The published ways to share heads: each group of key/value heads becomes one, queries and output stay as they are.
 
 ``mean``: Ainslie et al. 2023, "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints",
-which also compares ``first`` and ``random``. Groups are runs of neighbouring heads, as every stock class expects.
+which also compares ``first`` and ``random``. Groups are runs of neighboring heads, as every stock class expects.
 """
 
 from collections.abc import Callable

@@ -133,7 +133,7 @@ def pair_blocks(rotary: Rotary, dims: int) -> list[Tensor]:
 
 
 def ordered(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
-    """The same layer with its heads relabelled so that each group's heads stand together."""
+    """The same layer with its heads relabeled so that each group's heads stand together."""
     kv = [head for group in groups for head in group]
     q = query_order(groups, weights.heads // weights.kv_heads)
 

@@ -29,7 +29,7 @@ DAMPING = 1e-6
 
 
 @dataclass(frozen=True)
-class Layer:
+class LinearLayer:
     """Linear maps on ``[x; 1]`` of one layer: ``queries [H, D, E+1]``, ``keys [G, D, E+1]``, ``values [G, D, E+1]``.
 
     The rotary amplitude is in queries and keys. ``metric [G, D, D]``: what a value's length counts in the output.
@@ -69,7 +69,7 @@ class Problem:
     where nothing is centered.
     """
 
-    layer: Layer
+    layer: LinearLayer
     covariance: Tensor
     mean: Tensor
     mean_weight: Tensor | None
@@ -89,7 +89,7 @@ class Problem:
 
 
 def make_problem(
-    layer: Layer,
+    layer: LinearLayer,
     queries: Tensor,
     moment: Tensor,
     rotary: Rotary,

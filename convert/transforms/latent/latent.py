@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvfold.convert.transforms.distances import mixed_distances
 from kvfold.convert.transforms.latent import als
-from kvfold.convert.transforms.latent.als import Fit, Layer
+from kvfold.convert.transforms.latent.als import Fit, LinearLayer
 from kvfold.convert.transforms.latent.slots import (
     Slots,
     amplified,
@@ -93,9 +93,9 @@ def to_latent(
     return assemble(weights, layer, moment[-1, :-1], fit, slots, centered=centered)
 
 
-def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float | None) -> Layer:
+def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float | None) -> LinearLayer:
     """The layer as maps on ``[x; 1]``, the rotary amplitude multiplied into queries and keys."""
-    return Layer(
+    return LinearLayer(
         queries=amplified(with_bias(weights.q, weights.q_bias), rotary),
         keys=amplified(with_bias(weights.k, weights.k_bias), rotary),
         values=with_bias(weights.v, weights.v_bias),
@@ -104,7 +104,7 @@ def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float | None)
     )
 
 
-def split_rotary(layer: Layer, rotary: Rotary, slots: Slots, queries: Tensor, moment: Tensor) -> RotarySplit:
+def split_rotary(layer: LinearLayer, rotary: Rotary, slots: Slots, queries: Tensor, moment: Tensor) -> RotarySplit:
     """The slots' rotary keys, how heads read them, and the keys without them.
 
     ``queries [H, D, D]`` and ``moment [E+1, E+1]`` are the second moments of queries and of ``[x; 1]``.
@@ -166,7 +166,7 @@ def key_units(queries: Tensor, rotary: Rotary, gains: Tensor, keys: Tensor) -> T
     return keys * energy.reshape(len(keys), -1, energy.shape[1]).sum(1).sqrt()[..., None]
 
 
-def value_units(layer: Layer) -> Tensor:
+def value_units(layer: LinearLayer) -> Tensor:
     """Values ``[G, D, E+1]`` in units of the layer's output: ``M^{1/2} v``."""
     root, _ = metric_root(layer.metric)
     return root @ layer.values
@@ -211,7 +211,7 @@ def first_fit(split: RotarySplit, keys: Tensor, values: Tensor, basis: Basis) ->
 
 
 def assemble(
-    weights: AttentionWeights, layer: Layer, mean: Tensor, fit: Fit, slots: Slots, *, centered: bool
+    weights: AttentionWeights, layer: LinearLayer, mean: Tensor, fit: Fit, slots: Slots, *, centered: bool
 ) -> LatentWeights:
     """Everything in the terms of ``LatentWeights``; constant values go into the output bias. ``mean [E]`` of inputs."""
     keep = torch.promote_types(weights.q.dtype, torch.float32)

@@ -99,7 +99,9 @@ def pair_gains(statistics: LayerStatistics, rotary: Rotary, context: int) -> Ten
     return rotary_moments(distances, torch.cat([theta, theta.new_zeros(1)]))[:, :-1, -1]
 
 
-def survey(weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, context: int = 0) -> LayerSurvey:
+def survey_layer(
+    weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, context: int = 0
+) -> LayerSurvey:
     """What ``choose_slots`` needs to know of one layer; ``context``: how many positions the result has to serve."""
     theta = rotary.theta.double().cpu()
     if not theta.numel():

@@ -20,7 +20,7 @@ from kvfold.convert.targets.deepseek.tensors import block_tensors, deepseek_tens
 from kvfold.convert.transforms.latent.latent import to_latent
 from kvfold.convert.transforms.latent.norm import live_norm
 from kvfold.convert.transforms.latent.queries import query_latent
-from kvfold.convert.transforms.latent.slots import choose_slots, plain_slots, survey
+from kvfold.convert.transforms.latent.slots import choose_slots, plain_slots, survey_layer
 from kvfold.convert.transforms.weights import LayerStatistics
 
 TINY = {
@@ -151,7 +151,7 @@ def convert(model, target, folder, dtype=torch.float32):
     layers = range(bound.geometry.layers)
     weights = [read_layer(bound, layer, read) for layer in layers]
     rotaries = [layer_rotary(bound, layer) for layer in layers]
-    surveys = [survey(*parts) for parts in zip(weights, statistics, rotaries, strict=True)]
+    surveys = [survey_layer(*parts) for parts in zip(weights, statistics, rotaries, strict=True)]
     choose = choose_slots if target.constant else plain_slots
     slots = choose(surveys, target.rope_dim)
     latents, rank = [], query_rank(bound, target)

@@ -44,7 +44,7 @@ def layer():
 
 def latent(layer, rank=24, rope_dim=8, **options):
     weights, statistics, rotary, _ = layer
-    chosen = slots.choose_slots([slots.survey(weights, statistics, rotary, CONTEXT)], rope_dim)
+    chosen = slots.choose_slots([slots.survey_layer(weights, statistics, rotary, CONTEXT)], rope_dim)
     return to_latent(weights, statistics, rotary, chosen, rank, context=CONTEXT, **options)
 
 
@@ -78,7 +78,7 @@ def key_error(layer):
 def slot_worth(layer):
     """The share of score energy that the four best rotary slots save."""
     weights, statistics, rotary, _ = layer
-    survey = slots.survey(weights, statistics, rotary, CONTEXT)
+    survey = slots.survey_layer(weights, statistics, rotary, CONTEXT)
     return slots.slots_worth([survey], slots.choose_slots([survey], 8))
 
 

@@ -79,7 +79,7 @@ def causal(score):
 
 
 def convert(weights, statistics, rotary, rope_dim, rank, **options):
-    slots = rope_slots.choose_slots([rope_slots.survey(weights, statistics, rotary)], rope_dim)
+    slots = rope_slots.choose_slots([rope_slots.survey_layer(weights, statistics, rotary)], rope_dim)
     return to_latent(weights, statistics, rotary, slots, rank, **options)
 
 

@@ -34,7 +34,7 @@ def random_layer(heads=4, kv_heads=2, dim=8, model=12, seed=0, bias=False):
 def test_energies_are_those_of_the_keys_that_the_tokens_give():
     weights, statistics, x = random_layer(bias=True)
     rotary = Rotary(torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64), amplitude=1.5)  # 6 of 8 dims rotate
-    found = rope_slots.survey(weights, statistics, rotary)
+    found = rope_slots.survey_layer(weights, statistics, rotary)
     for pair in range(3):
         q = (x @ weights.q.mT + weights.q_bias[:, None]) * 1.5
         k = (x @ weights.k.mT + weights.k_bias[:, None]) * 1.5
@@ -81,7 +81,7 @@ def test_layers_without_rotation_have_no_say():
     energy, none = torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
     rotating = LayerSurvey(energy, torch.zeros(2, dtype=torch.float64), theta)
     weights, statistics, _ = random_layer(kv_heads=1)
-    still = rope_slots.survey(weights, statistics, Rotary(none))
+    still = rope_slots.survey_layer(weights, statistics, Rotary(none))
     assert rope_slots.choose_slots([still, rotating], 2).counts == (0, 1)
 
 
