@@ -1,4 +1,4 @@
-"""Where a checkpoint is computed, and in what precision."""
+"""The device and the dtype that a checkpoint is computed in."""
 
 from collections import Counter
 
@@ -11,24 +11,24 @@ from kvfold.convert.io.tensors import torch_dtype
 _COMPUTED = ("F32", "BF16", "F16")
 
 
-def choose_device(asked: str) -> torch.device:
-    """``auto`` is the GPU where there is one. Raises InputError when CUDA is asked for and absent."""
-    if asked == "cuda" and not torch.cuda.is_available():
+def choose_device(name: str) -> torch.device:
+    """The device of that name; ``auto`` is the GPU where there is one. Raises InputError for ``cuda`` without one."""
+    if name == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch finds no CUDA device on this machine; use --device cpu or auto")
-    if asked == "auto":
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(asked)
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
 
 
-def compute_dtype(checkpoint: Checkpoint, device: torch.device, asked: str = "auto") -> torch.dtype:
-    """What is asked for; ``auto`` is float32 on a CPU, and on CUDA what most of the checkpoint is stored in."""
-    if asked != "auto":
-        named: torch.dtype = getattr(torch, asked)
-        return named
+def compute_dtype(checkpoint: Checkpoint, device: torch.device, name: str = "auto") -> torch.dtype:
+    """The dtype of that name; ``auto`` is float32 on a CPU, and on CUDA the dtype of most of the checkpoint's bytes."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
     if device.type == "cpu":
         return torch.float32
     stored: Counter[str] = Counter()
     for info in checkpoint.tensors.values():
         if info.dtype in _COMPUTED:
             stored[info.dtype] += info.nbytes
-    return torch_dtype(max(stored, key=lambda name: stored[name])) if stored else torch.float32
+    return torch_dtype(max(stored, key=lambda kind: stored[kind])) if stored else torch.float32
