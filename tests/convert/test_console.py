@@ -45,8 +45,8 @@ def test_all_targets_announce_themselves_alike(tmp_path, capsys, monkeypatch, re
         said[0]
         == said[1]
         == [
-            f"calibrating on _ x _ tokens of few_txt: about _ s for the walk, fitting{besides} _ layers not counted "
-            "(quick, without text, and worse: --method _)",
+            f"calibrating on _ x _ tokens of few_txt; forward passes: about _ s, plus fitting{besides} of _ layers_ "
+            "(--method _ needs no text and is faster, but worse_)",
             "_ s per layer; about _ s for the remaining _",
         ]
     )
