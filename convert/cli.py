@@ -110,7 +110,9 @@ _running = partial(click.option, cls=_PanelOption, panel="Running")
 @_target("--recipe", metavar="NAME|FILE.toml", help="Defaults from a recipe; options on the command line override it.")
 @_target("--allow-growth", is_flag=True, help="Allow targets whose cache is not smaller than the source's.")
 @_calibration(
-    "--calibration", metavar="FILE|DATASET", help="Text like the model's own use: .txt, .jsonl, or a datasets name."
+    "--calibration",
+    metavar="FILE|DATASET",
+    help="Text that resembles the model's use: .txt, .jsonl, or a datasets name.",
 )
 @_calibration("--samples", type=int, default=rq.ConvertRequest.samples, help="Calibration sequences.")
 @_calibration("--seq-len", type=int, default=rq.ConvertRequest.seq_len, help="Tokens per sequence.")
@@ -147,7 +149,7 @@ _running = partial(click.option, cls=_PanelOption, panel="Running")
 )
 @_running("--dry-run", is_flag=True, help="Print the plan and the disk space; write nothing.")
 @_running("--resume", is_flag=True, help="Resume an interrupted calibrated run at its last finished layer.")
-@_running("--overwrite", is_flag=True, help="Replace OUT; the old one stays whole until the new one is on disk.")
+@_running("--overwrite", is_flag=True, help="Replace OUT; the old one stays intact until the new one is on disk.")
 @_running("--quiet", is_flag=True, help="No progress, no summary.")
 @_running("--trust-remote-code", is_flag=True, help="Allow code in the checkpoint to run.")
 def convert(recipe: str | None, **options: Any) -> None:
@@ -157,8 +159,8 @@ def convert(recipe: str | None, **options: Any) -> None:
     ctx = click.get_current_context()
     if recipe is None and options["to"] is None:
         raise click.UsageError("missing option '--to': gqa, mqa or mla; or name a --recipe", ctx)
-    given = {name: value for name, value in options.items() if ctx.get_parameter_source(name) in _GIVEN}
-    request = rq.ConvertRequest(**options) if recipe is None else recipe_request(recipe, **given)
+    explicit = {name: value for name, value in options.items() if ctx.get_parameter_source(name) in _GIVEN}
+    request = rq.ConvertRequest(**options) if recipe is None else recipe_request(recipe, **explicit)
     from kvfold.convert.conversion.run import convert_checkpoint
 
     result = convert_checkpoint(request)

@@ -19,7 +19,7 @@ import click
 from kvfold.convert.errors import InputError, KvfoldError, one_line
 
 _PLOT_KINDS = (".png", ".svg", ".pdf")
-_WORTH_TELLING = 10  # seconds
+_LEAST_PRINTED = 10  # seconds left
 
 
 # How a command ends
@@ -106,7 +106,7 @@ def bar(total: int, unit: str, quiet: bool) -> Iterator[Callable[[int], None]]:
         yield advance
 
 
-class Pace:
+class TimeLeft:
     """Prints one estimate of the time left, from the time between the first two finished layers.
 
     That is all of a layer's time: forward passes, fit, refinement, writing. ``remaining``: layers to do. No line for
@@ -116,17 +116,17 @@ class Pace:
     def __init__(self, remaining: int, quiet: bool) -> None:
         self._remaining, self._quiet = remaining, quiet
         self._last: float | None = None
-        self._told = False
+        self._printed = False
 
     def layer_done(self) -> None:
         self._remaining -= 1
         now, last = time.monotonic(), self._last
         self._last = now
-        if last is None or self._told:
+        if last is None or self._printed:
             return
-        self._told = True
+        self._printed = True
         seconds = (now - last) * self._remaining
-        if seconds >= _WORTH_TELLING and not self._quiet:
+        if seconds >= _LEAST_PRINTED and not self._quiet:
             from tqdm import tqdm
 
             rest = f"about {duration(seconds)} for the remaining {self._remaining}"

@@ -126,7 +126,7 @@ def _inspect(checkpoint: Checkpoint) -> Inspection:
     model = model_of(checkpoint.config)
     problems = model.tensor_problems(checkpoint.tensors)
     if problems:
-        raise InputError(f"{checkpoint.origin}: its tensors are not those that its config.json asks for", problems)
+        raise InputError(f"{checkpoint.origin}: its tensors are not those of its config.json", problems)
     family, geometry, layers = model.family, model.geometry, model.layers
     dtype = _dtype(checkpoint)
     windows = [layer.window for layer in layers]

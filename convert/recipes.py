@@ -1,7 +1,8 @@
 """Recipes: the options of ``kvfold convert`` for a model and a target, as a TOML file.
 
-Keys are the options with underscores, as in ``ConvertRequest`` and ``kvfold.json``; the table ``[about]`` is for people
-and changes nothing. The recipes that ship lie in the repository's folder ``recipes``, installed beside this package.
+Keys are the options with underscores, as in ``ConvertRequest`` and ``kvfold.json``; the table ``[about]`` is for
+readers and changes nothing. The recipes that ship are in the repository's folder ``recipes``, installed beside this
+package.
 """
 
 import os
@@ -19,7 +20,7 @@ _OPTIONS = tuple(field.name for field in fields(rq.ConvertRequest) if field.name
 _ABOUT = {"model": str, "cached_before": int, "cached_after": int, "saving": float, "uptrain": str, "measured": str}
 _TYPES = {str: "text", int: "a whole number", float: "a number with a decimal point"}
 
-# An option given beside a recipe displaces these of its values, which name the split of the cache in another way.
+# Values of a recipe that an option beside it displaces: they name the split of the cache in another way.
 _DISPLACES = {"budget": ("kv_rank", "rope_dim"), "kv_rank": ("budget",), "rope_dim": ("budget",)}
 
 
@@ -44,7 +45,7 @@ def recipe_request(recipe: str, **overrides: Any) -> rq.ConvertRequest:
     the split displaces the recipe's values that cannot go with it. Raises InputError.
     """
     read = read_recipe(recipe)
-    values = {**_kept(read.options, overrides), **overrides}
+    values = {**_remaining(read.options, overrides), **overrides}
     if values.get("to") is None:
         raise InputError(f'{read.origin}: names no target: write to = "gqa", "mqa" or "mla" into it, or give --to')
     try:
@@ -104,8 +105,8 @@ def _option_problems(options: Mapping[str, Any]) -> Iterator[str]:
     for key, value in options.items():
         if key not in _OPTIONS:
             yield _unknown(key, value)
-        elif wanted := rq.expected(key, value):
-            yield f"{key}: expected {wanted}, found {value!r}"
+        elif description := rq.expected(key, value):
+            yield f"{key}: expected {description}, found {value!r}"
 
 
 def _unknown(key: str, value: Any) -> str:
@@ -126,13 +127,13 @@ def _about_problems(about: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} in [about]: expected {_TYPES[_ABOUT[key]]}, found {value!r}"
 
 
-def _kept(options: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _remaining(options: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The ``options`` of a recipe that ``overrides`` does not displace."""
-    given = {name for name, value in overrides.items() if value is not None}
-    gone = {displaced for name in given for displaced in _DISPLACES.get(name, ())} - given
+    overridden = {name for name, value in overrides.items() if value is not None}
+    displaced = {other for name in overridden for other in _DISPLACES.get(name, ())} - overridden
     to = overrides.get("to")
     if to is not None and to != options.get("to"):
-        gone |= {name for name, targets in rq.GOES_WITH.items() if to not in targets}
+        displaced |= {name for name, targets in rq.GOES_WITH.items() if to not in targets}
         if options.get("method") not in rq.methods_of(to):
-            gone.add("method")
-    return {name: value for name, value in options.items() if name not in gone}
+            displaced.add("method")
+    return {name: value for name, value in options.items() if name not in displaced}

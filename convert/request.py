@@ -1,4 +1,4 @@
-"""The options of a conversion, and which values they take. No checkpoint is opened, torch is not imported."""
+"""The options of a conversion and the values that they take. No checkpoint is opened, torch is not imported."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -138,11 +138,11 @@ def _is_whole(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def did_you_mean(found: Any, known: Iterable[str]) -> str:
-    """`` (did you mean NAME?)`` for the one of ``known`` that ``found`` resembles most; empty when none does."""
-    spelt = {_plain(name): name for name in known}
-    close = get_close_matches(_plain(found), spelt, 1)
-    return f" (did you mean {spelt[close[0]]}?)" if close else ""
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """`` (did you mean NAME?)`` for the one of ``known`` that ``name`` resembles most; empty when none does."""
+    spellings = {_plain(item): item for item in known}
+    close = get_close_matches(_plain(name), spellings, 1)
+    return f" (did you mean {spellings[close[0]]}?)" if close else ""
 
 
 def _plain(text: Any) -> str:
@@ -151,22 +151,22 @@ def _plain(text: Any) -> str:
 
 def _path_problems(request: ConvertRequest) -> Iterator[str]:
     """An empty name, as an unset shell variable gives, would mean the current folder, which --overwrite replaces."""
-    for name, wanted in (("model", "a folder or a hub id"), ("out", "a folder to write")):
+    for name, description in (("model", "a folder or a hub id"), ("out", "a folder to write")):
         if not str(getattr(request, name)).strip():
-            yield f"{name.upper()}: expected {wanted}, found an empty name; is a shell variable unset?"
+            yield f"{name.upper()}: expected {description}, found an empty name; is a shell variable unset?"
 
 
 def _value_problems(request: ConvertRequest) -> Iterator[str]:
     for field in fields(request):
         value = getattr(request, field.name)
-        wanted = None if value is None and field.default is None else expected(field.name, value)
+        description = None if value is None and field.default is None else expected(field.name, value)
         if field.name == "layout" and value == "kvfold":
             yield "--layout kvfold does not exist yet: use --layout deepseek or --layout engine"
         elif field.name == "method" and value is not None and value not in methods_of(request.to):
             allowed = ", ".join(methods_of(request.to))
             yield f"--method with --to {request.to}: expected one of {allowed}, found {value!r}"
-        elif wanted is not None:
-            yield f"{_option(field.name)}: expected {wanted}, found {value!r}"
+        elif description is not None:
+            yield f"{_option(field.name)}: expected {description}, found {value!r}"
 
 
 def methods_of(to: str | None) -> tuple[str, ...]:

@@ -73,9 +73,9 @@ def _usage(plan: Plan) -> str:
     return _ABSORB + (_ENGINES if plan.request.layout == "engine" else "")
 
 
-def _measured(found: Mapping[str, Any]) -> str:
+def _measured(record: Mapping[str, Any]) -> str:
     """Rows of the card's table, and the text that they were measured on."""
-    drift, text = found["drift"], found["calibration"]
+    drift, text = record["drift"], record["calibration"]
     perplexity, size = drift["perplexity"], drift["cache_bytes_per_token"]
     return f"""| cache, bytes per token | {size["source"]} | {size["student"]} |
 | perplexity | {perplexity["source"]:.3f} | {perplexity["student"]:.3f} |
@@ -83,12 +83,12 @@ def _measured(found: Mapping[str, Any]) -> str:
 | top-1 agreement | | {100 * drift["agreement"]["value"]:.1f} % |
 
 Measured on {drift["sequences"]} x {drift["length"]} held-out tokens of {text["source"]}.
-{engine_cost(found)}
+{engine_cost(record)}
 """
 
 
-def model_card(plan: Plan, found: Mapping[str, Any]) -> str:
-    """README.md of the converted checkpoint; ``found`` is the content of its ``kvfold.json``."""
+def model_card(plan: Plan, record: Mapping[str, Any]) -> str:
+    """README.md of the converted checkpoint; ``record`` is the content of its ``kvfold.json``."""
     return _CARD.format(
         front=front_matter(plan.checkpoint),
         name=plan.source_name,
@@ -97,7 +97,7 @@ def model_card(plan: Plan, found: Mapping[str, Any]) -> str:
         kind=plan.layout.kind,
         cached=plan.cache_elements,
         cached_now=plan.layout.cache_elements,
-        measured=_measured(found) if "drift" in found else "",
+        measured=_measured(record) if "drift" in record else "",
         usage=_usage(plan),
         method=_METHODS[plan.request.resolved_method],
         refined=_REFINED if plan.request.refine else "",
@@ -127,7 +127,7 @@ def card_metadata(folder: Path) -> dict[str, Any]:
 
     try:
         return metadata_load(folder / "README.md") or {}
-    except Exception:  # no card, or no YAML in it, in ways that its parser leaves open: no reason to stop a conversion
+    except Exception:  # no card, or no YAML in it, whatever its parser raises: no reason to stop a conversion
         return {}
 
 
@@ -139,7 +139,7 @@ def _texts(value: Any) -> str | list[str] | None:
 
 
 def _hub_ids(value: Any) -> str | list[str] | None:
-    """``base_model`` as a card gives it, None if it is (as trainers write it) a path on somebody's machine."""
+    """``base_model`` as a card gives it, None if it is (as trainers write it) a path on the machine that trained it."""
     texts = _texts(value)
     names = [texts] if isinstance(texts, str) else texts or []
     return texts if names and all(parse_hub_id(name) for name in names) else None

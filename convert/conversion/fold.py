@@ -12,7 +12,7 @@ from kvfold.convert.conversion.pooled import pooled_layer
 from kvfold.convert.conversion.refinement import refinement_record
 from kvfold.convert.conversion.source import source_layer, source_rotary
 from kvfold.convert.conversion.stages import Stages
-from kvfold.convert.conversion.steps import Calibrated, StudentWalk, load_tokens, source_stream, tell
+from kvfold.convert.conversion.steps import Calibrated, StudentWalk, load_tokens, print_start, source_stream
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import layer_rotary
@@ -33,7 +33,7 @@ class Fold(Method):
     @contextmanager
     def begin(cls, plan: Plan, scratch: Path, stages: Stages) -> Iterator[Self]:
         source, tokens = source_stream(plan), load_tokens(plan)
-        tell(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration))
+        print_start(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration))
         yield cls(plan, StudentWalk(plan, source, tokens, statistics=True))
 
     def layers(self, journal: Journal) -> Iterator[Converted]:
@@ -84,7 +84,7 @@ def fold_rotary(plan: Plan, layer: int) -> Rotary:
 
 
 def fold_context(plan: Plan, layer: int) -> int:
-    """How many positions back ``layer`` has to see."""
+    """The context of ``layer``: the number of positions back that it has to see."""
     window = plan.model.layers[layer].window
     return min(plan.geometry.positions, window or plan.geometry.positions)
 

@@ -1,6 +1,6 @@
 """The journal of a calibrated run: its finished layers, so that a killed run can be resumed after the last of them.
 
-It lies in the temporary folder beside the shards and is removed when the output is complete. The tensors of a finished
+It is in the temporary folder beside the shards and is removed when the output is complete. The tensors of a finished
 layer are in the shards, in the dtype that the student runs in; the journal holds the layer's number and its notes. A
 resumed run takes the calibration text through finished layers as they are, at the cost of two forward passes (for MLA
 after a second survey), and fits the remaining ones: its bytes are those of a run that was never killed.
@@ -89,7 +89,7 @@ def run_key(plan: Plan) -> str:
     request, folder = plan.request, plan.checkpoint.folder
     files = {info.file for info in plan.checkpoint.tensors.values()} | {"config.json", "tokenizer.json"}
     paths = [*(folder / name for name in sorted(files)), Path(request.calibration or "")]
-    known = {
+    settings = {
         "options": request.result_options(),
         "device": [request.device, torch.cuda.is_available(), torch.get_num_threads()],
         "versions": versions(),
@@ -97,7 +97,7 @@ def run_key(plan: Plan) -> str:
         "calibration": request.calibration,
         "files": [_stamp(path) for path in paths],
     }
-    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _stamp(path: Path) -> list[Any]:
@@ -110,8 +110,8 @@ def _stamp(path: Path) -> list[Any]:
 def _layers(path: Path, key: str) -> dict[str, Any] | None:
     """The finished layers of the run ``key``, None when the journal is another run's, damaged or absent."""
     try:
-        found = json.loads(path.read_bytes())
-        return dict(found["layers"]) if found["run"] == key else None
+        journal = json.loads(path.read_bytes())
+        return dict(journal["layers"]) if journal["run"] == key else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -119,10 +119,10 @@ def _layers(path: Path, key: str) -> dict[str, Any] | None:
 def _read(folder: Path, shards: tuple[Shard, ...], names: tuple[str, ...]) -> dict[str, "Tensor"]:
     from safetensors import safe_open
 
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for shard in shards:
-        wanted = [tensor.name for tensor in shard.tensors if tensor.name in names]
-        if wanted:
+        stored = [tensor.name for tensor in shard.tensors if tensor.name in names]
+        if stored:
             with safe_open(folder / shard.file, framework="pt") as file:
-                found.update((name, file.get_tensor(name)) for name in wanted)
-    return found
+                tensors.update((name, file.get_tensor(name)) for name in stored)
+    return tensors

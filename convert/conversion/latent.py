@@ -1,7 +1,7 @@
 """Calibrated conversions to latent attention (MLA).
 
 All layers share their rotary frequencies, so every layer is surveyed before any is converted. The survey's statistics
-wait in a scratch folder beside the shards; in memory are small tables only.
+are in a scratch folder beside the shards; in memory are small tables only.
 """
 
 import math
@@ -22,7 +22,7 @@ from kvfold.convert.conversion.plan import Plan, latent_targets, resolved
 from kvfold.convert.conversion.refinement import refinement_record
 from kvfold.convert.conversion.source import source_layer, source_rotary
 from kvfold.convert.conversion.stages import Stages
-from kvfold.convert.conversion.steps import Calibrated, StudentWalk, load_tokens, source_stream, tell
+from kvfold.convert.conversion.steps import Calibrated, StudentWalk, load_tokens, print_start, source_stream
 from kvfold.convert.conversion.svd import svd_layer, svd_plan, svd_slots
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.targets.deepseek.config import LatentTarget
@@ -50,8 +50,8 @@ class Survey:
 
     def notes(self, layer: int) -> tuple[LayerStatistics, Tensor]:
         """The statistics of ``layer``, and its attention's inputs for some tokens ``[n, E]``."""
-        found = torch.load(self.folder / f"{layer}.pt", weights_only=True, mmap=True)
-        return LayerStatistics(**found["statistics"]), found["inputs"]
+        saved = torch.load(self.folder / f"{layer}.pt", weights_only=True, mmap=True)
+        return LayerStatistics(**saved["statistics"]), saved["inputs"]
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ def survey_source(plan: Plan, folder: Path, stages: Stages) -> Survey:
     """Walk the source alone over calibration text; the layers' statistics go into ``folder``."""
     tokens = load_tokens(plan)
     source = source_stream(plan)
-    tell(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration))
+    print_start(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration))
     layers = []
-    found = stages.over("survey", survey(source, tokens.calibration), plan.geometry.layers, "layer")
-    for index, statistics, inputs in found:
+    calibrated = stages.over("survey", survey(source, tokens.calibration), plan.geometry.layers, "layer")
+    for index, statistics, inputs in calibrated:
         weights, rotary = source_layer(plan, index), source_rotary(plan, index)
         layers.append(rope_slots.survey_layer(weights, statistics, rotary, plan.geometry.positions))
         torch.save({"statistics": vars(statistics), "inputs": inputs}, folder / f"{index}.pt")
@@ -117,7 +117,7 @@ def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, di
     targets = latent_targets(plan.request, plan.model)
     candidates = [candidate(plan, target, surveyed.layers) for target in targets]
     record: dict[str, Any] = {}
-    _tell_trials(plan, len(candidates))
+    _print_trials(plan, len(candidates))
     if plan.request.budget is not None:
         candidates = [trial(each, surveyed) for each in stages.over("splits", candidates, len(candidates), "split")]
         record["splits"] = [
@@ -140,7 +140,7 @@ def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -
 
 
 def trial(option: Candidate, surveyed: Survey) -> Candidate:
-    """``option`` with the drift of the model converted to it, after a few steps of refinement where there are any."""
+    """``option`` with the drift of the model converted to it, after a few steps of refinement if it is requested."""
     walk = StudentWalk(option.plan, surveyed.source, surveyed.tokens, statistics=False, trial_steps=_TRIAL_STEPS)
     for step in walk.steps():
         walk.convert(step, latent_layer(option, step.index, surveyed))
@@ -175,14 +175,14 @@ def _against_deepseek(engine: Candidate, surveyed: Survey) -> dict[str, Any]:
     """The drift of the engine layout and of the deepseek layout with the same split, in equal trials."""
     target = replace(engine.target, layout="deepseek")
     deepseek = trial(candidate(engine.plan, target, surveyed.layers), surveyed)
-    if not engine.plan.request.refine:  # the conversion itself is unrefined, so its own drift compares
+    if not engine.plan.request.refine:  # the conversion itself is unrefined, so its measured drift is comparable
         return {"kl": deepseek.kl}
     tried = trial(engine, surveyed) if math.isnan(engine.kl) else engine
     return {"kl": deepseek.kl, "steps": _TRIAL_STEPS, "engine_kl": tried.kl}
 
 
-def _tell_trials(plan: Plan, splits: int) -> None:
-    """Say on stderr how many walks come before that of the conversion: the estimate is of one."""
+def _print_trials(plan: Plan, splits: int) -> None:
+    """Print the number of walks before that of the conversion to stderr: the estimate is of one."""
     request = plan.request
     walks = 0 if request.budget is None else splits
     if request.layout == "engine":

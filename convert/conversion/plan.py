@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def free_bytes(self) -> int:
-        """Free bytes on the disk that OUT lies on."""
+        """Free bytes on the disk of OUT."""
         folder = Path(self.request.out).absolute()
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         return shutil.disk_usage(existing).free

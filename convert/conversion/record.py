@@ -16,13 +16,13 @@ _PACKAGES = ("kvfold", "torch", "transformers", "safetensors", "numpy")
 def versions() -> dict[str, str | None]:
     """Installed versions of the packages that decide a result, None for one that is not installed."""
 
-    def found(package: str) -> str | None:
+    def installed(package: str) -> str | None:
         try:
             return version(package)
         except PackageNotFoundError:
             return None
 
-    return {package: found(package) for package in _PACKAGES}
+    return {package: installed(package) for package in _PACKAGES}
 
 
 def record(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,12 +78,12 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def engine_cost(found: Mapping[str, Any]) -> str:
+def engine_cost(record: Mapping[str, Any]) -> str:
     """A sentence on the drift of the engine layout and of the deepseek layout; empty for other conversions."""
-    if "deepseek_layout" not in found or "drift" not in found:
+    if "deepseek_layout" not in record or "drift" not in record:
         return ""
-    other = found["deepseek_layout"]
-    engine = other.get("engine_kl", found["drift"]["kl"]["value"])
+    other = record["deepseek_layout"]
+    engine = other.get("engine_kl", record["drift"]["kl"]["value"])
     after = f" after {other['steps']} steps of refinement" if "steps" in other else ""
     return (
         f"layout engine drifts by a KL of {engine:.4f} nats, layout deepseek would by {other['kl']:.4f} "

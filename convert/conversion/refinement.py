@@ -23,12 +23,12 @@ class Refiner:
     """
 
     def __init__(self, plan: Plan, steps: int | None = None) -> None:
-        wanted = plan.request.refine
-        self._display = _Display(plan.geometry.layers, wanted, quiet=plan.request.quiet or steps is not None)
-        self._task = refinement(plan, wanted if steps is None else steps, self._display) if wanted else None
+        requested = plan.request.refine
+        self._display = _Display(plan.geometry.layers, requested, quiet=plan.request.quiet or steps is not None)
+        self._task = refinement(plan, requested if steps is None else steps, self._display) if requested else None
 
     @property
-    def wanted(self) -> bool:
+    def enabled(self) -> bool:
         """Whether layers are refined: the walk must keep its calibration sequences then."""
         return self._task is not None
 
@@ -36,25 +36,25 @@ class Refiner:
         """The ``tensors`` of a layer, refined or as they are, and its notes."""
         if self._task is None:
             return tensors, {}
-        found = refine_layer(step, tensors, self._task)
-        self._display.end(step.index, found)
-        return found.tensors, {_NOTE: found.record()}
+        refined = refine_layer(step, tensors, self._task)
+        self._display.end(step.index, refined)
+        return refined.tensors, {_NOTE: refined.record()}
 
 
 def refinement_record(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """For ``kvfold.json``, from the notes of all layers: the error of each before and after."""
-    found = [note[_NOTE] for note in notes if _NOTE in note]
-    return {_NOTE: found} if found else {}
+    records = [note[_NOTE] for note in notes if _NOTE in note]
+    return {_NOTE: records} if records else {}
 
 
 def refinement(plan: Plan, steps: int | str, display: "_Display") -> Refinement:
     """The task for ``plan``: the norms and scales around its attention, and the constants that must not move."""
     update = _attention_update(plan)
     if plan.request.to != "mla":
-        return Refinement(steps, plan.request.seed, update, update, tell=display)
+        return Refinement(steps, plan.request.seed, update, update, progress=display)
     if plan.latent_target().constant:
-        return Refinement(steps, plan.request.seed, update, lr_multipliers=lr_multipliers, tell=display)
-    return Refinement(steps, plan.request.seed, update, tell=display)
+        return Refinement(steps, plan.request.seed, update, lr_multipliers=lr_multipliers, progress=display)
+    return Refinement(steps, plan.request.seed, update, progress=display)
 
 
 def _attention_update(plan: Plan) -> AttentionUpdate:
@@ -83,11 +83,13 @@ class _Display:
         self._bar.set_postfix(error=f"{error:.5f}", refresh=False)
         self._bar.update(step - self._bar.n)
 
-    def end(self, layer: int, found: Refined) -> None:
+    def end(self, layer: int, refined: Refined) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
         if not self._quiet:
-            what = f"step {found.kept} of {found.steps}" if found.kept else f"unchanged after {found.steps} steps"
-            line = f"refined layer {layer + 1}/{self._layers}: error {found.before:.5f} -> {found.after:.5f} ({what})"
-            tqdm.write(line, file=sys.stderr)
+            outcome = (
+                f"step {refined.kept} of {refined.steps}" if refined.kept else f"unchanged after {refined.steps} steps"
+            )
+            errors = f"{refined.before:.5f} -> {refined.after:.5f}"
+            tqdm.write(f"refined layer {layer + 1}/{self._layers}: error {errors} ({outcome})", file=sys.stderr)

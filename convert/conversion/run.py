@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.console import Pace
+from kvfold.convert.console import TimeLeft
 from kvfold.convert.conversion import record as report
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, resumable
@@ -125,7 +125,7 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Meas
         plan = method.plan
         journal = Journal(folder, plan)
         done, layers = len(journal.notes), plan.geometry.layers
-        pace = Pace(layers - done, plan.request.quiet or not plan.request.calibrated)
+        time_left = TimeLeft(layers - done, plan.request.quiet or not plan.request.calibrated)
         sizes = {tensor.name: tensor.nbytes for tensor in plan.layout.tensors}
         resumed = sum(sizes[name] for name in journal.written)
         with (
@@ -138,7 +138,7 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Meas
                     if plan.request.calibrated:  # the others start over: they take as long as a copy of the model
                         writer.sync()
                         journal.note(layer.index, layer.notes)
-                    pace.layer_done()
+                    time_left.layer_done()
             writer.finish()
         return plan, method.measured(journal.notes)
 

@@ -76,13 +76,13 @@ class StudentWalk:
             source,
             self._twin,
             tokens.held_out,
-            tokens.calibration if statistics or self._refine.wanted else None,
+            tokens.calibration if statistics or self._refine.enabled else None,
             profile=statistics,
-            keep_calibration=self._refine.wanted,
+            keep_calibration=self._refine.enabled,
         )
 
     def steps(self, journal: Journal | None = None) -> Iterator[Step]:
-        """The layers that are left to convert, each to be given to ``convert``. Those that ``journal`` has finished
+        """The layers that are left to convert, each to be passed to ``convert``. Those that ``journal`` has finished
         are taken past with the tensors that were written."""
         for step in self._walk:
             finished = None if journal is None else journal.finished(step.index)
@@ -160,8 +160,8 @@ def quick_method(plan: Plan) -> str:
     return "svd" if plan.request.to == "mla" else "mean"
 
 
-def tell(plan: Plan, tokens: CalibrationTokens, seconds: float) -> None:
-    """Say on stderr what text the run calibrates on, and how long its forward passes will take."""
+def print_start(plan: Plan, tokens: CalibrationTokens, seconds: float) -> None:
+    """Print the calibration text and the time of the forward passes to stderr."""
     if plan.request.quiet:
         return
     refining = f" and refining (--refine {plan.request.refine})" if plan.request.refine else ""
@@ -173,4 +173,6 @@ def tell(plan: Plan, tokens: CalibrationTokens, seconds: float) -> None:
         file=sys.stderr,
     )
     if tokens.source == BUILT_IN:
-        print("text like the model's own use calibrates better: --calibration FILE.txt|FILE.jsonl", file=sys.stderr)
+        print(
+            "text that resembles the model's use calibrates better: --calibration FILE.txt|FILE.jsonl", file=sys.stderr
+        )

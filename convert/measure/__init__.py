@@ -1,1 +1,1 @@
-"""What a conversion costs: drift and perplexity."""
+"""The cost of a conversion: drift and perplexity."""

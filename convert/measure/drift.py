@@ -61,5 +61,5 @@ def _stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> Checkpo
 
 def drift_tokens(text: str | None, tokenizer: Any, samples: int, seq_len: int) -> Tensor:
     """``[samples, seq_len]`` tokens to measure on."""
-    found = load_calibration(text, tokenizer, samples, seq_len, held_out=0, split="held_out", option="--text")
-    return found.calibration
+    tokens = load_calibration(text, tokenizer, samples, seq_len, held_out=0, split="held_out", option="--text")
+    return tokens.calibration

@@ -13,7 +13,7 @@ from kvfold.convert.stream.weight_map import Read, WeightMap, WeightSource
 class Parameters:
     """The tensors of ``model`` (on the meta device) from the checkpoint that ``read`` and ``names`` stand for.
 
-    What has been loaded is kept until ``release``. ``teacher`` are those of a model over the same files: what it has
+    Parameters stay loaded until ``release``. ``teacher`` are those of a model over the same files: what it has
     loaded is shared, but for what is made of stored tensors named in ``changed``, which ``read`` gives otherwise.
     """
 
@@ -47,7 +47,7 @@ class Parameters:
         return {name: self._load(source)[source.target] for name, source in sources.items()}
 
     def rows(self, name: str, rows: Tensor) -> Tensor:
-        """Some ``rows [n]`` of a table ``[V, E]``: of the table itself only the stored tensor is kept."""
+        """Some ``rows [n]`` of a table ``[V, E]``: of the table itself only the stored tensor stays in memory."""
         if name not in self._tables:
             source = self.map.source_of(name)
             if source.converter is not None:
@@ -59,7 +59,7 @@ class Parameters:
         return table[rows.to(table.device)].to(self.device, self.dtype)
 
     def load(self, source: WeightSource) -> dict[str, Tensor]:
-        """What ``source`` makes of the tensors that ``read`` gives now. Nothing is shared or kept."""
+        """The parameters of ``source`` from the tensors that ``read`` returns now, neither shared nor cached."""
         return self.map.load(source, self.read, self.dtype, self.device)
 
     def release(self) -> None:
@@ -69,7 +69,7 @@ class Parameters:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is kept."""
+        """Whether nothing is loaded."""
         return not self._loaded and not self._tables
 
     def _load(self, source: WeightSource) -> dict[str, Tensor]:

@@ -70,7 +70,7 @@ class CheckpointStream:
     def embed(self, tokens: Tensor) -> Tensor:
         """``tokens [B, T]`` -> the first layer's input ``[B, T, E]``.
 
-        Only the rows of tokens that occur are converted; the stored table is kept for the next call until ``release``.
+        Only the rows of tokens that occur are converted; the stored table stays for the next call until ``release``.
         """
         rows, local = torch.unique(tokens.to(self.device), return_inverse=True)
         tensors = self._ends(head=False)
@@ -99,7 +99,7 @@ class CheckpointStream:
             return self._frame.logits(hidden, self._ends(head=True), inputs_embeds=hidden)
 
     def arguments(self, tokens: int) -> list[Arguments]:
-        """What the stock model passes each layer beside the hidden states, for unpadded sequences of ``tokens``.
+        """The arguments of each layer beside the hidden states, for unpadded sequences of ``tokens``.
 
         Recorded for one sequence: masks and position embeddings broadcast over the batch.
         """
@@ -124,11 +124,11 @@ class CheckpointStream:
         """The stored tensors that a layer is made of, or for None those outside the layers."""
         inside = f"{self._frame.path}." if index is None else self._prefix(index)
         sources = self.parameters.map.sources.items()
-        kept = [source for target, source in sources if target.startswith(inside) != (index is None)]
-        return [name for source in kept for name in source.names]
+        selected = [source for target, source in sources if target.startswith(inside) != (index is None)]
+        return [name for source in selected for name in source.names]
 
     def release(self) -> None:
-        """Drop all parameters that are kept between calls. Opening a layer does it too."""
+        """Drop all parameters that stay loaded between calls. Opening a layer does it too."""
         self.parameters.release()
 
     def cache_bytes_per_token(self) -> int:

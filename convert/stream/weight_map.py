@@ -31,7 +31,7 @@ class WeightSource:
     """The stored tensors ``names``, in order, that make the parameter ``target`` (where a converter splits: the first).
 
     ``converter`` is None when the file holds the parameter itself; ``patterns[i]`` is its name for ``names[i]``.
-    Sources that read the same tensors for the same parameter are equal, of whichever model they are.
+    Sources that read the same tensors for the same parameter are equal, also of different models.
     """
 
     target: str

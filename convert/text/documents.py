@@ -57,7 +57,7 @@ class Corpus(Protocol):
     def parts(self) -> tuple[int | None, Iterator[list[Document]]]:
         """All documents in parts that share no text, in an order drawn from the seed, and the number of parts.
 
-        The number of parts of a dataset is None: nobody knows before it ends.
+        The number of parts of a dataset is None: it is unknown before the end.
         """
         ...
 
@@ -142,7 +142,7 @@ class _File:
         return order
 
     def _inside(self, number: int) -> Iterator[Document]:
-        """The whole lines inside a cell: a sample of the file needs no others."""
+        """The complete lines inside a cell: a sample of the file needs no others."""
         with self.path.open("rb") as file:
             file.seek(number * _CELL)
             raw = file.read(_CELL)
@@ -259,8 +259,8 @@ class _Dataset:
         return shuffled
 
     def _problem(self) -> str:
-        found = "a folder" if Path(self.spec).is_dir() else "no such file"
-        return f"{self.option} {self.spec}: expected a .txt or .jsonl file or the name of a dataset, found {found}"
+        actual = "a folder" if Path(self.spec).is_dir() else "no such file"
+        return f"{self.option} {self.spec}: expected a .txt or .jsonl file or the name of a dataset, found {actual}"
 
 
 def _json(row: str) -> Any:
@@ -277,8 +277,8 @@ def _document(row: Any, render: Render) -> Document:
             return Document(row["text"])
         if isinstance(row.get("messages"), list):
             return Document(_rendered(row["messages"], render), rendered=True)
-    found = f"the fields {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
-    raise ValueError(f"expected an object with a string `text` or a list `messages`, found {found}")
+    actual = f"the fields {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
+    raise ValueError(f"expected an object with a string `text` or a list `messages`, found {actual}")
 
 
 def _rendered(messages: list[Mapping[str, Any]], render: Render) -> str:

@@ -12,11 +12,11 @@ from kvfold.convert.stream.skeleton import empty_model
 from kvfold.convert.text.documents import Document, Render
 
 _BLOCK = 1 << 16  # characters
-_BATCH = 8 * _BLOCK  # a tokenizer's own records take many times the text, so little goes in at once
+_BATCH = 8 * _BLOCK  # a tokenizer's records take many times the text's memory: small batches
 
 
 def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str, otherwise: str = "") -> Any:
-    """The checkpoint's own tokenizer.
+    """The checkpoint's tokenizer.
 
     Raises InputError when it has none that transformers can load; the message says that ``purpose`` needs it and ends
     with ``otherwise``, an alternative to it.

@@ -68,12 +68,12 @@ def _enough_windows(corpus: Corpus, tokenizer: Any, prefix: list[int], seq_len: 
     """At least ``needed`` windows ``[n, seq_len - len(prefix)]``; reads text until there are as many."""
     limit = max(_READ_AT_LEAST, needed * seq_len * _BYTES_PER_TOKEN)
     while True:
-        documents, whole = corpus.documents(limit)
+        documents, complete = corpus.documents(limit)
         tokens = list(tokenize(tokenizer, prefix, documents))
         windows = cut(tokens, seq_len - len(prefix), tokenizer.eos_token_id)
         if len(windows) >= needed:
             return windows
-        if whole:
+        if complete:
             raise _too_little(corpus, tokenizer, sum(map(len, tokens)), len(tokens), len(windows), seq_len, needed)
         limit *= 4
 

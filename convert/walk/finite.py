@@ -13,7 +13,7 @@ from kvfold.convert.stream.stream import CheckpointStream
 def check_finite(states: Iterable[Tensor], stream: CheckpointStream, layer: int | None) -> None:
     """Raises InputError unless ``states`` are finite.
 
-    ``states`` are what ``layer`` made of finite ones, or for None what the embeddings or the output head made. Stored
+    ``states`` are outputs of ``layer`` for finite inputs, for None of the embeddings or the output head. Stored
     tensors are read only when some are not.
     """
     if all(bool(torch.isfinite(state).all()) for state in states):

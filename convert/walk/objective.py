@@ -1,6 +1,6 @@
 """The loss of refinement: squared difference of the student's and the teacher's residual stream after attention.
 
-What attention adds to the residual is its output, times the family's residual scale, after its own norm in families
+The attention update of the residual is attention's output, times the family's residual scale, normed in families
 that norm it (olmo2, gemma). In parallel blocks it is the attention's part of what the layer adds. With ``h`` the
 teacher's residual before the layer and ``h'`` the student's, the student's attention is to add
 
@@ -22,7 +22,7 @@ from kvfold.convert.walk.walk import Hidden
 
 @dataclass(frozen=True)
 class AttentionUpdate:
-    """How a layer adds its attention's output to the residual: ``scale * norm(output)``.
+    """The attention update of a layer, what it adds to the residual: ``scale * norm(output)``.
 
     ``norm`` is the name of a module within the layer, None where the output is added as it is.
     """
@@ -31,7 +31,7 @@ class AttentionUpdate:
     norm: str | None = None
 
     def of(self, layer: OpenLayer, output: LayerOutput) -> Tensor:
-        """What ``layer``'s attention adds, ``[B, T, E]``."""
+        """The attention update of ``layer``, ``[B, T, E]``."""
         attention = output.attention
         if self.norm is not None:
             attention = layer.run_submodule(self.norm, attention)
@@ -47,7 +47,7 @@ class Examples:
 
     inputs: Hidden
     targets: Hidden
-    energy: float  # mean square of what the teacher's attention adds
+    energy: float  # mean square of the teacher's attention update
     numbers: int  # elements of the targets
 
     @property

@@ -2,10 +2,10 @@
 
 The layer's tensors, in the terms of the files, are float32 masters under Adam. A step runs the stock attention module
 of the converted model with them, rounded to the dtype that will be stored and computed in the stream's, on a batch of
-the student's own inputs; the loss is the mean squared error of the student's residual stream against the teacher's,
-relative to what the teacher's attention adds (``objective.py``). Gradients reach the masters through the read of a
+the student's inputs; the loss is the mean squared error of the student's residual stream against the teacher's,
+relative to the teacher's attention update (``objective.py``). Gradients reach the masters through the read of a
 stored tensor by name (``stream/stream.py``). Held-out sequences decide: the best weights seen on them are kept, those
-that the layer came with included. In memory are a layer of either model, the masters and their moments.
+before training included. In memory are a layer of either model, the masters and their moments.
 """
 
 import math
@@ -44,8 +44,8 @@ class Refinement:
 
     ``update`` and ``student_update`` say how the teacher's and the student's layers add their attention to the
     residual. ``lr_multipliers`` gives, for a layer's tensors, the learning rate of each element relative to the rest of
-    its tensor: 0 freezes it; tensors without an entry move evenly. ``tell(layer, step, error)`` is called with the
-    error on held-out sequences.
+    its tensor: 0 freezes it; tensors without an entry move evenly. ``progress(layer, step, error)`` is called with
+    the error on held-out sequences.
     """
 
     steps: int | str
@@ -53,16 +53,16 @@ class Refinement:
     update: AttentionUpdate = UNCHANGED
     student_update: AttentionUpdate = UNCHANGED
     lr_multipliers: Callable[[Tensors], Tensors] = lambda tensors: {}
-    tell: Callable[[int, int, float], None] = lambda layer, step, error: None
+    progress: Callable[[int, int, float], None] = lambda layer, step, error: None
 
 
 @dataclass(frozen=True)
 class Refined:
     """A layer's tensors and its error on held-out sequences, before and after.
 
-    The error is ``||missing||^2 / ||added||^2``: the difference of the two residual streams over what the teacher's
-    attention adds. Of the ``steps`` made, ``kept`` is the one whose weights these are, 0 for those that the layer came
-    with.
+    The error is ``||missing||^2 / ||added||^2``: the difference of the two residual streams over the teacher's
+    attention update. Of the ``steps`` made, ``kept`` is the one whose weights these are, 0 for those before
+    training.
     """
 
     tensors: Tensors
@@ -112,7 +112,7 @@ class _Student:
         twin.put({**tensors, **self.masters})
 
     def missing(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """What the student's attention adds too much to ``hidden``, ``[b, T, E]``, in float32 or wider."""
+        """The student's attention update of ``hidden`` minus its ``target``, ``[b, T, E]``, in float32 or wider."""
         self._stream.reload(self._layer, self._trained)
         added = self._update.of(self._layer, self._layer.attend(hidden))
         wide = torch.promote_types(added.dtype, torch.float32)
@@ -130,7 +130,7 @@ class _Student:
 class _Trial:
     """One training of a layer: the errors on held-out sequences, and the weights with the least, made in step ``kept``.
 
-    ``kept`` is 0, and ``weights`` empty, while nothing is better than what the layer came with.
+    ``kept`` is 0, and ``weights`` empty, while nothing is better than the weights before training.
     """
 
     def __init__(self, error: float) -> None:
@@ -146,7 +146,7 @@ class _Trial:
 
 def _train(student: _Student, training: Examples, held_out: Examples, task: Refinement, lr_decay: float) -> _Trial:
     trial = _Trial(student.error(held_out))
-    task.tell(student.index, 0, trial.errors[0])
+    task.progress(student.index, 0, trial.errors[0])
     with torch.no_grad():
         multipliers = task.lr_multipliers(student.masters)
     default_lr = lr_decay * min(_RELATIVE_LR, _WIDTH_LR / math.sqrt(training.inputs[0].shape[-1]))
@@ -157,7 +157,7 @@ def _train(student: _Student, training: Examples, held_out: Examples, task: Refi
         trial.steps = step
         if step % ROUND == 0 or step == task.steps:
             trial.evaluate(student.error(held_out), student, step)
-            task.tell(student.index, step, trial.errors[-1])
+            task.progress(student.index, step, trial.errors[-1])
     return trial
 
 
@@ -169,7 +169,7 @@ def _step(
     energy: float,
     lr: float,
 ) -> None:
-    """One step of Adam; ``lr`` is relative to each tensor's own learning rate."""
+    """One step of Adam; ``lr`` is relative to each tensor's learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["scale"]
     missing = student.missing(*batch)

@@ -53,7 +53,7 @@ class Step:
     ``statistics`` are those of the calibration sequences, None in a walk without them. ``held_out`` and
     ``student_held_out`` are the residual streams before the layer on the held-out sequences, the teacher's and the
     student's; ``calibration`` and ``student_calibration`` likewise, empty unless the walk keeps them for refinement.
-    ``outputs`` is what the teacher's layer makes of ``held_out``. ``drift`` is None before ``convert``.
+    ``outputs`` are those of the teacher's layer on ``held_out``. ``drift`` is None before ``convert``.
     """
 
     index: int

@@ -72,7 +72,7 @@ def test_the_error_falls_in_every_family(tiny_family, family):
     plan = plan_of(tiny_family(family))
     _steps, step, tensors = first_step(plan)
     errors = []
-    refined = refine_layer(step, tensors, task_of(plan, tell=lambda layer, done, error: errors.append(error)))
+    refined = refine_layer(step, tensors, task_of(plan, progress=lambda layer, done, error: errors.append(error)))
     assert refined.before == errors[0]
     assert refined.after == min(errors) < 0.95 * refined.before
     assert refined.tensors.keys() == tensors.keys()
@@ -119,7 +119,7 @@ def test_a_layer_that_got_no_better_is_tried_again_more_slowly(tiny_family, monk
     plan = plan_of(tiny_family("llama"))
     _steps, step, tensors = first_step(plan)
     told = []
-    refined = refine_layer(step, tensors, task_of(plan, tell=lambda layer, done, error: told.append(done)))
+    refined = refine_layer(step, tensors, task_of(plan, progress=lambda layer, done, error: told.append(done)))
     assert told == [0, 30, 0, 30]
     assert refined.kept == 30
     assert refined.after < 0.95 * refined.before
@@ -131,7 +131,7 @@ def test_the_third_try_helps_where_four_times_slower_does_not(tiny_family, monke
     plan = plan_of(tiny_family("llama"))
     _steps, step, tensors = first_step(plan)
     told = []
-    refined = refine_layer(step, tensors, task_of(plan, tell=lambda layer, done, error: told.append(done)))
+    refined = refine_layer(step, tensors, task_of(plan, progress=lambda layer, done, error: told.append(done)))
     assert told == [0, 30, 0, 30, 0, 30]
     assert refined.kept == 30
     assert refined.after < 0.9 * refined.before
@@ -188,7 +188,7 @@ def test_auto_refines_until_it_has_settled(tiny_family, monkeypatch):
     plan = plan_of(tiny_family("llama"), refine="auto")
     _steps, step, tensors = first_step(plan)
     told = []
-    refined = refine_layer(step, tensors, task_of(plan, tell=lambda layer, done, error: told.append(done)))
+    refined = refine_layer(step, tensors, task_of(plan, progress=lambda layer, done, error: told.append(done)))
     assert told[: refined.steps // ROUND + 1] == list(range(0, refined.steps + 1, ROUND))
     assert 4 * ROUND <= refined.steps <= 250
     assert refined.after < 0.9 * refined.before
