@@ -1,4 +1,4 @@
-"""How far a converted model is from its source, layer by layer and at the end."""
+"""Drift of a converted model from its source, layer by layer and at the end."""
 
 from kvfold.attention.drift.report import DriftReport, measure_drift
 

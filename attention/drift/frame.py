@@ -1,6 +1,6 @@
 """A stock model without its decoder layers: the parts around them run as transformers wrote them.
 
-Embeddings, rotary tables, masks, the final norm and the head are never written anew. A *frame* is a stock model whose
+Embeddings, rotary tables, masks, the final norm and the head are never rewritten. A *frame* is a stock model whose
 decoder layers are replaced by stand-ins; its own forward then tells what each layer would be called with, and turns a
 residual stream of ours into logits::
 
@@ -56,7 +56,7 @@ class StandIn(nn.Module):
 
 
 class Frame:
-    """``model`` with stand-ins in place of its decoder ``layers``, which are kept aside; the model is changed by it."""
+    """``model`` with stand-ins in place of its decoder ``layers``; the model itself is changed."""
 
     def __init__(self, model: nn.Module) -> None:
         self.path, layers = layer_list(model)

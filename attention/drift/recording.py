@@ -161,7 +161,7 @@ AttentionInterface.register(RECORDER, _record)
 
 
 def _implementation(module: nn.Module, name: str) -> Callable[..., Any]:
-    """The attention function called ``name``; "eager" is each modelling file's own."""
+    """The attention function called ``name``; "eager" is each modeling file's own."""
     if name != "eager":
         found: Callable[..., Any] = AttentionInterface()[name]
         return found
@@ -169,7 +169,7 @@ def _implementation(module: nn.Module, name: str) -> Callable[..., Any]:
         eager = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
         if eager is not None:
             return eager  # type: ignore[no-any-return]
-    raise ValueError(f"layer: expected the modelling file of {type(module).__name__} to have eager_attention_forward")
+    raise ValueError(f"layer: expected the modeling file of {type(module).__name__} to have eager_attention_forward")
 
 
 def _details(recording: _Recording) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class LayerStream(Protocol):
         ...
 
     def open_layer(self, index: int) -> AbstractContextManager[StreamLayer]:
-        """Materialise layer ``index``; it is freed when the context ends."""
+        """Materialize layer ``index``; it is freed when the context ends."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

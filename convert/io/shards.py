@@ -213,7 +213,7 @@ def _source_order(move: _Move) -> tuple[str, int]:
 
 
 def _runs(moves: list[_Move]) -> Iterator[list[_Move]]:
-    """Group neighbours that lie one behind the other in the source and in the target: one large copy each."""
+    """Group neighbors that lie one behind the other in the source and in the target: one large copy each."""
     run: list[_Move] = []
     for move in moves:
         if run and not _follows(run[-1], move):

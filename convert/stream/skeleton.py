@@ -35,11 +35,11 @@ def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
         model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=BLOCKWISE, **experts)
     embedding = model.get_input_embeddings()
     embedding.padding_idx = None  # it only concerns gradients, and must lie inside a table of which few rows are loaded
-    materialise_buffers(model, device)
+    materialize_buffers(model, device)
     return model.eval().requires_grad_(False)
 
 
-def materialise_buffers(model: Any, device: torch.device) -> None:
+def materialize_buffers(model: Any, device: torch.device) -> None:
     """Give buffers that no checkpoint holds (rotary frequencies, embedding scales) their values, as loading does.
 
     ``accelerate.init_empty_weights(include_buffers=False)`` makes the same values, but allocates every parameter before

@@ -1,4 +1,4 @@
-"""How long a weights-only conversion takes next to `cp -r`, and how much memory: Llama-2-7B's shapes, random weights.
+"""Seconds and memory of a weights-only conversion next to `cp -r`: Llama-2-7B's shapes, random weights.
 
     python recipes/benchmarks/bench_convert.py --work /scratch --json recipes/results/convert_llama2_7b.json
     python recipes/benchmarks/bench_convert.py --work /scratch --layers 8          # a quarter of it, for a trial

@@ -1,4 +1,4 @@
-"""What a calibrated conversion costs: against one plain forward pass, and in memory for a 70B model's shapes.
+"""The cost of a calibrated conversion: against one plain forward pass, and in memory for a 70B model's shapes.
 
     python recipes/benchmarks/bench_walk.py convert --work /scratch --json recipes/results/walk_1b.json
     python recipes/benchmarks/bench_walk.py walk --layers 2 --json recipes/results/walk_70b.json
@@ -57,7 +57,7 @@ def weights(config: dict[str, Any]) -> "Weights":
 
 
 class Weights:
-    """Random bfloat16 tensors with deviation 0.02, made anew whenever one is read: stretches of one drawn vector."""
+    """Random bfloat16 tensors with deviation 0.02, made again whenever one is read: stretches of one drawn vector."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self.shapes = shapes

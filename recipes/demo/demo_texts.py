@@ -36,7 +36,7 @@ SKIPPED_FOLDERS = {
     "idle_test",
 }
 SKIPPED_MODULES = re.compile(r"_sysconfigdata|__phello__|_test|_xx|xx|_ctypes_test|this$|antigravity$|_sqlite3$")
-# Modules with terms of their own beside Python's are left out whole, so that one licence covers the texts.
+# Modules with terms of their own beside Python's are left out whole, so that one license covers the texts.
 OWN_TERMS = re.compile(
     r"permission\s+(is\s+(hereby\s+)?granted|to\s+use,)|redistribution\s+and\s+use|software\s+is\s+provided"
     r"|apache\s+license|secret\s*labs|cnri|no warranty",
@@ -77,7 +77,7 @@ def build_texts() -> dict[str, list[str]]:
     for name in SPLITS:
         kept = [deduplicate(document, seen_shingles, seen_short) for document in split[name]]
         seen_short |= {words(p) for d in kept for e in d.entries for p in e.paragraphs}
-        # Neighbours in the alphabet are neighbours in subject; shuffled, any stretch of a split is a sample of it.
+        # Neighbors in the alphabet are neighbors in subject; shuffled, any stretch of a split is a sample of it.
         kept.sort(key=lambda d: digest("order " + d.name))
         result[name] = [text for d in kept if len(text := d.text()) >= 200]
     return result

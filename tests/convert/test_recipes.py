@@ -20,7 +20,7 @@ from kvfold.convert.recipes import read_recipe, recipe_names
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 # The config.json of each model that a recipe names: the keys that its shapes and its target hang on.
 CONFIGS = json.loads(Path(__file__).with_name("recipe_configs.json").read_text())
-ASKED = {  # what each has to reach: (model, numbers cached before, after)
+ASKED = {  # what each has to reach: (model, KV-cache elements before, after)
     "llama-2-7b-gqa-8": ("meta-llama/Llama-2-7b-hf", 8192, 2048),
     "llama-2-7b-mqa": ("meta-llama/Llama-2-7b-hf", 8192, 256),
     "llama-2-7b-mla-512-64": ("meta-llama/Llama-2-7b-hf", 8192, 576),

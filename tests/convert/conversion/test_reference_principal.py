@@ -45,7 +45,7 @@ def test_principal_loses_little(excess, kv_heads):
     assert 0 < excess[kv_heads, "similar" if kv_heads > 1 else "contiguous"] < LIMITS[kv_heads]
 
 
-def test_similar_heads_are_as_good_as_neighbours_and_better_somewhere(excess):
+def test_similar_heads_are_as_good_as_neighbors_and_better_somewhere(excess):
     gains = [excess[kv_heads, "contiguous"] - excess[kv_heads, "similar"] for kv_heads in (4, 2)]
     assert min(gains) > -JUDGED
     assert max(gains) > 0

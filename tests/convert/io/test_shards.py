@@ -127,7 +127,7 @@ def test_names_that_need_escapes(out: Path) -> None:
     assert list(load_file(out / "model.safetensors")) == [name]
 
 
-def test_neighbours_are_copied_in_one_piece(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbors_are_copied_in_one_piece(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = [OutputTensor("c", "BF16", (4, 8), None) if t.name == "c" else t for t in copies(checkpoint)]
     pieces: list[int] = []
     real = shards_module.copy_range

@@ -92,7 +92,7 @@ def source_config(model):
 
 
 def attention_statistics(model, tokens):
-    """Every layer's attention inputs, and their second moments with a profile that favours the near past."""
+    """Every layer's attention inputs, and their second moments with a profile that favors the near past."""
     seen = {}
     hooks = [
         layer.self_attn.register_forward_pre_hook(

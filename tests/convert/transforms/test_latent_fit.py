@@ -61,9 +61,9 @@ def source_output(weights, theta, x, amplitude=1.0):
     return out if weights.o_bias is None else out + weights.o_bias
 
 
-def latent_output(latent, x, normalised=False):
+def latent_output(latent, x, normalized=False):
     c = x @ latent.down.T + (0 if latent.down_bias is None else latent.down_bias)
-    c = c / c.square().mean(-1, keepdim=True).sqrt() if normalised else c
+    c = c / c.square().mean(-1, keepdim=True).sqrt() if normalized else c
     key = rotated(x @ latent.rope_key.T + (0 if latent.rope_key_bias is None else latent.rope_key_bias), latent.theta)
     out = torch.zeros_like(x)
     for head in range(latent.heads):

@@ -38,7 +38,7 @@ def norm(**changes) -> HeadNorm:
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])
-def test_mean_averages_runs_of_neighbouring_heads(groups):
+def test_mean_averages_runs_of_neighboring_heads(groups):
     source = weights(norm=norm())
     result, size = pool.mean(source, groups), G // groups
     for part in ("k", "v", "k_bias", "v_bias"):

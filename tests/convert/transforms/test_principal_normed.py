@@ -1,4 +1,4 @@
-"""Folding layers whose queries and keys are normalised before they rotate."""
+"""Folding layers whose queries and keys are normalized before they rotate."""
 
 import math
 from dataclasses import replace
