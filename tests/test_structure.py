@@ -1,4 +1,4 @@
-"""The house's order: an import only goes down, nothing runs in a circle, and every file is in the wheel."""
+"""The order of the packages: an import only goes down, nothing runs in a circle, and every file is in the wheel."""
 
 import re
 import sys

@@ -130,8 +130,10 @@ def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, di
 
 
 def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -> Candidate:
-    """``target`` with the rotary slots that suit it best: those of the baseline for svd, for engines the best that
-    plain RoPE can express."""
+    """``target`` with the rotary slots that suit it best.
+
+    Those of the baseline for svd; for engines the best that plain RoPE can express.
+    """
     if plan.request.resolved_method == "svd":
         return Candidate(svd_plan(plan), svd_slots(plan))
     choose = rope_slots.plain_slots if target.layout == "engine" else rope_slots.choose_slots

@@ -30,8 +30,10 @@ _SLACK = 1 << 20  # config, index, card and file system blocks
 
 @dataclass(frozen=True)
 class Plan:
-    """All decisions made before weights are read. ``cache_elements`` are the source's KV-cache elements per token per
-    layer."""
+    """All decisions made before weights are read.
+
+    ``cache_elements`` are the source's KV-cache elements per token per layer.
+    """
 
     request: ConvertRequest
     checkpoint: Checkpoint

@@ -86,8 +86,10 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
 
 
 def _resumes(request: ConvertRequest) -> bool:
-    """Whether to resume a killed run. ``--resume`` is never an error: methods that read no text, and runs that find
-    nothing to resume, start over."""
+    """Whether to resume a killed run.
+
+    ``--resume`` is never an error: methods that read no text, and runs with nothing to resume, start over.
+    """
     if request.resume and not request.calibrated and not request.quiet:
         print(
             f"--resume: --method {request.resolved_method} reads no text and keeps no finished layers to resume from; "

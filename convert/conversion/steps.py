@@ -82,8 +82,10 @@ class StudentWalk:
         )
 
     def steps(self, journal: Journal | None = None) -> Iterator[Step]:
-        """The layers that are left to convert, each to be passed to ``convert``. Those that ``journal`` has finished
-        are taken past with the tensors that were written."""
+        """The layers that are left to convert, each to be passed to ``convert``.
+
+        The walk goes past those that ``journal`` has finished with the tensors that were written.
+        """
         for step in self._walk:
             finished = None if journal is None else journal.finished(step.index)
             if finished is None:
@@ -92,8 +94,10 @@ class StudentWalk:
                 step.convert(finished)
 
     def convert(self, step: Step, weights: Any, notes: Notes | None = None) -> Converted:
-        """Encode transformed ``weights`` as the target stores them, refine them where the request asks for it, and
-        take the walk past the layer."""
+        """Encode transformed ``weights`` as the target stores them and take the walk past the layer.
+
+        They are refined where the request says so.
+        """
         tensors, refined = self._refine(step, self._plan.layout.encode(step.index, weights))
         step.convert(tensors)
         return Converted(step.index, tensors, {**(notes or {}), **refined})

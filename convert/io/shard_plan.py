@@ -15,8 +15,11 @@ _TIGHT = (",", ":")
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to be written. ``source`` names the source tensor whose bytes are copied, or cast when the dtype
-    differs; None when the tensor is computed."""
+    """A tensor to be written.
+
+    ``source`` names the source tensor whose bytes are copied, or cast when the dtype differs; None when the tensor is
+    computed.
+    """
 
     name: str
     dtype: str
