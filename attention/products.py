@@ -34,7 +34,7 @@ def fast(tensor: Tensor) -> Tensor:
 
 
 def _even(tensor: Tensor, keys: int) -> int:
-    """How many of ``keys`` are multiplied in the dtype of ``tensor``; the rest is multiplied in float32."""
+    """The number of ``keys`` that are multiplied in the dtype of ``tensor``; the rest is multiplied in float32."""
     return keys // shape_step(keys) * shape_step(keys) if compiles_shapes(tensor) else keys
 
 

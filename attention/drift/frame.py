@@ -28,7 +28,7 @@ class Stop(Exception):
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a stock model passes a decoder layer beside the residual stream."""
+    """The arguments of a decoder layer of a stock model beside the residual stream."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -85,9 +85,9 @@ class Frame:
             self._visit = None
 
     def visited(self, index: int, hidden: Tensor, arguments: Arguments) -> Tensor | tuple[Tensor]:
-        """What the stand-in of a layer returns to the stock forward."""
+        """The output of a layer's stand-in for the stock forward."""
         if self._visit is None:
-            raise RuntimeError("a stand-in for a layer was called outside the frame's own forward")
+            raise RuntimeError("a stand-in for a layer was called outside the frame's forward")
         after = self._visit(index, hidden, arguments)
         return (after,) if self._returns_tuples else after
 
@@ -159,8 +159,8 @@ def attention_name(layer: nn.Module) -> str:
     for name in _ATTENTION_NAMES:
         if isinstance(getattr(layer, name, None), nn.Module):
             return name
-    found = ", ".join(name for name, _ in layer.named_children()) or "no children"
-    raise ValueError(f"layer: expected a child named {', '.join(_ATTENTION_NAMES)}, found {found}")
+    children = ", ".join(name for name, _ in layer.named_children()) or "no children"
+    raise ValueError(f"layer: expected a child named {', '.join(_ATTENTION_NAMES)}, found {children}")
 
 
 def cache_bytes_per_token(
@@ -182,15 +182,15 @@ def _cached_bytes(layers: Sequence[nn.Module], hidden: Tensor, arguments: Sequen
     def stop(module: nn.Module, inputs: Any, output: Any) -> None:
         raise Stop
 
-    for layer, given in zip(layers, arguments, strict=True):
+    for layer, call in zip(layers, arguments, strict=True):
         handle = attention_of(layer).register_forward_hook(stop)
         try:
-            layer(hidden, *given.args, **given.kwargs)
+            layer(hidden, *call.args, **call.kwargs)
         except Stop:
             pass
         finally:
             handle.remove()
-    passed = [value for given in arguments for value in (*given.args, *given.kwargs.values())]
+    passed = [value for call in arguments for value in (*call.args, *call.kwargs.values())]
     return tensor_bytes([value for value in passed if isinstance(value, Cache)])
 
 

@@ -30,7 +30,7 @@ class Heads:
         return self.context.shape[1]
 
     def contribution(self, head: int) -> Tensor:
-        """What one head adds to the attention's output: ``[N, E]``, float32 or wider."""
+        """The contribution of one head to the attention's output: ``[N, E]``, float32 or wider."""
         wide = torch.promote_types(self.context.dtype, torch.float32)
         return self.context[:, head].to(wide) @ self.weight[:, head].to(wide).mT
 

@@ -79,7 +79,7 @@ class LoadedStream:
         return torch.zeros(shape, dtype=torch.long, device=self.device)
 
     def _arguments(self, hidden: Tensor) -> list[Arguments]:
-        """What the stock model passes each layer beside ``hidden [B, T, E]``."""
+        """The arguments of each layer beside ``hidden [B, T, E]``."""
         shape = (hidden.shape[0], hidden.shape[1])
         if self._recorded is None or self._recorded[0] != shape:
             self.embed(self._blank(*shape))

@@ -36,7 +36,7 @@ class _Call:
 
 @dataclass
 class _Recording:
-    """What is noted while one layer runs. ``implementation`` is the attention function that the model really uses."""
+    """The record of one layer's run. ``implementation`` is the attention function that the model really uses."""
 
     implementation: str
     input: Tensor | None = None
@@ -63,20 +63,22 @@ class OpenLayer:
 
     def __call__(self, hidden: Tensor) -> LayerOutput:
         """Run the whole layer on ``hidden [B, T, E]``."""
-        given = self.arguments(hidden)
-        return run_layer(self.module, hidden, given.args, given.kwargs, self.tensors)
+        arguments = self.arguments(hidden)
+        return run_layer(self.module, hidden, arguments.args, arguments.kwargs, self.tensors)
 
     def attend(self, hidden: Tensor) -> LayerOutput:
         """Run the layer up to its attention's output only: ``hidden`` of the result is None."""
-        given = self.arguments(hidden)
-        return run_layer(self.module, hidden, given.args, given.kwargs, self.tensors, whole=False)
+        arguments = self.arguments(hidden)
+        return run_layer(self.module, hidden, arguments.args, arguments.kwargs, self.tensors, whole=False)
 
     def run_submodule(self, name: str, inputs: Tensor) -> Tensor:
-        """What the module ``name`` of the layer makes of ``inputs``."""
+        """The output of the layer's module ``name`` for ``inputs``."""
         module = self.module.get_submodule(name)
         prefix = f"{name}."
-        own = {key.removeprefix(prefix): value for key, value in (self.tensors or {}).items() if key.startswith(prefix)}
-        result: Tensor = functional_call(module, own, (inputs,))
+        tensors = {
+            key.removeprefix(prefix): value for key, value in (self.tensors or {}).items() if key.startswith(prefix)
+        }
+        result: Tensor = functional_call(module, tensors, (inputs,))
         return result
 
 
@@ -113,8 +115,8 @@ def run_layer(
 @contextmanager
 def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
     config = getattr(attention, "config", None)
-    own = getattr(config, "_attn_implementation", None) or "eager"
-    recording = _Recording(own)
+    implementation = getattr(config, "_attn_implementation", None) or "eager"
+    recording = _Recording(implementation)
 
     def note_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recording.input = args[0] if args else kwargs["hidden_states"]
@@ -134,7 +136,7 @@ def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
     try:
         yield recording
     finally:
-        _name_implementation(config, own)
+        _name_implementation(config, implementation)
         _current.reset(token)
         for hook in hooks:
             hook.remove()
@@ -163,8 +165,8 @@ AttentionInterface.register(RECORDER, _record)
 def _implementation(module: nn.Module, name: str) -> Callable[..., Any]:
     """The attention function called ``name``; "eager" is each modeling file's own."""
     if name != "eager":
-        found: Callable[..., Any] = AttentionInterface()[name]
-        return found
+        function: Callable[..., Any] = AttentionInterface()[name]
+        return function
     for cls in type(module).__mro__:
         eager = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
         if eager is not None:
@@ -216,7 +218,7 @@ def _mask_rule(call: _Call, window: int | None) -> tuple[bool, bool]:
 
 
 def _output_weight(attention: nn.Module) -> Tensor | None:
-    """The output projection's weight as ``[E, H * Dv]``, whichever way round it is stored."""
+    """The output projection's weight as ``[E, H * Dv]``, stored either way round."""
     for name in _OUTPUT_NAMES:
         projection = getattr(attention, name, None)
         weight = getattr(projection, "weight", None)

@@ -108,13 +108,13 @@ def measure_drift(
     Raises ValueError for tokens of the wrong shape, models of different depth or vocabulary.
     """
     _check_tokens(tokens, batch, floor_sequences)
-    given = as_stream(source), as_stream(student)
-    if given[0].layers != given[1].layers:
-        raise ValueError(f"student: expected the source's {given[0].layers} layers, found {given[1].layers}")
-    cache_bytes = [stream.cache_bytes_per_token() for stream in given]
+    streams = as_stream(source), as_stream(student)
+    if streams[0].layers != streams[1].layers:
+        raise ValueError(f"student: expected the source's {streams[0].layers} layers, found {streams[1].layers}")
+    cache_bytes = [stream.cache_bytes_per_token() for stream in streams]
     teacher, compared = (
         as_stream(stream, device=_device(model, device), dtype=dtype)
-        for model, stream in zip((source, student), given, strict=True)
+        for model, stream in zip((source, student), streams, strict=True)
     )
     size = batch or max(1, _TOKENS_AT_ONCE // tokens.shape[1])
     some = tokens[:floor_sequences] if floor and _floor_dtypes(teacher, compared)[1] is not None else None
@@ -148,7 +148,7 @@ def report(
 
 
 def floor_count(tokens: Tensor) -> int:
-    """How many sequences of ``tokens [N, T]`` a rounding floor needs: those of about 512 tokens.
+    """The number of sequences of ``tokens [N, T]`` for a rounding floor: those of about 512 tokens.
 
     Twice as many gave the same floor.
     """
@@ -199,8 +199,8 @@ def _device(model: nn.Module | LayerStream, device: torch.device | str | None) -
 def _check_tokens(tokens: Tensor, batch: int | None, floor_sequences: int) -> None:
     integer = tokens.dtype in (torch.int32, torch.int64)
     if tokens.dim() != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2 or not integer:
-        found = f"{list(tokens.shape)} of {tokens.dtype}"
-        raise ValueError(f"tokens: expected integers [N, T] with N >= 1 and T >= 2, found {found}")
+        actual = f"{list(tokens.shape)} of {tokens.dtype}"
+        raise ValueError(f"tokens: expected integers [N, T] with N >= 1 and T >= 2, found {actual}")
     if batch is not None and batch < 1:
         raise ValueError(f"batch: expected at least 1 sequence, found {batch}")
     if floor_sequences < 1:

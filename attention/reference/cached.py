@@ -59,7 +59,7 @@ def latent_step(
 
 
 def cross_cache(memory: Tensor, w: GroupedWeights) -> tuple[Tensor, Tensor]:
-    """What cross attention keeps of ``memory [S, E']``: ``[G, S, D]`` and ``[G, S, Dv]``."""
+    """The cache of cross attention, from ``memory [S, E']``: ``[G, S, D]`` and ``[G, S, Dv]``."""
     places, groups = torch.arange(len(memory)), range(w.key.shape[0])
     key = torch.stack([project_head(memory, w.key, w.key_bias, g, no_rotary, places) for g in groups])
     value = torch.stack([project_head(memory, w.value, w.value_bias, g, no_rotary, places) for g in groups])

@@ -1,4 +1,4 @@
-"""``kvfold bench``: models side by side, each in a process of its own, and the table of the results."""
+"""``kvfold bench``: models side by side, each in its own process, and the table of the results."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Options:
-    """How every model is measured. ``prefill_tokens`` None: 2048 on a CPU, 32768 on CUDA; 0: no prefill."""
+    """The settings of a measurement. ``prefill_tokens`` None: 2048 on a CPU, 32768 on CUDA; 0: no prefill."""
 
     contexts: tuple[int, ...] = (2048,)
     batches: tuple[int, ...] = (1,)

@@ -1,4 +1,4 @@
-"""One model of ``kvfold bench`` in a process of its own: ``python -m kvfold.convert.bench.worker TASK RESULT``.
+"""One model of ``kvfold bench`` in its own process: ``python -m kvfold.convert.bench.worker TASK RESULT``.
 
 TASK is a JSON file (``Task``), RESULT gets the rows. A decoding step is timed on a cache filled with seeded random
 values, so that no prefill is needed for it; the prefill is timed apart.

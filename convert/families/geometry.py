@@ -1,4 +1,4 @@
-"""The sizes of a model, how each of its layers attends, and what surrounds the attention, from a config's values."""
+"""The sizes of a model, the attention of each layer, and the parts around it, from a config's values."""
 
 import math
 from dataclasses import dataclass
@@ -29,8 +29,9 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Layer:
-    """How one layer attends. ``scale`` multiplies q . k; ``window`` is how many positions back a query sees, None: all.
+    """The attention of one layer.
 
+    ``scale`` multiplies q . k; ``window`` is the number of positions back that a query sees, None: all.
     ``softcap`` c turns scores s into ``c tanh(s / c)``; ``clip`` bounds q, k and v elements after projection (olmo).
     """
 
@@ -47,7 +48,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Block:
-    """What surrounds the attention.
+    """The parts of a decoder layer and of the model around the attention.
 
     ``order``: ``pre`` x + f(norm(x)); ``post`` x + norm(f(x)); ``sandwich`` both; ``parallel`` x + attention(n) +
     mlp(n) with one n = norm(x). ``mlp``: ``gated``, ``gated_fused`` (gate and up in one tensor) or ``plain``. The gain
@@ -105,7 +106,7 @@ def layer_values(values: Values, index: int) -> Values:
 
 
 def layer_of(values: Values) -> Layer:
-    """How a layer attends, from its ``layer_values``. Raises ``InputError`` when its scale is not above 0."""
+    """The attention of a layer, from its ``layer_values``. Raises ``InputError`` when its scale is not above 0."""
     family, attention = values.family, values.family.attention
     try:
         scale = evaluate(attention.scale, values)
@@ -127,7 +128,7 @@ def layer_of(values: Values) -> Layer:
 
 
 def block_of(values: Values, *, sparse: bool) -> Block:
-    """What surrounds the attention, for a target that must express it in another class."""
+    """The parts around the attention, for a target that must express it in another class."""
     block = values.family.block
     return Block(
         norm=block.norm,

@@ -136,8 +136,8 @@ def _check_places(model: Model, weights: AttentionWeights) -> None:
         "k_norm": norm is not None,
     }
     for name, place in places.items():
-        given = getattr(weights, name) is not None
-        if given != place:
+        present = getattr(weights, name) is not None
+        if present != place:
             verb, number = ("needs", "none") if place else ("has no place for", "one")
             raise ValueError(f"model_type {model.family.model_type!r} with this config {verb} {name}, found {number}")
 

@@ -58,12 +58,12 @@ class Model:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """How each layer attends."""
+        """The attention of each layer."""
         return tuple(layer_of(values) for values in self._layer_values)
 
     @cached_property
     def block(self) -> Block:
-        """What surrounds the attention."""
+        """The parts around the attention."""
         return block_of(self.values, sparse=any(values["sparse"] for values in self._layer_values))
 
     @cached_property

@@ -70,17 +70,17 @@ def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _default_original_positions(values: Values, table: dict[str, Any]) -> None:
-    """The class's own key wins over the table's; without either it is the present maximum."""
+    """The class's key wins over the table's; without either it is the present maximum."""
     key = "original_max_position_embeddings"
     if table["rope_type"] not in _SCALED_BY_LENGTH:
         return
-    if (own := values.config.get(key, values.family.rotary.original_positions)) is not None:
-        table[key] = own
+    if (positions := values.config.get(key, values.family.rotary.original_positions)) is not None:
+        table[key] = positions
     table.setdefault(key, evaluate(values.family.sizes.positions, values))
 
 
 def rotary_fraction(values: Values, table: Mapping[str, Any]) -> float:
-    """Which part of a head rotates, in (0, 1]."""
+    """The part of a head that rotates, in (0, 1]."""
     default = values.family.rotary.fraction
     if default is None:
         return 1.0

@@ -102,11 +102,15 @@ def _longrope(table: Mapping[str, Any], theta: Tensor, positions: int, context: 
 
 
 def _factors(table: Mapping[str, Any], key: str, pairs: int) -> Tensor:
-    found = table.get(key)
-    if not isinstance(found, list) or len(found) != pairs or not all(isinstance(item, int | float) for item in found):
-        count = len(found) if isinstance(found, list) else found
-        raise InputError(f"config.json: {key} must be a list of {pairs} numbers, one per rotary pair, found {count!r}")
-    return torch.tensor(found, dtype=torch.float64)
+    factors = table.get(key)
+    if (
+        not isinstance(factors, list)
+        or len(factors) != pairs
+        or not all(isinstance(item, int | float) for item in factors)
+    ):
+        shown = len(factors) if isinstance(factors, list) else factors
+        raise InputError(f"config.json: {key} must be a list of {pairs} numbers, one per rotary pair, found {shown!r}")
+    return torch.tensor(factors, dtype=torch.float64)
 
 
 _SCALED: dict[str, Callable[[Mapping[str, Any], Tensor, int], Rotary]] = {

@@ -64,7 +64,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Attention:
-    """Where a layer keeps its attention. Names are relative to ``module``, which holds ``{layer}``."""
+    """The place of the attention in a layer. Names are relative to ``module``, which holds ``{layer}``."""
 
     module: str
     layout: Literal["separate", "concatenated"]

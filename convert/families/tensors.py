@@ -46,7 +46,7 @@ def present(values: Values, layers: Sequence[Values]) -> Iterator[tuple[str, Ten
 
 
 def experts(spec: TensorSpec, scope: Values) -> int:
-    """How many tensors a row of the family file stands for in one layer."""
+    """The number of tensors in one layer that a row of the family file stands for."""
     return 1 if spec.each is None else int(evaluate(spec.each, scope))
 
 

@@ -1,4 +1,4 @@
-"""An output folder that appears whole or not at all, even when the process that makes it is killed.
+"""An output folder that appears complete or not at all, even when the process that makes it is killed.
 
 The work happens in ``.OUT.kvfold-<token>`` beside OUT, under a lock on ``.OUT.kvfold.lock``. Only a killed process
 leaves either behind; the next run that gets the lock knows that they are stale.
@@ -39,8 +39,8 @@ def check_output(
     if os.path.lexists(target):
         _check_replaceable(target, overwrite)
     if not target.parent.is_dir():
-        found = "something else" if os.path.lexists(target.parent) else "none"
-        raise InputError(f"{target}: expected a folder {target.parent} to write it in, found {found}; make it first")
+        actual = "something else" if os.path.lexists(target.parent) else "none"
+        raise InputError(f"{target}: expected a folder {target.parent} to write it in, found {actual}; make it first")
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise InputError(f"{target}: expected to be allowed to write in {target.parent}, found it not writable")
     return target
@@ -77,8 +77,8 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
         raise InputError(f"{target}: expected a folder that can be replaced, found a mount point; choose one inside it")
     names = sorted(os.listdir(target))
     if names and "config.json" not in names:
-        found = f"found no config.json but {', '.join(names[:3])}"
-        raise InputError(f"{target}: expected a checkpoint to overwrite, {found}; remove it yourself if it can go")
+        content = f"found no config.json but {', '.join(names[:3])}"
+        raise InputError(f"{target}: expected a checkpoint to overwrite, {content}; remove it yourself if it can go")
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def output_folder(
 ) -> Iterator[Path]:
     """A temporary folder that becomes OUT when the block ends, and is removed when it raises.
 
-    On success it is synced and renamed; with ``overwrite`` an existing OUT stays whole until then and is exchanged.
+    On success it is synced and renamed; with ``overwrite`` an existing OUT stays intact until then and is exchanged.
     Folders that killed runs left for this OUT are removed, but the first one for which ``resume(folder)`` is true is
     the one yielded. When the block raises, the folder stays for a later run if ``resume(folder)`` is true.
     InputError as in ``check_output``, and when another process is writing the same OUT.
@@ -100,7 +100,7 @@ def output_folder(
     with _lock(target) as locked:
         stale = _stale(target) if locked else []
         for path in stale:
-            _settle(path, target)
+            _complete_replacement(path, target)
         check_output(out, overwrite=overwrite, model=model)
         folder = _resumed(stale, resume) or _fresh(target)
         failed = True
@@ -110,7 +110,7 @@ def output_folder(
             _publish(folder, target, overwrite)
             failed = False
         finally:
-            _settle(_aside(folder), target)
+            _complete_replacement(_backup(folder), target)
             if not (failed and resume is not None and resume(folder)):
                 shutil.rmtree(folder, ignore_errors=True)  # OUT's predecessor after an exchange
 
@@ -124,8 +124,8 @@ def free_space_check(path: str | os.PathLike[str], needed_bytes: int) -> None:
     existing = next(parent for parent in (target, *target.parents) if parent.is_dir())
     free = shutil.disk_usage(existing).free + (_allocated(target) if _TOKEN.search(target.name) else 0)
     if needed_bytes > free:
-        wanted, found = (f"{bytes_text(count)} ({count} bytes)" for count in (needed_bytes, free))
-        figures = f"expected {wanted} free, found {found}"
+        required, available = (f"{bytes_text(count)} ({count} bytes)" for count in (needed_bytes, free))
+        figures = f"expected {required} free, found {available}"
         raise InputError(f"{existing}: too little disk space: {figures}; free some, or choose an OUT on another disk")
 
 
@@ -196,8 +196,8 @@ def _prefix(target: Path) -> str:
 
 def _stale(target: Path) -> list[Path]:
     """Folders that killed runs left for ``target``, the newest first."""
-    own = re.compile(re.escape(_prefix(target)) + _TOKEN.pattern)
-    left = [Path(entry.path) for entry in os.scandir(target.parent) if own.fullmatch(entry.name)]
+    pattern = re.compile(re.escape(_prefix(target)) + _TOKEN.pattern)
+    left = [Path(entry.path) for entry in os.scandir(target.parent) if pattern.fullmatch(entry.name)]
     return sorted(left, key=lambda path: path.lstat().st_mtime, reverse=True)
 
 
@@ -221,12 +221,12 @@ def _resumed(stale: list[Path], resume: Callable[[Path], bool] | None) -> Path |
     return chosen
 
 
-def _aside(folder: Path) -> Path:
+def _backup(folder: Path) -> Path:
     """Where the old OUT waits during a replacement without exchange."""
     return folder.with_name(folder.name + _ASIDE)
 
 
-def _settle(path: Path, target: Path) -> None:
+def _complete_replacement(path: Path, target: Path) -> None:
     """End a replacement that was cut short: the old OUT goes back if nothing took its place, else it is removed."""
     if path.name.endswith(_ASIDE):
         put_back(path, target)
@@ -235,7 +235,7 @@ def _settle(path: Path, target: Path) -> None:
 
 def _publish(folder: Path, target: Path, overwrite: bool) -> None:
     if overwrite and os.path.lexists(target):
-        replace(folder, target, _aside(folder))
+        replace(folder, target, _backup(folder))
         return
     try:
         place(folder, target)

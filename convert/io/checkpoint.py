@@ -23,7 +23,7 @@ __all__ = ["Checkpoint", "TensorInfo", "open_checkpoint", "open_headers"]
 
 
 class Reader(Protocol):
-    """Where tensors come from. ``raw_path`` is None when their bytes do not lie in a file at ``start`` .. ``end``."""
+    """The reader of tensors. ``raw_path`` is None when their bytes are not in a file at ``start`` .. ``end``."""
 
     def read(self, info: TensorInfo) -> "torch.Tensor": ...
 
@@ -164,12 +164,12 @@ def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
 def _locate(model: str | os.PathLike[str]) -> Path | hub.HubModel:
     folder = Path(model)
     try:
-        found = stat.S_ISDIR(folder.stat().st_mode)
+        is_folder = stat.S_ISDIR(folder.stat().st_mode)
     except (OSError, ValueError):  # also what no path can be: too long a name, a NUL character
-        found = None
-    if found:
+        is_folder = None
+    if is_folder:
         return folder.resolve()
-    if found is not None:
+    if is_folder is not None:
         raise InputError(f"{folder}: expected a checkpoint's folder, found a file; give the folder it lies in")
     named = hub.parse_hub_id(str(model))
     if named is None:

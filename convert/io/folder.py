@@ -99,7 +99,9 @@ def parse_json(path: Path, data: bytes) -> dict[str, Any]:
 def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     """``config.json`` and the sha256 of its bytes."""
     if not os.path.lexists(folder / CONFIG):
-        raise InputError(f"{folder}: expected a checkpoint with a {CONFIG}, found no {CONFIG}; give its own folder")
+        raise InputError(
+            f"{folder}: expected a checkpoint with a {CONFIG}, found no {CONFIG}; give the folder that holds it"
+        )
     data = read_bytes(resolve_member(folder, CONFIG))
     return parse_json(folder / CONFIG, data), hashlib.sha256(data).hexdigest()
 
@@ -124,9 +126,9 @@ def weight_files(names: Iterable[str], where: str) -> tuple[str, bool]:
         if name in present:
             return name, name in (LEGACY_SINGLE, LEGACY_INDEX)
     others = sorted(name for name in present if Path(name).suffix in WEIGHT_SUFFIXES)
-    found = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "") if others else "no weights"
+    listed = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "") if others else "no weights"
     raise InputError(
-        f"{where}: expected {SINGLE}, {INDEX} or {LEGACY_SINGLE}, found {found}; save the model with save_pretrained"
+        f"{where}: expected {SINGLE}, {INDEX} or {LEGACY_SINGLE}, found {listed}; save the model with save_pretrained"
     )
 
 
@@ -150,7 +152,7 @@ def stray_shards(names: Iterable[str], index: str, weight_map: dict[str, str]) -
 
 
 def index_problems(index: str, weight_map: dict[str, str], headers: dict[str, Header]) -> list[str]:
-    """Where index and shards disagree. Files whose header is faulty are left out: they have their own problem."""
+    """Problems: contradictions of index and shards; without files of a faulty header, a problem in itself."""
     problems = []
     sound = {
         file: {tensor.name for tensor in header.tensors} for file, header in headers.items() if not header.problems

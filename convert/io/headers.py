@@ -66,7 +66,7 @@ class TensorInfo:
 
 @dataclass
 class Header:
-    """What one file declares: its tensors in the order of their bytes, the problems found, a digest of the header."""
+    """The header of one file: its tensors in the order of their bytes, the problems found, a digest of the header."""
 
     tensors: list[TensorInfo] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -144,8 +144,8 @@ def _layout_problems(file: str, tensors: list[TensorInfo], base: int, size: int)
     for tensor in tensors:
         if tensor.start != position:
             fault = "overlaps the tensor before it" if tensor.start < position else "leaves a gap before it"
-            found = f"expected to start at byte {position}, found {tensor.start}"
-            problems.append(f"{file}: tensor {tensor.name!r} {fault}: {found}")
+            positions = f"expected to start at byte {position}, found {tensor.start}"
+            problems.append(f"{file}: tensor {tensor.name!r} {fault}: {positions}")
         position = max(position, tensor.end)
     if position > size:
         problems.append(f"{file}: truncated: expected {position} bytes, found {size}; fetch it again")

@@ -88,17 +88,17 @@ def remote_files(model: HubModel) -> RemoteFiles:
     """A model's files at the commit its revision stands for; downloads config and index. InputError otherwise."""
     import huggingface_hub
 
-    found = _ask(model, lambda: huggingface_hub.HfApi().model_info(model.id, revision=model.revision))
-    names = sorted(sibling.rfilename for sibling in found.siblings or [])
-    wanted = [name for name in (CONFIG, INDEX, LEGACY_INDEX) if name in names]
+    info = _ask(model, lambda: huggingface_hub.HfApi().model_info(model.id, revision=model.revision))
+    names = sorted(sibling.rfilename for sibling in info.siblings or [])
+    downloaded = [name for name in (CONFIG, INDEX, LEGACY_INDEX) if name in names]
     if CONFIG not in names:
         raise InputError(f"{model}: expected a checkpoint with a {CONFIG}, found none among its files")
 
     def fetch() -> list[str]:
-        return [huggingface_hub.hf_hub_download(model.id, name, revision=found.sha) for name in wanted]
+        return [huggingface_hub.hf_hub_download(model.id, name, revision=info.sha) for name in downloaded]
 
     paths = _ask(model, fetch)
-    return RemoteFiles(model, found.sha, names, Path(paths[0]).parent)
+    return RemoteFiles(model, info.sha, names, Path(paths[0]).parent)
 
 
 def remote_headers(files: RemoteFiles, shards: list[str]) -> dict[str, Header]:
@@ -142,7 +142,7 @@ def _get_range(files: RemoteFiles, name: str, start: int, length: int) -> tuple[
 
 
 def _ask(model: HubModel, question: Callable[[], _Result]) -> _Result:
-    """Ask the hub; whatever goes wrong becomes an InputError."""
+    """Ask the hub; any failure becomes an InputError."""
     try:
         return question()
     except InputError:
@@ -150,7 +150,7 @@ def _ask(model: HubModel, question: Callable[[], _Result]) -> _Result:
     except Exception as error:  # the hub's library passes on its transport's errors, which have no common base
         kinds = [kind.__name__ for kind in type(error).__mro__]
         advice = next((text for name, text in _ADVICE.items() if name in kinds), None)
-        reason = advice or f"no such folder here, and the hub could not hand it out: {first_line(error)}"
+        reason = advice or f"no such folder here, and the hub could not provide it: {first_line(error)}"
         raise InputError(f"{model}: expected a checkpoint's folder or a hub id, found {reason}") from None
 
 

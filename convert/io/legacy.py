@@ -51,7 +51,7 @@ def load_state(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_legacy_header(path: Path, file: str, aliases: dict[str, str]) -> Header:
-    """What a legacy file holds. Tensors that share storage and shape with an earlier one go to ``aliases``."""
+    """The tensors of a legacy file. Tensors that share storage and shape with an earlier one go to ``aliases``."""
     try:
         state = load_state(path)
     except ValueError as error:

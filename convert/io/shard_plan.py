@@ -40,7 +40,7 @@ class Shard:
 
 
 def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard]:
-    """Fill shards in the given order so that no file exceeds ``max_bytes``; a larger tensor gets a file of its own.
+    """Fill shards in the given order so that no file exceeds ``max_bytes``; a larger tensor gets its own file.
 
     Within a shard wider dtypes come first, so that every tensor begins at a multiple of its item size.
     """

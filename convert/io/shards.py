@@ -90,10 +90,10 @@ class ShardWriter:
             self._copying.result()  # what is computed for hours must not wait so long for a disk's failure
         place = self._place(name)
         expected = place.tensor
-        found = dtype_name(tensor.dtype), tuple(tensor.shape)
-        if found != (expected.dtype, expected.shape):
+        actual = dtype_name(tensor.dtype), tuple(tensor.shape)
+        if actual != (expected.dtype, expected.shape):
             raise KvfoldError(
-                f"tensor {name!r}: expected {expected.dtype} {expected.shape}, found {found[0]} {found[1]}"
+                f"tensor {name!r}: expected {expected.dtype} {expected.shape}, found {actual[0]} {actual[1]}"
             )
         with self._naming(place.shard):
             write_all(self._files[place.shard], tensor_memory(tensor.cpu().contiguous()), place.start)
@@ -213,7 +213,7 @@ def _source_order(move: _Move) -> tuple[str, int]:
 
 
 def _runs(moves: list[_Move]) -> Iterator[list[_Move]]:
-    """Group neighbors that lie one behind the other in the source and in the target: one large copy each."""
+    """Group neighbors that are adjacent in the source and in the target: one large copy each."""
     run: list[_Move] = []
     for move in moves:
         if run and not _follows(run[-1], move):

@@ -36,23 +36,23 @@ def place(new: Path, target: Path) -> None:
     sync_path(target.parent)
 
 
-def replace(new: Path, target: Path, aside: Path) -> None:
+def replace(new: Path, target: Path, backup: Path) -> None:
     """Put ``new`` in the place of the folder ``target``.
 
     One atomic exchange where the system has it: the old folder is then called ``new``. Elsewhere the old folder goes to
-    ``aside`` first; whoever finds ``aside`` without ``target`` puts it back (``put_back``).
+    ``backup`` first; a run that finds ``backup`` without ``target`` puts it back (``put_back``).
     """
     if not _renameat2(new, target, _EXCHANGE):
-        os.rename(target, aside)
+        os.rename(target, backup)
         sync_path(target.parent)
         os.rename(new, target)
     sync_path(target.parent)
 
 
-def put_back(aside: Path, target: Path) -> None:
-    """Undo half a replacement: ``aside`` becomes ``target`` again when there is no ``target``."""
-    if os.path.lexists(aside) and not os.path.lexists(target):
-        os.rename(aside, target)
+def put_back(backup: Path, target: Path) -> None:
+    """Undo half a replacement: ``backup`` becomes ``target`` again when there is no ``target``."""
+    if os.path.lexists(backup) and not os.path.lexists(target):
+        os.rename(backup, target)
         sync_path(target.parent)
 
 

@@ -74,7 +74,7 @@ def read_elements(file: int, info: TensorInfo, start: int, end: int) -> torch.Te
 
 
 def count_non_finite(tensor: torch.Tensor) -> int:
-    """How many elements are NaN or infinite. For a sound tensor this costs one pass without a copy."""
+    """The number of elements that are NaN or infinite. For a sound tensor this costs one pass without a copy."""
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return 0
     extremes = torch.stack(torch.aminmax(tensor))  # both are NaN when any element is

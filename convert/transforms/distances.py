@@ -1,4 +1,4 @@
-"""The weight of every distance ``delta`` between a query and a key: how far keys count, one answer for every transform.
+"""The weight of every distance ``delta`` between a query and a key, the same for every transform.
 
 Calibration sequences of a few hundred tokens show at which distances a head attends. They do not show that keys further
 away must keep their low scores, nor what happens at distances beyond them: a fit to the measured profile alone was

@@ -1,8 +1,8 @@
 """The constant channel of layout ``deepseek`` in training: it keeps the latent's norm a known factor.
 
 ``targets/deepseek/constant.py`` has the learning-rate multipliers of its elements: 0 (frozen) or 1 / CONSTANT. Here
-gradients are scaled in the forward pass, so that clipping sees them so and sharding does not matter, and each step of
-the optimizer is scaled, because Adam undoes any scale of a gradient.
+gradients are scaled in the forward pass, so that clipping sees the scaled ones and sharding does not matter, and each
+step of the optimizer is scaled, because Adam undoes any scale of a gradient.
 """
 
 from collections.abc import Mapping
@@ -44,16 +44,16 @@ class ScaledSlice:
 
     def local(self) -> tuple[Tensor, Tensor]:
         """This process's part of the tensor, and the indices of the slice in it (none, or one)."""
-        whole = getattr(self.module, self.kind).data
-        mask = torch.zeros(whole.shape[self.axis], dtype=torch.bool)
+        tensor = getattr(self.module, self.kind).data
+        mask = torch.zeros(tensor.shape[self.axis], dtype=torch.bool)
         mask[self.index] = True
-        if hasattr(whole, "to_local"):  # sharded along its first axis
+        if hasattr(tensor, "to_local"):  # sharded along its first axis
             if self.axis == 0:
                 from torch.distributed.tensor import distribute_tensor
 
-                mask = distribute_tensor(mask.to(whole.device), whole.device_mesh, whole.placements).to_local()
-            whole = whole.to_local()
-        return whole, mask.nonzero()[:, 0].to(whole.device)
+                mask = distribute_tensor(mask.to(tensor.device), tensor.device_mesh, tensor.placements).to_local()
+            tensor = tensor.to_local()
+        return tensor, mask.nonzero()[:, 0].to(tensor.device)
 
 
 class ConstantChannel:
@@ -64,7 +64,7 @@ class ConstantChannel:
 
     def __init__(self, model: nn.Module) -> None:
         self.slices = _scaled_slices(model)
-        self._kept: list[Tensor] = []
+        self._before: list[Tensor] = []
 
     def install(self) -> None:
         """Scale the gradients of the slices."""
@@ -79,37 +79,37 @@ class ConstantChannel:
 
     @torch.no_grad()
     def _remember(self) -> None:
-        self._kept = []
+        self._before = []
         for part in self.slices:
-            whole, where = part.local()
-            self._kept.append(whole.index_select(part.axis, where))
+            tensor, where = part.local()
+            self._before.append(tensor.index_select(part.axis, where))
 
     @torch.no_grad()
     def _scale_step(self) -> None:
-        for part, before in zip(self.slices, self._kept, strict=True):
-            whole, where = part.local()
+        for part, before in zip(self.slices, self._before, strict=True):
+            tensor, where = part.local()
             after = (
-                before if part.multiplier == 0 else before.lerp(whole.index_select(part.axis, where), part.multiplier)
+                before if part.multiplier == 0 else before.lerp(tensor.index_select(part.axis, where), part.multiplier)
             )
-            whole.index_copy_(part.axis, where, after)
+            tensor.index_copy_(part.axis, where, after)
 
 
 def _scaled_slices(model: nn.Module) -> list[ScaledSlice]:
     attention = {name: value for name, value in model.named_parameters() if ".self_attn." in name}
     parts: list[ScaledSlice] = []
     for layer in sorted({name.split(".self_attn.")[0] for name in attention}):
-        own = {name: value for name, value in attention.items() if name.startswith(f"{layer}.self_attn.")}
-        shapes = {name: torch.empty(value.shape, device="meta") for name, value in own.items()}
+        tensors = {name: value for name, value in attention.items() if name.startswith(f"{layer}.self_attn.")}
+        shapes = {name: torch.empty(value.shape, device="meta") for name, value in tensors.items()}
         for name in lr_multipliers(shapes):
             path, kind = name.rsplit(".", 1)
             module = model.get_submodule(path)
             if path.endswith("layernorm"):
-                own[name].requires_grad_(False)
+                tensors[name].requires_grad_(False)
             elif path.rsplit(".", 1)[1] in _DOWN:
                 rank = getattr(model.config, _DOWN[path.rsplit(".", 1)[1]])
                 parts.append(ScaledSlice(module, kind, 0, rank - 1, 0.0))
             else:
-                parts.append(ScaledSlice(module, kind, 1, own[name].shape[1] - 1, 1 / CONSTANT))
+                parts.append(ScaledSlice(module, kind, 1, tensors[name].shape[1] - 1, 1 / CONSTANT))
     return parts
 
 

@@ -110,19 +110,19 @@ def make_tokens(plan: TokenPlan, folder: Path) -> None:
 def _held_out(plan: TokenPlan) -> tuple[Tensor, Iterator[Tensor]]:
     """The held-out sequences ``[M, T]``, and those of all documents after the last one that they hold a part of."""
     if plan.eval_text is not None:
-        found = _first(_sequences(plan, chain(*_documents(plan, plan.eval_text))), plan.held_out)
-        if len(found) < plan.held_out:
+        held_out = _first(_sequences(plan, chain(*_documents(plan, plan.eval_text))), plan.held_out)
+        if len(held_out) < plan.held_out:
             raise _too_short(plan.eval_text, plan.length, plan.held_out)
-        return found, _sequences(plan, chain(*_documents(plan, plan.text)))
+        return held_out, _sequences(plan, chain(*_documents(plan, plan.text)))
     first, others = _documents(plan, plan.text)
-    found = _first(_sequences(plan, first), plan.held_out)
-    if len(found) < plan.held_out:
+    held_out = _first(_sequences(plan, first), plan.held_out)
+    if len(held_out) < plan.held_out:
         raise InputError(
             f"{plan.text.name}: too little text to hold out {plan.held_out} sequences of {plan.length} tokens for the "
-            f"evaluation, found {len(found)}; give another text with --eval-text, lower --eval-sequences, or use "
+            f"evaluation, found {len(held_out)}; give another text with --eval-text, lower --eval-sequences, or use "
             "--eval-every 0"
         )
-    return found, _sequences(plan, chain(first, others))
+    return held_out, _sequences(plan, chain(first, others))
 
 
 def _documents(plan: TokenPlan, text: Corpus) -> tuple[Iterator[Tensor], Iterator[Tensor]]:

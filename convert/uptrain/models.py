@@ -75,10 +75,10 @@ def load_teacher(request: UptrainRequest, source: Checkpoint, device: torch.devi
     assert request.teacher is not None
     opened = open_checkpoint(request.teacher)
     try:
-        expected, found = source.config.get("vocab_size"), opened.config.get("vocab_size")
-        if expected != found:
+        expected, tokens = source.config.get("vocab_size"), opened.config.get("vocab_size")
+        if expected != tokens:
             raise InputError(
-                f"--teacher {request.teacher}: its vocabulary has {found} tokens, that of {request.model} {expected}; "
+                f"--teacher {request.teacher}: its vocabulary has {tokens} tokens, that of {request.model} {expected}; "
                 "expected the checkpoint that it was converted from"
             )
         # under FSDP transformers loads weights on the first process only; a teacher is not sharded

@@ -15,7 +15,7 @@ from torch import nn
 from kvfold.convert.uptrain.constant import ConstantChannel
 
 _AT_WIDTH_ONE = 0.05
-_LEAST = 1e-6  # so that a tensor of zeros learns
+_LEAST = 1e-6  # the least size: a tensor of zeros learns too
 
 
 def default_lr(width: int) -> float:
@@ -47,7 +47,7 @@ def tensor_sizes(model: nn.Module, channel: ConstantChannel | None) -> dict[str,
 
 
 def relative_groups(optimizer: torch.optim.Optimizer, model: nn.Module, sizes: dict[str, float]) -> None:
-    """Give each tensor of a new ``optimizer`` a group of its own, with the learning rate times the tensor's size.
+    """Give each tensor of a new ``optimizer`` its own group, with the learning rate times the tensor's size.
 
     Weight decay stays the common learning rate times the decay. ``size`` is kept in the group.
     """

@@ -1,4 +1,4 @@
-"""The options of uptraining, validated on their own: no file is opened here."""
+"""The options of uptraining, validated without opening a file."""
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path

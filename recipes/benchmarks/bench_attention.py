@@ -114,7 +114,7 @@ def latent_step(form: str, dtype: torch.dtype, device: str) -> Step:
 
 
 def roofline(dtype: torch.dtype, threads: int, device: str) -> dict[str, float]:
-    """What the machine does at best: bytes/s of a plain read (a sum), operations/s of a large matrix product."""
+    """The roofline of the machine: bytes/s of a plain read (a sum), operations/s of a large matrix product."""
     memory = torch.ones(2**28, dtype=torch.float32, device=device)
     matrix = random(2048, 2048, dtype=dtype, device=device)
     seconds = fastest({"read": memory.sum, "multiply": lambda: matrix @ matrix}, threads, 6)
@@ -122,7 +122,7 @@ def roofline(dtype: torch.dtype, threads: int, device: str) -> dict[str, float]:
 
 
 def decode(threads: int, rounds: int, device: str, explicit: bool) -> list[dict[str, Any]]:
-    """One step of every variant and dtype, all taking turns; explicit MLA, which takes seconds, on its own."""
+    """One step of every variant and dtype, all taking turns; explicit MLA, which takes seconds, alone."""
     names = ("float32", "bfloat16")
     roofs = {name: roofline(DTYPES[name], threads, device) for name in names}
     steps = {(step.name, name): step for name in names for step in variants(DTYPES[name], device)}
@@ -193,7 +193,7 @@ PEAK_CASES: dict[str, dict[str, Any]] = {
 
 
 def peak_of(case: str, length: int) -> int:
-    """Bytes that one call needs beyond its inputs, 4 heads x 64; meant for a process of its own."""
+    """Bytes that one call needs beyond its inputs, 4 heads x 64; meant for its own process."""
     options = dict(PEAK_CASES[case])
     dtype, half, backward = (options.pop(name, None) for name in ("dtype", "half", "backward"))
     if "starts" in options:
@@ -223,7 +223,7 @@ def peaks(lengths: list[int]) -> list[dict[str, Any]]:
 
 
 def ratios(report: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """What is promised on a CPU: name -> (measured, at least)."""
+    """The promises on a CPU: name -> (measured, at least)."""
     steps = {(row["variant"], row["dtype"]): row for row in report["decode"]}
     found = {
         f"prefill T={row['T']} against naive": (row["ratio"], 2.0) for row in report["prefill"] if row["T"] >= 2048

@@ -72,10 +72,10 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
                 continue
             setattr(module, constant, value)
             try:
-                found = excess(args, target)
+                measured = excess(args, target)
             finally:
                 setattr(module, constant, usual)
-            yield {"constant": label, "target": target, "value": value, "usual": value == usual, "excess": found}
+            yield {"constant": label, "target": target, "value": value, "usual": value == usual, "excess": measured}
 
 
 def show(row: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@
     python recipes/benchmarks/bench_convert.py --work /scratch --layers 8          # a quarter of it, for a trial
 
 Makes a bfloat16 checkpoint in several shards (13.5 GB with 32 layers) in a new folder below --work, converts it from
-MHA to GQA-8 in a process of its own, copies it with `cp -r --reflink=never`, in alternating pairs, each followed by
+MHA to GQA-8 in its own process, copies it with `cp -r --reflink=never`, in alternating pairs, each followed by
 `sync` and preceded by dropping the page cache where that is permitted. The first pair is discarded. Needs three times
 the checkpoint's size on that disk; removes everything it made.
 """
@@ -114,7 +114,7 @@ def write_shard(path: Path, shard: dict[str, tuple[int, ...]], noise: memoryview
                 left, start = left - len(part), 0
 
 
-def settle() -> bool:
+def drop_caches() -> bool:
     """Write out what is pending and drop the page cache; False when that is not permitted."""
     subprocess.run(["sync"], check=True)
     try:
@@ -145,8 +145,8 @@ def memory_of(process: int) -> dict[str, int]:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:  # it has just ended
         return {}
-    wanted = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
-    fields = dict(line.split(":", 1) for line in lines if line.startswith(wanted))
+    names = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
+    fields = dict(line.split(":", 1) for line in lines if line.startswith(names))
     return {name: int(value.split()[0]) * 1024 for name, value in fields.items()}
 
 
@@ -154,10 +154,10 @@ def measure(source: Path, work: Path, pairs: int, options: list[str]) -> list[di
     """Alternate cp and convert; one row per pair."""
     rows = []
     for pair in range(pairs):
-        row: dict[str, Any] = {"caches_dropped": settle(), "load_average": os.getloadavg()[0]}
+        row: dict[str, Any] = {"caches_dropped": drop_caches(), "load_average": os.getloadavg()[0]}
         row["cp_seconds"], _ = timed(["cp", "-r", "--reflink=never", str(source), str(work / "copy")], {})
         shutil.rmtree(work / "copy")
-        settle()
+        drop_caches()
         command = [sys.executable, "-m", "kvfold.convert", "convert", str(source), str(work / "out"), *options]
         row["convert_seconds"], row["peaks"] = timed(command, {})
         row["out_bytes"] = sum(path.stat().st_size for path in (work / "out").iterdir())
@@ -173,7 +173,7 @@ def summary(rows: list[dict[str, Any]], layers: int, size: int, options: list[st
     counted = rows[1:] or rows
     ratios = [row["ratio"] for row in counted]
     peaks = {name: max(row["peaks"][name] for row in counted) for name in counted[0]["peaks"]}
-    own = peaks.get("RssAnon", 0) + peaks.get("RssShmem", 0)
+    private = peaks.get("RssAnon", 0) + peaks.get("RssShmem", 0)
     allowed = 10**9 + 4 * ATTENTION_LAYER
     return {
         "what": f"Llama-2-7B shapes, {layers} layers, bfloat16: {' '.join(options)} against cp -r --reflink=never",
@@ -182,7 +182,7 @@ def summary(rows: list[dict[str, Any]], layers: int, size: int, options: list[st
         "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios), "allowed": 1.25},
         "cp_seconds": statistics.median(row["cp_seconds"] for row in counted),
         "convert_seconds": statistics.median(row["convert_seconds"] for row in counted),
-        "peak_bytes": {"own": own, "mapped_files": peaks.get("RssFile", 0), "all": peaks.get("VmHWM", 0)},
+        "peak_bytes": {"own": private, "mapped_files": peaks.get("RssFile", 0), "all": peaks.get("VmHWM", 0)},
         "allowed_bytes": allowed,
         "caches_dropped": all(row["caches_dropped"] for row in rows),
         **conditions(),

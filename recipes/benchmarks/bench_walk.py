@@ -4,10 +4,10 @@
     python recipes/benchmarks/bench_walk.py walk --layers 2 --json recipes/results/walk_70b.json
 
 `convert` makes a random bfloat16 Llama of 1B shape (16 layers, E 2048, 32 heads; 2.5 GB with 128256 tokens) and, in
-processes of their own, runs one stock forward pass over 32 x 512 tokens in float32 (loading not counted) and
+their own processes, runs one stock forward pass over 32 x 512 tokens in float32 (loading not counted) and
 `kvfold convert --method principal` with that many calibration tokens (everything counted: start, reading, the held-out
 sequences, drift, writing). `walk` takes a few layers of Llama-3-70B's shapes through the walk, folding 8 key/value
-heads to 4; its weights are made when they are asked for, so that nothing lies on disk.
+heads to 4; its weights are made when they are read, so that nothing is on disk.
 """
 
 import argparse

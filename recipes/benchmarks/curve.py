@@ -96,7 +96,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
+def draw(report_data: dict[str, Any], path: Path) -> None:
     """Excess loss against cache elements, both on logarithmic axes (linear below a thousandth of a nat)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -104,7 +104,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(9.0, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    first, rows = found["rows"][0], found["rows"][1:]
+    first, rows = report_data["rows"][0], report_data["rows"][1:]
     for series, (color, marker) in STYLES.items():
         for method, dashes in DASHES.items():
             points = sorted(
@@ -127,8 +127,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    machine, versions = found["machine"], found["versions"]
-    note = f"the model that ships; {machine['processor']}, {found['date']}, torch {versions['torch']}"
+    machine, versions = report_data["machine"], report_data["versions"]
+    note = f"the model that ships; {machine['processor']}, {report_data['date']}, torch {versions['torch']}"
     axes.set_title(note, loc="left", fontsize=7, color="#777777")
     figure.savefig(path, dpi=140)
 

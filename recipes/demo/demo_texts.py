@@ -36,7 +36,7 @@ SKIPPED_FOLDERS = {
     "idle_test",
 }
 SKIPPED_MODULES = re.compile(r"_sysconfigdata|__phello__|_test|_xx|xx|_ctypes_test|this$|antigravity$|_sqlite3$")
-# Modules with terms of their own beside Python's are left out whole, so that one license covers the texts.
+# Modules with other terms than Python's are left out, so that one license covers the texts.
 OWN_TERMS = re.compile(
     r"permission\s+(is\s+(hereby\s+)?granted|to\s+use,)|redistribution\s+and\s+use|software\s+is\s+provided"
     r"|apache\s+license|secret\s*labs|cnri|no warranty",
@@ -75,11 +75,11 @@ def build_texts() -> dict[str, list[str]]:
     seen_short: set[tuple[str, ...]] = set()
     result = {}
     for name in SPLITS:
-        kept = [deduplicate(document, seen_shingles, seen_short) for document in split[name]]
-        seen_short |= {words(p) for d in kept for e in d.entries for p in e.paragraphs}
+        remaining = [deduplicate(document, seen_shingles, seen_short) for document in split[name]]
+        seen_short |= {words(p) for d in remaining for e in d.entries for p in e.paragraphs}
         # Neighbors in the alphabet are neighbors in subject; shuffled, any stretch of a split is a sample of it.
-        kept.sort(key=lambda d: digest("order " + d.name))
-        result[name] = [text for d in kept if len(text := d.text()) >= 200]
+        remaining.sort(key=lambda d: digest("order " + d.name))
+        result[name] = [text for d in remaining if len(text := d.text()) >= 200]
     return result
 
 
@@ -97,16 +97,16 @@ def deduplicate(document: Document, seen: set[int], seen_short: set[tuple[str, .
     """The document without paragraphs that were said before; adds what it says to ``seen``, never to ``seen_short``."""
     entries = []
     for entry in document.entries:
-        kept = []
+        remaining = []
         for paragraph in entry.paragraphs:
             said = words(paragraph)
             shingles = {hash_words(said[i : i + SHINGLE]) for i in range(len(said) - SHINGLE + 1)}
             known = len(shingles & seen) * 2 >= len(shingles) if shingles else said in seen_short
             if not known:
-                kept.append(paragraph)
+                remaining.append(paragraph)
                 seen |= shingles
-        if kept:
-            entries.append(Entry(entry.heading, tuple(kept)))
+        if remaining:
+            entries.append(Entry(entry.heading, tuple(remaining)))
     return Document(document.name, tuple(entries))
 
 
@@ -129,7 +129,7 @@ def entry(heading: str, text: object) -> Entry | None:
 
 
 def document(name: str, entries: Iterator[Entry | None]) -> Document:
-    return Document(name, tuple(found for found in entries if found))
+    return Document(name, tuple(entry for entry in entries if entry))
 
 
 def topic_documents() -> Iterator[Document]:

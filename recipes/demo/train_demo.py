@@ -256,13 +256,13 @@ def window_losses(model: LlamaForCausalLM, stream: Tensor, sequence: int) -> Ten
 
 
 def unigram_entropy(stream: Tensor) -> float:
-    """Entropy of the stream's own token frequencies, in nats: what a model without context could reach at best."""
+    """Entropy of the stream's token frequencies, in nats: the best loss of a model without context."""
     share = stream.bincount().double() / len(stream)
     return float(-torch.xlogy(share, share).sum())
 
 
 def measure(demo: Path, tokens: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
-    """What the checkpoint as written (bfloat16 weights, float32 arithmetic) reaches on text it was not trained on."""
+    """The loss of the checkpoint as written (bfloat16 weights, float32 arithmetic) on text it was not trained on."""
     model = AutoModelForCausalLM.from_pretrained(demo, dtype=torch.float32)
     held_out = tokens["held_out"]
     losses = {n: float(window_losses(model, held_out, n).mean()) for n in (256, recipe.sequence)}

@@ -1,4 +1,4 @@
-"""What is told when arguments do not fit: the argument, what was expected, what was found."""
+"""Errors for arguments that do not fit: the argument, what was expected, what was found."""
 
 import re
 

@@ -40,7 +40,7 @@ def louder(model: nn.Module) -> nn.Module:
 
 
 def record(module: nn.Module, model: nn.Module, **inputs) -> tuple[Tensor, dict, Tensor]:
-    """What ``module`` is given (hidden states, other arguments) and what it returns inside ``model(**inputs)``."""
+    """The arguments of ``module`` (hidden states, others) and its output inside ``model(**inputs)``."""
     seen: list = []
     names = ("hidden_states", "key_value_states")
 

@@ -140,7 +140,7 @@ def test_numbers_that_could_not_be_written_are_refused_before_measuring(kvfold, 
 
 
 @pytest.mark.slow
-def test_drift_runs_a_tokenizers_code_only_when_told_to(kvfold, tmp_path, monkeypatch):
+def test_drift_runs_a_tokenizers_code_only_when_allowed(kvfold, tmp_path, monkeypatch):
     from transformers import dynamic_module_utils
 
     model = Path(shutil.copytree(demo_folder(), tmp_path / "model"))

@@ -92,14 +92,14 @@ def test_splits_share_almost_no_run_of_eight_words():
         assert sum(run in known for run in found) < 0.01 * len(found)
 
 
-def test_texts_name_no_folder_address_or_licence_terms():
+def test_texts_name_no_folder_address_or_license_terms():
     for split in ("train", *LATER_SPLITS):
         assert not re.search(
             r"/root/|/home/\w|\w@\w+\.\w+|object at 0x\w{9}|copyright|contributor agreement", read_text(split), re.I
         )
 
 
-def test_notice_carries_the_licence_of_the_python_that_the_texts_are_from(training):
+def test_notice_carries_the_license_of_the_python_that_the_texts_are_from(training):
     notice = (demo_folder().parent / "NOTICE").read_text()
     assert f"Python {training['texts_from_python']}" in notice
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in notice

@@ -1,4 +1,4 @@
-"""In what precision a checkpoint is computed."""
+"""The dtype in which a checkpoint is computed."""
 
 from dataclasses import dataclass, field
 

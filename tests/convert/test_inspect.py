@@ -51,7 +51,7 @@ def test_every_family_is_inspected(tiny_family, name):
     assert ("biases on" in text) == bool(facts.biases)
 
 
-def test_what_a_family_has_of_its_own_is_told(tiny_family):
+def test_properties_of_a_family_are_listed(tiny_family):
     assert inspect_checkpoint(str(tiny_family("qwen2"))).biases == ["q", "k", "v"]
     assert inspect_checkpoint(str(tiny_family("qwen3"))).qk_norm == "rms"
     assert "normalizes queries and keys" in summary(inspect_checkpoint(str(tiny_family("qwen3"))))
@@ -65,7 +65,7 @@ def test_windowed_layers_hold_their_window_only(tiny_family):
     assert facts.cache.bytes["8k"] == width * (windowed * 8 + (facts.layers - windowed) * 8192)
 
 
-def test_latent_models_are_told_apart(tmp_path):
+def test_latent_models_are_distinguished(tmp_path):
     out = tmp_path / "latent"
     request = {"to": "mla", "kv_rank": 48, "rope_dim": 16, "method": "svd", "quiet": True}
     convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(out), **request))

@@ -20,7 +20,7 @@ from kvfold.convert.recipes import read_recipe, recipe_names
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 # The config.json of each model that a recipe names: the keys that its shapes and its target hang on.
 CONFIGS = json.loads(Path(__file__).with_name("recipe_configs.json").read_text())
-ASKED = {  # what each has to reach: (model, KV-cache elements before, after)
+SAVINGS = {  # of each recipe: (model, KV-cache elements before, after)
     "llama-2-7b-gqa-8": ("meta-llama/Llama-2-7b-hf", 8192, 2048),
     "llama-2-7b-mqa": ("meta-llama/Llama-2-7b-hf", 8192, 256),
     "llama-2-7b-mla-512-64": ("meta-llama/Llama-2-7b-hf", 8192, 576),
@@ -86,15 +86,15 @@ def content(folder):
 
 
 def test_the_recipes_that_ship_are_those_of_the_repository():
-    assert recipe_names() == sorted(ASKED)
-    assert {path.stem for path in FOLDER.glob("*.toml")} == set(ASKED)
+    assert recipe_names() == sorted(SAVINGS)
+    assert {path.stem for path in FOLDER.glob("*.toml")} == set(SAVINGS)
 
 
-@pytest.mark.parametrize("name", sorted(ASKED))
+@pytest.mark.parametrize("name", sorted(SAVINGS))
 def test_a_shipped_recipe_plans_and_saves_what_it_says(name, shapes_of, tmp_path):
-    hub, before, after = ASKED[name]
+    hub, before, after = SAVINGS[name]
     about = read_recipe(name).about
-    assert (about["model"], about["cached_before"], about["cached_after"]) == ASKED[name]
+    assert (about["model"], about["cached_before"], about["cached_after"]) == SAVINGS[name]
     request = recipe_request(name, model=str(shapes_of(hub)), out=str(tmp_path / "out"), dry_run=True)
     plan = convert_checkpoint(request).plan
     assert (plan.cache_elements, plan.layout.cache_elements) == (before, after)
@@ -103,12 +103,12 @@ def test_a_shipped_recipe_plans_and_saves_what_it_says(name, shapes_of, tmp_path
     assert "not measured by us on the full model" in about["measured"]
 
 
-@pytest.mark.parametrize("name", sorted(ASKED))
+@pytest.mark.parametrize("name", sorted(SAVINGS))
 def test_a_shipped_recipe_names_itself_and_its_model(name):
     text, recipe = (FOLDER / f"{name}.toml").read_text(), read_recipe(name)
-    assert f"# kvfold convert {ASKED[name][0]} OUT --recipe {name} " in text
-    assert f"--teacher {ASKED[name][0]} " in recipe.about["uptrain"]
-    assert "kvfold drift " + ASKED[name][0] in recipe.about["measured"]
+    assert f"# kvfold convert {SAVINGS[name][0]} OUT --recipe {name} " in text
+    assert f"--teacher {SAVINGS[name][0]} " in recipe.about["uptrain"]
+    assert "kvfold drift " + SAVINGS[name][0] in recipe.about["measured"]
 
 
 def test_models_that_cannot_be_latent_have_no_latent_recipe(shapes_of, tmp_path):
@@ -207,7 +207,7 @@ def test_what_a_recipe_must_not_hold(tmp_path, text, message):
     assert len(found.splitlines()) == 1
 
 
-def test_every_problem_of_a_recipe_is_told_at_once(tmp_path):
+def test_every_problem_of_a_recipe_is_reported_at_once(tmp_path):
     found = refused(write(tmp_path, 'to = "mqa"\nsamples = 0\ncolour = "red"\n[about]\nsaving = 1'))
     assert "samples: expected a whole number of at least 1" in found.splitlines()[0]
     assert "unknown key 'colour'" in found.splitlines()[1]

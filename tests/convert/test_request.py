@@ -34,7 +34,7 @@ def test_defaults():
     assert ConvertRequest(model="m", out="o", to="mqa", method="mean", refine=10).calibrated
 
 
-def test_every_problem_is_told_at_once():
+def test_every_problem_is_reported_at_once():
     text = refused(to="mqa", kv_heads=4, samples=0, device="tpu", method="best")
     assert "--method with --to mqa: expected one of principal, mean, first, random, found 'best'" in text
     assert "--device: expected one of auto, cpu, cuda (did you mean cpu?), found 'tpu'" in text

@@ -66,6 +66,6 @@ def attend(weights: AttentionWeights, x: Tensor, rotary: Rotary) -> Tensor:
     return y if weights.o_bias is None else y + weights.o_bias.double()
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """``|found - wanted| / |wanted|``, Frobenius norms."""
-    return ((found - wanted).norm() / wanted.norm()).item()
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """``|result - expected| / |expected|``, Frobenius norms."""
+    return ((result - expected).norm() / expected.norm()).item()

@@ -9,7 +9,7 @@ PATIENCE = 600  # seconds: a process that takes longer hangs, on however busy a 
 
 
 def run_python(*arguments: object, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
-    """``python ARGUMENTS`` on one thread, its output captured as text; its error output is told if it fails.
+    """``python ARGUMENTS`` on one thread, its output captured as text; its error output is shown if it fails.
 
     ``check=False`` leaves the exit status to the caller; ``environment`` is added to that of this process; further
     options are ``subprocess.run``'s.

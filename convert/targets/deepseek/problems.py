@@ -1,6 +1,6 @@
 """Reasons why a model cannot become a stock DeepSeek checkpoint, from its config alone; without torch.
 
-Each is one line that says what was found and what would work.
+Each is one line: the property of the model, and what would work.
 """
 
 from collections.abc import Iterator

@@ -36,7 +36,7 @@ class Choice:
 
 
 def contiguous(kv_heads: int, groups: int) -> Partition:
-    """Neighbouring heads share, in order. Raises ValueError when ``kv_heads`` does not divide by ``groups``."""
+    """Neighboring heads share, in order. Raises ValueError when ``kv_heads`` does not divide by ``groups``."""
     if groups < 1 or kv_heads % groups:
         raise ValueError(f"groups: expected a divisor of {kv_heads} KV heads, found {groups}")
     size = kv_heads // groups
@@ -62,14 +62,14 @@ def candidates(layer: LayerMoments, groups: int) -> list[Partition]:
     The others come from greedy joining, then swaps, by the pairs' losses, one for each way to count heads.
     """
     plain = contiguous(layer.weights.kv_heads, groups)
-    found = [plain]
+    partitions = [plain]
     if groups in (1, layer.weights.kv_heads):
-        return found
+        return partitions
     for loss in pair_losses(layer):
         partition = _sorted(_swapped(loss, _greedy(loss, groups)))
-        if partition not in found:
-            found.append(partition)
-    return found
+        if partition not in partitions:
+            partitions.append(partition)
+    return partitions
 
 
 def choose(
@@ -90,7 +90,7 @@ def choose(
 
 
 def pair_losses(layer: LayerMoments) -> tuple[Tensor, Tensor, Tensor]:
-    """What any two KV heads lose by sharing, ``[G, G]`` each: shares of the layer's total, symmetric, diagonal 0.
+    """The losses of any two KV heads by sharing, ``[G, G]`` each: shares of the layer's total, symmetric, diagonal 0.
 
     Score errors count by the energy of the values behind them; or relative to each head's own scores; or by the root of
     that energy. Errors of the values count in the output, the same each time.
@@ -147,16 +147,16 @@ def _greedy(loss: Tensor, groups: int) -> Partition:
     """Grows groups one at a time around the pair that loses least, always by the head that adds least."""
     table: list[list[float]] = loss.tolist()
     free, size = set(range(len(table))), len(table) // groups
-    found = []
+    groups = []
     while free:
         _, first, second = min((table[i][j], i, j) for i, j in itertools.combinations(sorted(free), 2))
         group = [first, second]
         while len(group) < size:
             rest = sorted(free - set(group))
             group.append(min(rest, key=lambda head: sum(table[head][other] for other in group)))
-        found.append(tuple(group))
+        groups.append(tuple(group))
         free -= set(group)
-    return tuple(found)
+    return tuple(groups)
 
 
 def _swapped(loss: Tensor, start: Partition) -> Partition:

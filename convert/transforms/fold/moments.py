@@ -1,4 +1,4 @@
-"""Second moments of a layer that hold whichever heads share: computed once, used for every partition tried."""
+"""Second moments of a layer, the same for every partition of its heads: computed once, used for every one tried."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -102,7 +102,7 @@ class Folded:
 
 @dataclass(frozen=True)
 class Written:
-    """A projection ``rows [n, D, F]`` and the norm behind it: together the linear map wanted over ``shortfall [n]``."""
+    """A projection ``rows [n, D, F]`` and the norm behind it: together the target linear map over ``shortfall [n]``."""
 
     rows: Tensor
     norm: HeadNorm | None

@@ -45,7 +45,7 @@ def distance_moments(profile: Tensor, context: int, rotary: Rotary, dims: int, c
 def fit_scores(
     start: SharedHead, keys: Tensor, queries: Tensor, phi: Tensor, pairs: int, rounds: int | None = None
 ) -> SharedHead:
-    """Improves ``start`` by alternating least squares, `ROUNDS` times unless told otherwise.
+    """Improves ``start`` by alternating least squares, `ROUNDS` times by default.
 
     ``keys [m, D, m, D] = E[k k^T]`` of the members, ``queries [n, D, D] = E[q q^T]`` of the ``n`` query heads that read
     them (``n / m`` each, in order), ``phi [n, D, D]`` from `distance_moments`; ``decode [n, D, D]`` has one map per
@@ -96,7 +96,7 @@ def average_rotations(moment: Tensor, phi: Tensor, basis: Tensor) -> Tensor:
 
 
 def _member_read(keys: Tensor, queries: Tensor) -> Tensor:
-    """Which member each query head reads."""
+    """The member that each query head reads."""
     return torch.arange(len(queries), device=queries.device) // (len(queries) // len(keys))
 
 

@@ -65,8 +65,8 @@ class Problem:
     """A layer, second moments of its inputs, and for every head the kernels (cached, cached) and (cached, keys).
 
     ``covariance [E, E]`` and ``mean [E+1]`` of ``[x; 1]``. ``centered``: constants are free, values count as they vary;
-    otherwise nothing may have a bias and values count whole. ``mean_weight [E]``: ``covariance^-1 mean``, needed only
-    where nothing is centered.
+    otherwise nothing may have a bias and values count with their mean. ``mean_weight [E]``: ``covariance^-1 mean``,
+    needed only where nothing is centered.
     """
 
     layer: LinearLayer

@@ -52,7 +52,7 @@ class WaveMoments:
     mean: tuple[Tensor, Tensor]
 
     def index(self, rows: RotaryRows) -> Tensor:
-        """Where each row's frequency stands in ``omega``."""
+        """The position of each row's frequency in ``omega``."""
         return torch.searchsorted(self.omega, rows.omega)
 
 

@@ -27,18 +27,18 @@ def live_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
     if latent.down_bias is not None:
         raise ValueError("latent: expected one that is not centered (to_latent(..., centered=False)), found down_bias")
     forth, back = constant_length(latent.down, inputs)
-    found = replace(
+    renormed = replace(
         latent,
         down=_cast(forth @ latent.down.double(), latent.down),
         uk=_cast(latent.uk.double() @ back, latent.down),
         uv=_cast(latent.uv.double() @ back, latent.down),
     )
     if latent.query is None:
-        return found
+        return renormed
     query = latent.query
     forth, back = constant_length(query.down, inputs)
     read = (_cast(part.double() @ back, query.down) for part in (query.q_nope, query.q_rope))
-    return replace(found, query=QueryLatent(_cast(forth @ query.down.double(), query.down), *read))
+    return replace(renormed, query=QueryLatent(_cast(forth @ query.down.double(), query.down), *read))
 
 
 def constant_length(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:

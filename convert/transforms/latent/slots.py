@@ -102,7 +102,7 @@ def pair_gains(statistics: LayerStatistics, rotary: Rotary, context: int) -> Ten
 def survey_layer(
     weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, context: int = 0
 ) -> LayerSurvey:
-    """What ``choose_slots`` needs to know of one layer; ``context``: how many positions the result has to serve."""
+    """The energies of one layer for ``choose_slots``; ``context``: how many positions the result has to serve."""
     theta = rotary.theta.double().cpu()
     if not theta.numel():
         return LayerSurvey(torch.zeros(0, weights.kv_heads, dtype=torch.float64), torch.zeros_like(theta), theta)
@@ -115,8 +115,8 @@ def survey_layer(
     pairs = pair_keys(keys, head_moments(queries, moment), moment, rotary)
     energy, _ = components(pairs)
     share = pairs.query_energy
-    kept = pair_gains(statistics, rotary, context).abs().square()
-    survives = (share * kept).sum(0) / share.sum(0).clamp_min(torch.finfo(share.dtype).tiny)
+    retained = pair_gains(statistics, rotary, context).abs().square()
+    survives = (share * retained).sum(0) / share.sum(0).clamp_min(torch.finfo(share.dtype).tiny)
     return LayerSurvey(energy.cpu(), survives.cpu(), theta)
 
 
@@ -134,8 +134,8 @@ def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
 def stride_slots(theta: Tensor, kv_heads: int, rope_dim: int) -> Slots:
     """Uniform stride over the pairs; beyond one slot per pair every pair gets one more, the rest again by stride."""
     pairs, slots = theta.numel(), rope_dim // 2
-    whole, rest = divmod(slots, pairs)
-    counts = [whole] * pairs
+    per_pair, rest = divmod(slots, pairs)
+    counts = [per_pair] * pairs
     for index in range(rest):
         counts[index * pairs // rest] += 1
     if max(counts) > kv_heads:

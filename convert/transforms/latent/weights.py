@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class QueryLatent:
-    """Queries through a latent of their own, ``c_q = down x``. Their biases stay where they were, in ``LatentWeights``.
+    """Queries through their own latent, ``c_q = down x``. Their biases stay where they were, in ``LatentWeights``.
 
     ``down [Rq, E]``, ``q_nope [H, N, Rq]``, ``q_rope [H, P, Rq]``.
     """

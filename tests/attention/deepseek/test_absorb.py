@@ -90,7 +90,7 @@ def decode(model, tokens, splits, cache=None, **options):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often the absorbed path ran."""
+    """The number of calls of the absorbed path."""
     seen = []
 
     def counted(this, nope, *rest):

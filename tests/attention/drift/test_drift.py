@@ -111,7 +111,7 @@ def test_a_disturbed_value_head_moves_its_contribution_and_not_its_rows():
     assert all(head.row_kl == 0 for head in heads)
 
 
-def test_relabelled_heads_are_recognised():
+def test_relabeled_heads_are_recognized():
     model = tiny(num_key_value_heads=4)
     student = disturbed(model, 0.01)
     order = [2, 0, 3, 1]  # head h of the student is the source's order[h]
@@ -310,7 +310,7 @@ def test_reports_are_deterministic_and_valid_json():
     assert content["identical"] is False
 
 
-def test_a_broken_student_is_told_and_still_valid_json():
+def test_a_broken_student_is_reported_in_valid_json():
     source, tokens = tiny(), some_tokens()
     student = copy.deepcopy(source)
     with torch.no_grad():

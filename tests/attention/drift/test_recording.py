@@ -1,4 +1,4 @@
-"""One layer run and recorded: what the attention computes, what is noted of it, and that nothing stays behind."""
+"""One layer run and recorded: attention's outputs, the record of its call, and that nothing stays behind."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Conversions end to end: what is written, that transformers takes it, and that a wrong request writes nothing."""
+"""Conversions end to end: the written files, that transformers takes it, and that a wrong request writes nothing."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from kvfold.convert.errors import InputError
 
 @pytest.fixture(scope="session")
 def source(tmp_path_factory):
-    """A tiny Llama in three shards, with a tokenizer, a licence and a card, and an old-style config."""
+    """A tiny Llama in three shards, with a tokenizer, a license and a card, and an old-style config."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -37,7 +37,7 @@ def source(tmp_path_factory):
     text["rope_theta"], text["torch_dtype"] = 10000.0, text.pop("dtype")
     text["transformers_version"], text["my_own_key"] = "4.30.0", {"kept": [1, 2]}
     (folder / "config.json").write_text(json.dumps(text))
-    (folder / "LICENSE").write_text("a licence")
+    (folder / "LICENSE").write_text("a license")
     (folder / "tokenizer_config.json").write_text("{}")
     (folder / "README.md").write_text("---\nlicense: mit\n---\n# Tiny\n")
     return folder
@@ -89,7 +89,7 @@ def test_config_is_edited_not_rewritten(source, tmp_path):
 def test_side_files(source, tmp_path):
     convert(source, tmp_path / "out")
     out = tmp_path / "out"
-    assert (out / "LICENSE").read_text() == "a licence"
+    assert (out / "LICENSE").read_text() == "a license"
     assert (out / "tokenizer_config.json").exists()
     assert (out / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
     assert "license: mit" in (out / "README.md").read_text()

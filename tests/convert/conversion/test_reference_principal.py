@@ -1,4 +1,4 @@
-"""What the principal method reaches on the reference model: text it was not calibrated on, loaded by stock classes."""
+"""Results of the principal method on the reference model: text it was not calibrated on, loaded by stock classes."""
 
 import math
 

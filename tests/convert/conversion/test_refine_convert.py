@@ -70,7 +70,7 @@ def test_the_constant_channel_stays_what_it_is(tmp_path, dtype):
 
 
 @pytest.mark.slow
-def test_equal_requests_give_equal_bytes_and_the_error_of_every_layer_is_told(tmp_path, capsys):
+def test_equal_requests_give_equal_bytes_and_the_error_of_every_layer_is_printed(tmp_path, capsys):
     told = []
     for name, quiet in (("one", False), ("two", True)):
         convert(tmp_path / name, to="mqa", group="contiguous", refine=3, quiet=quiet)

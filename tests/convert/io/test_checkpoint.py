@@ -183,7 +183,7 @@ def test_a_file_instead_of_a_folder(folder: Path) -> None:
 
 
 def test_folder_without_config(tmp_path: Path) -> None:
-    expected = "expected a checkpoint with a config.json, found no config.json; give its own folder"
+    expected = "expected a checkpoint with a config.json, found no config.json; give the folder that holds it"
     assert problems_of(tmp_path) == [f"{tmp_path}: {expected}"]
 
 
@@ -296,7 +296,7 @@ def test_header_without_metadata_and_with_padding(folder: Path) -> None:
     assert open_checkpoint(folder).read("t").tolist() == [0, 0]
 
 
-def test_index_and_shards_that_disagree_are_told_at_once(sharded: Path) -> None:
+def test_index_and_shards_that_disagree_are_reported_at_once(sharded: Path) -> None:
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     save_file({"b": torch.ones(1), "c": torch.ones(1), "extra": torch.ones(1)}, sharded / second)
     (sharded / "model-00003-of-00009.safetensors").touch()

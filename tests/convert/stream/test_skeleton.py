@@ -90,7 +90,7 @@ def test_what_only_some_families_have(tmp_path, text, tiny_family, family, chang
         convert(with_config(source, tmp_path / "model", **changes), tmp_path / "out", text)
 
 
-def test_the_auxiliary_loss_of_experts_is_not_asked_for(tmp_path, text, tiny_family):
+def test_the_auxiliary_loss_of_experts_is_not_requested(tmp_path, text, tiny_family):
     source = tiny_family("mixtral", vocab_size=2048)
     model = with_config(source, tmp_path / "model", output_router_logits=True)
     convert(model, tmp_path / "out", text)

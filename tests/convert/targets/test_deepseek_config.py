@@ -1,4 +1,4 @@
-"""What DeepSeek layouts refuse, and that ``engine`` is what inference engines read."""
+"""Problems of DeepSeek layouts, and layout ``engine`` as inference engines read it."""
 
 import json
 
@@ -232,7 +232,7 @@ def test_embeddings_stay_tied_in_the_deepseek_layout():
     assert "lm_head.weight" not in deepseek_shapes(model_of(config), LatentTarget(16, 8))
 
 
-def test_plain_rope_is_recognised_and_anything_else_is_longrope():
+def test_plain_rope_is_recognized_and_anything_else_is_longrope():
     plain = [500000.0 ** (-index / 4) for index in range(4)]
     assert plain_base(plain) == pytest.approx(500000.0)
     assert plain_base([1.0]) == 10000.0

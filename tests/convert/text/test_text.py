@@ -1,4 +1,4 @@
-"""Calibration text: what is drawn from which files, how sequences begin and end, and what is refused."""
+"""Calibration text: documents drawn from files, beginnings and ends of sequences, and refused texts."""
 
 import hashlib
 import json
@@ -96,7 +96,7 @@ def test_an_eighth_and_at_least_eight_are_held_out(samples: int, held_out: int) 
     assert held_out_count(samples) == held_out
 
 
-def test_the_number_of_held_out_sequences_can_be_given(tmp_path: Path, tokenizer: Any) -> None:
+def test_the_number_of_held_out_sequences_can_be_set(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "some.txt"
     path.write_text(numbers(100))
     found = load_calibration(str(path), tokenizer, 4, 31, held_out=0)

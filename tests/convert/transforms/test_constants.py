@@ -83,7 +83,7 @@ def slot_worth(layer):
 
 
 def score_error(layer):
-    """What a group of four key heads loses of its scores, by the fit's own measure."""
+    """The loss of scores of a group of four key heads, by the fit's measure."""
     weights, statistics, rotary, _ = layer
     moments = layer_moments(weights, statistics, rotary, CONTEXT)
     group = [0, 1, 2, 3]
@@ -94,7 +94,7 @@ def score_error(layer):
 
 
 def pair_loss(layer):
-    """What pairs of heads lose by sharing, summed over the pairs."""
+    """The losses of pairs of heads by sharing, summed over the pairs."""
     weights, statistics, rotary, _ = layer
     return grouping.pair_losses(layer_moments(weights, statistics, rotary, CONTEXT))[0].sum().item()
 

@@ -1,4 +1,4 @@
-"""Which heads share: partitions found, and the judge's last word."""
+"""The choice of heads that share: candidate partitions, and the judge's decision."""
 
 import itertools
 import math

@@ -27,7 +27,7 @@ def random_latent(rank=6, model=16, seed=0):
 
 
 def normed_inputs(gain, tokens=4000):
-    """What an RMSNorm of weight ``gain`` puts out: on an ellipsoid."""
+    """The outputs of an RMSNorm of weight ``gain``: on an ellipsoid."""
     x = torch.randn(tokens, len(gain), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return x / x.square().mean(-1, keepdim=True).sqrt() * gain
 

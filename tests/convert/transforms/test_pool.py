@@ -85,7 +85,7 @@ def test_a_shared_norm_keeps_its_bits():
         assert torch.equal(result.k_norm.weight, row.repeat(3, 1))
 
 
-def test_random_is_fresh_deterministic_and_of_the_asked_spread():
+def test_random_is_fresh_deterministic_and_of_the_requested_spread():
     source = weights(norm=norm(offset=1.0))
     result = pool.random(source, 3, std=0.5, seed=4, layer=1)
     again = pool.random(source, 3, std=0.5, seed=4, layer=1)

@@ -162,7 +162,7 @@ def test_order_within_and_of_groups_changes_nothing(rot: Rotary):
 
 
 @pytest.mark.parametrize("rot", ROTARIES)
-def test_relabelled_heads_fold_the_same(rot: Rotary):
+def test_relabeled_heads_fold_the_same(rot: Rotary):
     weights = make(8, 4)
     moved = principal.ordered(weights, [[2], [0], [3], [1]])  # source head 2 is now head 0, ...
     found = fold_and_attend(moved, [[1, 0], [3, 2]], rot)

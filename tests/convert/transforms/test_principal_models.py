@@ -1,4 +1,4 @@
-"""What a principal conversion must not depend on, and where it must be exact: seen in the logits of whole models."""
+"""Invariances of a principal conversion, and cases in which it must be exact: in the logits of whole models."""
 
 import shutil
 

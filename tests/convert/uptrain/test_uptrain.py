@@ -1,4 +1,4 @@
-"""Uptraining from end to end: what ``convert`` writes trains as it is, and comes back in the layout it had."""
+"""Uptraining from end to end: the output of ``convert`` trains as it is, and is written in the same layout."""
 
 import json
 import re

@@ -56,7 +56,7 @@ def trained(folder, dtype, steps=6, held=True, decay=0.1):
 
 
 def norm_factors(model, dtype):
-    """What each latent's norm multiplies its input by: ``[tokens]`` per layer and latent."""
+    """The factor of each latent's norm: ``[tokens]`` per layer and latent."""
     factors = []
 
     def watch(module, inputs, output):

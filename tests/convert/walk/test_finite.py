@@ -1,4 +1,4 @@
-"""Weights that no transform reads, but that are no numbers: found out by what they do to calibration text."""
+"""Non-finite weights that no transform reads: detected by the activations of calibration text."""
 
 import math
 import shutil

@@ -1,4 +1,4 @@
-"""Training a layer's attention against its source: what is compared, what moves, what is kept."""
+"""Training a layer's attention against its source: the loss, the trained tensors, the best weights."""
 
 from itertools import islice
 

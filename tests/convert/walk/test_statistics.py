@@ -1,4 +1,4 @@
-"""What calibration keeps of a layer, against the same sums written out in float64."""
+"""Calibration statistics of a layer, against the same sums written out in float64."""
 
 import pytest
 import torch

@@ -87,7 +87,7 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cas
 
 
 def attention_inputs(model: Any, tokens: Tensor) -> list[Tensor]:
-    """What every attention module of a stock model is given, in float64."""
+    """The inputs of every attention module of a stock model, in float64."""
     found: list[Tensor] = []
     model = model.double()
     hooks = [
@@ -126,7 +126,7 @@ def test_profiles_are_those_of_the_stock_attention_maps(case: Case) -> None:
         torch.testing.assert_close(step.statistics.profile, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_profiles_are_taken_only_when_asked_for(case: Case) -> None:
+def test_profiles_are_taken_only_when_requested(case: Case) -> None:
     assert all(step.statistics.profile.numel() == 0 for step in case.run(case.walk()))
 
 
