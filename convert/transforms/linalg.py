@@ -11,7 +11,11 @@ from kvfold.convert.transforms.weights import LayerStatistics
 
 RIDGE = 1e-9
 """Share of isotropic variance added to the Gram matrix. Directions that the calibration text never visits then still
-count a little, so that folding is exact on every input (not only on the calibration's span) where it can be."""
+count a little, so that folding is exact on every input (not only on the calibration's span) where it can be.
+
+Where the text visits all, it does not matter: from 1e-12 to 1e-4 the errors of a trained layer stay the same to 5e-5 of
+themselves (tests/convert/transforms/test_constants.py).
+"""
 
 
 def input_moment(statistics: LayerStatistics, ridge: float | None = None) -> Tensor:

@@ -1,16 +1,20 @@
 """The loss of a converted model as each tuned constant of the transforms moves: where their comments get their figures.
 
     python recipes/benchmarks/bench_constants.py MODEL --calibration FILE [--only als] [--json FILE]
+    python recipes/benchmarks/bench_constants.py --distances
 
 converts MODEL with every constant at a few values, the one in the code among them, and prints the excess loss (nats per
 token) on sequences of the calibration file that were held out from the fit. The conversions run in this process, with
 the constant replaced in its module; nothing is refined. The targets are meant for a model that caches 512 numbers per
-token and layer.
+token and layer. `--text` measures the loss elsewhere, for example on windows longer than the calibration's sequences.
+`--distances` times the sum over the distances that count instead.
 """
 
 import argparse
 import json
+import math
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -32,14 +36,11 @@ CONSTANTS: list[tuple[str, str, list[float], str]] = [  # module, name, values, 
     ("latent.slots", "UNIFORM", [0.0, 0.25, 0.5, 0.75], "MLA 48+16"),
     ("distances", "TAIL", [0.0, 0.25, 0.5, 0.75, 1.0], "GQA-2"),
     ("distances", "TAIL", [0.0, 0.25, 0.5, 0.75, 1.0], "MLA 48+16"),
-    ("linalg", "RIDGE", [1e-12, 1e-9, 1e-6, 1e-4], "GQA-2"),
-    ("linalg", "RIDGE", [1e-12, 1e-9, 1e-6, 1e-4], "MLA 48+16"),
     ("fold.heads", "WEAKEST_QUERY", [1e-9, 1e-6, 1e-3], "GQA-2"),
     ("fold.score_fit", "ROUNDS", [0, 3, 10, 30], "GQA-2"),
     ("fold.score_fit", "DAMPING", [1e-9, 1e-6, 1e-3], "GQA-2"),
     ("fold.grouping", "PAIR_ROUNDS", [0, 1, 3], "GQA-2"),
     ("latent.norm", "STEPS", [0, 10, 40, 80], "MLA 48+16 engine"),
-    ("latent.norm", "TOKENS", [2048, 8192, 32768], "MLA 48+16 engine"),
     ("latent.norm", "FLATTEST", [1e-6, 1e-3, 1e-1], "MLA 48+16 engine"),
 ]
 
@@ -58,7 +59,19 @@ def excess(args: argparse.Namespace, target: str) -> float:
             **TARGETS[target],
         )
         convert_checkpoint(request)
+        if args.text is not None:
+            return math.log(perplexity(args, out) / perplexity(args, args.model))
         return float(json.loads((out / "kvfold.json").read_text())["drift"]["excess"]["value"])
+
+
+def perplexity(args: argparse.Namespace, folder: Path) -> float:
+    """Of the checkpoint in ``folder`` on windows of ``--text``, with the tokenizer of MODEL."""
+    from transformers import AutoTokenizer
+
+    from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    return checkpoint_perplexity(folder, token_windows(tokenizer, args.text.read_text("utf-8"), 24, args.text_len))
 
 
 def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -78,6 +91,23 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
             yield {"constant": label, "target": target, "value": value, "usual": value == usual, "excess": measured}
 
 
+def time_distances() -> None:
+    """Seconds and growth of the peak memory of the sum over distances, for heads of 128 dims."""
+    import resource
+
+    import torch
+
+    from kvfold.convert.transforms import distances
+
+    theta = 5e5 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+    profile = torch.full((32, 512), 1 / 512, dtype=torch.float64)
+    for farthest in (512, 8192, 131072):
+        before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+        distances.rotary_moments(distances.mixed_distances(profile, farthest), torch.cat([theta, -theta]))
+        seconds, after = time.process_time() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(f"distances up to {farthest:6}: {seconds:.2f} CPU s, {(after - before) / 1024:.0f} MB more")
+
+
 def show(row: dict[str, Any]) -> None:
     mark = "*" if row["usual"] else " "
     print(f"{row['constant']:26} {row['target']:17} {row['value']:9g}{mark} {row['excess']:+.4f}", flush=True)
@@ -85,18 +115,28 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--calibration", type=Path, required=True)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--calibration", type=Path)
+    parser.add_argument("--distances", action="store_true", help="time the sum over distances; needs no model")
     parser.add_argument("--only", default="", help="constants whose name holds this")
     parser.add_argument("--samples", type=int, default=32, help="calibration sequences; at least 8 more are held out")
     parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--text", type=Path, help="measure the loss on windows of this file instead")
+    parser.add_argument("--text-len", type=int, default=512, help="their length: beyond that of the calibration")
     parser.add_argument("--work", type=Path, help="folder for converted checkpoints; default: the system's")
     parser.add_argument("--json", type=Path, help="results file; continued where it exists")
     args = parser.parse_args()
+    if args.distances:
+        time_distances()
+        return
+    if args.model is None or args.calibration is None:
+        parser.error("expected MODEL and --calibration")
     done: list[dict[str, Any]] = []
     if args.json is not None and args.json.exists():
         done = json.loads(args.json.read_text())["rows"]
     header = {"model": args.model.name, "samples": args.samples, "length": args.seq_len}
+    if args.text is not None:
+        header |= {"text_length": args.text_len}
     for row in done:
         show(row)
     for row in rows(args, list(done)):

@@ -19,13 +19,24 @@ from kvfold.convert.transforms.latent.kernels import Kernel, RotaryRows, kernels
 from kvfold.convert.transforms.linalg import covariance, symmetric_eig
 from kvfold.convert.transforms.weights import Rotary
 
-VALUE_WEIGHT = 10.0
+# Excess loss of a trained model on held-out text, nats per token, at 48 + 16 (recipes/benchmarks/bench_constants.py):
+
+VALUE_WEIGHT = 10.0  # 1: 0.103, 3: 0.096, 5: 0.094, 10: 0.093, 20: 0.093, 50: 0.095
 
 UNIFORM = 0.1
+"""Share of distances drawn from the context, where attention need not look.
 
-ROUNDS = 8
+0: 0.089, 0.05: 0.091, 0.1: 0.093, 0.2: 0.100, 0.5: 0.137 on text as long as the calibration's sequences; 0: 0.119,
+0.1: 0.126 on text four times as long. A guard that this model would not need.
+"""
+
+ROUNDS = 8  # 0: 0.199, 1: 0.099, 4: 0.093, 8: 0.093, 16: 0.094
 
 DAMPING = 1e-6
+"""Pull towards the present solution, relative to each row's energy: directions that no input takes stay.
+
+1e-9, 1e-6, 1e-4 and 1e-2: 0.0930 each. It is there for singular systems.
+"""
 
 
 @dataclass(frozen=True)

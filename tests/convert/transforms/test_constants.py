@@ -149,6 +149,14 @@ def test_a_figure_is_missed_when_its_constant_moves(layer, monkeypatch, module, 
     assert figure(layer) != pytest.approx(expected, rel=tolerance)
 
 
+@pytest.mark.parametrize("figure", [value_error, key_error, slot_worth, score_error])
+@pytest.mark.parametrize("ridge", [1e-12, 1e-4])
+def test_ridge_does_not_matter_where_the_text_visits_every_direction(layer, monkeypatch, ridge, figure):
+    usual = figure(layer)
+    monkeypatch.setattr(linalg, "RIDGE", ridge)
+    assert figure(layer) == pytest.approx(usual, rel=5e-5)
+
+
 def test_ridge_is_a_billionth_of_the_mean_variance(layer):
     _, statistics, *_ = layer
     added = linalg.input_moment(replace(statistics, gram=4 * torch.eye(256).double())).diagonal()[:-1] - 4
