@@ -165,6 +165,7 @@ def test_generates_words_it_learned(tokenizer, model):
     assert sum(word in known for word in said) >= 0.8 * len(said)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_held_out_loss_is_as_recorded_and_two_nats_below_unigram_entropy(model, held_out, training):
     share = held_out.bincount().double() / len(held_out)

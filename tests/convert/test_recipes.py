@@ -255,6 +255,7 @@ def test_the_command_line_and_the_request_have_the_same_defaults(monkeypatch):
     assert asked == [ConvertRequest(model="m", out="o", to="mqa")]
 
 
+@pytest.mark.slow
 def test_a_recipe_and_the_same_options_give_equal_bytes(tmp_path):
     text = (
         'to = "gqa"\nkv_heads = 2\ngroup = "contiguous"\nsamples = 8\nseq_len = 64\nseed = 3\n[about]\nmodel = "demo"'

@@ -11,6 +11,7 @@ import pytest
 from helpers.processes import run_python
 
 pytest.importorskip("triton", minversion="3.9", reason="older interpreters fail with NumPy 2.4")
+pytestmark = pytest.mark.slow
 
 TESTS = Path(helpers.__file__).parent.parent
 CASES = {

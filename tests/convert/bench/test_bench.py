@@ -33,6 +33,7 @@ def report(in_process):
     return bench.bench(bench.subjects([], "tiny", None, 64), QUICK, lambda text: None)
 
 
+@pytest.mark.slow
 def test_every_kind_of_a_shape_is_measured(report):
     labels = ["MHA", "GQA-2", "MLA 32 + 4, stock", "MLA 32 + 4, absorbed"]
     assert list(dict.fromkeys(row["model"] for row in report["rows"])) == labels
@@ -46,6 +47,7 @@ def test_every_kind_of_a_shape_is_measured(report):
     assert {row["ratio"] for row in report["rows"] if row["model"] == "MHA"} == {1.0}
 
 
+@pytest.mark.slow
 def test_cache_bytes_are_those_of_the_formula(report):
     found = {(row["model"], row["context"], row["batch"]): row["cache_bytes"] for row in report["rows"]}
     assert found["MHA", 64, 2] == 2 * 64 * 2 * 64 * 2 * 4  # K and V, slots, sequences, numbers, layers, bytes

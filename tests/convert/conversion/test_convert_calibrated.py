@@ -198,6 +198,7 @@ def test_engine_layout_has_no_attention_bias_and_plain_rope(tmp_path, held_out, 
     assert checkpoint_perplexity(tmp_path / "out", held_out) < 2 * checkpoint_perplexity(latent, held_out)
 
 
+@pytest.mark.slow
 def test_progress_of_a_survey_and_of_the_splits_of_a_budget(tmp_path):
     steps = []
     request = ConvertRequest(
