@@ -222,7 +222,7 @@ def _resumed(stale: list[Path], resume: Callable[[Path], bool] | None) -> Path |
 
 
 def _backup(folder: Path) -> Path:
-    """Where the old OUT waits during a replacement without exchange."""
+    """The path of the old OUT during a replacement without exchange."""
     return folder.with_name(folder.name + _ASIDE)
 
 

@@ -191,8 +191,8 @@ class ShardWriter:
         info = checkpoint.info(tensor.source)
         cast = info.dtype != tensor.dtype
         if info.shape != tensor.shape or (cast and not {info.dtype, tensor.dtype} <= FLOAT_DTYPES):
-            found = f"{info.dtype} {info.shape} in {info.file}"
-            raise KvfoldError(f"tensor {tensor.name!r}: expected {tensor.dtype} {tensor.shape}, found {found}")
+            actual = f"{info.dtype} {info.shape} in {info.file}"
+            raise KvfoldError(f"tensor {tensor.name!r}: expected {tensor.dtype} {tensor.shape}, found {actual}")
         return _Move(place, info, cast)
 
     def _copy_run(self, run: list[_Move], checkpoint: Checkpoint, progress: Progress) -> None:
@@ -272,8 +272,8 @@ def _lay_out(path: Path, shard: Shard, resumed: bool) -> int:
         raise KvfoldError(f"{path}: expected a shard to resume, found none; start over") from None
     try:
         if resumed:
-            found = os.fstat(file).st_size
-            if found != size or os.pread(file, len(header), 0) != header:
+            actual = os.fstat(file).st_size
+            if actual != size or os.pread(file, len(header), 0) != header:
                 raise KvfoldError(f"{path}: expected the shard of this plan to resume, found another; start over")
         else:
             os.ftruncate(file, size)

@@ -159,7 +159,7 @@ class _File:
         return list(self._parse(start, raw)) if raw else []
 
     def _boundary(self, file: BinaryIO, offset: int, size: int) -> int:
-        """Where the first line at or after ``offset`` begins.
+        """The beginning of the first line at or after ``offset``.
 
         A line of a .txt that is longer than a cell of ``size`` bytes is cut between two characters.
         """

@@ -225,19 +225,19 @@ def peaks(lengths: list[int]) -> list[dict[str, Any]]:
 def ratios(report: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """The promises on a CPU: name -> (measured, at least)."""
     steps = {(row["variant"], row["dtype"]): row for row in report["decode"]}
-    found = {
+    measured = {
         f"prefill T={row['T']} against naive": (row["ratio"], 2.0) for row in report["prefill"] if row["T"] >= 2048
     }
     for variant, least in (("GQA-8", 2.5), ("MQA", 6.0), ("MLA 512+64 absorbed", 1.7)):
-        found[f"{variant} against MHA, float32"] = (steps[variant, "float32"]["faster_than_mha"], least)
+        measured[f"{variant} against MHA, float32"] = (steps[variant, "float32"]["faster_than_mha"], least)
     explicit = steps.get(("MLA 512+64 explicit", "float32"))
     if explicit:
         ratio = explicit["ms"] / steps["MLA 512+64 absorbed", "float32"]["ms"]
-        found["MLA absorbed against explicit"] = (round(ratio, 1), 50.0)
+        measured["MLA absorbed against explicit"] = (round(ratio, 1), 50.0)
     for variant in ("MHA", "GQA-8", "MQA"):
         ratio = steps[variant, "float32"]["ms"] / steps[variant, "bfloat16"]["ms"]
-        found[f"{variant} bfloat16 against float32"] = (round(ratio, 2), 1.0)
-    return found
+        measured[f"{variant} bfloat16 against float32"] = (round(ratio, 2), 1.0)
+    return measured
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -71,14 +71,14 @@ def row(args: argparse.Namespace, target: str, refine: str, base: dict[str, floa
     with tempfile.TemporaryDirectory(dir=args.work) as place:
         options = [*TARGETS[target].split(), *calibration, *shape, "--refine", refine]
         out, seconds = converted(args.model, options, Path(place))
-        found = perplexities(args.model, out, args.text)
+        measured = perplexities(args.model, out, args.text)
         layers = json.loads((out / "kvfold.json").read_text()).get("refinement", [])
     return {
         "target": target,
         "refine": refine,
         "steps": [layer["steps"] for layer in layers],
-        "perplexity": found,
-        "excess": {text: math.log(value / base[text]) for text, value in found.items()},
+        "perplexity": measured,
+        "excess": {text: math.log(value / base[text]) for text, value in measured.items()},
         "seconds": round(seconds, 1),
         **conditions(),
     }
@@ -119,11 +119,11 @@ def main() -> None:
     if args.json is not None and args.json.exists():
         done = json.loads(args.json.read_text())["rows"]
     header = {"model": args.model.name, "samples": args.samples, "length": LENGTH, "windows": WINDOWS}
-    for found in done:
-        show(found)
-    for found in rows(args, list(done)):
-        show(found)
-        done.append(found)
+    for measured in done:
+        show(measured)
+    for measured in rows(args, list(done)):
+        show(measured)
+        done.append(measured)
         if args.json is not None:
             args.json.write_text(json.dumps({**header, "rows": done}, indent=1) + "\n")
 

@@ -26,7 +26,7 @@ MIXED = Checkpoint({"a": Tensor("F32", 5), "b": Tensor("I64", 100), "c": Tensor(
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "expected"),
+    ("device", "name", "expected"),
     [
         ("cpu", "auto", torch.float32),
         ("cpu", "bfloat16", torch.bfloat16),
@@ -34,8 +34,8 @@ MIXED = Checkpoint({"a": Tensor("F32", 5), "b": Tensor("I64", 100), "c": Tensor(
         ("cuda", "float32", torch.float32),
     ],
 )
-def test_precision(device, asked, expected):
-    assert compute_dtype(MIXED, torch.device(device), asked) == expected
+def test_precision(device, name, expected):
+    assert compute_dtype(MIXED, torch.device(device), name) == expected
 
 
 def test_a_model_alone_computes_its_logits_once(monkeypatch):

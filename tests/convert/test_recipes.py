@@ -249,10 +249,10 @@ def test_a_file_needs_no_suffix_and_does_not_hide_a_name(tmp_path, monkeypatch):
 
 def test_the_command_line_and_the_request_have_the_same_defaults(monkeypatch):
     """A recipe leaves what it does not name to the request; without one the command line's defaults count."""
-    asked = []
-    monkeypatch.setattr(run_module, "convert_checkpoint", lambda request: asked.append(request) or 1 / 0)
+    requests = []
+    monkeypatch.setattr(run_module, "convert_checkpoint", lambda request: requests.append(request) or 1 / 0)
     assert run("convert", "m", "o", "--to", "mqa") == 1
-    assert asked == [ConvertRequest(model="m", out="o", to="mqa")]
+    assert requests == [ConvertRequest(model="m", out="o", to="mqa")]
 
 
 @pytest.mark.slow

@@ -101,8 +101,8 @@ def test_only_an_equal_request_with_resume_goes_on(tmp_path, monkeypatch, capsys
         with pytest.raises(RuntimeError, match="enough"):
             convert_checkpoint(ConvertRequest(**{**options, **changes}))
         assert noted == [first]
-        anew = "--resume: the interrupted run here used different options" in capsys.readouterr().err
-        assert anew == (changes == {"seed": 1})
+        starts_over = "--resume: the interrupted run here used different options" in capsys.readouterr().err
+        assert starts_over == (changes == {"seed": 1})
     assert not list(tmp_path.iterdir())  # without --resume nothing is left
 
 
