@@ -9,14 +9,14 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.sizes import parse_size
 
 Target = Literal["gqa", "mqa", "mla"]
-Method = Literal["principal", "mean", "first", "random", "svd"]
+MethodName = Literal["principal", "mean", "first", "random", "svd"]
 Grouping = Literal["similar", "contiguous"]
 Layout = Literal["deepseek", "engine"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 TARGETS: tuple[str, ...] = get_args(Target)
-METHODS: tuple[str, ...] = get_args(Method)
+METHODS: tuple[str, ...] = get_args(MethodName)
 GROUPINGS: tuple[str, ...] = get_args(Grouping)
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 DEVICES: tuple[str, ...] = get_args(Device)
@@ -64,7 +64,7 @@ class ConvertRequest:
     out: str
     to: Target
     kv_heads: int | None = None
-    method: Method | None = None
+    method: MethodName | None = None
     group: Grouping | None = None
     kv_rank: int | None = None
     rope_dim: int | None = None
@@ -93,7 +93,7 @@ class ConvertRequest:
         object.__setattr__(self, "max_shard_size", parse_size(self.max_shard_size))
 
     @property
-    def resolved_method(self) -> Method:
+    def resolved_method(self) -> MethodName:
         return self.method or "principal"
 
     @property

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.console import TimeLeft
-from kvfold.convert.conversion import record as report
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, resumable
 from kvfold.convert.conversion.method import Measured, Method
 from kvfold.convert.conversion.plan import Plan, make_plan
+from kvfold.convert.conversion.record import engine_cost, headline, plan_text
+from kvfold.convert.conversion.record import record as record_of
 from kvfold.convert.conversion.stages import Progress, Stages
 from kvfold.convert.io.atomic import check_output, free_space_check, output_folder
 from kvfold.convert.io.checkpoint import open_checkpoint
@@ -44,11 +45,11 @@ class Conversion:
     def summary(self) -> str:
         """The plan of a dry run; otherwise the conversion in a line, the cost of its layout, and what was written."""
         if self.written is None or self.seconds is None:
-            return report.plan_text(self.plan)
+            return plan_text(self.plan)
         size = sum(tensor.nbytes for tensor in self.plan.layout.tensors)
         lines = [
-            report.headline(self.plan),
-            report.engine_cost(self.record),
+            headline(self.plan),
+            engine_cost(self.record),
             f"wrote {self.written}: {bytes_text(size)} in {self.seconds:.1f} s",
         ]
         return "\n".join(filter(None, lines))
@@ -153,7 +154,7 @@ def _write_side_files(plan: Plan, measured: Measured | None, folder: Path) -> di
     for path in plan.checkpoint.extra_files():
         shutil.copyfile(path, folder / path.name)
     (folder / "config.json").write_text(dump(plan.layout.config), encoding="utf-8")
-    record = report.record(plan, {} if measured is None else measured.record(folder))
+    record = record_of(plan, {} if measured is None else measured.record(folder))
     for name, text in {"kvfold.json": dump(record), "README.md": model_card(plan, record)}.items():
         (folder / name).write_text(text, encoding="utf-8")
     return record

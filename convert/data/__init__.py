@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-Split = Literal["train", "calibration", "held_out"]
+ShippedText = Literal["train", "calibration", "held_out"]
 
 SEPARATOR = "\f"  # between two documents; occurs inside none
 
@@ -29,11 +29,11 @@ def demo_folder() -> Path:
 
 
 @lru_cache(maxsize=3)
-def read_text(split: Split) -> str:
+def read_text(split: ShippedText) -> str:
     """All documents of a split, ``SEPARATOR`` between them. No document or paragraph is in two splits."""
     return lzma.decompress((files(__name__) / f"{split}.txt.xz").read_bytes()).decode()
 
 
-def read_documents(split: Split) -> list[str]:
+def read_documents(split: ShippedText) -> list[str]:
     """The documents of a split: a page of Python's reference, or the docstrings and comments of one module, each."""
     return read_text(split).split(SEPARATOR)

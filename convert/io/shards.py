@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OutputTensor", "Shard", "ShardWriter", "assign_shards", "write_synced"]
 
-Progress = Callable[[int], None]
+OnBytes = Callable[[int], None]  # told how many bytes were copied
 CAST_ELEMENTS = 8 << 20
 
 
@@ -107,11 +107,11 @@ class ShardWriter:
             self.write(name, cast_chunk(tensor, torch_dtype(self._place(name).tensor.dtype), name))
         return sum(self._place(name).tensor.nbytes for name in tensors)
 
-    def copy(self, name: str, checkpoint: Checkpoint, progress: Progress = _ignore) -> None:
+    def copy(self, name: str, checkpoint: Checkpoint, progress: OnBytes = _ignore) -> None:
         """Copy one tensor from its source: its bytes, or cast in bounded chunks when the dtype differs."""
         self._copy_run([self._sourced(self._place(name), checkpoint)], checkpoint, progress)
 
-    def copy_rest(self, checkpoint: Checkpoint, progress: Progress = _ignore) -> None:
+    def copy_rest(self, checkpoint: Checkpoint, progress: OnBytes = _ignore) -> None:
         """Copy every tensor that has a source and is not yet written, in the order of the source's bytes.
 
         ``progress`` is called with the number of source bytes of every step.
@@ -121,7 +121,7 @@ class ShardWriter:
             self._copy_run(run, checkpoint, progress)
 
     @contextmanager
-    def copying_rest(self, checkpoint: Checkpoint, progress: Progress = _ignore) -> Iterator[None]:
+    def copying_rest(self, checkpoint: Checkpoint, progress: OnBytes = _ignore) -> Iterator[None]:
         """``copy_rest`` beside the block, which meanwhile reads the checkpoint and writes what it computes.
 
         Copying waits for the disk and computing for the processor: together they take little longer than the slower of
@@ -195,7 +195,7 @@ class ShardWriter:
             raise KvfoldError(f"tensor {tensor.name!r}: expected {tensor.dtype} {tensor.shape}, found {actual}")
         return _Move(place, info, cast)
 
-    def _copy_run(self, run: list[_Move], checkpoint: Checkpoint, progress: Progress) -> None:
+    def _copy_run(self, run: list[_Move], checkpoint: Checkpoint, progress: OnBytes) -> None:
         first, last = run[0], run[-1]
         target = self._files[first.place.shard]
         raw = None if first.cast else checkpoint.raw_path(first.info.file)
@@ -230,7 +230,7 @@ def _follows(before: _Move, after: _Move) -> bool:
     return same_files and touching and not before.cast and not after.cast
 
 
-def _copy_bytes(path: Path, first: _Move, end: int, target: int, progress: Progress) -> None:
+def _copy_bytes(path: Path, first: _Move, end: int, target: int, progress: OnBytes) -> None:
     with path.open("rb", buffering=0) as source:
         try:
             copy_range(source.fileno(), first.info.start, target, first.place.start, end - first.info.start, progress)
@@ -239,7 +239,7 @@ def _copy_bytes(path: Path, first: _Move, end: int, target: int, progress: Progr
             raise InputError(f"{path}: {expected}: it changed while it was read; run again") from None
 
 
-def _copy_chunks(move: _Move, checkpoint: Checkpoint, target: int, progress: Progress) -> None:
+def _copy_chunks(move: _Move, checkpoint: Checkpoint, target: int, progress: OnBytes) -> None:
     from kvfold.convert.io.tensors import cast_chunk, tensor_memory, torch_dtype
 
     dtype, position = torch_dtype(move.place.tensor.dtype), move.place.start

@@ -46,9 +46,9 @@ def latent_layout(
     config = deepseek_config(model, target, theta, dtype=stored, positions=context(model))
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
-        from kvfold.convert.targets.deepseek.tensors import block_tensors, deepseek_tensors
+        from kvfold.convert.targets.deepseek.tensors import deepseek_tensors, mlp_tensors
 
-        return deepseek_tensors(weights, layer, target) | block_tensors(model, layer, checkpoint.read)
+        return deepseek_tensors(weights, layer, target) | mlp_tensors(model, layer, checkpoint.read)
 
     kind, elements = f"MLA {target.kv_rank}+{target.rope_dim}", target.kv_rank + target.rope_dim
     return TargetLayout(kind, config, tensors, computed, elements, encode)

@@ -103,7 +103,7 @@ def _or_zeros(bias: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if bias is None else bias
 
 
-def block_tensors(model: Model, layer: int, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+def mlp_tensors(model: Model, layer: int, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """The computed tensors of ``layer`` outside its attention: gate and up of a source that holds them as one."""
     names = split_gate_up(model, layer)
     if names is None:
