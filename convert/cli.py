@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from kvfold.convert import request as rq
-from kvfold.convert.console import check_plot, check_writable, run_command, write_text
+from kvfold.convert.console import PanelCommand, PanelOption, check_plot, check_writable, run_command, write_text
 from kvfold.convert.uptrain.command import uptrain
 
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
@@ -20,27 +20,6 @@ class _Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
-
-
-class _PanelOption(click.Option):
-    """An option that ``--help`` lists under the heading ``panel``."""
-
-    def __init__(self, *args: Any, panel: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.panel = panel
-
-
-class _PanelCommand(click.Command):
-    """Lists its options by their panels."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for option in self.get_params(ctx):
-            if isinstance(option, click.Option) and (row := option.get_help_record(ctx)) is not None:
-                panels.setdefault(getattr(option, "panel", "Running"), []).append(row)
-        for title, rows in panels.items():
-            with formatter.section(title):
-                formatter.write_dl(rows)
 
 
 def _steps_or_auto(value: int | str) -> int | str:
@@ -89,13 +68,13 @@ _compute_dtype = click.option(
 )
 _json_file = click.option("--json", "json_file", metavar="FILE", help="Also write the numbers to FILE.")
 
-_target = partial(click.option, cls=_PanelOption, panel="Target")
-_calibration = partial(click.option, cls=_PanelOption, panel="Calibration", show_default=True)
-_refinement = partial(click.option, cls=_PanelOption, panel="Refinement", show_default=True)
-_running = partial(click.option, cls=_PanelOption, panel="Running")
+_target = partial(click.option, cls=PanelOption, panel="Target")
+_calibration = partial(click.option, cls=PanelOption, panel="Calibration", show_default=True)
+_refinement = partial(click.option, cls=PanelOption, panel="Refinement", show_default=True)
+_running = partial(click.option, cls=PanelOption, panel="Running")
 
 
-@kvfold.command(cls=_PanelCommand)
+@kvfold.command(cls=PanelCommand)
 @click.argument("model")
 @click.argument("out")
 @_target("--to", type=click.Choice(rq.TARGETS), help="Attention kind to convert to; required without --recipe.")

@@ -1,4 +1,4 @@
-"""The terminal: exit status and signals of a command, progress on stderr, and the files named by --json and --plot.
+"""The terminal: panels of options, exit status and signals of a command, progress, and the files that options name.
 
 Exit status: 0 done, 2 the request or the input is wrong, 1 anything else; never a traceback.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -20,6 +20,30 @@ from kvfold.convert.errors import InputError, KvfoldError, one_line
 
 _PLOT_KINDS = (".png", ".svg", ".pdf")
 _LEAST_PRINTED = 10  # seconds left
+
+
+# Options by panels
+
+
+class PanelOption(click.Option):
+    """An option that ``--help`` lists under the heading ``panel``."""
+
+    def __init__(self, *args: Any, panel: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.panel = panel
+
+
+class PanelCommand(click.Command):
+    """A command whose ``--help`` lists options by their panels; ``--help`` itself is under Running."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for option in self.get_params(ctx):
+            if isinstance(option, click.Option) and (row := option.get_help_record(ctx)) is not None:
+                panels.setdefault(getattr(option, "panel", "Running"), []).append(row)
+        for title, rows in panels.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 # How a command ends

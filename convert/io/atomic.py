@@ -115,17 +115,18 @@ def output_folder(
                 shutil.rmtree(folder, ignore_errors=True)  # OUT's predecessor after an exchange
 
 
-def free_space_check(path: str | os.PathLike[str], needed_bytes: int) -> None:
+def free_space_check(path: str | os.PathLike[str], needed_bytes: int, purpose: str = "") -> None:
     """InputError with both figures when the disk of ``path`` (or of its first existing parent) has less room.
 
-    The bytes in a resumed ``path`` count as free. Call it inside ``output_folder``, which removes stale folders.
+    ``purpose``, such as "for tokens", is added to the message. The bytes in a resumed ``path`` count as free. Call it
+    inside ``output_folder``, which removes stale folders.
     """
     target = Path(path).resolve()
     existing = next(parent for parent in (target, *target.parents) if parent.is_dir())
     free = shutil.disk_usage(existing).free + (_allocated(target) if _TOKEN.search(target.name) else 0)
     if needed_bytes > free:
         required, available = (f"{bytes_text(count)} ({count} bytes)" for count in (needed_bytes, free))
-        figures = f"expected {required} free, found {available}"
+        figures = f"expected {required} free{purpose and ' ' + purpose}, found {available}"
         raise InputError(f"{existing}: too little disk space: {figures}; free some, or choose an OUT on another disk")
 
 

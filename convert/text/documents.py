@@ -23,6 +23,7 @@ BUILT_IN = "the built-in standard-library text"
 _CELL = 1 << 18  # bytes
 _SMALLEST_CELL = 1 << 12
 _CELLS = 64  # least number of cells of a file to train on, where they are no smaller than _SMALLEST_CELL
+_LARGEST_WHOLE = 1 << 28  # bytes: a larger file's fingerprint is of _CELLS cells, 16 MiB
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class Corpus(Protocol):
 
     def digest(self) -> str:
         """SHA-256 of the text (of the name, for a dataset)."""
+        ...
+
+    def fingerprint(self) -> str:
+        """As ``digest``, but of a large file's cells spread from its first to its last byte only."""
         ...
 
     def documents(self, limit: int) -> tuple[list[Document], bool]:
@@ -97,6 +102,9 @@ class _Memory:
         joined = "\f".join(document.text for document in self.texts)
         return hashlib.sha256(joined.encode()).hexdigest()
 
+    def fingerprint(self) -> str:
+        return self.digest()
+
     def documents(self, limit: int) -> tuple[list[Document], bool]:
         return self.texts, True
 
@@ -123,6 +131,16 @@ class _File:
     def digest(self) -> str:
         with self.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def fingerprint(self) -> str:
+        if self.size <= _LARGEST_WHOLE:
+            return self.digest()
+        hashed = hashlib.sha256()
+        with self.path.open("rb") as file:
+            for cell in range(_CELLS):
+                file.seek((self.size - _CELL) * cell // (_CELLS - 1))
+                hashed.update(file.read(_CELL))
+        return hashed.hexdigest()
 
     def documents(self, limit: int) -> tuple[list[Document], bool]:
         if self.size <= limit:
@@ -221,6 +239,9 @@ class _Dataset:
 
     def digest(self) -> str:
         return hashlib.sha256(self.spec.encode()).hexdigest()
+
+    def fingerprint(self) -> str:
+        return self.digest()
 
     def documents(self, limit: int) -> tuple[list[Document], bool]:
         documents: list[Document] = []

@@ -10,8 +10,6 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.uptrain.rates import default_lr
 from kvfold.convert.uptrain.request import UptrainRequest
 
-_TOKENIZING = 6 * 3600  # seconds that the other processes wait for the first one to tokenize the text
-
 
 def training_arguments(request: UptrainRequest, width: int, resumed: bool) -> Any:
     """The arguments of a run of a model of ``width``; makes the process group of a distributed run.
@@ -44,7 +42,6 @@ def training_arguments(request: UptrainRequest, width: int, resumed: bool) -> An
         use_cpu=device.type == "cpu",
         ddp_backend="gloo" if device.type == "cpu" and processes > 1 else None,
         ddp_find_unused_parameters=False,
-        ddp_timeout=_TOKENIZING,
         logging_steps=request.log_every,
         logging_nan_inf_filter=False,
         eval_strategy="steps" if evaluated else "no",

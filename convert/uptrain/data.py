@@ -25,6 +25,7 @@ from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens, token
 from kvfold.convert.text.windows import cut
 
 _TOKENS, _RECORD = "tokens.bin", "tokens.json"
+_TOKEN_BYTES = 4  # int32
 _LARGEST_SHARE = 5  # at most a fifth of a file is held out
 
 
@@ -46,9 +47,18 @@ class TokenPlan:
     held_out: int
     seed: int
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that the file of tokens takes at most: a text that is shorter than planned has a token per byte."""
+        planned = self.training * self.length
+        training = planned if self.text.size is None else min(planned, self.text.size)
+        return _TOKEN_BYTES * (self.held_out * self.length + training)
+
     def made_from(self) -> dict[str, Any]:
-        """Everything that decides the tokens, as JSON: texts by name and size, for they may be too long to read."""
-        texts = [None if text is None else [text.name, text.size] for text in (self.text, self.eval_text)]
+        """Everything that decides the tokens, as JSON; texts by name, size and fingerprint."""
+        texts = [
+            None if text is None else [text.name, text.size, text.fingerprint()] for text in (self.text, self.eval_text)
+        ]
         numbers = {name: getattr(self, name) for name in ("vocabulary", "length", "training", "held_out", "seed")}
         special = {"prefix": prefix_tokens(self.tokenizer), "eos": self.tokenizer.eos_token_id}
         return {"texts": texts, **numbers, **special}
@@ -87,7 +97,7 @@ def open_tokens(plan: TokenPlan, folder: Path) -> RunTokens | None:
         return None
     written = json.loads(record.read_text(encoding="utf-8"))
     shape = (written["held_out"] + written["training"], plan.length)
-    if written["made_from"] != plan.made_from() or path.stat().st_size != 4 * shape[0] * shape[1]:
+    if written["made_from"] != plan.made_from() or path.stat().st_size != _TOKEN_BYTES * shape[0] * shape[1]:
         return None
     tokens = torch.from_file(str(path), size=shape[0] * shape[1], dtype=torch.int32).view(shape)
     return RunTokens(training=tokens[written["held_out"] :], held_out=tokens[: written["held_out"]])
@@ -99,11 +109,12 @@ def make_tokens(plan: TokenPlan, folder: Path) -> None:
     A text that is shorter than planned gives all the sequences that it has. Raises InputError when it has none, when
     there is too little to hold out, or when the model does not know a token.
     """
+    made_from = plan.made_from()  # before the text is read: a later edit makes it another text
     held_out, training = _held_out(plan)
     count = _write(folder / _TOKENS, chain([held_out], training), plan.held_out + plan.training) - plan.held_out
     if not count:
         raise _too_short(plan.text, plan.length, 1)
-    record = {"made_from": plan.made_from(), "held_out": plan.held_out, "training": count}
+    record = {"made_from": made_from, "held_out": plan.held_out, "training": count}
     replace_file(folder / _RECORD, [(json.dumps(record, indent=1) + "\n").encode()])
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.errors import InputError
+from kvfold.convert.io.atomic import free_space_check
 from kvfold.convert.uptrain.data import RunTokens, TokenPlan, make_tokens, open_tokens, replace_file
 from kvfold.convert.uptrain.plot import read_log
+from kvfold.convert.uptrain.processes import run_on_first
 from kvfold.convert.uptrain.request import UptrainRequest, changed
 
 COMPLETE = "complete"  # the last file of a checkpoint, empty: without it a checkpoint was interrupted half written
@@ -48,21 +50,27 @@ def prepare(request: UptrainRequest, checkpoint: Path | None, plan: TokenPlan, a
             "give the same, or --overwrite to start over"
         )
     arguments.distributed_state.wait_for_everyone()  # every process has looked
-    with arguments.main_process_first(local=False):
-        if arguments.process_index == 0:
-            if request.resume and open_tokens(plan, request.work) is not None:
-                _cut_log(request.work / LOG, -1 if checkpoint is None else _step(checkpoint))
-            else:
-                _start(request, plan)
+    run_on_first(lambda: _resume_or_start(request, checkpoint, plan))
     tokens = open_tokens(plan, request.work)
     if tokens is None:
-        raise InputError(f"{request.work}: the tokens of the run are not there on every machine; use a shared folder")
+        raise InputError(
+            f"{request.work}: the tokens of the text are not there on every machine; use a shared folder, and do not "
+            "edit the text while it is tokenized"
+        )
     return tokens
+
+
+def _resume_or_start(request: UptrainRequest, checkpoint: Path | None, plan: TokenPlan) -> None:
+    if request.resume and open_tokens(plan, request.work) is not None:
+        _cut_log(request.work / LOG, -1 if checkpoint is None else _step(checkpoint))
+    else:
+        _start(request, plan)
 
 
 def _start(request: UptrainRequest, plan: TokenPlan) -> None:
     work = request.work
     shutil.rmtree(work, ignore_errors=True)
+    free_space_check(work, plan.disk_bytes, "for the tokens of the run, 4 bytes each")
     work.mkdir(parents=True)
     replace_file(work / _REQUEST, [(json.dumps(request.result_options(), indent=1) + "\n").encode()])
     if not request.quiet:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from kvfold.convert.errors import InputError
@@ -22,6 +21,7 @@ from kvfold.convert.uptrain.constant import check_constant
 from kvfold.convert.uptrain.data import TokenPlan, TrainingOrder
 from kvfold.convert.uptrain.models import check_sharding, load_config, load_model, load_teacher, prepare_model
 from kvfold.convert.uptrain.plot import draw_curve, read_log
+from kvfold.convert.uptrain.processes import run_on_first
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.resume import LOG, finish, last_checkpoint, prepare
 from kvfold.convert.uptrain.write import write_trained
@@ -69,14 +69,13 @@ def _train(request: UptrainRequest, source: Checkpoint, width: int, plan: TokenP
     check_sharding(trainer)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     state = trainer.full_state()
-    done = Uptrained({}, [])
-    if arguments.process_index == 0:
+
+    def write() -> Uptrained:
         if channel is not None:
             check_constant(state, source)
-        done = _write(request, source, trainer, state, plan)
-    if dist.is_initialized():
-        dist.barrier()
-    return done
+        return _write(request, source, trainer, state, plan)
+
+    return run_on_first(write) or Uptrained({}, [])
 
 
 def _write(

@@ -69,6 +69,24 @@ def test_help_of_convert_lists_options_by_panels(kvfold):
     assert "|kvfold" not in text
 
 
+def test_help_of_uptrain_lists_options_by_panels(kvfold):
+    text = kvfold("uptrain", "--help").stdout
+    panels = ["Text:", "Distillation:", "Training:", "Measurement:", "Running:"]
+    assert [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")] == panels
+    expected = {
+        "Text:": ["--text", "--eval-text", "--seq-len", "--seed"],
+        "Distillation:": ["--teacher", "--distill-weight", "--temperature"],
+        "Training:": ["--train", "--steps", "--batch-tokens", "--relative-lr", "--schedule", "--warmup"],
+        "Measurement:": ["--eval-every", "--eval-sequences", "--log-every", "--plot"],
+        "Running:": ["--device", "--precision", "--micro-batch", "--gradient-checkpointing", "--save-every"],
+    }
+    expected["Training:"] += ["--weight-decay", "--clip"]
+    expected["Running:"] += ["--max-shard-size", "--resume", "--overwrite", "--quiet", "--trust-remote-code", "-h"]
+    for panel, options in expected.items():
+        rows = text.split(f"\n{panel}\n")[1].split("\n\n")[0]
+        assert re.findall(r"^  (-[a-z-]+)", rows, re.MULTILINE) == options, panel
+
+
 def test_exit_status_and_error_of_a_process():
     done = run_python("-m", "kvfold.convert", "convert", "a", "b", "--to", "gpa", check=False)
     assert done.returncode == 2

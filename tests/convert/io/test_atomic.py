@@ -377,6 +377,8 @@ def test_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = "expected 5.0 GB (5000000001 bytes) free, found 5.0 GB (5000000000 bytes)"
     advice = "free some, or choose an OUT on another disk"
     assert str(caught.value) == f"{tmp_path}: too little disk space: {figures}; {advice}"
+    with pytest.raises(InputError, match=r"expected 5.0 GB \(5000000001 bytes\) free for tokens, found 5.0 GB"):
+        free_space_check(tmp_path / "out", 5 * 10**9 + 1, "for tokens")
 
 
 def test_what_a_resumed_folder_holds_counts_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

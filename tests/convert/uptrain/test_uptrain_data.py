@@ -1,8 +1,9 @@
 """Tokens of a run: read from all over the text, packed, held out, permuted, divided, and reused after a kill."""
 
+import hashlib
 import json
 import re
-from collections import Counter
+from collections import Counter, namedtuple
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ from accelerate.data_loader import BatchSamplerShard, skip_first_batches
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from kvfold.convert.errors import InputError
+from kvfold.convert.io import atomic
 from kvfold.convert.text import documents as text_documents
 from kvfold.convert.text.documents import Document, open_corpus
 from kvfold.convert.text.tokenizer import tokenize
@@ -158,13 +160,14 @@ def test_processes_share_the_global_batch_of_one(world, micro, behind):
     order = TrainingOrder(torch.arange(24).view(24, 1), 24, seed=3)
     expected = torch.stack([order[i]["input_ids"] for i in range(24)]).view(3, 8)[behind:]
     micro, accumulation = divide_batch(8, micro, world)
+    assert not torch.equal(expected.flatten(), expected.flatten().sort().values)
     parts = []
     for rank in range(world):
         batches = BatchSampler(SequentialSampler(order), micro, drop_last=False)
         shard = DataLoader(order, batch_sampler=BatchSamplerShard(batches, world, rank))
         rows = [batch["input_ids"] for batch in skip_first_batches(shard, behind * accumulation)]
-        parts.append(torch.cat(rows).view(3 - behind, -1))
-    assert torch.equal(torch.cat(parts, dim=1).sort().values, expected.sort().values)
+        parts.append(torch.cat(rows).view(3 - behind, accumulation, micro))
+    assert torch.equal(torch.stack(parts, dim=2).view(3 - behind, 8), expected)  # processes take turns
 
 
 def test_held_out_text_is_never_trained_on(tmp_path):
@@ -282,13 +285,54 @@ def test_tokens_are_opened_only_for_the_run_they_were_made_for(tmp_path):
         {"tokenizer": Letters(bos=False)},
     ):
         assert open_tokens(replace(plan, **change), tmp_path / "run") is None, change
+    content = path.read_bytes()
     with path.open("a") as file:
         file.write('{"text": "more"}\n')
     assert open_tokens(plan_of(path, training=50, held_out=4), tmp_path / "run") is None
+    path.write_bytes(content)
+    assert open_tokens(plan, tmp_path / "run") is not None
+    path.write_bytes(content.replace(b"[000700]", b"[000701]"))
+    assert path.stat().st_size == len(content)
+    assert open_tokens(plan, tmp_path / "run") is None
+    path.write_bytes(content)
     file = tmp_path / "run" / "tokens.bin"
     assert file.stat().st_size == 4 * 54 * 32
     file.write_bytes(file.read_bytes()[:-4])
     assert open_tokens(plan, tmp_path / "run") is None
+
+
+@pytest.mark.parametrize("place", [0, 5_000_000, -1])
+def test_the_fingerprint_of_a_large_file_is_of_cells_from_its_first_to_its_last_byte(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(text_documents, "_CELL", 1000)
+    monkeypatch.setattr(text_documents, "_LARGEST_WHOLE", 1 << 20)
+    path = tmp_path / "long.txt"
+    content = bytearray(b"a" * 63 * 100_000 + b"a" * 1000)
+    path.write_bytes(content)
+    text = open_corpus(str(path), None, 0)
+    before = text.fingerprint()
+    assert before == hashlib.sha256(bytes(b"a" * 64_000)).hexdigest()
+    content[place] = ord("b")
+    path.write_bytes(content)
+    assert text.fingerprint() != before
+    path.write_bytes(bytes(content[: 1 << 20]))
+    assert text.fingerprint() == text.digest()
+
+
+def test_a_text_edited_while_it_is_tokenized_is_another_one(tmp_path, monkeypatch):
+    path = numbered(tmp_path)
+    content = path.read_bytes()
+
+    def edited(*arguments):
+        yield from tokenize(*arguments)
+        path.write_bytes(content.replace(b"[000700]", b"[000701]"))
+
+    monkeypatch.setattr("kvfold.convert.uptrain.data.tokenize", edited)
+    plan = plan_of(path, training=5000)
+    make_tokens(plan, tmp_path)
+    assert path.read_bytes() != content
+    assert open_tokens(plan, tmp_path) is None
+    path.write_bytes(content)
+    assert open_tokens(plan, tmp_path) is not None
 
 
 def test_a_kill_while_tokenizing_leaves_no_tokens(tmp_path, monkeypatch):
@@ -307,15 +351,8 @@ def test_a_kill_while_tokenizing_leaves_no_tokens(tmp_path, monkeypatch):
 class Alone:
     """The part of TrainingArguments that ``prepare`` uses, of a single process."""
 
-    process_index = 0
-
     class distributed_state:
         wait_for_everyone = staticmethod(lambda: None)
-
-    def main_process_first(self, local):
-        from contextlib import nullcontext
-
-        return nullcontext()
 
 
 def test_a_run_killed_before_its_first_checkpoint_keeps_its_tokens(tmp_path, monkeypatch):
@@ -337,6 +374,25 @@ def test_a_text_that_cannot_be_used_leaves_no_folder(tmp_path):
     with pytest.raises(InputError, match="too little text"):
         resume.prepare(request, None, plan_of(path), Alone())
     assert [entry.name for entry in tmp_path.iterdir()] == ["short.txt"]
+
+
+@pytest.mark.parametrize(("training", "most"), [(20, 4 * 24 * 32), (10**9, 4 * (4 * 32 + 63_000))])
+def test_the_room_for_the_tokens_is_looked_for_before_they_are_made(tmp_path, monkeypatch, training, most):
+    usage = namedtuple("usage", "total used free")
+    path = numbered(tmp_path)
+    assert path.stat().st_size == 63_000
+    request = UptrainRequest(model="m", out=str(tmp_path / "out"), text=str(path), seq_len=32, batch_tokens=64)
+    plan = plan_of(path, training=training, held_out=4)
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _: usage(10**12, 0, most - 1))
+    message = (
+        rf"too little disk space: .*{most} bytes\) free for the tokens of the run, 4 bytes each, found .*; free some"
+    )
+    with pytest.raises(InputError, match=message):
+        resume.prepare(request, None, plan, Alone())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["numbered.jsonl"]
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _: usage(10**12, 0, most))
+    resume.prepare(request, None, plan, Alone())
+    assert (request.work / "tokens.bin").stat().st_size <= most
 
 
 def test_a_resumed_run_refuses_another_text(tmp_path):
