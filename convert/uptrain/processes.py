@@ -22,7 +22,8 @@ def run_on_first(work: Callable[[], Result]) -> Result | None:
     if not dist.is_initialized():
         return work()
     group = dist.new_group(backend="gloo", timeout=_LONGEST_WORK)
-    result, failure = None, [None]
+    result: Result | None = None
+    failure: list[KvfoldError | None] = [None]
     if dist.get_rank() == 0:
         try:
             result = work()
