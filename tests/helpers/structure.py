@@ -155,7 +155,7 @@ def room_arrows(repository: Repository) -> set[tuple[str, str]]:
     return {pair for pair in pairs if pair[0] != pair[1]}
 
 
-def storeys(edges: set[tuple[str, str]], rooms: set[str]) -> dict[str, int]:
+def stacked(edges: set[tuple[str, str]], rooms: set[str]) -> dict[str, int]:
     """The floors that the imports themselves draw: 1 + the highest room imported, circles counted as one room."""
     together = {node: tuple(each) for each in circles(edges) for node in each}
     merged = {(together.get(a, (a,)), together.get(b, (b,))) for a, b in edges}
@@ -222,7 +222,7 @@ def main() -> None:
     texts = {file: (repository.root / file).read_text().splitlines() for file in repository.files}
     rooms = {room(file) for file in repository.files}
     arrows = room_arrows(repository)
-    drawn = storeys(arrows, rooms)
+    drawn = stacked(arrows, rooms)
     table = floors()
     known = {pair for pair in arrows if pair[0] in table and pair[1] in table}
     sizes = functions(repository)
