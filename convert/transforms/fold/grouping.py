@@ -152,16 +152,16 @@ def _greedy(loss: Tensor, groups: int) -> Partition:
     """Grows groups one at a time around the pair that loses least, always by the head that adds least."""
     table: list[list[float]] = loss.tolist()
     free, size = set(range(len(table))), len(table) // groups
-    groups = []
+    grown: list[tuple[int, ...]] = []
     while free:
         _, first, second = min((table[i][j], i, j) for i, j in itertools.combinations(sorted(free), 2))
         group = [first, second]
         while len(group) < size:
             rest = sorted(free - set(group))
             group.append(min(rest, key=lambda head: sum(table[head][other] for other in group)))
-        groups.append(tuple(group))
+        grown.append(tuple(group))
         free -= set(group)
-    return tuple(groups)
+    return tuple(grown)
 
 
 def _swapped(loss: Tensor, start: Partition) -> Partition:
