@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_CPU_BLOCK = 1 << 20  # scores held at once: few enough to stay in a core's cache
+# Scores held at once: they bound memory, to 4 MB and 256 MB of float32. The CPU time of a profile of 8 heads and 2048
+# tokens is flat from 1 << 16 to 1 << 24, 0.12 to 0.16 s (recipes/benchmarks/bench_refine_constants.py --blocks).
+_CPU_BLOCK = 1 << 20
 _GPU_BLOCK = 1 << 26
-_ROWS = 128
-_FEW_ROWS = 16
+_ROWS = 128  # queries of a block at most: with causal masks half of the last 128 x 128 scores are wasted
+_FEW_ROWS = 16  # at least, whatever the memory: fewer queries make the products matrix by vector
 _NEGLIGIBLE = -80.0  # a log probability whose p is below what float32 adds up, and whose 1/p would soon overflow it
 
 

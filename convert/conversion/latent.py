@@ -36,6 +36,8 @@ from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.walk import estimate_seconds, survey
 
+# 5 takes the split 12 + 4 of a budget of 16, +0.4510 nats per token after refinement; 20 takes 8 + 8, +0.4172
+# (the model that ships, by recipes/benchmarks/bench_refine_constants.py)
 _TRIAL_STEPS = 20  # of refinement per layer, where splits or layouts are compared
 
 

@@ -202,3 +202,18 @@ def test_a_context_of_8k_with_32_heads_fits_in_little_memory(window):
     assert (
         int(run_python("-c", MEMORY.format(window=window)).stdout) < 2_000_000
     )  # kilobytes; one whole map of 32 heads would be 8.6 GB
+
+
+@pytest.mark.parametrize(("device", "most"), [("cpu", 1 << 20), ("cuda", 1 << 26)])
+def test_a_step_holds_as_many_scores_as_its_budget(device, most):
+    assert list(profile._parts(most, 1, torch.device(device))) == [slice(0, most)]
+    assert len(list(profile._parts(most + 1, 1, torch.device(device)))) == 2
+
+
+def test_blocks_have_16_to_128_queries():
+    def rows(length):
+        blocks = profile._blocks(length, None, True, 8, torch.device("cpu"))
+        return [block.last - block.first for block in blocks][:-1]  # the last has what is left
+
+    assert max(rows(1024)) == 128
+    assert min(rows(16384)) == 16

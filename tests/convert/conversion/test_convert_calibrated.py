@@ -1,6 +1,7 @@
 """Conversions that read text, end to end on small trained and random models."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -143,6 +144,13 @@ def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, monkeypatch):
     refined = convert(tmp_path / "refined", **options, refine=4).record["splits"]
     assert [split["rope_dim"] for split in refined] == [split["rope_dim"] for split in plain]
     assert all(after["kl"] < before["kl"] for before, after in zip(plain, refined, strict=True))
+
+
+def test_trials_refine_each_layer_for_20_steps(monkeypatch):
+    walk = Mock(**{"return_value.steps.return_value": [], "return_value.kl.return_value": 0.5})
+    monkeypatch.setattr(latent_run, "StudentWalk", walk)
+    assert latent_run.trial(latent_run.Candidate(Mock(), Mock()), Mock()).kl == 0.5
+    assert walk.call_args.kwargs["trial_steps"] == 20
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from kvfold.convert.uptrain.__main__ import main
 from kvfold.convert.uptrain.command import uptrain as uptrain_command
 from kvfold.convert.uptrain.constant import ConstantChannel
 from kvfold.convert.uptrain.plot import curve_figure, draw_curve, read_log
-from kvfold.convert.uptrain.rates import relative_groups, tensor_sizes
+from kvfold.convert.uptrain.rates import default_lr, relative_groups, tensor_sizes
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.resume import COMPLETE
 from kvfold.convert.uptrain.run import uptrain_checkpoint
@@ -386,6 +386,10 @@ def test_an_error_in_a_process_of_its_own(converted, tmp_path):
     done = command(converted("gqa"), tmp_path / "out", "--text", "no.txt", *options_of())
     assert done.returncode == 2
     assert done.stderr == "error: --text: no file no.txt\n"
+
+
+def test_default_learning_rates():
+    assert [default_lr(width) for width in (256, 1024, 4096)] == pytest.approx([0.003125, 0.0015625, 0.00078125])
 
 
 def test_lr_is_another_name_of_relative_lr():

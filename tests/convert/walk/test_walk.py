@@ -203,6 +203,16 @@ def test_candidates_are_judged_on_the_first_sequences(case: Case, monkeypatch: p
     assert found == pytest.approx(drift.attention_local**2, rel=1e-5)
 
 
+def test_candidates_are_judged_on_2048_tokens(case: Case) -> None:
+    case.held_out = torch.randint(0, 61, (9, 256))
+    found = next(iter(case.walk())).attention_error(case.layer(0))
+    whole = next(iter(case.walk())).convert(case.layer(0))
+    case.held_out = case.held_out[:8]
+    first = next(iter(case.walk())).convert(case.layer(0))
+    assert found == pytest.approx(first.attention_local**2, rel=1e-5)
+    assert found != pytest.approx(whole.attention_local**2, rel=1e-5)
+
+
 def test_a_student_equal_to_its_source_drifts_nowhere(case: Case) -> None:
     case.student, case.new = case.source, {n: t for n, t in case.stored.items() if "self_attn" in n}
     found = measured(case)

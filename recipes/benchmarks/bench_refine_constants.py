@@ -1,0 +1,144 @@
+"""The loss of a refined model as each tuned constant of refinement moves: where their comments get their figures.
+
+    python recipes/benchmarks/bench_refine_constants.py [--only _BATCH] [--json FILE]
+    python recipes/benchmarks/bench_refine_constants.py --blocks
+
+converts the model that ships, with the calibration text that ships, for every constant at a few values, the one in the
+code among them. It prints the excess loss (nats per token) on sequences that were held out from the fit, the mean
+number of steps per layer, and CPU seconds. The runs are small, so that all of them take some minutes of one core.
+`--blocks` times the distance profile with blocks of other sizes instead.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.data import demo_folder
+
+REFINE, WALK, LATENT = "convert.walk.refine", "convert.walk.walk", "convert.conversion.latent"
+SMALL: dict[str, Any] = {"samples": 64, "seq_len": 64}
+RUNS: dict[str, dict[str, Any]] = {
+    "MQA, 40 steps": {"to": "mqa", "refine": 40, **SMALL},
+    "MLA 24+8, 40 steps": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "refine": 40, **SMALL},
+    "MQA, auto": {"to": "mqa", "refine": "auto", **SMALL},
+    "MLA of 16, 20 steps": {"to": "mla", "budget": 16, "refine": 20, "samples": 16, "seq_len": 64},
+    "GQA-2": {"to": "gqa", "kv_heads": 2, "samples": 32, "seq_len": 256},
+}
+AUTO_STEPS = 400  # the most that auto spends on a layer here, for the sake of time
+SHORT, AUTO = ("MQA, 40 steps", "MLA 24+8, 40 steps"), ("MQA, auto",)
+CONSTANTS: list[tuple[str, tuple[str, ...], list[Any], tuple[str, ...]]] = [  # module, names, values, runs
+    (REFINE, ("_BATCH",), [2, 8, 32], SHORT),
+    (REFINE, ("_RELATIVE_LR",), [0.0125, 0.05], SHORT),
+    (REFINE, ("_RELATIVE_LR", "_WIDTH_LR"), [(0.05, 0.8), (0.2, 3.2)], SHORT),  # the smaller of the two decides
+    (REFINE, ("_BETAS",), [(0.9, 0.95), (0.9, 0.98), (0.9, 0.999)], SHORT),
+    (REFINE, ("_RETRY_LR",), [(1.0,), (1.0, 0.25, 0.0625)], SHORT[:1]),
+    (REFINE, ("_DECAY_STEPS",), [50, 100, 200], AUTO),
+    (REFINE, ("_LR_LEVELS",), [(1.0,), (1.0, 0.3)], AUTO),
+    (REFINE, ("_MIN_GAIN",), [0.003, 0.01, 0.03], AUTO),
+    (LATENT, ("_TRIAL_STEPS",), [5, 20], ("MLA of 16, 20 steps",)),
+    (WALK, ("_JUDGED_TOKENS",), [256, 1024, 2048], ("GQA-2",)),
+]
+
+Measured = dict[str, Any]
+
+
+def convert(run: str) -> Measured:
+    """Excess loss of the converted model on the held-out sequences, mean steps per layer, the split, CPU seconds."""
+    started = time.process_time()
+    with tempfile.TemporaryDirectory() as place:
+        request = ConvertRequest(model=str(demo_folder()), out=str(Path(place) / "out"), quiet=True, **RUNS[run])
+        record = convert_checkpoint(request).record
+    steps = [layer["steps"] for layer in record.get("refinement", [])]
+    return {
+        "excess": float(record["drift"]["excess"]["value"]),
+        "steps": sum(steps) / max(1, len(steps)),
+        "splits": record.get("splits"),
+        "seconds": round(time.process_time() - started, 1),
+    }
+
+
+def rows(only: str) -> Iterator[Measured]:
+    """One row per constant, value and run. What is in the code is run once and stands for every constant."""
+    usual: dict[str, Measured] = {}
+    for place, names, values, runs in CONSTANTS:
+        module, label = import_module(f"kvfold.{place}"), " and ".join(names)
+        before = tuple(getattr(module, name) for name in names)
+        for run in runs if only in label else ():
+            for value in values:
+                changed = value if len(names) > 1 else (value,)
+                same = changed == before
+                if not same or run not in usual:
+                    found = replaced(module, names, changed, run)
+                    usual |= {run: found} if same else {}
+                found = usual[run] if same else found
+                yield {"constant": label, "run": run, "value": value, "usual": same, **found}
+
+
+def replaced(module: Any, names: tuple[str, ...], values: tuple[Any, ...], run: str) -> Measured:
+    """The run with the constants of ``module`` replaced."""
+    before = [getattr(module, name) for name in names]
+    for name, value in zip(names, values, strict=True):
+        setattr(module, name, value)
+    try:
+        return convert(run)
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(module, name, value)
+
+
+def time_blocks() -> None:
+    """CPU seconds and growth of the peak memory of a distance profile, by the number of scores held at once."""
+    import resource
+
+    import torch
+
+    from kvfold.attention.drift import profile
+
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, 8, 2048, 64, generator=generator) for _ in range(2))
+    profile.distance_profile(query, key, 0.125)
+    for block in (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24):
+        profile._CPU_BLOCK = block
+        before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+        for _ in range(3):
+            profile.distance_profile(query, key, 0.125)
+        seconds, after = time.process_time() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(f"{block:9} scores at once: {seconds / 3:.2f} CPU s, {(after - before) / 1024:.0f} MB more", flush=True)
+
+
+def show(row: Measured) -> None:
+    mark = "*" if row["usual"] else " "
+    best = "" if row["splits"] is None else f"  rope {min(row['splits'], key=lambda each: each['kl'])['rope_dim']}"
+    print(
+        f"{row['constant']:26} {row['run']:19} {row['value']!s:>20}{mark} {row['excess']:+.4f}"
+        f"  {row['steps']:.0f} steps  {row['seconds']} s{best}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="constants whose name holds this")
+    parser.add_argument("--blocks", action="store_true", help="time the distance profile's blocks")
+    parser.add_argument("--json", type=Path, help="results file")
+    args = parser.parse_args()
+    if args.blocks:
+        time_blocks()
+        return
+    import_module(f"kvfold.{REFINE}").AUTO_STEPS = AUTO_STEPS
+    done: list[Measured] = []
+    for row in rows(args.only):
+        show(row)
+        done.append(row)
+        if args.json is not None:
+            args.json.write_text(json.dumps({"auto_steps": AUTO_STEPS, "rows": done}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
