@@ -42,7 +42,9 @@ def write_trained(
     with output_folder(request.out, overwrite=request.overwrite, model=source.folder) as folder:
         dtypes = {name: torch_dtype(info.dtype) for name, info in source.tensors.items()}
         most_common = max(dtypes.values(), key=list(dtypes.values()).count)
-        stored = {name: value.to(dtypes.get(name, most_common)) for name, value in state.items()}
+        # a cast copies a tied head, and save_pretrained no longer sees that it is one
+        tied = {"lm_head.weight"} - dtypes.keys() if model.config.get_text_config().tie_word_embeddings else set()
+        stored = {name: value.to(dtypes.get(name, most_common)) for name, value in state.items() if name not in tied}
         model.save_pretrained(folder, state_dict=stored, max_shard_size=request.max_shard_size)
         for path in [source.folder / "config.json", *source.extra_files(), *source.python_files()]:
             shutil.copyfile(path, folder / path.name)

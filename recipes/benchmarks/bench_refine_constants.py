@@ -2,11 +2,13 @@
 
     python recipes/benchmarks/bench_refine_constants.py [--only _BATCH] [--json FILE]
     python recipes/benchmarks/bench_refine_constants.py --blocks
+    python recipes/benchmarks/bench_refine_constants.py --uptrain
 
 converts the model that ships, with the calibration text that ships, for every constant at a few values, the one in the
 code among them. It prints the excess loss (nats per token) on sequences that were held out from the fit, the mean
 number of steps per layer, and CPU seconds. The runs are small, so that all of them take some minutes of one core.
-`--blocks` times the distance profile with blocks of other sizes instead.
+`--blocks` times the distance profile with blocks of other sizes instead; `--uptrain` moves the learning rate of
+uptraining, distilled from the model that ships.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.data import demo_folder
+from kvfold.convert.data import demo_folder, read_text
 
 REFINE, WALK, LATENT = "convert.walk.refine", "convert.walk.walk", "convert.conversion.latent"
 SMALL: dict[str, Any] = {"samples": 64, "seq_len": 64}
@@ -112,6 +114,30 @@ def time_blocks() -> None:
         print(f"{block:9} scores at once: {seconds / 3:.2f} CPU s, {(after - before) / 1024:.0f} MB more", flush=True)
 
 
+def uptrain() -> None:
+    """Drift on the held-out text that ships after 40 steps of uptraining, by the learning rate."""
+    from kvfold.convert.uptrain import rates
+    from kvfold.convert.uptrain.request import UptrainRequest
+    from kvfold.convert.uptrain.run import uptrain_checkpoint
+
+    batch: dict[str, Any] = {"batch_tokens": 512, "seq_len": 64, "micro_batch": 8, "device": "cpu"}
+    steps: dict[str, Any] = {"steps": 40, "warmup": 0.1, "eval_every": 40, "eval_sequences": 32}
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        texts = {"text": place / "text.txt", "eval_text": place / "eval.txt"}
+        texts["text"].write_text(read_text("calibration"))
+        texts["eval_text"].write_text(read_text("held_out"))
+        options: dict[str, Any] = {**batch, **steps, **{key: str(path) for key, path in texts.items()}}
+        model, teacher = str(place / "model"), str(demo_folder())
+        target: dict[str, Any] = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "samples": 16, "seq_len": 64}
+        convert_checkpoint(ConvertRequest(teacher, model, quiet=True, **target))
+        for rates._AT_WIDTH_ONE in (0.0125, 0.05, 0.2):
+            out = str(place / str(rates._AT_WIDTH_ONE))
+            found = uptrain_checkpoint(UptrainRequest(model, out, teacher=teacher, quiet=True, **options)).rows[-1]
+            shown = f"KL {found['eval_kl']:.4f}, excess {found['eval_excess']:+.4f}"
+            print(f"_AT_WIDTH_ONE {rates._AT_WIDTH_ONE:6}: {shown}", flush=True)
+
+
 def show(row: Measured) -> None:
     mark = "*" if row["usual"] else " "
     best = "" if row["splits"] is None else f"  rope {min(row['splits'], key=lambda each: each['kl'])['rope_dim']}"
@@ -126,10 +152,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="constants whose name holds this")
     parser.add_argument("--blocks", action="store_true", help="time the distance profile's blocks")
+    parser.add_argument("--uptrain", action="store_true", help="move the learning rate of uptraining")
     parser.add_argument("--json", type=Path, help="results file")
     args = parser.parse_args()
-    if args.blocks:
-        time_blocks()
+    if args.blocks or args.uptrain:
+        time_blocks() if args.blocks else uptrain()
         return
     import_module(f"kvfold.{REFINE}").AUTO_STEPS = AUTO_STEPS
     done: list[Measured] = []

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.data import read_documents
+from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.targets.deepseek.constant import CONSTANT
 from kvfold.convert.uptrain import trainer as uptrain_trainer
@@ -386,6 +386,14 @@ def test_an_error_in_a_process_of_its_own(converted, tmp_path):
     done = command(converted("gqa"), tmp_path / "out", "--text", "no.txt", *options_of())
     assert done.returncode == 2
     assert done.stderr == "error: --text: no file no.txt\n"
+
+
+@pytest.mark.slow
+def test_a_tied_head_in_bfloat16_stays_tied(text, tmp_path):
+    options = {"to": "mqa", "method": "mean", "quiet": True}
+    convert_checkpoint(ConvertRequest(str(demo_folder()), str(tmp_path / "mqa"), **options))
+    train(tmp_path / "mqa", tmp_path / "out", text, steps=1, eval_every=0)
+    assert "lm_head.weight" not in tensors(tmp_path / "out")
 
 
 def test_default_learning_rates():
