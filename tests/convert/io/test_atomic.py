@@ -270,8 +270,10 @@ def test_permissions_follow_the_umask(tmp_path: Path) -> None:
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
 
 
+# A shell's background job ignores Ctrl-C, and so would its children: the handler is set as a terminal has it.
 HOLDER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from kvfold.convert.io.atomic import output_folder
 with output_folder(sys.argv[1]) as folder:
     (folder / "begun").touch()
