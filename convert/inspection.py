@@ -12,8 +12,8 @@ from kvfold.convert.families.tensors import ROLES
 from kvfold.convert.io.checkpoint import Checkpoint, open_headers
 from kvfold.convert.io.headers import DTYPE_BITS, FLOAT_DTYPES
 from kvfold.convert.sizes import bytes_text
-from kvfold.convert.targets.deepseek.config import is_latent
-from kvfold.convert.targets.deepseek.problems import model_problems
+from kvfold.convert.targets.mla.config import is_latent
+from kvfold.convert.targets.mla.problems import model_problems
 from kvfold.convert.targets.same_family import attention_kind, cache_elements
 
 CONTEXTS = {"8k": 8192, "128k": 131072}

@@ -11,7 +11,7 @@ from kvfold.convert.sizes import parse_size
 Target = Literal["gqa", "mqa", "mla"]
 MethodName = Literal["principal", "mean", "first", "random", "svd"]
 Grouping = Literal["similar", "contiguous"]
-Layout = Literal["deepseek", "engine"]
+Layout = Literal["free", "engine"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -21,6 +21,8 @@ GROUPINGS: tuple[str, ...] = get_args(Grouping)
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 DEVICES: tuple[str, ...] = get_args(Device)
 DTYPES: tuple[str, ...] = get_args(Dtype)
+
+DEFAULT_LAYOUT: Layout = "free"
 
 WEIGHTS_ONLY = frozenset({"mean", "first", "random", "svd"})
 # Options that say where and how to run; they do not change the result.
@@ -97,6 +99,11 @@ class ConvertRequest:
         return self.method or "principal"
 
     @property
+    def resolved_layout(self) -> Layout:
+        """The layout of an MLA result. Without text there is nothing to calibrate layout ``engine`` on."""
+        return self.layout or ("free" if self.method == "svd" else DEFAULT_LAYOUT)
+
+    @property
     def calibrated(self) -> bool:
         """Whether the conversion runs the model over calibration text."""
         return self.resolved_method not in WEIGHTS_ONLY or bool(self.refine)
@@ -113,11 +120,14 @@ class ConvertRequest:
         if not self.calibrated:
             left_out |= {"samples", "seq_len", "refine"}
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
-        return {name: value for name, value in options.items() if value is not None} | {"method": self.resolved_method}
+        resolved = {"method": self.resolved_method} | ({"layout": self.resolved_layout} if self.to == "mla" else {})
+        return {name: value for name, value in options.items() if value is not None} | resolved
 
 
 def expected(name: str, value: Any) -> str | None:
     """The values that option ``name`` takes, in words, when ``value`` is none of them; None when it is one."""
+    if name == "layout" and value == "deepseek":
+        return "free, the present name of this layout"
     if name in _CHOICES:
         allowed = _CHOICES[name]
         return None if value in allowed else f"one of {', '.join(allowed)}{did_you_mean(value, allowed)}"
@@ -161,7 +171,7 @@ def _value_problems(request: ConvertRequest) -> Iterator[str]:
         value = getattr(request, field.name)
         description = None if value is None and field.default is None else expected(field.name, value)
         if field.name == "layout" and value == "kvfold":
-            yield "--layout kvfold does not exist yet: use --layout deepseek or --layout engine"
+            yield "--layout kvfold does not exist yet: use --layout free or --layout engine"
         elif field.name == "method" and value is not None and value not in methods_of(request.to):
             allowed = ", ".join(methods_of(request.to))
             yield f"--method with --to {request.to}: expected one of {allowed}, found {value!r}"

@@ -1,4 +1,4 @@
-"""Latent attention of transformers' DeepSeek classes, decoding over the latent cache.
+"""Latent attention of transformers' DeepSeek classes (Youtu has DeepSeek-V3's), decoding over the latent cache.
 
 Shapes: ``hidden [B, T, E]``; the cache holds per layer the normed latent ``[B, 1, S, R]`` as keys and the rotated
 key ``[B, 1, S, P]`` as values. A call is absorbed when it reads a cache for few queries and no gradient is needed;
@@ -15,6 +15,8 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+from transformers.models.youtu import modeling_youtu
+from transformers.models.youtu.modeling_youtu import YoutuAttention
 
 from kvfold.attention.absorbed import absorb_query, absorption_pays, expand_value
 from kvfold.attention.decode.latent import latent_decode, latent_rows
@@ -23,7 +25,7 @@ Context = tuple[Tensor, Tensor | None]  # z [B, T, H, Dv], attention weights [B,
 
 
 class _Absorbed(nn.Module):
-    """The forward that both classes share. What it reads of ``self`` is set by the stock classes."""
+    """The forward that the classes share. What it reads of ``self`` is set by the stock classes."""
 
     home: ModuleType  # where the stock class lives, with its rotation and its eager attention
 
@@ -62,9 +64,16 @@ class AbsorbedDeepseekV3Attention(_Absorbed, DeepseekV3Attention):  # type: igno
     home = modeling_deepseek_v3
 
 
+class AbsorbedYoutuAttention(_Absorbed, YoutuAttention):  # type: ignore[misc]  # transformers has no types
+    """Stock weights, absorbed decoding."""
+
+    home = modeling_youtu
+
+
 FORMS: dict[type[nn.Module], type[nn.Module]] = {
     DeepseekV2Attention: AbsorbedDeepseekV2Attention,
     DeepseekV3Attention: AbsorbedDeepseekV3Attention,
+    YoutuAttention: AbsorbedYoutuAttention,
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvfold.convert.targets.deepseek.config import is_latent
+from kvfold.convert.targets.mla.config import is_latent
 
 _SPARE = 1.05  # factor for allocators and libraries
 _FIXED = 600 << 20  # torch itself

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.targets.deepseek.config import is_latent
+from kvfold.convert.targets.mla.config import is_latent
 
 _KV_HEADS, _RANK, _ROPE = 8, 512, 64  # of the converted kinds of a shape
 
@@ -66,14 +66,13 @@ def shape_subjects(name: str, layers: int | None, longest: int) -> list[Subject]
     llama = {**common, "model_type": "llama", "head_dim": dim}
     latent = {
         **common,
-        "model_type": "deepseek_v3",
+        "model_type": "youtu",
         "num_key_value_heads": shape.heads,
         "kv_lora_rank": rank,
         "q_lora_rank": None,
         "qk_rope_head_dim": rope,
         "qk_nope_head_dim": dim,
         "v_head_dim": dim,
-        "first_k_dense_replace": common["num_hidden_layers"],
         "attention_bias": True,
     }
     return [

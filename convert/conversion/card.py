@@ -70,7 +70,7 @@ Then each layer's attention was refined to reproduce the source's residual strea
 def _usage(plan: Plan) -> str:
     if plan.request.to != "mla":
         return ""
-    return _ABSORB + (_ENGINES if plan.request.layout == "engine" else "")
+    return _ABSORB + (_ENGINES if plan.latent_target().layout == "engine" else "")
 
 
 def _measured(record: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.conversion.steps import Calibrated, StudentWalk, load_tokens, print_start, source_stream
 from kvfold.convert.conversion.svd import svd_layer, svd_plan, svd_slots
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.targets.deepseek.config import LatentTarget
+from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.latent import to_latent
@@ -127,7 +127,7 @@ def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, di
         ]
     best = min(candidates, key=lambda each: each.kl)
     if best.target.layout == "engine":
-        record["deepseek_layout"] = _against_deepseek(best, surveyed)
+        record["free_layout"] = _against_free(best, surveyed)
     return best, {**record, "rotary_slots_per_pair": list(best.slots.counts)}
 
 
@@ -175,21 +175,21 @@ def latent_layer(chosen: Candidate, layer: int, surveyed: Survey) -> LatentWeigh
     return latent if target.constant else live_norm(latent, inputs)
 
 
-def _against_deepseek(engine: Candidate, surveyed: Survey) -> dict[str, Any]:
-    """The drift of the engine layout and of the deepseek layout with the same split, in equal trials."""
-    target = replace(engine.target, layout="deepseek")
-    deepseek = trial(candidate(engine.plan, target, surveyed.layers), surveyed)
+def _against_free(engine: Candidate, surveyed: Survey) -> dict[str, Any]:
+    """The drift of layout engine and of layout free with the same split, in equal trials."""
+    target = replace(engine.target, layout="free")
+    free = trial(candidate(engine.plan, target, surveyed.layers), surveyed)
     if not engine.plan.request.refine:  # the conversion itself is unrefined, so its measured drift is comparable
-        return {"kl": deepseek.kl}
+        return {"kl": free.kl}
     tried = trial(engine, surveyed) if math.isnan(engine.kl) else engine
-    return {"kl": deepseek.kl, "steps": _TRIAL_STEPS, "engine_kl": tried.kl}
+    return {"kl": free.kl, "steps": _TRIAL_STEPS, "engine_kl": tried.kl}
 
 
 def _print_trials(plan: Plan, splits: int) -> None:
     """Print the number of walks before that of the conversion to stderr: the estimate is of one."""
     request = plan.request
     walks = 0 if request.budget is None else splits
-    if request.layout == "engine":
+    if request.resolved_layout == "engine":
         walks += 2 if request.refine and not walks else 1
     if walks and not request.quiet:
         steps = f", with at most {_TRIAL_STEPS} steps of refinement per layer" if request.refine else ""

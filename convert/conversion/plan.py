@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.geometry import Geometry
@@ -13,9 +12,9 @@ from kvfold.convert.families.tensors import Role
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.shards import Shard, assign_shards
 from kvfold.convert.request import ConvertRequest
-from kvfold.convert.targets.deepseek.config import LatentTarget, query_rank
-from kvfold.convert.targets.deepseek.layout import latent_layout, latent_reads
-from kvfold.convert.targets.deepseek.problems import latent_problems
+from kvfold.convert.targets.mla.config import LatentTarget, query_rank
+from kvfold.convert.targets.mla.layout import latent_layout, latent_reads
+from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.same_family import (
     ABSORBED,
     POOLED,
@@ -161,13 +160,12 @@ def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
     For a budget of N elements P is a multiple of the largest power of two up to N/8: among these are the splits that
     kernels are written for. Raises InputError when none is possible.
     """
-    layout: Any = request.layout or "deepseek"
     if request.budget is None:
         splits = [(request.kv_rank or 0, request.rope_dim or 0)]
     else:
         step = max(2, 1 << (request.budget // 8).bit_length() >> 1)
         splits = [(request.budget - rope, rope) for rope in range(step, request.budget, step)]
-    targets = [LatentTarget(rank, rope, request.q_rank, layout) for rank, rope in splits]
+    targets = [LatentTarget(rank, rope, request.q_rank, request.resolved_layout) for rank, rope in splits]
     problems = [latent_problems(model, target, allow_growth=request.allow_growth) for target in targets]
     possible = [target for target, found in zip(targets, problems, strict=True) if not found]
     if not possible:

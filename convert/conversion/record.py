@@ -28,7 +28,7 @@ def versions() -> dict[str, str | None]:
 def record(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
     """The content of ``kvfold.json``; ``measured`` are the entries of a calibrated run (empty without one)."""
     return {
-        "format": 2,
+        "format": 3,
         "request": plan.request.result_options(),
         "versions": versions(),
         "source": {"name": plan.source_name, "sha256": plan.checkpoint.source_hash()},
@@ -79,13 +79,13 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def engine_cost(record: Mapping[str, Any]) -> str:
-    """A sentence on the drift of the engine layout and of the deepseek layout; empty for other conversions."""
-    if "deepseek_layout" not in record or "drift" not in record:
+    """A sentence on the drift of layout engine and of layout free; empty for other conversions."""
+    if "free_layout" not in record or "drift" not in record:
         return ""
-    other = record["deepseek_layout"]
+    other = record["free_layout"]
     engine = other.get("engine_kl", record["drift"]["kl"]["value"])
     after = f" after {other['steps']} steps of refinement" if "steps" in other else ""
     return (
-        f"layout engine drifts by a KL of {engine:.4f} nats, layout deepseek would by {other['kl']:.4f} "
+        f"layout engine drifts by a KL of {engine:.4f} nats, layout free would by {other['kl']:.4f} "
         f"(same split, same text{after})"
     )

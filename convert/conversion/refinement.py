@@ -8,7 +8,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.targets.deepseek.constant import lr_multipliers
+from kvfold.convert.targets.mla.constant import lr_multipliers
 from kvfold.convert.walk.objective import AttentionUpdate
 from kvfold.convert.walk.refine import AUTO_STEPS, Refined, Refinement, refine_layer
 from kvfold.convert.walk.walk import Step

@@ -10,7 +10,7 @@ came next, the teacher says which were likely, so the drift closes with far fewe
 its config, tokenizer and generation config. Beside it, in ``OUT.training``, lie ``log.jsonl``, the curve and, while the
 run lasts, its tokens (4 bytes each) and its checkpoints, from which ``--resume`` continues.
 
-The constant channel of layout ``deepseek`` is frozen; the live norm of layout ``engine`` is trained.
+The constant channel of layout ``free`` is frozen; the live norm of layout ``engine`` is trained.
 """
 
 from functools import partial

@@ -1,6 +1,6 @@
-"""The constant channel of layout ``deepseek`` in training: it keeps the latent's norm a known factor.
+"""The constant channel of layout ``free`` in training: it keeps the latent's norm a known factor.
 
-``targets/deepseek/constant.py`` has the learning-rate multipliers of its elements: 0 (frozen) or 1 / CONSTANT. Here
+``targets/mla/constant.py`` has the learning-rate multipliers of its elements: 0 (frozen) or 1 / CONSTANT. Here
 gradients are scaled in the forward pass, so that clipping sees the scaled ones and sharding does not matter, and each
 step of the optimizer is scaled, because Adam undoes any scale of a gradient.
 """
@@ -15,14 +15,15 @@ from torch import Tensor, nn
 
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.targets.deepseek.constant import CONSTANT, lr_multipliers
+from kvfold.convert.targets.mla.config import is_latent
+from kvfold.convert.targets.mla.constant import CONSTANT, lr_multipliers
 
 _DOWN = {"kv_a_proj_with_mqa": "kv_lora_rank", "q_a_proj": "q_lora_rank"}
 
 
 def has_constant(checkpoint: Checkpoint) -> bool:
     """Whether every latent of the checkpoint has the constant channel: its bias is there, and large."""
-    if checkpoint.config.get("model_type") != "deepseek_v3" or not checkpoint.config.get("attention_bias"):
+    if not is_latent(checkpoint.config) or not checkpoint.config.get("attention_bias"):
         return False
     names = [name for name in checkpoint.tensors if name.split(".")[-2] in _DOWN and name.endswith(".bias")]
     rank = {name: checkpoint.config[_DOWN[name.split(".")[-2]]] for name in names}

@@ -64,7 +64,7 @@ def check_sharding(trainer: Any) -> None:
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
         raise InputError(
             "FSDP version 1 flattens weights, but each tensor has its own learning rate and the constant channel of "
-            "layout deepseek is held; set fsdp_version: 2, as in recipes/fsdp.yaml"
+            "layout free is held; set fsdp_version: 2, as in recipes/fsdp.yaml"
         )
 
 

@@ -109,7 +109,7 @@ def test_exit_status_and_error_of_a_process():
         (["convert", "a", "b", "--to", "mqa", "--refine", "-3"], "error: --refine: expected a number of steps or auto"),
         (
             ["convert", "a", "b", "--to", "mla", "--budget", "64", "--layout", "kvfold"],
-            "error: --layout kvfold does not exist yet: use --layout deepseek or --layout engine",
+            "error: --layout kvfold does not exist yet: use --layout free or --layout engine",
         ),
         (["melt"], "error: kvfold: no such command 'melt'"),
         (["inspect", "--colour"], "error: kvfold inspect: no such option '--colour'"),

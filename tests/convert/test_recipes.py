@@ -128,7 +128,7 @@ def test_values_and_overrides():
 @pytest.mark.parametrize(
     ("name", "overrides", "expected"),
     [
-        ("llama-2-7b-mla-512-64", {"budget": 576}, {"to": "mla", "budget": 576, "layout": "deepseek"}),
+        ("llama-2-7b-mla-512-64", {"budget": 576}, {"to": "mla", "budget": 576, "layout": "free"}),
         ("llama-2-7b-gqa-8", {"to": "mqa"}, {"to": "mqa"}),
         ("llama-2-7b-gqa-8", {"to": "gqa"}, {"to": "gqa", "kv_heads": 8}),
         ("llama-2-7b-mqa", {"to": "gqa", "kv_heads": 4}, {"to": "gqa", "kv_heads": 4}),

@@ -66,7 +66,11 @@ def test_every_problem_is_reported_at_once():
         ({"model": " "}, "MODEL: expected a folder or a hub id, found an empty name"),
         (
             {"to": "mla", "kv_heads": None, "budget": 64, "layout": "kvfold"},
-            "--layout kvfold does not exist yet: use --layout deepseek or --layout engine",
+            "--layout kvfold does not exist yet: use --layout free or --layout engine",
+        ),
+        (
+            {"to": "mla", "kv_heads": None, "budget": 64, "layout": "deepseek"},
+            "--layout: expected free, the present name of this layout, found 'deepseek'",
         ),
         ({"device": "cude"}, "--device: expected one of auto, cpu, cuda (did you mean cuda?), found 'cude'"),
         ({"calibration": " "}, "--calibration: expected the name of a text file or dataset, found ' '"),

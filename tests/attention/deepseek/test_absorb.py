@@ -15,6 +15,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     StaticCache,
+    YoutuConfig,
+    YoutuForCausalLM,
 )
 
 from kvfold.attention import absorb, unabsorb
@@ -50,6 +52,7 @@ VARIANTS = {
     "v3-query-latent": (DeepseekV3ForCausalLM, DeepseekV3Config, {"q_lora_rank": 20, "attention_bias": True}),
     "v3-half": (DeepseekV3ForCausalLM, DeepseekV3Config, {"q_lora_rank": None, "rope_interleave": False}),
     "v3-yarn": (DeepseekV3ForCausalLM, DeepseekV3Config, {"q_lora_rank": 20, "rope_parameters": YARN}),
+    "youtu": (YoutuForCausalLM, YoutuConfig, {"q_lora_rank": 20, "attention_bias": True}),
     "v2": (DeepseekV2ForCausalLM, DeepseekV2Config, {"q_lora_rank": None, "attention_bias": True}),
     "v2-query-latent-yarn": (DeepseekV2ForCausalLM, DeepseekV2Config, {"q_lora_rank": 20, "rope_parameters": YARN}),
 }

@@ -103,7 +103,7 @@ def test_decoding_starts_from_seeded_random_values():
     assert first.shape == (2, 1, 16, 32)
     assert torch.equal(first, second)
     assert first.std() == pytest.approx(1, abs=0.1)
-    assert type(model.model.layers[0].self_attn).__name__ == "AbsorbedDeepseekV3Attention"
+    assert type(model.model.layers[0].self_attn).__name__ == "AbsorbedYoutuAttention"
 
 
 @pytest.mark.slow

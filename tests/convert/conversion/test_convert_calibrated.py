@@ -107,9 +107,9 @@ def test_a_model_without_a_tokenizer_cannot_calibrate(tmp_path, tiny_family):
         convert(tmp_path / "out", model=tiny_family("llama"), to="mqa")
 
 
-def test_latent_checkpoints_are_stock_deepseek(latent, held_out):
+def test_latent_checkpoints_are_of_a_stock_class(latent, held_out):
     model = stock_model(latent, dtype=torch.float32)
-    assert type(model).__name__ == "DeepseekV3ForCausalLM"
+    assert type(model).__name__ == "YoutuForCausalLM"
     cache = model(held_out[:1]).past_key_values
     held = sum(tensor.numel() for layer in cache.layers for tensor in (layer.keys, layer.values))
     record = json.loads((latent / "kvfold.json").read_text())
@@ -158,10 +158,10 @@ def test_layouts_are_compared_after_equally_many_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(latent_run, "_TRIAL_STEPS", 2)
     options = {"to": "mla", "kv_rank": 32, "rope_dim": 32, "layout": "engine", "samples": 8, "seq_len": 64}
     record = convert(tmp_path / "out", **options, refine=8).record
-    found = record["deepseek_layout"]
+    found = record["free_layout"]
     assert found["steps"] == 2
     assert found["engine_kl"] != record["drift"]["kl"]["value"]  # which is that after eight
-    shown = f"{found['engine_kl']:.4f} nats, layout deepseek would by {found['kl']:.4f} (same split, same text after 2"
+    shown = f"{found['engine_kl']:.4f} nats, layout free would by {found['kl']:.4f} (same split, same text after 2"
     assert shown in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -182,7 +182,7 @@ def test_latent_sizes_that_cannot_be(tmp_path, options, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_families_that_deepseek_cannot_express(tmp_path, tiny_family):
+def test_families_that_no_latent_class_can_express(tmp_path, tiny_family):
     with pytest.raises(InputError, match=r"normalizes queries and keys .* --to gqa works"):
         convert(tmp_path / "out", model=tiny_family("qwen3"), to="mla", kv_rank=8, rope_dim=8)
     with pytest.raises(InputError, match="LayerNorm"):
@@ -201,7 +201,7 @@ def test_engine_layout_has_no_attention_bias_and_plain_rope(tmp_path, held_out, 
     assert torch.equal(stored["lm_head.weight"], stored["model.embed_tokens.weight"])
     assert sum(record["rotary_slots_per_pair"]) == 16
     card = (tmp_path / "out" / "README.md").read_text()
-    assert f"layout deepseek would by {record['deepseek_layout']['kl']:.4f}" in card
+    assert f"layout free would by {record['free_layout']['kl']:.4f}" in card
     assert "vLLM accepts one from 0.11.1 on" in card
     assert checkpoint_perplexity(tmp_path / "out", held_out) < 2 * checkpoint_perplexity(latent, held_out)
 

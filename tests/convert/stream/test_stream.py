@@ -38,6 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12},
     "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 0.5, **WINDOW},
     "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window_pattern": 3, **WINDOW},
+    "youtu": {**LATENT, "q_lora_rank": 20, "attention_bias": True},
     "deepseek_v3": {**LATENT, "first_k_dense_replace": 3, "q_lora_rank": 20, "attention_bias": True},
     "deepseek_v3-experts": {
         **LATENT,
@@ -124,7 +125,7 @@ def test_logits_of_every_family_equal_the_stock_forward(family: str, changes: An
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v3-experts"])
+@pytest.mark.parametrize("model_type", ["youtu", "deepseek_v3", "deepseek_v3-experts"])
 def test_logits_of_latent_students_equal_the_stock_forward(model_type: str, tokens: Tensor) -> None:
     model, config, stored = tiny(model_type)
     with torch.no_grad():

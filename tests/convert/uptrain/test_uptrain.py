@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
-from kvfold.convert.targets.deepseek.constant import CONSTANT
+from kvfold.convert.targets.mla.constant import CONSTANT
 from kvfold.convert.uptrain import trainer as uptrain_trainer
 from kvfold.convert.uptrain.__main__ import main
 from kvfold.convert.uptrain.command import uptrain as uptrain_command
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TARGETS = {
     "gqa": {"to": "gqa", "kv_heads": 2, "method": "mean"},
     "mqa": {"to": "mqa", "method": "mean"},
-    "deepseek": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd"},
+    "free": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd"},
     "queries": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "q_rank": 40, "method": "svd"},
     "engine": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "layout": "engine", "samples": 16, "seq_len": 32},
 }
@@ -121,7 +121,7 @@ def test_twenty_steps_of_every_target(converted, text, tmp_path, target):
     before, after = tensors(start), tensors(out)
     assert {n: (t.shape, t.dtype) for n, t in before.items()} == {n: (t.shape, t.dtype) for n, t in after.items()}
     still = [name for name in before if torch.equal(before[name], after[name])]
-    held = "a_layernorm.weight" if target in ("deepseek", "queries") else "nothing"
+    held = "a_layernorm.weight" if target in ("free", "queries") else "nothing"
     assert all(name.endswith(held) for name in still), still
     model = AutoModelForCausalLM.from_pretrained(out)
     assert type(model) is type(AutoModelForCausalLM.from_pretrained(start))
@@ -185,7 +185,7 @@ def test_the_weight_mixes_both_losses(source, converted, text, tmp_path):
 @pytest.mark.parametrize("micro_batch", [8, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_path, monkeypatch, micro_batch):
     options = {"steps": 12, "save_every": 4, "log_every": 3, "eval_every": 6}
-    whole = train(converted("deepseek"), tmp_path / "whole", text, **options)
+    whole = train(converted("free"), tmp_path / "whole", text, **options)
     written = uptrain_trainer.RunLog.on_step_end
 
     def killed(self, args, state, control, **rest):
@@ -195,17 +195,17 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_pa
 
     monkeypatch.setattr(uptrain_trainer.RunLog, "on_step_end", killed)
     with pytest.raises(KeyboardInterrupt):
-        train(converted("deepseek"), tmp_path / "out", text, **options)
+        train(converted("free"), tmp_path / "out", text, **options)
     monkeypatch.undo()
     assert not (tmp_path / "out").exists()
     work = tmp_path / "out.training"
     (work / "checkpoint-8" / COMPLETE).unlink()  # killed while it wrote this one
     with pytest.raises(InputError, match="found checkpoints of an interrupted run; continue it with --resume, or"):
-        train(converted("deepseek"), tmp_path / "out", text, **options)
+        train(converted("free"), tmp_path / "out", text, **options)
     different = "--relative-lr is 0.1, but the run being resumed was started with 0.03; give the same options"
     with pytest.raises(InputError, match=re.escape(different)):
-        train(converted("deepseek"), tmp_path / "out", text, **options, resume=True, relative_lr=0.1)
-    done = train(converted("deepseek"), tmp_path / "out", text, **options, resume=True, micro_batch=micro_batch)
+        train(converted("free"), tmp_path / "out", text, **options, resume=True, relative_lr=0.1)
+    done = train(converted("free"), tmp_path / "out", text, **options, resume=True, micro_batch=micro_batch)
     assert [(row["step"], "loss" in row) for row in done.rows] == [(row["step"], "loss" in row) for row in whole.rows]
     assert losses(done) == pytest.approx(losses(whole), abs=1e-6)
     before, after = tensors(tmp_path / "whole"), tensors(tmp_path / "out")
@@ -232,7 +232,7 @@ def test_the_record_and_the_card(source, converted, text, tmp_path):
 
 def test_the_stored_dtype_is_kept(source, text, tmp_path):
     start = tmp_path / "half"
-    convert_checkpoint(ConvertRequest(str(source), str(start), **TARGETS["deepseek"], dtype="bfloat16", quiet=True))
+    convert_checkpoint(ConvertRequest(str(source), str(start), **TARGETS["free"], dtype="bfloat16", quiet=True))
     train(start, tmp_path / "out", text, steps=2, precision="bfloat16")
     assert {value.dtype for value in tensors(tmp_path / "out").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -434,7 +434,7 @@ def test_the_configuration_for_fsdp_is_one_that_accelerate_reads():
 @pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(source, converted, text, tmp_path):
     options = ["--text", text, "--teacher", source, *options_of(steps=8, eval_every=4, micro_batch=4)]
-    start = converted("deepseek")
+    start = converted("free")
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     two = command(start, tmp_path / "two", *options, start=(*launch, str(ROOT / "recipes" / "uptrain.py")))
     assert two.returncode == 0, two.stderr
@@ -452,7 +452,7 @@ def test_two_processes_give_the_losses_of_one(source, converted, text, tmp_path)
 
 
 def test_every_tensor_learns_in_proportion_to_its_size(converted):
-    model = AutoModelForCausalLM.from_pretrained(converted("deepseek"))
+    model = AutoModelForCausalLM.from_pretrained(converted("free"))
     channel = ConstantChannel(model)
     sizes = tensor_sizes(model, channel)
     assert sizes.keys() == dict(model.named_parameters()).keys()

@@ -1,4 +1,4 @@
-"""The constant channel of layout ``deepseek`` under optimizers, weight decay and low precision."""
+"""The constant channel of layout ``free`` under optimizers, weight decay and low precision."""
 
 import shutil
 
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.checkpoint import open_checkpoint
-from kvfold.convert.targets.deepseek.constant import CONSTANT, norm_weight
+from kvfold.convert.targets.mla.constant import CONSTANT, norm_weight
 from kvfold.convert.uptrain.constant import ConstantChannel, check_constant, has_constant
 from kvfold.convert.uptrain.trainer import next_token_loss
 
@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(scope="module")
 def latent(tiny_family, tmp_path_factory):
-    """A tiny model in layout ``deepseek``, with a query latent."""
+    """A tiny model in layout ``free``, with a query latent."""
     out = tmp_path_factory.mktemp("constant") / "latent"
     source = tiny_family("llama", attention_bias=False, mlp_bias=False)
     request = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "q_rank": 40, "method": "svd", "quiet": True}
@@ -138,7 +138,7 @@ def test_gradients_are_those_of_the_model_but_for_what_is_held(latent):
 def test_which_checkpoints_have_the_channel(latent, tiny_family, tmp_path):
     assert has_constant(open_checkpoint(latent))
     assert not has_constant(open_checkpoint(tiny_family("llama", attention_bias=False, mlp_bias=False)))
-    biased = tmp_path / "a-deepseek-model-with-biases"
+    biased = tmp_path / "a-latent-model-with-biases"
     shutil.copytree(latent, biased)
     tensors = load_file(biased / "model.safetensors")
     tensors["model.layers.1.self_attn.kv_a_proj_with_mqa.bias"][RANKS["kv_a"] - 1] = 0.3

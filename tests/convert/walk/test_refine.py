@@ -13,7 +13,7 @@ from kvfold.convert.conversion.refinement import refinement
 from kvfold.convert.conversion.steps import source_stream
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.io.checkpoint import open_checkpoint
-from kvfold.convert.targets.deepseek.constant import CONSTANT, lr_multipliers
+from kvfold.convert.targets.mla.constant import CONSTANT, lr_multipliers
 from kvfold.convert.walk import refine as refining
 from kvfold.convert.walk.objective import examples
 from kvfold.convert.walk.refine import (

@@ -1,4 +1,4 @@
-"""Problems of DeepSeek layouts, and layout ``engine`` as inference engines read it."""
+"""Problems of MLA layouts, and layout ``engine`` as inference engines read it."""
 
 import json
 
@@ -7,16 +7,16 @@ import torch
 from transformers import AutoConfig
 
 from kvfold.convert.families.model import model_of
-from kvfold.convert.targets.deepseek.config import (
+from kvfold.convert.targets.mla.config import (
     LatentTarget,
-    deepseek_config,
-    deepseek_shapes,
+    mla_config,
+    mla_shapes,
     plain_base,
     rope_config,
 )
-from kvfold.convert.targets.deepseek.constant import CONSTANT, norm_weight
-from kvfold.convert.targets.deepseek.problems import context, latent_problems, model_problems
-from kvfold.convert.targets.deepseek.tensors import deepseek_tensors, interleave
+from kvfold.convert.targets.mla.constant import CONSTANT, norm_weight
+from kvfold.convert.targets.mla.problems import context, latent_problems, model_problems
+from kvfold.convert.targets.mla.tensors import mla_tensors, interleave
 from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
 
 SIZES = {
@@ -42,7 +42,7 @@ def problems(model_type="llama", target=None, *, allow_growth=False, **changes):
 
 
 def test_a_llama_can_become_both_layouts():
-    for layout in ("deepseek", "engine"):
+    for layout in ("free", "engine"):
         assert problems(target=LatentTarget(16, 8, layout=layout)) == []
 
 
@@ -50,7 +50,7 @@ def test_a_llama_can_become_both_layouts():
     ("target", "text"),
     [
         (LatentTarget(16, 7), "--rope-dim 7: rotary dims come in pairs; expected an even number, such as 8"),
-        (LatentTarget(16, 0), "--rope-dim 0: DeepSeek layouts need 2 at least; expected an even number from 2 to 32"),
+        (LatentTarget(16, 0), "--rope-dim 0: MLA layouts need 2 at least; expected an even number from 2 to 32"),
         (LatentTarget(16, 34), "--rope-dim 34: 8 dims of a head rotate, 4 key/value heads; expected at most 32"),
         (
             LatentTarget(16, 10, layout="engine"),
@@ -91,7 +91,7 @@ def test_growth_is_for_those_who_ask_for_it():
         (
             "llama",
             {"mlp_bias": True},
-            "--to mla: llama has biases in its MLPs (down_bias, gate_bias, up_bias), the stock DeepSeek class has none"
+            "--to mla: llama has biases in its MLPs (down_bias, gate_bias, up_bias), the stock MLA class has none"
             "; --to gqa works",
         ),
         (
@@ -103,12 +103,12 @@ def test_growth_is_for_those_who_ask_for_it():
         (
             "starcoder2",
             {},
-            "--to mla: starcoder2 layers use LayerNorm, the stock DeepSeek class has RMSNorm only; --to gqa works",
+            "--to mla: starcoder2 layers use LayerNorm, the stock MLA class has RMSNorm only; --to gqa works",
         ),
         (
             "granite",
             {"residual_multiplier": 0.5},
-            "--to mla: granite has a residual scale of 0.5, the stock DeepSeek class has none; --to gqa works",
+            "--to mla: granite has a residual scale of 0.5, the stock MLA class has none; --to gqa works",
         ),
     ],
 )
@@ -124,17 +124,17 @@ def test_models_that_no_stock_class_can_hold(model_type, changes, text):
             "qwen2",
             {},
             "--layout engine: qwen2 has biases on queries, keys and values, which engines do not read; "
-            "use --layout deepseek",
+            "use --layout free",
         ),
         (
             "llama",
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
-            "--layout engine: rope_type is 'linear', engines take 'default' only; use --layout deepseek",
+            "--layout engine: rope_type is 'linear', engines take 'default' only; use --layout free",
         ),
         (
             "llama",
             {"hidden_act": "gelu"},
-            "--layout engine: the activation is 'gelu', engines take 'silu' only; use --layout deepseek",
+            "--layout engine: the activation is 'gelu', engines take 'silu' only; use --layout free",
         ),
     ],
 )
@@ -200,7 +200,7 @@ ENGINE_KEYS = {
 @pytest.mark.parametrize("tied", [True, False])
 def test_engine_layout_holds_what_the_loaders_read_and_nothing_else(q_rank, tied):
     config = config_of("llama", tie_word_embeddings=tied)
-    shapes = deepseek_shapes(model_of(config), LatentTarget(16, 8, q_rank, "engine"))
+    shapes = mla_shapes(model_of(config), LatentTarget(16, 8, q_rank, "engine"))
     sizes = {"E": 64, "I": 96, "H": 8, "N": 8, "D": 8, "R": 16, "P": 8, "V": 100, "Q": q_rank}
     table = ENGINE_LAYER | ENGINE_QUERIES[q_rank]
     expected = {
@@ -214,7 +214,7 @@ def test_engine_layout_holds_what_the_loaders_read_and_nothing_else(q_rank, tied
 @pytest.mark.parametrize("engine", ENGINE_KEYS)
 def test_engine_config_answers_every_key_that_the_loaders_ask(engine):
     config = config_of("llama", tie_word_embeddings=True)
-    written = deepseek_config(
+    written = mla_config(
         model_of(config), LatentTarget(16, 8, layout="engine"), [1.0, 0.1, 0.01, 0.001], dtype="bfloat16"
     )
     assert [key for key in ENGINE_KEYS[engine].split() if key not in written] == []
@@ -227,9 +227,9 @@ def test_engine_config_answers_every_key_that_the_loaders_ask(engine):
     assert written["num_nextn_predict_layers"] == 0
 
 
-def test_embeddings_stay_tied_in_the_deepseek_layout():
+def test_embeddings_stay_tied_in_layout_free():
     config = config_of("llama", tie_word_embeddings=True)
-    assert "lm_head.weight" not in deepseek_shapes(model_of(config), LatentTarget(16, 8))
+    assert "lm_head.weight" not in mla_shapes(model_of(config), LatentTarget(16, 8))
 
 
 def test_plain_rope_is_recognized_and_anything_else_is_longrope():
@@ -273,7 +273,7 @@ def test_low_precision_holds_the_constant_and_its_norm_exactly(rank, dtype):
         assert torch.tensor(value, dtype=dtype).item() == value
     remainder = CONSTANT / (rank + 1) ** 0.5 / weight
     assert 0.7 < remainder < 1.42
-    stored = deepseek_tensors(random_latent(rank), 0, LatentTarget(rank + 1, 4))
+    stored = mla_tensors(random_latent(rank), 0, LatentTarget(rank + 1, 4))
     assert stored["model.layers.0.self_attn.kv_a_proj_with_mqa.bias"][rank].to(dtype).item() == CONSTANT
     assert not stored["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"][rank].any()
     assert (stored["model.layers.0.self_attn.kv_a_layernorm.weight"] == weight).all()
@@ -283,8 +283,7 @@ def test_constant_channel_undoes_the_norm():
     latent, target = random_latent(), LatentTarget(6, 4)
     latent = latent.map(lambda tensor: tensor / 10)  # about unit energy
     stored = {
-        name.removeprefix("model.layers.0.self_attn."): t.double()
-        for name, t in deepseek_tensors(latent, 0, target).items()
+        name.removeprefix("model.layers.0.self_attn."): t.double() for name, t in mla_tensors(latent, 0, target).items()
     }
     x = torch.randn(100, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     c = (x @ stored["kv_a_proj_with_mqa.weight"].T + stored["kv_a_proj_with_mqa.bias"])[:, :6]
@@ -318,4 +317,4 @@ def test_rotary_rows_are_stored_in_pairs():
 )
 def test_weights_that_do_not_fit_their_layout(latent, target, text):
     with pytest.raises(ValueError, match=text):
-        deepseek_tensors(latent, 0, target)
+        mla_tensors(latent, 0, target)

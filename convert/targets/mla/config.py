@@ -1,8 +1,11 @@
-"""Names, shapes and config of the stock ``DeepseekV3ForCausalLM`` that holds a converted model; without torch.
+"""Names, shapes and config of the stock class that holds a converted model; without torch.
 
-Every layer is dense (``first_k_dense_replace`` is the number of layers). Layout ``deepseek`` uses attention biases: one
-latent channel is the constant that makes the latent's RMSNorm a known factor. Layout ``engine`` has none, so that the
-DeepSeek loaders of inference engines, which read no attention bias and only plain RoPE, take it.
+Layout ``free`` uses attention biases (one latent channel is the constant that makes the latent's RMSNorm a known factor)
+and any frequencies. The DeepSeek loaders of inference engines drop both without a word, so it is no DeepSeek model by
+name but a ``YoutuForCausalLM`` (transformers 5.1 on): the same attention, dense layers, tensors of the same names.
+
+Layout ``engine`` is the ``DeepseekV3ForCausalLM`` that those loaders read right: no bias, plain RoPE, a head of its own,
+every layer dense (``first_k_dense_replace`` is the number of layers).
 """
 
 import math
@@ -25,12 +28,18 @@ _NAMES = {
     "down": "model.layers.{layer}.mlp.down_proj.weight",
 }
 
+LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "youtu")
+_CLASSES: dict[str, dict[str, Any]] = {
+    "free": {"architectures": ["YoutuForCausalLM"], "model_type": "youtu"},
+    "engine": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+}
+
 Shape = tuple[int, ...]
 
 
 def is_latent(config: Mapping[str, Any]) -> bool:
     """Whether a ``config.json`` is that of a model whose attention is latent (MLA) already."""
-    return config.get("model_type") in ("deepseek_v2", "deepseek_v3")
+    return config.get("model_type") in LATENT_TYPES
 
 
 @dataclass(frozen=True)
@@ -43,12 +52,12 @@ class LatentTarget:
     kv_rank: int
     rope_dim: int
     q_rank: int | None = None
-    layout: Literal["deepseek", "engine"] = "deepseek"
+    layout: Literal["free", "engine"] = "free"
 
     @property
     def constant(self) -> bool:
         """Whether one channel of each latent is constant, which is 1 channel as a number."""
-        return self.layout == "deepseek"
+        return self.layout == "free"
 
     @property
     def channels(self) -> int:
@@ -74,7 +83,7 @@ def query_rank(model: Model, target: LatentTarget) -> int | None:
     return target.q_rank
 
 
-def deepseek_shapes(model: Model, target: LatentTarget) -> dict[str, tuple[Shape, str | None]]:
+def mla_shapes(model: Model, target: LatentTarget) -> dict[str, tuple[Shape, str | None]]:
     """Every output tensor: its shape, and the source tensor whose bytes it repeats (None where it is computed)."""
     shapes = dict(_outer(model, target))
     for layer in range(model.geometry.layers):
@@ -83,7 +92,7 @@ def deepseek_shapes(model: Model, target: LatentTarget) -> dict[str, tuple[Shape
 
 
 def layer_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, tuple[Shape, str | None]]:
-    """The tensors of one layer, as ``deepseek_shapes`` gives them."""
+    """The tensors of one layer, as ``mla_shapes`` gives them."""
     attention = attention_shapes(model, target, layer)
     return {name: (shape, None) for name, shape in attention.items()} | dict(_block(model, layer))
 
@@ -141,7 +150,7 @@ def _name(role: str, layer: int) -> str:
     return _NAMES[role].replace("{layer}", str(layer))
 
 
-def deepseek_config(
+def mla_config(
     model: Model,
     target: LatentTarget,
     theta: Sequence[float],
@@ -156,18 +165,16 @@ def deepseek_config(
     """
     size, block, config = model.geometry, model.block, model.config
     longest = size.positions if positions is None else positions
-    intermediate = _intermediate(model)
     special = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
+        **_CLASSES[target.layout],
         "attention_bias": target.constant,
         "attention_dropout": config.get("attention_dropout", 0.0),
         **special,
         "vocab_size": size.vocabulary,
         "hidden_size": size.model_dim,
         "hidden_act": block.activation,
-        "intermediate_size": intermediate,
+        "intermediate_size": _intermediate(model),
         "num_hidden_layers": size.layers,
         "num_attention_heads": size.heads,
         "num_key_value_heads": size.heads,
@@ -181,7 +188,8 @@ def deepseek_config(
         "rms_norm_eps": block.norm_eps,
         "tie_word_embeddings": block.tied and target.layout != "engine",
         "use_cache": True,
-        **_dense_only(size.layers, intermediate),
+        "rope_interleave": True,
+        **(_dense_only(size.layers, _intermediate(model)) if target.layout == "engine" else {}),
         **rope_config(theta, longest),
         "dtype": dtype,
         "torch_dtype": dtype,
@@ -194,12 +202,15 @@ def _intermediate(model: Model) -> int:
 
 
 def _dense_only(layers: int, intermediate: int) -> dict[str, Any]:
-    """Keys about experts, which no layer has: the smallest numbers that the readers of these keys accept."""
+    """Keys about experts, which no layer has: the smallest numbers that the readers of these keys accept.
+
+    Two experts: llama.cpp refuses a model with as many groups of experts as experts.
+    """
     return {
         "first_k_dense_replace": layers,
         "moe_layer_freq": 1,
         "moe_intermediate_size": intermediate,
-        "n_routed_experts": 1,
+        "n_routed_experts": 2,
         "n_shared_experts": 1,
         "num_experts_per_tok": 1,
         "n_group": 1,
@@ -209,7 +220,6 @@ def _dense_only(layers: int, intermediate: int) -> dict[str, Any]:
         "routed_scaling_factor": 1.0,
         "scoring_func": "sigmoid",
         "num_nextn_predict_layers": 0,
-        "rope_interleave": True,
     }
 
 

@@ -1,6 +1,6 @@
-"""A layer of latent attention in the tensors of the stock ``DeepseekV3ForCausalLM``.
+"""A layer of latent attention in the tensors of the stock class.
 
-In layout ``deepseek`` a constant channel makes the norm of each latent a known factor (``constant.py``). In layout
+In layout ``free`` a constant channel makes the norm of each latent a known factor (``constant.py``). In layout
 ``engine`` the norm stays live, with weights of one: the latent must come in a scale in which its rms usually is one
 (``transforms/latent/norm.py``).
 """
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.families.model import Model
-from kvfold.convert.targets.deepseek.config import LatentTarget, attention_module, split_gate_up
-from kvfold.convert.targets.deepseek.constant import CONSTANT, norm_remainder, norm_weight, with_constant
+from kvfold.convert.targets.mla.config import LatentTarget, attention_module, split_gate_up
+from kvfold.convert.targets.mla.constant import CONSTANT, norm_remainder, norm_weight, with_constant
 from kvfold.convert.transforms.latent.weights import LatentWeights
 
 
-def deepseek_tensors(latent: LatentWeights, layer: int, target: LatentTarget) -> dict[str, Tensor]:
+def mla_tensors(latent: LatentWeights, layer: int, target: LatentTarget) -> dict[str, Tensor]:
     """The attention tensors of ``layer`` by name, as ``config.attention_shapes`` lists them.
 
     Raises ``ValueError`` when ``latent`` does not fit ``target`` or has a bias for which the layout has no place.

@@ -1,4 +1,4 @@
-"""The constant channel of layout ``deepseek``: it makes the live norm of a latent a known factor.
+"""The constant channel of layout ``free``: it makes the live norm of a latent a known factor.
 
 DeepSeek normalizes its latents; a converted model must not. The last channel of each latent is a constant ``B``, set
 by a bias, so large that the norm divides by ``B / sqrt(R)`` whatever the token: for a latent ``c`` of unit energy the

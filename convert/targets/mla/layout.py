@@ -1,4 +1,4 @@
-"""MLA: the stock ``DeepseekV3ForCausalLM`` that holds a converted model, as a plan's layout."""
+"""MLA: the stock class that holds a converted model, as a plan's layout."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -7,15 +7,15 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.headers import TORCH_NAMES
 from kvfold.convert.io.shards import OutputTensor
-from kvfold.convert.targets.deepseek.config import (
+from kvfold.convert.targets.mla.config import (
     LatentTarget,
     Shape,
-    deepseek_config,
-    deepseek_shapes,
+    mla_config,
+    mla_shapes,
     layer_shapes,
     split_gate_up,
 )
-from kvfold.convert.targets.deepseek.problems import context
+from kvfold.convert.targets.mla.problems import context
 from kvfold.convert.targets.same_family import stored_dtype
 from kvfold.convert.targets.target import TargetLayout
 
@@ -37,18 +37,18 @@ def latent_layout(
         present = computed_dtype if source is None else checkpoint.tensors[source].dtype
         return OutputTensor(name, stored_dtype(present, dtype), shape, source)
 
-    tensors = tuple(output(name, shape, source) for name, (shape, source) in deepseek_shapes(model, target).items())
+    tensors = tuple(output(name, shape, source) for name, (shape, source) in mla_shapes(model, target).items())
     computed = tuple(
         tuple(name for name, (_, source) in layer_shapes(model, target, layer).items() if source is None)
         for layer in range(model.geometry.layers)
     )
     stored = dtype or TORCH_NAMES[computed_dtype]
-    config = deepseek_config(model, target, theta, dtype=stored, positions=context(model))
+    config = mla_config(model, target, theta, dtype=stored, positions=context(model))
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
-        from kvfold.convert.targets.deepseek.tensors import deepseek_tensors, mlp_tensors
+        from kvfold.convert.targets.mla.tensors import mla_tensors, mlp_tensors
 
-        return deepseek_tensors(weights, layer, target) | mlp_tensors(model, layer, checkpoint.read)
+        return mla_tensors(weights, layer, target) | mlp_tensors(model, layer, checkpoint.read)
 
     kind, elements = f"MLA {target.kv_rank}+{target.rope_dim}", target.kv_rank + target.rope_dim
     return TargetLayout(kind, config, tensors, computed, elements, encode)

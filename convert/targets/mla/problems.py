@@ -1,4 +1,4 @@
-"""Reasons why a model cannot become a stock DeepSeek checkpoint, from its config alone; without torch.
+"""Reasons why a model cannot become a stock MLA checkpoint, from its config alone; without torch.
 
 Each is one line: the property of the model, and what would work.
 """
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from kvfold.convert.families.geometry import Block, Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.tensors import ROLES
-from kvfold.convert.targets.deepseek.config import LatentTarget, full_query_rank
+from kvfold.convert.targets.mla.config import LatentTarget, full_query_rank
 from kvfold.convert.targets.same_family import cache_elements
 
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
@@ -20,7 +20,7 @@ _INSTEAD = "--to gqa works"
 def latent_problems(model: Model, target: LatentTarget, *, allow_growth: bool = False) -> list[str]:
     """All problems of this conversion, those of any target first. Empty when it is possible."""
     engine = _engine_problems(model) if target.layout == "engine" else ()
-    advised = (f"--layout engine: {problem}; use --layout deepseek" for problem in engine)
+    advised = (f"--layout engine: {problem}; use --layout free" for problem in engine)
     return [*model_problems(model), *advised, *_size_problems(model.geometry, target, allow_growth)]
 
 
@@ -46,27 +46,27 @@ def context(model: Model) -> int:
 def _block_problems(block: Block) -> Iterator[str]:
     if block.norm != "rms" or block.norm_bias or not block.norm_weight or block.norm_offset:
         described = "LayerNorm" if block.norm == "layer" else "another kind of RMSNorm"
-        yield f"layers use {described}, the stock DeepSeek class has RMSNorm only"
+        yield f"layers use {described}, the stock MLA class has RMSNorm only"
     if block.mlp == "plain":
-        yield "MLPs have no gate, those of the stock DeepSeek class do"
+        yield "MLPs have no gate, those of the stock MLA class do"
     if block.order != "pre":
-        yield f"norms are placed as {block.order!r}, the stock DeepSeek class has them before attention and MLP"
+        yield f"norms are placed as {block.order!r}, the stock MLA class has them before attention and MLP"
     if block.sparse:
         yield "layers hold experts, only dense models can become MLA"
     scales = {"residual": block.residual_scale, "embedding": block.embedding_scale, "logit": block.logit_scale}
     for name, value in scales.items():
         if value != 1.0:
-            yield f"has a {name} scale of {value:g}, the stock DeepSeek class has none"
+            yield f"has a {name} scale of {value:g}, the stock MLA class has none"
     if block.logit_softcap is not None:
-        yield f"caps its logits softly at {block.logit_softcap:g}, the stock DeepSeek class does not"
+        yield f"caps its logits softly at {block.logit_softcap:g}, the stock MLA class does not"
 
 
 def _tensor_problems(model: Model) -> Iterator[str]:
     roles = {role for role, _ in model.names} - {*ROLES}
     if biases := sorted(roles & _MLP_BIASES):
-        yield f"has biases in its MLPs ({', '.join(biases)}), the stock DeepSeek class has none"
+        yield f"has biases in its MLPs ({', '.join(biases)}), the stock MLA class has none"
     if other := sorted(roles - _ROLES - _MLP_BIASES):
-        yield f"has tensors that the stock DeepSeek class lacks ({', '.join(other)})"
+        yield f"has tensors that the stock MLA class lacks ({', '.join(other)})"
 
 
 def _attention_problems(model: Model) -> Iterator[str]:
@@ -79,11 +79,11 @@ def _attention_problems(model: Model) -> Iterator[str]:
             f"{longest} (max_position_embeddings); MLA has no windows"
         )
     if any(layer.softcap is not None for layer in layers):
-        yield "caps its scores softly, the stock DeepSeek class does not"
+        yield "caps its scores softly, the stock MLA class does not"
     if any(layer.clip is not None for layer in layers):
-        yield "clips queries, keys and values, the stock DeepSeek class does not"
+        yield "clips queries, keys and values, the stock MLA class does not"
     if not all(layer.causal for layer in layers):
-        yield "attends in both directions, the stock DeepSeek class only backwards"
+        yield "attends in both directions, the stock MLA class only backwards"
 
 
 def _rope_problems(model: Model) -> Iterator[str]:
@@ -94,7 +94,7 @@ def _rope_problems(model: Model) -> Iterator[str]:
         fixed = ", ".join(_FIXED_ROPE)
         yield f"has rope_type {kind!r}, expected one whose frequencies are fixed ({fixed})"
     if any(table != tables[0] for table in tables):
-        yield "rotates at frequencies that differ between layer types, the stock DeepSeek class has one set"
+        yield "rotates at frequencies that differ between layer types, the stock MLA class has one set"
 
 
 def _engine_problems(model: Model) -> Iterator[str]:
@@ -128,7 +128,7 @@ def _rope_size_problems(size: Geometry, target: LatentTarget) -> Iterator[str]:
     rope, engine = target.rope_dim, target.layout == "engine"
     most = size.rotary_dims * (1 if engine else size.kv_heads)
     if rope < 2:
-        yield f"--rope-dim {rope}: DeepSeek layouts need 2 at least; expected an even number from 2 to {most}"
+        yield f"--rope-dim {rope}: MLA layouts need 2 at least; expected an even number from 2 to {most}"
     elif rope > most:
         heads = "one pair per frequency" if engine else f"{size.kv_heads} key/value heads"
         yield f"--rope-dim {rope}: {size.rotary_dims} dims of a head rotate, {heads}; expected at most {most}"

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Trainer
 from kvfold.convert.families.layout import read_layer
 from kvfold.convert.families.model import model_of
 from kvfold.convert.families.rotary import layer_rotary
-from kvfold.convert.targets.deepseek.config import NORM_EPS, LatentTarget, deepseek_config, deepseek_shapes, query_rank
-from kvfold.convert.targets.deepseek.problems import context, latent_problems
-from kvfold.convert.targets.deepseek.tensors import deepseek_tensors, mlp_tensors
+from kvfold.convert.targets.mla.config import NORM_EPS, LatentTarget, mla_config, mla_shapes, query_rank
+from kvfold.convert.targets.mla.problems import context, latent_problems
+from kvfold.convert.targets.mla.tensors import mla_tensors, mlp_tensors
 from kvfold.convert.transforms.latent.latent import to_latent
 from kvfold.convert.transforms.latent.norm import live_norm
 from kvfold.convert.transforms.latent.queries import query_latent
@@ -163,13 +163,13 @@ def convert(model, target, folder, dtype=torch.float32):
         latents.append(latent if target.constant else live_norm(latent, inputs[layer]))
     tensors = {}
     for layer, latent in enumerate(latents):
-        tensors |= deepseek_tensors(latent, layer, target) | mlp_tensors(bound, layer, read)
-    shapes = deepseek_shapes(bound, target)
+        tensors |= mla_tensors(latent, layer, target) | mlp_tensors(bound, layer, read)
+    shapes = mla_shapes(bound, target)
     tensors |= {name: read(source) for name, (_, source) in shapes.items() if source is not None}
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
         name: item[0] for name, item in shapes.items()
     }
-    written = deepseek_config(
+    written = mla_config(
         bound,
         target,
         slots.theta.tolist(),

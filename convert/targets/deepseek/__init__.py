@@ -1,1 +1,0 @@
-"""The stock DeepSeek-V3 class as a target."""

@@ -1,0 +1,1 @@
+"""The stock classes with latent attention as targets."""
