@@ -1,11 +1,12 @@
 """Names, shapes and config of the stock class that holds a converted model; without torch.
 
-Layout ``free`` uses attention biases (one latent channel is the constant that makes the latent's RMSNorm a known factor)
-and any frequencies. The DeepSeek loaders of inference engines drop both without a word, so it is no DeepSeek model by
-name but a ``YoutuForCausalLM`` (transformers 5.1 on): the same attention, dense layers, tensors of the same names.
+Layout ``free`` uses attention biases (one latent channel is the constant that makes the latent's RMSNorm a known
+factor) and any frequencies. The DeepSeek loaders of inference engines drop both without a word, so it is no DeepSeek
+model by name but a ``YoutuForCausalLM`` (transformers 5.1 on): the same attention, dense layers, tensors of the same
+names.
 
-Layout ``engine`` is the ``DeepseekV3ForCausalLM`` that those loaders read right: no bias, plain RoPE, a head of its own,
-every layer dense (``first_k_dense_replace`` is the number of layers).
+Layout ``engine`` is the ``DeepseekV3ForCausalLM`` that those loaders read right: no bias, plain RoPE, a head of its
+own, every layer dense (``first_k_dense_replace`` is the number of layers).
 """
 
 import math

@@ -10,9 +10,9 @@ from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.targets.mla.config import (
     LatentTarget,
     Shape,
+    layer_shapes,
     mla_config,
     mla_shapes,
-    layer_shapes,
     split_gate_up,
 )
 from kvfold.convert.targets.mla.problems import context

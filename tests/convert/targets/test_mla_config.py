@@ -16,7 +16,7 @@ from kvfold.convert.targets.mla.config import (
 )
 from kvfold.convert.targets.mla.constant import CONSTANT, norm_weight
 from kvfold.convert.targets.mla.problems import context, latent_problems, model_problems
-from kvfold.convert.targets.mla.tensors import mla_tensors, interleave
+from kvfold.convert.targets.mla.tensors import interleave, mla_tensors
 from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
 
 SIZES = {
