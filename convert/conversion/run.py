@@ -79,6 +79,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             plan, measured = _write_weights(plan, folder, Stages(progress, request.quiet))
             record = _write_side_files(plan, measured, folder)
             forget(folder)
+            checkpoint.check_unchanged()
     finally:
         checkpoint.close()
     done = Conversion(plan, Path(request.out), time.monotonic() - started, record)

@@ -7,7 +7,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +15,7 @@ from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.io import folder as folders
 from kvfold.convert.io import hub
 from kvfold.convert.io.headers import Header, TensorInfo
+from kvfold.convert.io.unchanged import FileState, changed_files, file_states
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +51,7 @@ class Checkpoint:
     digests: dict[str, str]  # file -> sha256 of its header; "config.json" -> sha256 of its bytes
     reader: Reader
     aliases: dict[str, str]
+    states: dict[Path, FileState] = field(default_factory=dict)  # of every local file, from before it was read
 
     @property
     def hub_id(self) -> str | None:
@@ -90,6 +92,15 @@ class Checkpoint:
     def python_files(self) -> list[Path]:
         """Python files beside the weights (remote code)."""
         return sorted(path for path in self.folder.iterdir() if path.suffix == ".py")
+
+    def check_unchanged(self) -> None:
+        """Raises InputError when a file is another than when the checkpoint was opened; call before publishing."""
+        if changes := changed_files(self.states):
+            raise InputError(
+                f"{self.origin}: expected its files to stay as they were, found {len(changes)} of them changed during "
+                "the run; nothing was kept: run again once nothing writes to them",
+                changes,
+            )
 
     def close(self) -> None:
         self.reader.close()
@@ -183,10 +194,12 @@ def _open_snapshot(model: hub.HubModel) -> Checkpoint:
 
 
 def _open_folder(folder: Path, origin: str = "") -> Checkpoint:
+    names = sorted(os.listdir(folder))
+    states = file_states(folder / name for name in (folders.CONFIG, *folders.extra_names(names)))
     config, digest = folders.read_config(folder)
     folders.raise_problems(folders.quantized_problems(config, [], str(folder)))
-    names = sorted(os.listdir(folder))
     entry, legacy = folders.weight_files(names, str(folder))
+    states |= file_states([folder / entry])
     weight_map, files = _weight_map(folder, entry)
     problems = folders.stray_shards(names, entry, weight_map) if weight_map else []
     headers: dict[str, Header] = {}
@@ -196,13 +209,14 @@ def _open_folder(folder: Path, origin: str = "") -> Checkpoint:
     for file in files:
         try:
             paths[file] = folders.resolve_member(folder, file)
+            states |= file_states([paths[file]])
             headers[file] = _read_header(paths[file], file, aliases if legacy else None)
         except InputError as error:
             headers[file] = Header(problems=[error.message])
     tensors = _checked(entry, weight_map, headers, problems)
     reader = _legacy_reader(paths) if legacy else _SafetensorsReader(paths)
     digests = {folders.CONFIG: digest, **{file: header.digest for file, header in headers.items()}}
-    return Checkpoint(folder, config, tensors, origin or folder.name, digests, reader, aliases)
+    return Checkpoint(folder, config, tensors, origin or folder.name, digests, reader, aliases, states)
 
 
 def _open_remote(files: hub.RemoteFiles, entry: str) -> Checkpoint:

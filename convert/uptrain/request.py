@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.request import DEVICES, Device
+from kvfold.convert.sizes import parse_size
 
 Trained = Literal["all", "attention"]
 Schedule = Literal["cosine", "linear", "constant"]
@@ -113,6 +114,10 @@ def _least_problems(request: UptrainRequest) -> list[str]:
 
 def _other_problems(request: UptrainRequest) -> list[str]:
     problems = []
+    if parse_size(request.max_shard_size) is None:
+        problems.append(
+            f"--max-shard-size: expected a size such as 5GB, 500MB or 2GiB, found {request.max_shard_size!r}"
+        )
     if request.relative_lr is not None and not 0 < request.relative_lr < 1:
         problems.append(f"--relative-lr: expected a number between 0 and 1, found {request.relative_lr}")
     if not 0 <= request.warmup < 1:

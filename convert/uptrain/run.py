@@ -24,6 +24,7 @@ from kvfold.convert.uptrain.plot import draw_curve, read_log
 from kvfold.convert.uptrain.processes import run_on_first
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.resume import LOG, finish, last_checkpoint, prepare
+from kvfold.convert.uptrain.side_files import SideFiles, read_side_files
 from kvfold.convert.uptrain.write import write_trained
 
 
@@ -45,16 +46,17 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
     source = open_checkpoint(request.model)
     try:
         check_output(request.out, overwrite=request.overwrite, model=source.folder)
+        beside = read_side_files(source)
         config = load_config(source, request.trust_remote_code)
         positions = getattr(config, "max_position_embeddings", None)
         check_seq_len(request.seq_len, positions or request.seq_len, source.origin)
         plan = _token_plan(request, source, config.vocab_size)
-        return _train(request, source, config.hidden_size, plan)
+        return _train(request, source, beside, config.hidden_size, plan)
     finally:
         source.close()
 
 
-def _train(request: UptrainRequest, source: Checkpoint, width: int, plan: TokenPlan) -> Uptrained:
+def _train(request: UptrainRequest, source: Checkpoint, beside: SideFiles, width: int, plan: TokenPlan) -> Uptrained:
     from kvfold.convert.uptrain.trainer import Uptrainer
 
     checkpoint = last_checkpoint(request)
@@ -73,13 +75,18 @@ def _train(request: UptrainRequest, source: Checkpoint, width: int, plan: TokenP
     def write() -> Uptrained:
         if channel is not None:
             check_constant(state, source)
-        return _write(request, source, trainer, state, plan)
+        return _write(request, source, beside, trainer, state, plan)
 
     return run_on_first(write) or Uptrained({}, [])
 
 
 def _write(
-    request: UptrainRequest, source: Checkpoint, trainer: Any, state: dict[str, Tensor], plan: TokenPlan
+    request: UptrainRequest,
+    source: Checkpoint,
+    beside: SideFiles,
+    trainer: Any,
+    state: dict[str, Tensor],
+    plan: TokenPlan,
 ) -> Uptrained:
     rows = read_log(request.work / LOG)
     record: dict[str, Any] = {
@@ -92,7 +99,7 @@ def _write(
         ends = [{name: value for name, value in measured[i].items() if name.startswith("eval_")} for i in (0, -1)]
         counts = {"sequences": plan.held_out, "length": plan.length}
         record["held_out"] = {**counts, "before": ends[0], "after": ends[1]}
-    write_trained(request, source, trainer.accelerator.unwrap_model(trainer.model), state, record)
+    write_trained(request, source, beside, trainer.accelerator.unwrap_model(trainer.model), state, record)
     plot = request.plot or (str(request.work / "curve.png") if find_spec("matplotlib") else None)
     if plot is not None:
         draw_curve(rows, plot, f"{source.origin}: {request.steps} steps of {request.batch_tokens} tokens")

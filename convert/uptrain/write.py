@@ -1,7 +1,5 @@
 """The trained checkpoint: layout, config and side files of its source, and the record of the training."""
 
-import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,9 @@ from kvfold.convert.io.atomic import output_folder
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.config import dump
 from kvfold.convert.io.tensors import torch_dtype
+from kvfold.convert.sizes import parse_size
 from kvfold.convert.uptrain.request import UptrainRequest
+from kvfold.convert.uptrain.side_files import SideFiles
 
 _SECTION = """
 ## Uptraining
@@ -33,11 +33,17 @@ _ROWS = {
 
 
 def write_trained(
-    request: UptrainRequest, source: Checkpoint, model: Any, state: Mapping[str, Tensor], training: Mapping[str, Any]
+    request: UptrainRequest,
+    source: Checkpoint,
+    beside: SideFiles,
+    model: Any,
+    state: Mapping[str, Tensor],
+    training: Mapping[str, Any],
 ) -> None:
     """Write OUT, whole or not at all. ``training`` is the record of the run for ``kvfold.json``.
 
-    Raises KvfoldError when the written tensors are not those of the source by name, dtype and shape.
+    ``beside`` are the side files of ``source``. Raises KvfoldError when the written tensors are not those of the
+    source by name, dtype and shape.
     """
     with output_folder(request.out, overwrite=request.overwrite, model=source.folder) as folder:
         dtypes = {name: torch_dtype(info.dtype) for name, info in source.tensors.items()}
@@ -45,11 +51,11 @@ def write_trained(
         # a cast copies a tied head, and save_pretrained no longer sees that it is one
         tied = {"lm_head.weight"} - dtypes.keys() if model.config.get_text_config().tie_word_embeddings else set()
         stored = {name: value.to(dtypes.get(name, most_common)) for name, value in state.items() if name not in tied}
-        model.save_pretrained(folder, state_dict=stored, max_shard_size=request.max_shard_size)
-        for path in [source.folder / "config.json", *source.extra_files(), *source.python_files()]:
-            shutil.copyfile(path, folder / path.name)
-        _write_records(source.folder, folder, request, training)
+        model.save_pretrained(folder, state_dict=stored, max_shard_size=parse_size(request.max_shard_size))
+        beside.write(folder)
+        _write_records(beside, folder, request, training)
         _check(source, folder, stored)
+        source.check_unchanged()
 
 
 def _check(source: Checkpoint, folder: Path, trained: Mapping[str, Tensor]) -> None:
@@ -70,16 +76,14 @@ def _check(source: Checkpoint, folder: Path, trained: Mapping[str, Tensor]) -> N
             )
 
 
-def _write_records(before: Path, folder: Path, request: UptrainRequest, training: Mapping[str, Any]) -> None:
+def _write_records(beside: SideFiles, folder: Path, request: UptrainRequest, training: Mapping[str, Any]) -> None:
     """``kvfold.json`` and the model card of the source, each with the training added."""
-    old = before / "kvfold.json"
-    record = json.loads(old.read_text(encoding="utf-8")) if old.is_file() else {"format": 2}
+    record = dict(beside.record)
     if "drift" in record:
         record["drift_before_uptraining"] = record.pop("drift")
     record["uptraining"] = {**training, "versions": versions()}
     (folder / "kvfold.json").write_text(dump(record), encoding="utf-8")
-    card = before / "README.md"
-    text = card.read_text(encoding="utf-8") if card.is_file() else f"# {Path(request.out).name}\n"
+    text = f"# {Path(request.out).name}\n" if beside.card is None else beside.card
     (folder / "README.md").write_text(text.rstrip("\n") + "\n" + _section(request, training), encoding="utf-8")
 
 
