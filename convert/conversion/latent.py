@@ -139,7 +139,7 @@ def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -
     if plan.request.resolved_method == "svd":
         return Candidate(svd_plan(plan), svd_slots(plan))
     choose = rope_slots.plain_slots if target.layout == "engine" else rope_slots.choose_slots
-    slots = choose(layers, target.rope_dim)
+    slots = choose(layers, target.rope_kept(plan.geometry.rotary_dims))
     return Candidate(resolved(plan, target, [float(angle) for angle in slots.theta]), slots)
 
 

@@ -12,7 +12,7 @@ from kvfold.convert.families.tensors import Role
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.shards import Shard, assign_shards
 from kvfold.convert.request import ConvertRequest
-from kvfold.convert.targets.mla.config import LatentTarget, query_rank
+from kvfold.convert.targets.mla.config import LatentTarget, padding, query_rank
 from kvfold.convert.targets.mla.layout import latent_layout, latent_reads
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.same_family import (
@@ -71,6 +71,11 @@ class Plan:
     def query_rank(self) -> int | None:
         """Channels of the query latent in the files, None without one."""
         return query_rank(self.model, self.latent_target())
+
+    @property
+    def padding(self) -> int:
+        """Parameters that are zero because heads are padded to the sizes of engines' kernels."""
+        return 0 if self.latent is None else padding(self.model, self.latent)
 
     def read_names(self, layer: int) -> tuple[str, ...]:
         """The source tensors that the transform of ``layer`` reads."""

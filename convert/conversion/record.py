@@ -3,6 +3,7 @@
 ``kvfold.json`` holds no dates, timings or paths, so that equal requests give equal bytes.
 """
 
+import math
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -34,6 +35,7 @@ def record(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
         "source": {"name": plan.source_name, "sha256": plan.checkpoint.source_hash()},
         "attention": {"from": plan.source_kind, "to": plan.layout.kind},
         "cache_elements_per_token_per_layer": {"from": plan.cache_elements, "to": plan.layout.cache_elements},
+        **({"padding_parameters": plan.padding} if plan.padding else {}),
         **measured,
         "tensors": {name: {"origin": kind, "from": list(names)} for name, (kind, names) in plan.origins().items()},
     }
@@ -53,6 +55,19 @@ def headline(plan: Plan) -> str:
     )
 
 
+def padding_text(plan: Plan) -> str:
+    """A sentence on padded heads; empty where there are none."""
+    if not plan.padding:
+        return ""
+    config = plan.layout.config
+    nope, rope, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
+    stored = sum(math.prod(tensor.shape) for tensor in plan.layout.tensors)
+    return (
+        f"heads are padded to {nope} + {rope} and {value} dims, which engines have kernels for: {plan.padding:,} zeros "
+        f"among {stored:,} parameters; cache and results stay the same"
+    )
+
+
 def plan_text(plan: Plan) -> str:
     """The output of ``--dry-run``: tensors to compute, files, and disk space."""
     computed = {name for names in plan.layout.computed for name in names}
@@ -60,6 +75,7 @@ def plan_text(plan: Plan) -> str:
     before = plan.checkpoint.tensors
     lines = [
         headline(plan),
+        *filter(None, [padding_text(plan)]),
         f"tensors: {len(plan.layout.tensors) - len(computed)} copied, {len(computed)} computed; in layer 0:",
         *(
             f"  {t.name}  {t.dtype} {_shape(before[t.name].shape) if t.name in before else 'new'} -> {_shape(t.shape)}"

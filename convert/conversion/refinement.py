@@ -8,7 +8,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.targets.mla.constant import lr_multipliers
+from kvfold.convert.targets.mla import constant, padding
 from kvfold.convert.walk.objective import AttentionUpdate
 from kvfold.convert.walk.refine import AUTO_STEPS, Refined, Refinement, refine_layer
 from kvfold.convert.walk.walk import Step
@@ -52,9 +52,11 @@ def refinement(plan: Plan, steps: int | str, display: "_Display") -> Refinement:
     update = _attention_update(plan)
     if plan.request.to != "mla":
         return Refinement(steps, plan.request.seed, update, update, progress=display)
-    if plan.latent_target().constant:
-        return Refinement(steps, plan.request.seed, update, lr_multipliers=lr_multipliers, progress=display)
-    return Refinement(steps, plan.request.seed, update, progress=display)
+    target = plan.latent_target()
+    if not target.constant and not target.padded:
+        return Refinement(steps, plan.request.seed, update, progress=display)
+    multipliers = constant.lr_multipliers if target.constant else padding.lr_multipliers
+    return Refinement(steps, plan.request.seed, update, lr_multipliers=multipliers, progress=display)
 
 
 def _attention_update(plan: Plan) -> AttentionUpdate:

@@ -9,13 +9,13 @@ Layout ``engine`` is the ``DeepseekV3ForCausalLM`` that those loaders read right
 own, every layer dense (``first_k_dense_replace`` is the number of layers).
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
+from kvfold.convert.targets.mla.rope import rope_config
 
 NORM_EPS = 1e-6  # of both latent norms, as the stock class hard-codes it
 _NAMES = {
@@ -29,6 +29,9 @@ _NAMES = {
     "down": "model.layers.{layer}.mlp.down_proj.weight",
 }
 
+# Sizes that vLLM's MLA kernels take: cached elements R + P, and dims of a head (unrotated, rotary, value).
+KERNEL_CACHES = (576, 512, 320)
+KERNEL_HEADS = ((128, 64, 128), (64, 64, 128), (192, 64, 256), (256, 0, 256))
 LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "youtu")
 _CLASSES: dict[str, dict[str, Any]] = {
     "free": {"architectures": ["YoutuForCausalLM"], "model_type": "youtu"},
@@ -64,6 +67,25 @@ class LatentTarget:
     def channels(self) -> int:
         """Latent channels without the constant one."""
         return self.kv_rank - self.constant
+
+    @property
+    def padded(self) -> bool:
+        """Whether heads get zeros until kernels take them: where the cache itself has a size that they take."""
+        sizes = {rope for _, rope, _ in KERNEL_HEADS}
+        return self.layout == "engine" and self.rope_dim in sizes and self.kv_rank + self.rope_dim in KERNEL_CACHES
+
+    def head_dims(self, dim: int) -> tuple[int, int]:
+        """Unrotated dims and value dims of a head in the files, for heads of ``dim`` dims: the nearest that fit.
+
+        Zeros change nothing: the scale of the scores is in the queries, and the cache holds no heads.
+        """
+        sizes = [(n, v) for n, rope, v in KERNEL_HEADS if rope == self.rope_dim and min(n, v) >= dim]
+        return min(sizes, key=sum, default=(dim, dim)) if self.padded else (dim, dim)
+
+    def rope_kept(self, rotary_dims: int) -> int:
+        """Rotary dims of the files that hold keys; the rest are zero where only ``P / k`` dims of a head rotate."""
+        fills = not self.padded or rotary_dims == 0 or self.rope_dim % rotary_dims
+        return self.rope_dim if fills else rotary_dims
 
 
 def attention_module(layer: int) -> str:
@@ -101,8 +123,9 @@ def layer_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, tu
 def attention_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, Shape]:
     """The attention tensors of ``layer``, all of them computed."""
     size, module = model.geometry, attention_module(layer)
-    heads, dim, width, rank = size.heads, size.head_dim, size.model_dim, target.kv_rank
-    queries, q_rank = heads * (dim + target.rope_dim), query_rank(model, target)
+    heads, width, rank = size.heads, size.model_dim, target.kv_rank
+    nope, value = target.head_dims(size.head_dim)
+    queries, q_rank = heads * (nope + target.rope_dim), query_rank(model, target)
     if q_rank is None:
         shapes: dict[str, Shape] = {"q_proj.weight": (queries, width)}
     else:
@@ -113,13 +136,22 @@ def attention_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str
         }
     shapes["kv_a_proj_with_mqa.weight"] = (rank + target.rope_dim, width)
     shapes["kv_a_layernorm.weight"] = (rank,)
-    shapes["kv_b_proj.weight"] = (heads * 2 * dim, rank)
-    shapes["o_proj.weight"] = (width, heads * dim)
+    shapes["kv_b_proj.weight"] = (heads * (nope + value), rank)
+    shapes["o_proj.weight"] = (width, heads * value)
     if target.constant:
         biased = {"kv_a_proj_with_mqa": rank + target.rope_dim, "o_proj": width}
         biased |= {} if q_rank is None else {"q_a_proj": q_rank}
         shapes |= {f"{name}.bias": (rows,) for name, rows in biased.items()}
     return {f"{module}.{name}": shape for name, shape in shapes.items()}
+
+
+def padding(model: Model, target: LatentTarget) -> int:
+    """Parameters that are zero because heads are padded."""
+    size = model.geometry
+    nope, value = (padded - size.head_dim for padded in target.head_dims(size.head_dim))
+    rope, inputs = target.rope_dim - target.rope_kept(size.rotary_dims), query_rank(model, target) or size.model_dim
+    heads = (nope + rope) * inputs + (nope + value) * target.kv_rank + value * size.model_dim
+    return size.layers * (size.heads * heads + rope * size.model_dim)
 
 
 def split_gate_up(model: Model, layer: int) -> tuple[str, str, str] | None:
@@ -166,6 +198,7 @@ def mla_config(
     """
     size, block, config = model.geometry, model.block, model.config
     longest = size.positions if positions is None else positions
+    nope, value = target.head_dims(size.head_dim)
     special = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {
         **_CLASSES[target.layout],
@@ -181,9 +214,9 @@ def mla_config(
         "num_key_value_heads": size.heads,
         "kv_lora_rank": target.kv_rank,
         "q_lora_rank": query_rank(model, target),
-        "qk_nope_head_dim": size.head_dim,
+        "qk_nope_head_dim": nope,
         "qk_rope_head_dim": target.rope_dim,
-        "v_head_dim": size.head_dim,
+        "v_head_dim": value,
         "max_position_embeddings": longest,
         "initializer_range": size.initializer_range,
         "rms_norm_eps": block.norm_eps,
@@ -222,43 +255,3 @@ def _dense_only(layers: int, intermediate: int) -> dict[str, Any]:
         "scoring_func": "sigmoid",
         "num_nextn_predict_layers": 0,
     }
-
-
-def rope_config(theta: Sequence[float], positions: int) -> dict[str, Any]:
-    """The rope keys for these frequencies, in the older and the newer spelling.
-
-    Plain RoPE where it has these frequencies, else ``longrope``: its factors divide the standard frequencies one by
-    one, here by the same for every length of text.
-    """
-    base = plain_base(theta)
-    if base is not None:
-        return {
-            "rope_theta": base,
-            "rope_scaling": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": base},
-        }
-    base, pairs = 10000.0, len(theta)
-    factors = [base ** (-index / pairs) / angle for index, angle in enumerate(theta)]
-    scaling = {
-        "rope_type": "longrope",
-        "factor": 1.0,
-        "attention_factor": 1.0,
-        "short_factor": factors,
-        "long_factor": factors,
-        "original_max_position_embeddings": positions,
-    }
-    return {
-        "rope_theta": base,
-        "rope_scaling": {**scaling, "type": "longrope"},
-        "rope_parameters": {**scaling, "rope_theta": base},
-    }
-
-
-def plain_base(theta: Sequence[float]) -> float | None:
-    """``base`` where ``theta_i = base^(-2i/P)`` for all ``P/2`` of them (to float32's precision), else None."""
-    if not math.isclose(theta[0], 1.0, rel_tol=1e-7):
-        return None
-    base = 10000.0 if len(theta) == 1 else theta[-1] ** (-len(theta) / (len(theta) - 1))
-    base = float(round(base)) if math.isclose(base, round(base), rel_tol=1e-6) else base
-    plain = (base ** (-index / len(theta)) for index in range(len(theta)))
-    return base if all(math.isclose(a, b, rel_tol=3e-7) for a, b in zip(theta, plain, strict=True)) else None

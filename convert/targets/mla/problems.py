@@ -129,7 +129,7 @@ def _rope_size_problems(size: Geometry, target: LatentTarget) -> Iterator[str]:
     most = size.rotary_dims * (1 if engine else size.kv_heads)
     if rope < 2:
         yield f"--rope-dim {rope}: MLA layouts need 2 at least; expected an even number from 2 to {most}"
-    elif rope > most:
+    elif target.rope_kept(size.rotary_dims) > most:
         heads = "one pair per frequency" if engine else f"{size.kv_heads} key/value heads"
         yield f"--rope-dim {rope}: {size.rotary_dims} dims of a head rotate, {heads}; expected at most {most}"
     elif rope % 2:

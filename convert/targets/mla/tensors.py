@@ -2,7 +2,7 @@
 
 In layout ``free`` a constant channel makes the norm of each latent a known factor (``constant.py``). In layout
 ``engine`` the norm stays live, with weights of one: the latent must come in a scale in which its rms usually is one
-(``transforms/latent/norm.py``).
+(``transforms/latent/norm.py``). Its heads may be padded with zeros (``padding.py``).
 """
 
 import math
@@ -14,6 +14,7 @@ from torch import Tensor
 from kvfold.convert.families.model import Model
 from kvfold.convert.targets.mla.config import LatentTarget, attention_module, split_gate_up
 from kvfold.convert.targets.mla.constant import CONSTANT, norm_remainder, norm_weight, with_constant
+from kvfold.convert.targets.mla.padding import padded
 from kvfold.convert.transforms.latent.weights import LatentWeights
 
 
@@ -23,6 +24,7 @@ def mla_tensors(latent: LatentWeights, layer: int, target: LatentTarget) -> dict
     Raises ``ValueError`` when ``latent`` does not fit ``target`` or has a bias for which the layout has no place.
     """
     _check(latent, target)
+    latent = padded(latent, target)
     tensors = {**_queries(latent, target), **_keys_and_values(latent, target)}
     tensors["o_proj.weight"] = latent.o.flatten(1)
     if target.constant:
@@ -40,9 +42,10 @@ def interleave(rows: Tensor, dim: int) -> Tensor:
 
 
 def _check(latent: LatentWeights, target: LatentTarget) -> None:
-    if (latent.rank, latent.rope_dim) != (target.channels, target.rope_dim):
+    rope = target.rope_kept(latent.rope_dim)
+    if (latent.rank, latent.rope_dim) != (target.channels, rope):
         raise ValueError(
-            f"latent: expected {target.channels} channels and {target.rope_dim} rotary dims, "
+            f"latent: expected {target.channels} channels and {rope} rotary dims, "
             f"found {latent.rank} and {latent.rope_dim}"
         )
     biases = ("down_bias", "rope_key_bias", "q_nope_bias", "q_rope_bias", "o_bias")

@@ -11,11 +11,11 @@ from kvfold.convert.targets.mla.config import (
     LatentTarget,
     mla_config,
     mla_shapes,
-    plain_base,
-    rope_config,
 )
 from kvfold.convert.targets.mla.constant import CONSTANT, norm_weight
+from kvfold.convert.targets.mla.padding import lr_multipliers, spread
 from kvfold.convert.targets.mla.problems import context, latent_problems, model_problems
+from kvfold.convert.targets.mla.rope import plain_base, rope_config
 from kvfold.convert.targets.mla.tensors import interleave, mla_tensors
 from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
 
@@ -318,3 +318,34 @@ def test_rotary_rows_are_stored_in_pairs():
 def test_weights_that_do_not_fit_their_layout(latent, target, text):
     with pytest.raises(ValueError, match=text):
         mla_tensors(latent, 0, target)
+
+
+@pytest.mark.parametrize(
+    ("rank", "rope", "dim", "heads"),
+    [
+        (512, 64, 128, (128, 128)),  # Llama's heads need none
+        (512, 64, 64, (64, 128)),
+        (448, 64, 80, (128, 128)),
+        (256, 64, 160, (192, 256)),
+        (256, 64, 256, (256, 256)),  # larger than any with rotary dims
+        (510, 66, 64, (64, 64)),
+        (500, 64, 64, (64, 64)),
+    ],
+)
+def test_heads_are_padded_to_the_nearest_kernel_where_the_cache_has_one(rank, rope, dim, heads):
+    assert LatentTarget(rank, rope, layout="engine").head_dims(dim) == heads
+    assert LatentTarget(rank, rope).head_dims(dim) == (dim, dim)
+
+
+def test_padding_learns_nothing_and_the_rest_as_if_it_were_not_there():
+    tensors = {"kv_b_proj.weight": torch.tensor([[2.0, 1.0], [0.0, 0.0]]), "kv_a_layernorm.weight": torch.ones(2)}
+    assert {name: value.tolist() for name, value in lr_multipliers(tensors).items()} == {
+        "kv_b_proj.weight": [[1.0, 1.0], [0.0, 0.0]]
+    }
+
+
+def test_rotary_pairs_are_spread_to_where_plain_rope_turns_them_alike():
+    spread_out = spread(torch.arange(1.0, 9.0), 0, 16)
+    assert spread_out.tolist() == [1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7, 0, 8, 0]
+    few, many = ([1e4 ** (-i / pairs) for i in range(pairs)] for pairs in (4, 8))
+    assert many[::2] == pytest.approx(few)

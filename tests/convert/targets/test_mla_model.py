@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Trainer
 from kvfold.convert.families.layout import read_layer
 from kvfold.convert.families.model import model_of
 from kvfold.convert.families.rotary import layer_rotary
-from kvfold.convert.targets.mla.config import NORM_EPS, LatentTarget, mla_config, mla_shapes, query_rank
+from kvfold.convert.targets.mla.config import NORM_EPS, LatentTarget, mla_config, mla_shapes, padding, query_rank
 from kvfold.convert.targets.mla.problems import context, latent_problems
 from kvfold.convert.targets.mla.tensors import mla_tensors, mlp_tensors
 from kvfold.convert.transforms.latent.latent import to_latent
@@ -153,7 +153,7 @@ def convert(model, target, folder, dtype=torch.float32):
     rotaries = [layer_rotary(bound, layer) for layer in layers]
     surveys = [survey_layer(*parts) for parts in zip(weights, statistics, rotaries, strict=True)]
     choose = choose_slots if target.constant else plain_slots
-    slots = choose(surveys, target.rope_dim)
+    slots = choose(surveys, target.rope_kept(bound.geometry.rotary_dims))
     latents, rank = [], query_rank(bound, target)
     for layer in layers:
         scale = bound.layers[layer].scale
@@ -353,3 +353,31 @@ def test_every_config_key_survives_the_stock_class(tmp_path):
     respelled = {"architectures", "dtype", "torch_dtype", "rope_scaling", "rope_parameters", "rope_theta"}
     assert {key for key in wrote.keys() - respelled if getattr(read, key) != wrote[key]} == set()
     assert {key: read.rope_parameters[key] for key in wrote["rope_parameters"]} == wrote["rope_parameters"]
+
+
+def parts_of(latent):
+    queries = latent if latent.query is None else latent.query
+    shared = () if latent.query is None else (latent.query.down,)
+    return (latent.down, latent.rope_key, latent.uk, latent.uv, latent.o, queries.q_nope, queries.q_rope, *shared)
+
+
+def zeros(tensors):
+    return sum(int((tensor == 0).sum()) for tensor in tensors)
+
+
+@pytest.mark.parametrize("q_rank", [None, 20])
+def test_padded_heads_change_nothing(q_rank, tmp_path):
+    """At 256 + 64 cached elements heads of 8 dims, all rotary, get the sizes of a kernel: 64, 64 and 128."""
+    model = source_model("gqa")
+    latents = convert(model, LatentTarget(256, 64, q_rank, "engine"), tmp_path)
+    loaded = stock_model(tmp_path)
+    sizes = loaded.config.qk_nope_head_dim, loaded.config.qk_rope_head_dim, loaded.config.v_head_dim
+    assert sizes == (64, 64, 128)
+    assert {latent.rope_dim for latent in latents} == {8}
+    bound = model_of(source_config(model))
+    stored = [value for name, value in loaded.named_parameters() if ".self_attn." in name]
+    own = [part for latent in latents for part in parts_of(latent)]
+    assert zeros(stored) - zeros(own) == padding(bound, LatentTarget(256, 64, q_rank, "engine"))
+    for layer, latent in zip(model.model.layers, latents, strict=True):
+        layer.self_attn = LatentAttention(latent, normed=True)
+    assert (logits(loaded, TOKENS) - logits(model, TOKENS)).abs().max() < 1e-4
