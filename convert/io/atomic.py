@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvfold.convert.errors import InputError
+from kvfold.convert.io.folder import replaceable_problem
 from kvfold.convert.io.swap import place, put_back, replace, sync_tree
 from kvfold.convert.sizes import bytes_text
 
@@ -30,8 +31,8 @@ def check_output(
     """The real path of OUT, when it may be written; touches nothing.
 
     InputError: OUT exists and ``overwrite`` is off, or it is no folder, a mount point, or a folder with something in it
-    but no config.json (which ``overwrite`` must not throw away); OUT and MODEL inside each other; a parent that is
-    missing, no folder or not writable.
+    that is no part of a checkpoint (which ``overwrite`` must not throw away); OUT and MODEL inside each other; a parent
+    that is missing, no folder or not writable.
     """
     target = _resolved(out)
     if model is not None:
@@ -75,10 +76,8 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
         raise InputError(f"{target}: expected a folder to overwrite, found a file; choose another OUT")
     if os.path.ismount(target):
         raise InputError(f"{target}: expected a folder that can be replaced, found a mount point; choose one inside it")
-    names = sorted(os.listdir(target))
-    if names and "config.json" not in names:
-        content = f"found no config.json but {', '.join(names[:3])}"
-        raise InputError(f"{target}: expected a checkpoint to overwrite, {content}; remove it yourself if it can go")
+    if found := replaceable_problem(target):
+        raise InputError(f"{target}: expected a checkpoint to overwrite, {found}; remove it yourself if it can go")
 
 
 @contextmanager

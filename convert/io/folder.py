@@ -119,6 +119,22 @@ def extra_names(names: Iterable[str]) -> list[str]:
     return sorted(name for name in fitting if Path(name).suffix not in (".py", *WEIGHT_SUFFIXES))
 
 
+def replaceable_problem(folder: Path) -> str | None:
+    """Why ``folder`` must not be thrown away for a new checkpoint, None when it is one, or empty.
+
+    A checkpoint has weights or a ``kvfold.json``, and nothing that neither a checkpoint holds nor kvfold writes.
+    """
+    names = sorted(os.listdir(folder))
+    weights = [name for name in names if Path(name).suffix in WEIGHT_SUFFIXES]
+    own = {CONFIG, INDEX, LEGACY_INDEX, "kvfold.json", "README.md", ".gitattributes", *weights, *extra_names(names)}
+    foreign = [name for name in names if not (name in own or name.endswith(".py")) or (folder / name).is_dir()]
+    if foreign:
+        return f"found {', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}, which no checkpoint holds"
+    if names and not weights and "kvfold.json" not in names:
+        return f"found no weights but {', '.join(names[:3])}"
+    return None
+
+
 def weight_files(names: Iterable[str], where: str) -> tuple[str, bool]:
     """The first file of a checkpoint's weights (in the order of transformers), and whether it is legacy."""
     present = set(names)

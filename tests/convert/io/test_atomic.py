@@ -1,6 +1,7 @@
 """Output folders: whole or absent, refusals, locks, what failures and interrupts leave behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,17 +16,18 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.io import atomic, swap
 from kvfold.convert.io.atomic import check_output, free_space_check, output_folder
 
+WEIGHTS = "model.safetensors"
+
 
 def fill(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
-    (folder / "below").mkdir(exist_ok=True)
-    (folder / "below" / "weights").write_text(text * 1000)
+    (folder / WEIGHTS).write_text(text * 1000)
 
 
 def content(folder: Path) -> str:
     """The text a folder was filled with, once it is found whole."""
     text = (folder / "config.json").read_text()
-    assert (folder / "below" / "weights").read_text() == text * 1000
+    assert (folder / WEIGHTS).read_text() == text * 1000
     return text
 
 
@@ -60,7 +62,7 @@ def test_appears_whole(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
     assert names(tmp_path) == ["out"]
     assert content(tmp_path / "out") == "new"
-    assert names(tmp_path / "out") == ["below", "config.json"]
+    assert names(tmp_path / "out") == ["config.json", WEIGHTS]
 
 
 @pytest.mark.usefixtures("either")
@@ -142,7 +144,7 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
     monkeypatch.setattr(swap, "_renameat2", renamed)
     with output_folder(tmp_path / "out") as folder:
         fill(folder, "new")
-    parts = ["below/weights", "below", "config.json", ""]
+    parts = [WEIGHTS, "config.json", ""]
     before = events[: events.index("rename")]
     assert sorted(before) == sorted(str(folder / part) for part in parts)
     assert events[-1] == str(tmp_path)
@@ -171,18 +173,34 @@ def test_out_exists(tmp_path: Path) -> None:
     assert refusal(out, overwrite=True) == (f"{out}: expected a folder to overwrite, found a file; choose another OUT")
 
 
-def test_only_checkpoints_and_empty_folders_are_overwritten(tmp_path: Path) -> None:
-    out = tmp_path / "models"
-    (out / "llama").mkdir(parents=True)
-    found = "found no config.json but llama; remove it yourself if it can go"
-    assert refusal(out, overwrite=True) == f"{out}: expected a checkpoint to overwrite, {found}"
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    (plain / "notes.txt").touch()
-    found = "found no config.json but notes.txt; remove it yourself if it can go"
-    assert refusal(plain, overwrite=True) == f"{plain}: expected a checkpoint to overwrite, {found}"
-    (plain / "notes.txt").unlink()
-    assert check_output(plain, overwrite=True) == plain
+def test_what_is_no_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
+    def refused(*names: str) -> str:
+        out = tmp_path / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        for name in names:
+            (out / name).mkdir() if name.endswith("/") else (out / name).write_text("{}")
+        found = refusal(out, overwrite=True).removeprefix(f"{out}: expected a checkpoint to overwrite, ")
+        found, _, rest = found.partition("; ")
+        assert rest == "remove it yourself if it can go"
+        return found
+
+    assert refused("llama/") == "found llama, which no checkpoint holds"
+    assert refused("notes.txt") == "found notes.txt, which no checkpoint holds"
+    assert refused("config.json") == "found no weights but config.json"
+    assert refused("config.json", "model.safetensors", "thesis.tex") == "found thesis.tex, which no checkpoint holds"
+    assert refused("config.json", "model.safetensors/") == "found model.safetensors, which no checkpoint holds"
+    many = "found a.jpg, b.jpg, c.jpg, ..., which no checkpoint holds"
+    assert refused("config.json", "model.safetensors", "a.jpg", "b.jpg", "c.jpg", "d.jpg") == many
+
+
+def test_checkpoints_and_empty_folders_are_overwritten(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    assert check_output(out, overwrite=True) == out
+    for name in ("kvfold.json", "config.json", "README.md", "tokenizer.json", "LICENSE", "modeling.py"):
+        (out / name).touch()
+        assert check_output(out, overwrite=True) == out
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -340,7 +358,7 @@ def test_resuming_what_a_killed_run_left(tmp_path: Path) -> None:
         assert not killed[1].exists()
         fill(folder, "new")
     assert asked == [killed[1], killed[0]]  # the newest first
-    assert names(out) == ["begun", "below", "config.json"]
+    assert names(out) == ["begun", "config.json", WEIGHTS]
 
 
 def test_a_folder_stays_only_for_a_resume_that_takes_it(tmp_path: Path) -> None:

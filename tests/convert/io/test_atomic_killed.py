@@ -28,12 +28,12 @@ if mode == "aside":
 
 def fill(folder, text):
     (folder / "config.json").write_text(text)
-    (folder / "weights").write_text(text * 100)
+    (folder / "model.safetensors").write_text(text * 100)
 
 
 def content(folder):
     text = (folder / "config.json").read_text()
-    assert (folder / "weights").read_text() == text * 100, "half a folder"
+    assert (folder / "model.safetensors").read_text() == text * 100, "half a folder"
     return text
 
 
@@ -163,7 +163,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     assert len(whole) > 3
     for path in out.iterdir():
         path.unlink()
-    (out / "config.json").write_text("the old one")
+    (out / "kvfold.json").write_text("the old one")
     generator = random.Random(1)
     killed = 0
     for _ in range(10):
@@ -175,7 +175,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         else:
             duration /= 2  # the first run was slower: the machine had other work
         found = {path.name: path.read_bytes() for path in out.iterdir()}
-        assert found in (whole, {"config.json": b"the old one"})
+        assert found in (whole, {"kvfold.json": b"the old one"})
     assert killed > 0
     assert subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
     assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
