@@ -132,17 +132,18 @@ def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
         attention.register_forward_hook(note_output),
     )
     token = _current.set(recording)
-    _name_implementation(config, RECORDER)
+    name_implementation(config, RECORDER)
     try:
         yield recording
     finally:
-        _name_implementation(config, implementation)
+        name_implementation(config, implementation)
         _current.reset(token)
         for hook in hooks:
             hook.remove()
 
 
-def _name_implementation(config: Any, name: str) -> None:
+def name_implementation(config: Any, name: str) -> None:
+    """Have the modules of ``config`` use the attention function that is registered as ``name``."""
     if config is not None and hasattr(config, "_attn_implementation"):
         config._attn_implementation_internal = name  # the public setter also rewrites every sub-config
 

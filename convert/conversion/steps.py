@@ -78,6 +78,7 @@ class StudentWalk:
             tokens.held_out,
             tokens.calibration if statistics or self._refine.enabled else None,
             profile=statistics,
+            statistics=statistics,
             keep_calibration=self._refine.enabled,
         )
 

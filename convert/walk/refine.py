@@ -9,7 +9,8 @@ before training included. In memory are a layer of either model, the masters and
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert.errors import KvfoldError
+from kvfold.convert.walk.arithmetic import bfloat16, bfloat16_pays
 from kvfold.convert.walk.objective import UNCHANGED, AttentionUpdate, Examples, examples, squares
 from kvfold.convert.walk.twin import Twin
 from kvfold.convert.walk.walk import Step
@@ -119,6 +121,8 @@ class _Student:
             if name in trained
         }
         twin.put({**tensors, **self.masters})
+        stored = {twin.stored_dtype(name) for name in self.masters}
+        self._bfloat16 = bfloat16_pays(self._stream.device, stored)
 
     def missing(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The student's attention update of ``hidden`` minus its ``target``, ``[b, T, E]``, in float32 or wider."""
@@ -126,6 +130,14 @@ class _Student:
         added = self._update.of(self._layer, self._layer.attend(hidden))
         wide = torch.promote_types(added.dtype, torch.float32)
         return added.to(wide) - target.to(wide)
+
+    def loss(self, batch: tuple[Tensor, Tensor], energy: float) -> Tensor:
+        """The loss of a training step over ``batch``."""
+        with bfloat16(self._layer.module) if self._bfloat16 else nullcontext():
+            missing = self.missing(*batch)
+        # Divided by the root of the count, not by the count: float16 gradients neither vanish nor overflow; Adam does
+        # not see the difference.
+        return missing.square().sum() / (math.sqrt(missing.numel()) * (energy or 1.0))
 
     @torch.no_grad()
     def error(self, sequences: Examples) -> float:
@@ -159,9 +171,10 @@ def _train(student: _Student, training: Examples, held_out: Examples, task: Refi
     with torch.no_grad():
         multipliers = task.lr_multipliers(student.masters)
     optimizer = _optimizer(student.masters, multipliers, lr_decay * default_lr(training.inputs[0].shape[-1]))
+    slowed = [_slowed(student.masters[name], multiplier) for name, multiplier in multipliers.items()]
     batches = sample_batches(training.count, task.seed, student.index)
     for step, lr in enumerate(lr_schedule(task.steps, trial.errors), 1):
-        _step(student, optimizer, multipliers, training.batch(next(batches)), training.energy, lr)
+        _step(student, optimizer, slowed, training.batch(next(batches)), training.energy, lr)
         trial.steps = step
         if step % ROUND == 0 or step == task.steps:
             trial.evaluate(student.error(held_out), student, step)
@@ -169,10 +182,24 @@ def _train(student: _Student, training: Examples, held_out: Examples, task: Refi
     return trial
 
 
+@dataclass(frozen=True)
+class _Slowed:
+    """The ``elements`` of a ``master``, by their number, that learn more slowly than the rest of it."""
+
+    master: Tensor
+    elements: Tensor
+    multipliers: Tensor
+
+
+def _slowed(master: Tensor, multiplier: Tensor) -> _Slowed:
+    elements = (multiplier.flatten() != 1).nonzero().squeeze(1)
+    return _Slowed(master.detach(), elements, multiplier.flatten()[elements])
+
+
 def _step(
     student: _Student,
     optimizer: torch.optim.Adam,
-    multipliers: Tensors,
+    slowed: Sequence[_Slowed],
     batch: tuple[Tensor, Tensor],
     energy: float,
     lr: float,
@@ -180,17 +207,14 @@ def _step(
     """One step of Adam; ``lr`` is relative to each tensor's learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["scale"]
-    missing = student.missing(*batch)
-    # Divided by the root of the count, not by the count: float16 gradients neither vanish nor overflow; Adam does not
-    # see the difference.
-    loss = missing.square().sum() / (math.sqrt(missing.numel()) * (energy or 1.0))
+    loss = student.loss(batch, energy)
     optimizer.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]
-    before = {name: student.masters[name].detach().clone() for name in multipliers}
+    before = [slow.master.view(-1)[slow.elements] for slow in slowed]
     optimizer.step()
-    with torch.no_grad():
-        for name, multiplier in multipliers.items():
-            student.masters[name].copy_(torch.lerp(before[name], student.masters[name], multiplier))
+    for slow, value in zip(slowed, before, strict=True):
+        flat = slow.master.view(-1)
+        flat[slow.elements] = torch.lerp(value, flat[slow.elements], slow.multipliers)
 
 
 def _optimizer(masters: Tensors, multipliers: Tensors, lr: float) -> torch.optim.Adam:
@@ -200,7 +224,7 @@ def _optimizer(masters: Tensors, multipliers: Tensors, lr: float) -> torch.optim
     for name, master in masters.items():
         weight = name.removesuffix(".bias") + ".weight" if name.endswith(".bias") else name
         groups.append({"params": [master], "scale": lr * sizes.get(weight, sizes[name])})
-    return torch.optim.Adam(groups, lr=lr, betas=_BETAS, eps=_EPS)
+    return torch.optim.Adam(groups, lr=lr, betas=_BETAS, eps=_EPS, fused=True)
 
 
 def default_lr(width: int) -> float:

@@ -13,6 +13,7 @@ stored.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvfold.convert.errors import KvfoldError
@@ -50,6 +51,10 @@ class Twin:
         if unplanned:
             raise KvfoldError(f"the converted checkpoint computes no tensors {', '.join(unplanned)}")
         self._put = dict(tensors)
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype in which the converted checkpoint will store ``name``."""
+        return self._dtypes[name]
 
     def _read(self, name: str) -> Tensor:
         """The tensor that the converted checkpoint will hold under ``name``."""

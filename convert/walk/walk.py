@@ -121,8 +121,8 @@ class Walk:
     """Iterating yields every layer in order; each must be converted with ``step.convert`` before the next.
 
     ``held_out [M, T]`` and ``calibration [N, T]`` are tokens. ``profile`` adds distance profiles to the statistics;
-    ``keep_calibration`` keeps what refinement needs, at four times the memory for hidden states. Without
-    ``calibration`` only the held-out sequences go through.
+    without ``statistics`` there are none. ``keep_calibration`` keeps what refinement needs, at four times the memory
+    for hidden states. Without ``calibration`` only the held-out sequences go through.
     """
 
     def __init__(
@@ -133,11 +133,12 @@ class Walk:
         calibration: Tensor | None = None,
         *,
         profile: bool = False,
+        statistics: bool = True,
         keep_calibration: bool = False,
     ) -> None:
         self._teacher, self._twin = source, twin
         self._tokens = torch.split(held_out, chunk_size(source.device, held_out.shape[1]))
-        self._profile = profile
+        self._profile, self._statistics = profile, statistics
         self._keep = keep_calibration and calibration is not None
         self._held_out = embed(source, held_out)
         self._calibration = [] if calibration is None else embed(source, calibration)
@@ -167,7 +168,12 @@ class Walk:
                 self.drifts.append(step.drift)
 
     def _gather(self, layer: OpenLayer) -> LayerStatistics | None:
-        return gather(self._teacher, layer, self._calibration, self._profile)[0] if self._calibration else None
+        if not self._calibration:
+            return None
+        if self._statistics:
+            return gather(self._teacher, layer, self._calibration, self._profile)[0]
+        advance(self._teacher, layer, self._calibration)
+        return None
 
     @torch.no_grad()
     def measurement(self) -> Measurement:
@@ -213,6 +219,14 @@ def gather(source: CheckpointStream, layer: OpenLayer, states: Hidden, profile: 
         raise ValueError("states: expected at least one chunk, found none")
     check_finite(states, source, layer.index)
     return accumulator.result(), inputs
+
+
+@torch.no_grad()
+def advance(source: CheckpointStream, layer: OpenLayer, states: Hidden) -> None:
+    """Replace ``states`` by the layer's outputs. Raises InputError when these are not finite."""
+    for chunk, hidden in enumerate(states):
+        states[chunk] = residual(layer(hidden))
+    check_finite(states, source, layer.index)
 
 
 @torch.no_grad()

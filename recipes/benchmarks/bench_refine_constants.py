@@ -3,12 +3,13 @@
     python recipes/benchmarks/bench_refine_constants.py [--only _BATCH] [--json FILE]
     python recipes/benchmarks/bench_refine_constants.py --blocks
     python recipes/benchmarks/bench_refine_constants.py --uptrain
+    python recipes/benchmarks/bench_refine_constants.py --attention
 
 converts the model that ships, with the calibration text that ships, for every constant at a few values, the one in the
 code among them. It prints the excess loss (nats per token) on sequences that were held out from the fit, the mean
 number of steps per layer, and CPU seconds. The runs are small, so that all of them take some minutes of one core.
-`--blocks` times the distance profile with blocks of other sizes instead; `--uptrain` moves the learning rate of
-uptraining, distilled from the model that ships.
+`--blocks` times the distance profile with blocks of other sizes instead, `--attention` the bfloat16 attention of a
+training step; `--uptrain` moves the learning rate of uptraining, distilled from the model that ships.
 """
 
 import argparse
@@ -114,6 +115,25 @@ def time_blocks() -> None:
         print(f"{block:9} scores at once: {seconds / 3:.2f} CPU s, {(after - before) / 1024:.0f} MB more", flush=True)
 
 
+def time_attention() -> None:
+    """CPU milliseconds of the attention of a training step in bfloat16, by the queries of a block."""
+    import torch
+
+    from kvfold.convert.walk import arithmetic
+
+    for length, groups, dims in [(256, 9, (128, 64)), (256, 1, (64, 64)), (512, 9, (128, 64)), (512, 1, (64, 64))]:
+        shapes = (9, dims[0]), (groups, dims[0]), (groups, dims[1])
+        parts = [torch.randn(8, heads, length, dim).bfloat16().requires_grad_() for heads, dim in shapes]
+        for block in (32, 64, 128, 256):
+            arithmetic._BLOCK = block
+            arithmetic.blocked_attention(*parts, 0.1).sum().backward()
+            started = time.process_time()
+            for _ in range(4):
+                arithmetic.blocked_attention(*parts, 0.1).sum().backward()
+            each = (time.process_time() - started) / 4
+            print(f"8 x {length} tokens, {groups} key heads, {dims}, block {block:3}: {1000 * each:.0f} ms", flush=True)
+
+
 def uptrain() -> None:
     """Drift on the held-out text that ships after 40 steps of uptraining, by the learning rate."""
     from kvfold.convert.uptrain import rates
@@ -152,12 +172,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="constants whose name holds this")
     parser.add_argument("--blocks", action="store_true", help="time the distance profile's blocks")
+    parser.add_argument("--attention", action="store_true", help="time the attention of a training step")
     parser.add_argument("--uptrain", action="store_true", help="move the learning rate of uptraining")
     parser.add_argument("--json", type=Path, help="results file")
     args = parser.parse_args()
-    if args.blocks or args.uptrain:
-        time_blocks() if args.blocks else uptrain()
-        return
+    for wanted, measure in ((args.blocks, time_blocks), (args.attention, time_attention), (args.uptrain, uptrain)):
+        if wanted:
+            measure()
+            return
     import_module(f"kvfold.{REFINE}").AUTO_STEPS = AUTO_STEPS
     done: list[Measured] = []
     for row in rows(args.only):

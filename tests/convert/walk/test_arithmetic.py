@@ -1,0 +1,80 @@
+"""A training step in bfloat16: its attention, when it pays, and that it reaches what float32 reaches."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvfold.convert.walk import arithmetic
+from kvfold.convert.walk.arithmetic import bfloat16, bfloat16_pays, blocked_attention
+from kvfold.convert.walk.refine import refine_layer
+from tests.convert.walk.test_refine import first_step, plan_of, task_of
+
+
+@pytest.fixture
+def matrix_units(monkeypatch):
+    monkeypatch.setattr(arithmetic, "_matrix_units", lambda: True)
+
+
+@pytest.mark.parametrize(("heads", "groups", "dim", "value_dim"), [(4, 4, 12, 8), (6, 2, 8, 8), (3, 1, 8, 8)])
+@pytest.mark.parametrize("length", [1, 5, 128, 200])
+def test_blocks_of_queries_give_causal_attention(heads, groups, dim, value_dim, length):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, heads, length, dim), (2, groups, length, dim), (2, groups, length, value_dim)
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    results = (
+        blocked_attention(*inputs, 0.3),
+        scaled_dot_product_attention(*inputs, is_causal=True, scale=0.3, enable_gqa=True),
+    )
+    weights = torch.randn(results[0].shape, generator=generator, dtype=torch.float64)
+    gradients = [torch.autograd.grad((result * weights).sum(), inputs) for result in results]
+    torch.testing.assert_close(*results)
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.usefixtures("matrix_units")
+def test_bfloat16_pays_for_weights_that_are_stored_in_it():
+    cpu = torch.device("cpu")
+    assert bfloat16_pays(cpu, [torch.bfloat16, torch.bfloat16])
+    assert not bfloat16_pays(cpu, [torch.bfloat16, torch.float32])
+    assert not bfloat16_pays(cpu, [torch.float16])
+    assert not bfloat16_pays(torch.device("cuda"), [torch.bfloat16])
+
+
+def test_bfloat16_does_not_pay_without_matrix_units(monkeypatch):
+    monkeypatch.setattr(arithmetic, "_matrix_units", lambda: False)
+    assert not bfloat16_pays(torch.device("cpu"), [torch.bfloat16])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+def test_an_attention_in_bfloat16_is_that_of_float32_but_for_rounding(tiny_family, family):
+    _steps, step, _ = first_step(plan_of(tiny_family(family)))
+    implementation = step.teacher.module.self_attn.config._attn_implementation
+    expected = step.teacher.attend(step.held_out[0]).attention
+    with bfloat16(step.teacher.module):
+        found = step.teacher.attend(step.held_out[0]).attention
+    assert found.dtype == torch.bfloat16
+    assert float((found - expected).norm() / expected.norm()) < 0.01
+    assert step.teacher.module.self_attn.config._attn_implementation == implementation
+
+
+def in_bfloat16(folder):
+    path = folder / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("target", [{"to": "mqa"}, {"to": "mla", "kv_rank": 12, "rope_dim": 4, "method": "svd"}])
+def test_steps_in_bfloat16_reach_what_those_in_float32_do(tiny_family, monkeypatch, target):
+    plan = plan_of(in_bfloat16(tiny_family("llama")))
+    errors, dtypes = {}, []
+    attend = arithmetic.blocked_attention
+    monkeypatch.setattr(arithmetic, "blocked_attention", lambda *args: dtypes.append(args[0].dtype) or attend(*args))
+    for fast in (False, True):
+        monkeypatch.setattr(arithmetic, "_matrix_units", lambda fast=fast: fast)
+        _steps, step, tensors = first_step(plan)
+        refined = refine_layer(step, tensors, task_of(plan))
+        errors[fast] = refined.after
+        assert bool(dtypes) == fast
+    assert errors[True] == pytest.approx(errors[False], rel=0.05)
