@@ -39,6 +39,7 @@ from kvfold.convert.walk.walk import estimate_seconds, survey
 # 5 takes the split 12 + 4 of a budget of 16, +0.4510 nats per token after refinement; 20 takes 8 + 8, +0.4172
 # (the model that ships, by recipes/benchmarks/bench_refine_constants.py)
 _TRIAL_STEPS = 20  # of refinement per layer, where splits or layouts are compared
+_WITH_KERNELS = 1.05  # KL that a split that engines serve may have, relative to the best: a choice, not a measurement
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def survey_source(plan: Plan, folder: Path, stages: Stages) -> Survey:
 def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, dict[str, Any]]:
     """The split and frequencies to convert to, and what ``kvfold.json`` says of the choice.
 
-    A budget leaves several splits: each is tried, and the one with the lowest KL is taken.
+    A budget leaves several splits: each is tried, and ``preferred`` takes one.
     """
     targets = latent_targets(plan.request, plan.model)
     candidates = [candidate(plan, target, surveyed.layers) for target in targets]
@@ -122,13 +123,24 @@ def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, di
     _print_trials(plan, len(candidates))
     if plan.request.budget is not None:
         candidates = [trial(each, surveyed) for each in stages.over("splits", candidates, len(candidates), "split")]
-        record["splits"] = [
-            {"kv_rank": each.target.kv_rank, "rope_dim": each.target.rope_dim, "kl": each.kl} for each in candidates
-        ]
-    best = min(candidates, key=lambda each: each.kl)
+        record["splits"] = [_split(each) for each in candidates]
+    best = preferred(candidates)
+    if (least := min(candidates, key=lambda each: each.kl)) is not best:
+        record["preferred_for_kernels"] = {"kl": best.kl, "instead_of": _split(least)}
     if best.target.layout == "engine":
         record["free_layout"] = _against_free(best, surveyed)
     return best, {**record, "rotary_slots_per_pair": list(best.slots.counts)}
+
+
+def _split(each: Candidate) -> dict[str, Any]:
+    return {"kv_rank": each.target.kv_rank, "rope_dim": each.target.rope_dim, "kl": each.kl}
+
+
+def preferred(candidates: Sequence[Candidate]) -> Candidate:
+    """The split with the lowest KL, or one that kernels are written for where its KL is at most 5 % higher."""
+    least = min(each.kl for each in candidates)
+    served = [each for each in candidates if each.target.has_kernels and each.kl <= _WITH_KERNELS * least]
+    return min(served or candidates, key=lambda each: each.kl)
 
 
 def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -> Candidate:

@@ -55,6 +55,17 @@ def headline(plan: Plan) -> str:
     )
 
 
+def preference_text(record: Mapping[str, Any]) -> str:
+    """A sentence on a split of a budget that was taken because engines serve it; empty where the best was taken."""
+    if (taken := record.get("preferred_for_kernels")) is None:
+        return ""
+    best = taken["instead_of"]
+    return (
+        f"this split was taken because MLA kernels have its size: a KL of {taken['kl']:.4f} nats on held-out text; the "
+        f"best, {best['kv_rank']}+{best['rope_dim']}, has {best['kl']:.4f}"
+    )
+
+
 def padding_text(plan: Plan) -> str:
     """A sentence on padded heads; empty where there are none."""
     if not plan.padding:

@@ -15,7 +15,7 @@ from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, resumable
 from kvfold.convert.conversion.method import Measured, Method
 from kvfold.convert.conversion.plan import Plan, make_plan
-from kvfold.convert.conversion.record import engine_cost, headline, padding_text, plan_text
+from kvfold.convert.conversion.record import engine_cost, headline, padding_text, plan_text, preference_text
 from kvfold.convert.conversion.record import record as record_of
 from kvfold.convert.conversion.stages import Progress, Stages
 from kvfold.convert.io.atomic import check_output, free_space_check, output_folder
@@ -49,6 +49,7 @@ class Conversion:
         size = sum(tensor.nbytes for tensor in self.plan.layout.tensors)
         lines = [
             headline(self.plan),
+            preference_text(self.record),
             padding_text(self.plan),
             engine_cost(self.record),
             f"wrote {self.written}: {bytes_text(size)} in {self.seconds:.1f} s",

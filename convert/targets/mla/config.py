@@ -69,10 +69,14 @@ class LatentTarget:
         return self.kv_rank - self.constant
 
     @property
+    def has_kernels(self) -> bool:
+        """Whether the MLA kernels of engines take this cache."""
+        return self.rope_dim in {rope for _, rope, _ in KERNEL_HEADS} and self.kv_rank + self.rope_dim in KERNEL_CACHES
+
+    @property
     def padded(self) -> bool:
-        """Whether heads get zeros until kernels take them: where the cache itself has a size that they take."""
-        sizes = {rope for _, rope, _ in KERNEL_HEADS}
-        return self.layout == "engine" and self.rope_dim in sizes and self.kv_rank + self.rope_dim in KERNEL_CACHES
+        """Whether heads get zeros until kernels take them: where these take the cache."""
+        return self.layout == "engine" and self.has_kernels
 
     def head_dims(self, dim: int) -> tuple[int, int]:
         """Unrotated dims and value dims of a head in the files, for heads of ``dim`` dims: the nearest that fit.

@@ -1,6 +1,7 @@
 """Conversions that read text, end to end on small trained and random models."""
 
 import json
+import math
 from unittest.mock import Mock
 
 import pytest
@@ -10,9 +11,11 @@ from transformers import AutoTokenizer
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.conversion import latent as latent_run
+from kvfold.convert.conversion.record import preference_text
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
+from kvfold.convert.targets.mla.config import LatentTarget
 
 QUICK = {"samples": 16, "seq_len": 128, "quiet": True}
 
@@ -144,6 +147,27 @@ def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, monkeypatch):
     refined = convert(tmp_path / "refined", **options, refine=4).record["splits"]
     assert [split["rope_dim"] for split in refined] == [split["rope_dim"] for split in plain]
     assert all(after["kl"] < before["kl"] for before, after in zip(plain, refined, strict=True))
+
+
+def tried(rank, rope, kl):
+    plan = Mock(**{"latent_target.return_value": LatentTarget(rank, rope)})
+    return latent_run.Candidate(plan, Mock(), kl)
+
+
+@pytest.mark.parametrize(
+    ("served", "best", "taken"),
+    [(0.0104, 0.0100, (512, 64)), (0.0106, 0.0100, (448, 128)), (math.nan, math.nan, (448, 128))],
+)
+def test_a_split_with_kernels_is_taken_where_it_costs_at_most_5_percent(served, best, taken):
+    candidates = [tried(448, 128, best), tried(384, 192, 0.02), tried(512, 64, served)]
+    target = latent_run.preferred(candidates).target
+    assert (target.kv_rank, target.rope_dim) == taken
+
+
+def test_a_preferred_split_is_told():
+    record = {"preferred_for_kernels": {"kl": 0.0104, "instead_of": {"kv_rank": 448, "rope_dim": 128, "kl": 0.01}}}
+    assert preference_text(record).endswith("a KL of 0.0104 nats on held-out text; the best, 448+128, has 0.0100")
+    assert preference_text({}) == ""
 
 
 def test_trials_refine_each_layer_for_20_steps(monkeypatch):
