@@ -105,6 +105,13 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
     default=rq.ConvertRequest.refine,
     help="Reconstruction steps per layer, without labels.",
 )
+@_refinement(
+    "--polish",
+    type=_steps_or_auto,
+    metavar="STEPS|auto",
+    default=rq.ConvertRequest.polish,
+    help="Then steps of all layers together, against MODEL's predictions; needs memory for a whole model.",
+)
 @_running(
     "--device",
     type=click.Choice(rq.DEVICES),

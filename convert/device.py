@@ -1,6 +1,7 @@
 """The device and the dtype that a checkpoint is computed in."""
 
 from collections import Counter
+from pathlib import Path
 
 import torch
 
@@ -9,6 +10,7 @@ from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.tensors import torch_dtype
 
 _COMPUTED = ("F32", "BF16", "F16")
+_MEMORY = Path("/proc/meminfo")
 
 
 def choose_device(name: str) -> torch.device:
@@ -27,8 +29,36 @@ def compute_dtype(checkpoint: Checkpoint, device: torch.device, name: str = "aut
         return dtype
     if device.type == "cpu":
         return torch.float32
+    return stored_dtype(checkpoint)
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype of most of the checkpoint's bytes, float32 when it holds no numbers."""
     stored: Counter[str] = Counter()
     for info in checkpoint.tensors.values():
         if info.dtype in _COMPUTED:
             stored[info.dtype] += info.nbytes
     return torch_dtype(max(stored, key=lambda kind: stored[kind])) if stored else torch.float32
+
+
+def training_autocast(checkpoint: Checkpoint, device: torch.device) -> torch.dtype | None:
+    """The dtype of the matrix products of training, for ``torch.autocast``; None for float32 everywhere.
+
+    bfloat16 for checkpoints stored in 16 bit (bfloat16 on a CPU), where the device has units for it: a CPU without them
+    is slower in bfloat16 than in float32.
+    """
+    stored = stored_dtype(checkpoint)
+    if device.type == "cpu":
+        return torch.bfloat16 if stored == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else None
+    return torch.bfloat16 if stored != torch.float32 and torch.cuda.is_bf16_supported() else None
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes of memory that a run may still take on ``device``, None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        fields = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
+        return 1024 * int(fields["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return None

@@ -59,7 +59,8 @@ class ConvertRequest:
     """One conversion. Field names are the options of ``kvfold convert`` with underscores.
 
     ``method`` and ``group`` left at None take the best there is for the target (see ``resolved_method``); ``refine``
-    is a number of steps per layer or ``"auto"``. Raises InputError, with every problem at once.
+    is a number of steps per layer, ``polish`` one of steps of all layers together, or each ``"auto"``. Raises
+    InputError, with every problem at once.
     """
 
     model: str
@@ -78,6 +79,7 @@ class ConvertRequest:
     seq_len: int = 512
     seed: int = 0
     refine: int | Literal["auto"] = 0
+    polish: int | Literal["auto"] = 0
     device: Device = "auto"
     dtype: Dtype = "auto"
     max_shard_size: int | str = "5GB"
@@ -106,7 +108,7 @@ class ConvertRequest:
     @property
     def calibrated(self) -> bool:
         """Whether the conversion runs the model over calibration text."""
-        return self.resolved_method not in WEIGHTS_ONLY or bool(self.refine)
+        return self.resolved_method not in WEIGHTS_ONLY or bool(self.refine) or bool(self.polish)
 
     @property
     def shard_bytes(self) -> int:
@@ -118,7 +120,7 @@ class ConvertRequest:
         if not self.calibrated and self.resolved_method != "random":
             left_out.add("seed")
         if not self.calibrated:
-            left_out |= {"samples", "seq_len", "refine"}
+            left_out |= {"samples", "seq_len", "refine", "polish"}
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         resolved = {"method": self.resolved_method} | ({"layout": self.resolved_layout} if self.to == "mla" else {})
         return {name: value for name, value in options.items() if value is not None} | resolved
@@ -135,7 +137,7 @@ def expected(name: str, value: Any) -> str | None:
         if not _is_whole(value, _LEAST[name]):
             return f"a whole number of at least {_LEAST[name]}"
         return "a number below 2**63" if name == "seed" and value >= 2**63 else None
-    if name == "refine":
+    if name in ("refine", "polish"):
         return None if value == "auto" or _is_whole(value, 0) else "a number of steps or auto"
     if name == "max_shard_size":
         return None if parse_size(value) else "a size such as 5GB, 500MB or 2GiB"
@@ -201,7 +203,8 @@ def _combination_problems(request: ConvertRequest) -> Iterator[str]:
         )
     if not request.calibrated and request.calibration is not None:
         yield (
-            f"--calibration: --method {method} without --refine reads no text: leave it out, or use --method principal"
+            f"--calibration: --method {method} without --refine or --polish reads no text: leave it out, or use "
+            "--method principal"
         )
 
 

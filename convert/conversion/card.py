@@ -33,7 +33,7 @@ tokenizer = AutoTokenizer.from_pretrained("PATH")
 {usage}
 ## How it was made
 
-{method}.{refined}
+{method}.{refined}{polished}
 Everything else is the source's, {rest}. `kvfold.json` holds the request, the versions, a hash of the source and where
 each tensor came from.
 """
@@ -65,6 +65,8 @@ _METHODS = {
 
 _REFINED = """
 Then each layer's attention was refined to reproduce the source's residual stream on the calibration text, no labels."""
+_POLISHED = """
+Then all of it was trained together for {steps} steps to give the source's next-token distributions there, no labels."""
 
 
 def _usage(plan: Plan) -> str:
@@ -101,6 +103,7 @@ def model_card(plan: Plan, record: Mapping[str, Any]) -> str:
         usage=_usage(plan),
         method=_METHODS[plan.request.resolved_method],
         refined=_REFINED if plan.request.refine else "",
+        polished=_POLISHED.format(steps=record["polish"]["kept"]) if record.get("polish", {}).get("kept") else "",
         rest="byte for byte" if plan.request.dtype == "auto" else f"stored as {plan.request.dtype}",
     )
 

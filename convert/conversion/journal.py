@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NAME = ".journal.json"
+POLISH_STATE = ".polish.pt"  # of a run that polishes: the masters, moments and best weights of its last round
 
 
 class Journal:
@@ -57,9 +58,10 @@ class Journal:
 
 
 def forget(folder: Path) -> None:
-    """Remove the journal from ``folder``: the output is complete."""
-    for path in (folder / _NAME, (folder / _NAME).with_suffix(".new")):
+    """Remove what only a resumed run needs from ``folder``: the output is complete."""
+    for path in (folder / _NAME, folder / POLISH_STATE):
         path.unlink(missing_ok=True)
+        path.with_suffix(".new").unlink(missing_ok=True)
 
 
 def resumable(plan: Plan) -> Callable[[Path], bool]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from kvfold.convert.conversion.memory import memory_lines
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.sizes import bytes_text
 
@@ -96,6 +97,7 @@ def plan_text(plan: Plan) -> str:
         *(f"  {shard.file}  {bytes_text(sum(t.nbytes for t in shard.tensors))}" for shard in plan.shards[:20]),
         *([f"  ... and {len(plan.shards) - 20} more"] if len(plan.shards) > 20 else []),
         f"disk: {bytes_text(plan.disk_bytes)} needed, {bytes_text(plan.free_bytes)} free",
+        *memory_lines(plan),
         "nothing was written (--dry-run)",
     ]
     return "\n".join(lines)

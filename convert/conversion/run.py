@@ -13,6 +13,7 @@ from typing import Any
 from kvfold.convert.console import TimeLeft
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, resumable
+from kvfold.convert.conversion.memory import check_memory, scratch_bytes
 from kvfold.convert.conversion.method import Measured, Method
 from kvfold.convert.conversion.plan import Plan, make_plan
 from kvfold.convert.conversion.record import engine_cost, headline, padding_text, plan_text, preference_text
@@ -61,8 +62,9 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     """Convert ``request.model`` into the folder ``request.out``.
 
     OUT appears whole or not at all. ``progress(stage, done, total)`` is called at every step of a stage, perhaps from
-    another thread: ``survey`` (layers), ``splits``, ``convert`` (layers) and, beside it, ``write`` (bytes). Without it
-    there are bars on stderr. Raises InputError when the request or the checkpoint is wrong (nothing is written).
+    another thread: ``survey`` (layers), ``splits``, ``convert`` (layers), beside it ``write`` (bytes), and ``polish``
+    (steps). Without it there are bars on stderr. Raises InputError when the request or the checkpoint is wrong (nothing
+    is written).
     """
     started = time.monotonic()
     checkpoint = open_checkpoint(request.model)
@@ -71,14 +73,19 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
         if request.dry_run:
             check_output(request.out, overwrite=request.overwrite, model=checkpoint.folder)
             return Conversion(plan, None, None, {})
+        check_memory(plan)
         with output_folder(
             request.out,
             overwrite=request.overwrite,
             model=checkpoint.folder,
             resume=resumable(plan) if _resumes(request) else None,
         ) as folder:
-            free_space_check(folder, plan.disk_bytes)
-            plan, measured = _write_weights(plan, folder, Stages(progress, request.quiet))
+            free_space_check(folder, plan.disk_bytes + scratch_bytes(plan))
+            stages = Stages(progress, request.quiet)
+            plan, measured = _write_weights(plan, folder, stages)
+            (folder / "config.json").write_text(dump(plan.layout.config), encoding="utf-8")
+            if request.polish:
+                measured = _polished(plan, measured, folder, stages)
             record = _write_side_files(plan, measured, folder)
             forget(folder)
             checkpoint.check_unchanged()
@@ -149,14 +156,22 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Meas
         return plan, method.measured(journal.notes)
 
 
+def _polished(plan: Plan, measured: Measured | None, folder: Path, stages: Stages) -> Measured:
+    """Train all converted attention in ``folder`` together; returns what is measured after it."""
+    from kvfold.convert.conversion.polishing import polish
+    from kvfold.convert.conversion.steps import Calibrated
+
+    assert isinstance(measured, Calibrated)  # a request to polish is calibrated
+    return polish(plan, measured, folder, stages)
+
+
 def _write_side_files(plan: Plan, measured: Measured | None, folder: Path) -> dict[str, Any]:
-    """Config, tokenizer and license files, the model card and ``kvfold.json``, whose content is returned.
+    """Tokenizer and license files, the model card and ``kvfold.json``, whose content is returned.
 
     A calibrated conversion is read back first: its record holds the loss of the files on disk too.
     """
     for path in plan.checkpoint.extra_files():
         shutil.copyfile(path, folder / path.name)
-    (folder / "config.json").write_text(dump(plan.layout.config), encoding="utf-8")
     record = record_of(plan, {} if measured is None else measured.record(folder))
     for name, text in {"kvfold.json": dump(record), "README.md": model_card(plan, record)}.items():
         (folder / name).write_text(text, encoding="utf-8")

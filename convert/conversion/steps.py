@@ -169,11 +169,13 @@ def print_start(plan: Plan, tokens: CalibrationTokens, seconds: float) -> None:
     """Print the calibration text and the time of the forward passes to stderr."""
     if plan.request.quiet:
         return
-    refining = f" and refining (--refine {plan.request.refine})" if plan.request.refine else ""
+    request = plan.request
+    refining = f" and refining (--refine {request.refine})" if request.refine else ""
+    polishing = f", then polishing (--polish {request.polish})" if request.polish else ""
     count, length = tokens.calibration.shape
     print(
         f"calibrating on {count} x {length} tokens of {tokens.source}; forward passes: about {duration(seconds)}, plus "
-        f"fitting{refining} of {plan.geometry.layers} layers. "
+        f"fitting{refining} of {plan.geometry.layers} layers{polishing}. "
         f"(--method {quick_method(plan)} needs no text and is faster, but worse.)",
         file=sys.stderr,
     )

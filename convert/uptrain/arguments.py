@@ -7,7 +7,7 @@ import torch
 
 from kvfold.convert.device import choose_device
 from kvfold.convert.errors import InputError
-from kvfold.convert.uptrain.rates import default_lr
+from kvfold.convert.training.rates import default_lr
 from kvfold.convert.uptrain.request import UptrainRequest
 
 

@@ -8,8 +8,8 @@ import torch
 
 from kvfold.convert.errors import InputError, one_line
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
+from kvfold.convert.training.constant import ConstantChannel, has_constant
 from kvfold.convert.uptrain.arguments import compute_dtype
-from kvfold.convert.uptrain.constant import ConstantChannel, has_constant
 from kvfold.convert.uptrain.request import UptrainRequest
 
 

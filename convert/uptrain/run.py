@@ -16,8 +16,8 @@ from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.text.documents import Corpus, open_corpus
 from kvfold.convert.text.tokenizer import load_tokenizer, renderer
 from kvfold.convert.text.windows import check_seq_len
+from kvfold.convert.training.constant import check_constant
 from kvfold.convert.uptrain.arguments import training_arguments
-from kvfold.convert.uptrain.constant import check_constant
 from kvfold.convert.uptrain.data import TokenPlan, TrainingOrder
 from kvfold.convert.uptrain.models import check_sharding, load_config, load_model, load_teacher, prepare_model
 from kvfold.convert.uptrain.plot import draw_curve, read_log

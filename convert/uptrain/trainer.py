@@ -10,32 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.uptrain.constant import ConstantChannel
+from kvfold.convert.training.constant import ConstantChannel
+from kvfold.convert.training.loss import distillation_loss, next_token_loss
+from kvfold.convert.training.rates import relative_groups, tensor_sizes
 from kvfold.convert.uptrain.data import TrainingOrder
-from kvfold.convert.uptrain.rates import relative_groups, tensor_sizes
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.resume import COMPLETE, LOG
-
-
-def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Mean negative log-likelihood, nats per token, of ``tokens [B, T]`` under ``logits [B, T, V]``, float32."""
-    return cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
-def distillation_loss(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Mean ``KL(teacher || student)``, nats per token, of ``[B, T, V]`` logits softened by ``temperature``.
-
-    Multiplied by the temperature's square, so that gradients keep their size (Hinton et al., 2015). The last position
-    has no next token and does not count.
-    """
-    student, target = (log_softmax(x[:, :-1].flatten(0, 1).float() / temperature, -1) for x in (logits, teacher))
-    return kl_div(student, target, log_target=True, reduction="batchmean") * temperature**2
 
 
 class Uptrainer(Trainer):  # type: ignore[misc]
@@ -73,7 +58,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         if self.optimizer is not None:
             return self.optimizer
         made: torch.optim.Optimizer = super().create_optimizer(*arguments)
-        relative_groups(made, arguments[0] if arguments else self.model, self._sizes)
+        relative_groups(made, (arguments[0] if arguments else self.model).named_parameters(), self._sizes)
         if self._channel is not None:
             self._channel.watch(made)
         return made

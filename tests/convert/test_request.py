@@ -51,8 +51,9 @@ def test_every_problem_is_reported_at_once():
         ({"kv_rank": 8}, "--kv-rank goes with --to mla, found --to gqa"),
         ({"method": "svd"}, "--method with --to gqa: expected one of principal, mean, first, random, found 'svd'"),
         ({"method": "mean", "group": "similar"}, "--group similar needs --method principal, found --method mean"),
-        ({"method": "mean", "calibration": "a.txt"}, "--method mean without --refine reads no text"),
+        ({"method": "mean", "calibration": "a.txt"}, "--method mean without --refine or --polish reads no text"),
         ({"refine": "often"}, "--refine: expected a number of steps or auto, found 'often'"),
+        ({"polish": -1}, "--polish: expected a number of steps or auto, found -1"),
         ({"to": "mla", "kv_heads": None}, "--to mla needs --kv-rank and --rope-dim"),
         ({"to": "mla", "kv_heads": None, "kv_rank": 8}, "--to mla needs --kv-rank and --rope-dim"),
         (
@@ -91,7 +92,13 @@ def test_options_that_only_say_how_to_run_are_not_recorded():
 
 @pytest.mark.parametrize(
     ("options", "recorded"),
-    [({"method": "mean"}, False), ({"method": "random"}, True), ({}, True), ({"method": "mean", "refine": 5}, True)],
+    [
+        ({"method": "mean"}, False),
+        ({"method": "random"}, True),
+        ({}, True),
+        ({"method": "mean", "refine": 5}, True),
+        ({"method": "mean", "polish": 5}, True),
+    ],
 )
 def test_a_seed_is_recorded_where_something_is_drawn(options, recorded):
     assert ("seed" in ConvertRequest(model="m", out="o", to="mqa", seed=3, **options).result_options()) == recorded

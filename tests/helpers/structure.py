@@ -35,7 +35,7 @@ FLOORS = {
         ["errors", "data", "sizes", "transforms"],
         ["request", "console", "io", "families"],
         ["device", "recipes", "stream", "targets"],
-        ["bench", "text", "walk"],
+        ["bench", "text", "training", "walk"],
         ["measure"],
         ["conversion"],
         ["uptrain", "inspection"],

@@ -17,12 +17,12 @@ from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.targets.mla.constant import CONSTANT
+from kvfold.convert.training.constant import ConstantChannel
+from kvfold.convert.training.rates import default_lr, relative_groups, tensor_sizes
 from kvfold.convert.uptrain import trainer as uptrain_trainer
 from kvfold.convert.uptrain.__main__ import main
 from kvfold.convert.uptrain.command import uptrain as uptrain_command
-from kvfold.convert.uptrain.constant import ConstantChannel
 from kvfold.convert.uptrain.plot import curve_figure, draw_curve, read_log
-from kvfold.convert.uptrain.rates import default_lr, relative_groups, tensor_sizes
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.resume import COMPLETE
 from kvfold.convert.uptrain.run import uptrain_checkpoint

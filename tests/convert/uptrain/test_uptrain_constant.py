@@ -12,8 +12,8 @@ from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.targets.mla.constant import CONSTANT, norm_weight
-from kvfold.convert.uptrain.constant import ConstantChannel, check_constant, has_constant
-from kvfold.convert.uptrain.trainer import next_token_loss
+from kvfold.convert.training.constant import ConstantChannel, check_constant, has_constant
+from kvfold.convert.training.loss import next_token_loss
 
 RANKS = {"kv_a": 24, "q_a": 40}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -164,8 +164,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
-from kvfold.convert.uptrain.constant import ConstantChannel
-from kvfold.convert.uptrain.trainer import next_token_loss
+from kvfold.convert.training.constant import ConstantChannel
+from kvfold.convert.training.loss import next_token_loss
 
 folder, out, sharded = sys.argv[1], sys.argv[2], sys.argv[3] == "sharded"
 dist.init_process_group("gloo")

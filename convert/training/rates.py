@@ -6,13 +6,13 @@ all would leave some unchanged and destroy others. The constant channel is large
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from kvfold.convert.uptrain.constant import ConstantChannel
+from kvfold.convert.training.constant import ConstantChannel
 
 # A sixteenth of refinement's: all layers move at once. KL after 40 steps, MLA 24+8 of the model that ships:
 # 0.0125 0.231, 0.05 0.165, 0.2 0.172 nats (recipes/benchmarks/bench_refine_constants.py --uptrain)
@@ -48,12 +48,15 @@ def tensor_sizes(model: nn.Module, channel: ConstantChannel | None) -> dict[str,
     return relative
 
 
-def relative_groups(optimizer: torch.optim.Optimizer, model: nn.Module, sizes: dict[str, float]) -> None:
+def relative_groups(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]], sizes: Mapping[str, float]
+) -> None:
     """Give each tensor of a new ``optimizer`` its own group, with the learning rate times the tensor's size.
 
-    Weight decay stays the common learning rate times the decay. ``size`` is kept in the group.
+    ``named`` are the parameters with their names in ``sizes``. Weight decay stays the common learning rate times the
+    decay. ``size`` is kept in the group.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in named}
 
     def groups() -> Iterator[dict[str, object]]:
         for group in optimizer.param_groups:

@@ -1,0 +1,117 @@
+"""Polishing in a conversion: the written layers trained together, written again, and measured."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from kvfold.attention.drift.lockstep import compare
+from kvfold.attention.drift.report import DriftReport, report_of
+from kvfold.convert.console import duration
+from kvfold.convert.conversion.journal import POLISH_STATE
+from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.conversion.stages import Stages
+from kvfold.convert.conversion.steps import Calibrated
+from kvfold.convert.device import training_autocast
+from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
+from kvfold.convert.io.shards import ShardWriter
+from kvfold.convert.io.tensors import torch_dtype
+from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.training.constant import check_constant, has_constant
+from kvfold.convert.training.polish import AUTO_STEPS, Polished, Text
+from kvfold.convert.training.polish import polish as train
+from kvfold.convert.training.student import Student
+from kvfold.convert.walk.walk import chunk_size, embed, residual
+
+
+def polish(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages) -> Calibrated:
+    """Train all converted attention of the checkpoint in ``folder`` together; its files then hold the result.
+
+    ``calibrated`` has the text and the source; returned are the same with the drift of the result. A resumed run goes
+    on from the last round of the one that was killed.
+    """
+    written = open_checkpoint(folder)
+    try:
+        polished = _train(plan, written, calibrated, folder / POLISH_STATE, stages)
+        if has_constant(written):
+            check_constant(polished.tensors, written)
+    finally:
+        written.close()
+    if polished.kept:
+        with ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.layout.tensors]) as writer:
+            writer.write_all(polished.tensors)
+            writer.sync()
+    drift = _measure(calibrated, folder)
+    return replace(calibrated, drift=drift, choices={**calibrated.choices, "polish": polished.record()})
+
+
+def _train(plan: Plan, written: Checkpoint, calibrated: Calibrated, saved: Path, stages: Stages) -> Polished:
+    source, tokens, request = calibrated.stream, calibrated.tokens, plan.request
+    autocast = training_autocast(written, source.device)
+    dtypes = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.layout.tensors}
+    trained = {name: dtypes[name] for names in plan.layout.computed for name in names}
+    training, held_out = (_text(source, part, autocast) for part in (tokens.calibration, tokens.held_out))
+    student = Student(
+        written.config, written.read, dtypes, trained, source.device, autocast, constant=has_constant(written)
+    )
+    steps = AUTO_STEPS if request.polish == "auto" else int(request.polish)
+    with stages("polish", steps, "step") as advance:
+        return train(
+            student,
+            training,
+            held_out,
+            steps,
+            seed=request.seed,
+            saved=saved if request.resume else None,
+            progress=_Display(steps, advance, quiet=request.quiet),
+        )
+
+
+@torch.no_grad()
+def _text(source: CheckpointStream, tokens: Tensor, autocast: torch.dtype | None) -> Text:
+    """``tokens`` with the source's residual streams after its last layer, one layer in memory at a time."""
+    with torch.autocast(source.device.type, autocast, enabled=autocast is not None):
+        states = embed(source, tokens)
+        for index in range(source.layers):
+            with source.open_layer(index) as layer:
+                states = [residual(layer(hidden)) for hidden in states]
+    return Text(tokens, torch.cat([hidden.to(autocast or hidden.dtype) for hidden in states]))
+
+
+def _measure(calibrated: Calibrated, folder: Path) -> DriftReport:
+    """The drift of the checkpoint in ``folder`` on the held-out sequences."""
+    source, tokens = calibrated.stream, calibrated.tokens.held_out
+    written = open_checkpoint(folder)
+    try:
+        student = CheckpointStream(written.config, written.read, list(written.tensors), source.device, source.dtype)
+        measured = compare(source, student, tokens, chunk_size(source.device, tokens.shape[1]))
+        return report_of(measured, source, student, tokens)
+    finally:
+        written.close()
+
+
+class _Display:
+    """A line on stderr for every round: the error, and the time left."""
+
+    def __init__(self, steps: int, advance: Callable[[int], None], *, quiet: bool) -> None:
+        self._steps, self._advance, self._quiet = steps, advance, quiet
+        self._first: tuple[int, float] | None = None
+        self._done = 0
+
+    def __call__(self, step: int, error: float) -> None:
+        self._advance(step - self._done)
+        self._done, now = step, time.monotonic()
+        left = ""
+        if self._first is None:
+            self._first = (step, now)
+        elif step < self._steps:
+            first, started = self._first
+            left = f"; about {duration((now - started) / (step - first) * (self._steps - step))} left"
+        if not self._quiet:
+            line = f"polished {step}/{self._steps} steps: KL {error:.5f} nats on held-out tokens{left}"
+            tqdm.write(line, file=sys.stderr)

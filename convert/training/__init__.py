@@ -1,0 +1,1 @@
+"""Training that conversion and uptraining share: losses, learning rates, the constant channel, polishing."""

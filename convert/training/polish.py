@@ -1,0 +1,191 @@
+"""Polishing: all converted attention of a model trained together against its source's next-token distributions.
+
+The loss is ``KL(source || student)`` on calibration text, no labels. The source takes part as its residual streams
+after the last layer, made once: its head is the student's. Held-out sequences decide: the best weights seen on them are
+kept, those before training included.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.convert.training.loss import divergence
+from kvfold.convert.training.rates import default_lr, relative_groups
+from kvfold.convert.training.student import Student
+
+AUTO_STEPS = 200
+ROUND = 25  # steps between two evaluations on held-out sequences
+_BATCH_TOKENS = 1024
+_WARMUP = 10  # steps
+_BETAS = (0.9, 0.95)
+_EPS = 1e-12
+_LOGITS = 6 << 20  # elements; float32 blocks below 32 MiB are reused by the allocator instead of mapped anew
+
+
+@dataclass(frozen=True)
+class Text:
+    """Sequences ``tokens [N, T]``, and the source's residual streams after the last layer, ``states [N, T, E]``."""
+
+    tokens: Tensor
+    states: Tensor
+
+
+@dataclass(frozen=True)
+class Polished:
+    """The trained tensors, as they will be stored.
+
+    ``errors`` are the KL on held-out sequences, nats per token, before training and after every round. Of the ``steps``
+    made, ``kept`` is the one whose weights these are, 0 for those before training; ``tensors`` is empty then.
+    """
+
+    tensors: Mapping[str, Tensor]
+    errors: list[float]
+    steps: int
+    kept: int
+
+    def record(self) -> dict[str, Any]:
+        """For ``kvfold.json``."""
+        return {"before": self.errors[0], "after": min(self.errors), "steps": self.steps, "kept": self.kept}
+
+
+def polish(
+    student: Student,
+    training: Text,
+    held_out: Text,
+    steps: int,
+    *,
+    seed: int = 0,
+    lr: float | None = None,
+    saved: Path | None = None,
+    progress: Callable[[int, float], None] = lambda step, error: None,
+) -> Polished:
+    """Train ``student``; ``lr`` is relative to the size of each tensor.
+
+    The state of the run is kept in the file ``saved``: where there is one, the run goes on from it.
+    """
+    run = _Run(student, training, steps, seed, lr or default_lr(training.states.shape[-1]), held_out)
+    if saved is not None and saved.is_file():
+        run.resume(saved)
+    else:
+        run.evaluate()
+    progress(run.step, run.errors[-1])
+    while run.step < steps:
+        run.train(next_stop(run.step, steps))
+        run.evaluate()
+        if saved is not None:
+            run.save(saved)
+        progress(run.step, run.errors[-1])
+    return Polished(run.best, run.errors, run.step, run.kept)
+
+
+def next_stop(step: int, steps: int) -> int:
+    """The step at which the next round ends."""
+    return min(steps, (step // ROUND + 1) * ROUND)
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """The learning rate of a step, counted from 0, relative to the peak: a warm start, then linear to zero."""
+    return min(1.0, (step + 1) / _WARMUP) * (1 - step / steps)
+
+
+class _Run:
+    """The state of a run: masters and moments, the errors so far, and the best weights."""
+
+    def __init__(self, student: Student, training: Text, steps: int, seed: int, lr: float, held_out: Text) -> None:
+        self._student, self._training, self._held_out = student, training, held_out
+        self._steps, self._seed, self._lr = steps, seed, lr
+        self.step = self.kept = 0
+        self.errors: list[float] = []
+        self.best: dict[str, Tensor] = {}
+        named = student.named_parameters()
+        self._optimizer = torch.optim.Adam([master for _, master in named], lr=lr, betas=_BETAS, eps=_EPS)
+        relative_groups(self._optimizer, named, student.sizes)
+        if student.channel is not None:
+            student.channel.watch(self._optimizer)
+
+    def train(self, until: int) -> None:
+        """Make the steps up to number ``until``."""
+        count, length = self._training.tokens.shape
+        for batch in islice(sample_batches(count, length, self._seed), self.step, until):
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._lr * group["size"] * learning_rate(self.step, self._steps)
+            self._optimizer.zero_grad(set_to_none=True)
+            backward(self._student, Text(self._training.tokens[batch], self._training.states[batch]))
+            self._optimizer.step()
+            self.step += 1
+
+    def evaluate(self) -> None:
+        """Measure the error on the held-out sequences; keep the weights if it is the least so far."""
+        error = divergence_from_source(self._student, self._held_out)
+        if self.errors and error < min(self.errors):
+            self.best, self.kept = self._student.rounded(), self.step
+        self.errors.append(error if math.isfinite(error) else math.inf)
+
+    def save(self, path: Path) -> None:
+        state = {
+            "step": self.step,
+            "kept": self.kept,
+            "errors": self.errors,
+            "best": self.best,
+            "masters": {name: part.master.detach() for name, part in self._student.trained.items()},
+            "optimizer": self._optimizer.state_dict(),
+        }
+        new = path.with_suffix(".new")
+        torch.save(state, new)
+        os.replace(new, path)
+
+    def resume(self, path: Path) -> None:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+        self.step, self.kept, self.errors, self.best = (state[name] for name in ("step", "kept", "errors", "best"))
+        self._student.put(state["masters"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+
+def sample_batches(count: int, length: int, seed: int) -> Iterator[list[int]]:
+    """Batches of the numbers below ``count``, in a new random order every time that all have been used."""
+    generator = torch.Generator().manual_seed(seed)
+    size = min(max(1, _BATCH_TOKENS // length), count)
+    while True:
+        order: list[int] = torch.randperm(count, generator=generator).tolist()
+        yield from (order[start : start + size] for start in range(0, count - size + 1, size))
+
+
+def backward(student: Student, text: Text) -> None:
+    """Add the gradients of the mean divergence on ``text``; the head is run for a few positions at a time."""
+    hidden = student.hidden(text.tokens)
+    leaf = hidden.detach().requires_grad_()
+    for span in _spans(student, text):
+        loss = _divergence(student, leaf[:, span], text.states[:, span]) / text.tokens.numel()
+        loss.backward()  # type: ignore[no-untyped-call]
+    hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def divergence_from_source(student: Student, text: Text) -> float:
+    """Mean KL of the next-token distributions, nats per token."""
+    total = 0.0
+    size = max(1, _BATCH_TOKENS // text.tokens.shape[1])
+    for tokens, states in zip(torch.split(text.tokens, size), torch.split(text.states, size), strict=True):
+        hidden, part = student.hidden(tokens), Text(tokens, states)
+        total += sum(float(_divergence(student, hidden[:, span], states[:, span])) for span in _spans(student, part))
+    return total / text.tokens.numel()
+
+
+def _divergence(student: Student, hidden: Tensor, states: Tensor) -> Tensor:
+    """The sum over positions of ``KL(source || student)`` of residual streams after the last layer."""
+    with torch.no_grad():
+        expected = student.logits(states.to(hidden.device, hidden.dtype))
+    return divergence(student.logits(hidden).flatten(0, 1), expected.flatten(0, 1))
+
+
+def _spans(student: Student, text: Text) -> Iterator[slice]:
+    count, length = text.tokens.shape
+    size = max(1, _LOGITS // (count * student.vocabulary))
+    yield from (slice(start, start + size) for start in range(0, length, size))

@@ -1,0 +1,140 @@
+"""``--polish`` end to end, on the small trained checkpoint that ships with kvfold."""
+
+import json
+
+import pytest
+import torch
+from helpers.checkpoints import tensors
+
+from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
+from kvfold.convert.conversion import memory, polishing
+from kvfold.convert.data import demo_folder
+from kvfold.convert.device import free_memory, training_autocast
+from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.io.shards import ShardWriter
+from kvfold.convert.targets.mla.constant import CONSTANT, norm_weight
+from kvfold.convert.training import polish as training
+
+QUICK = {"samples": 8, "seq_len": 32, "quiet": True}
+MQA = {"to": "mqa", "group": "contiguous"}
+LATENT = {"to": "mla", "kv_rank": 24, "rope_dim": 16}
+
+
+def convert(out, **options):
+    convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(out), **{**QUICK, **options}))
+    return json.loads((out / "kvfold.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        LATENT,
+        pytest.param(MQA, marks=pytest.mark.slow),
+        pytest.param({"to": "mqa", "method": "mean"}, marks=pytest.mark.slow),
+        pytest.param({**LATENT, "layout": "engine", "refine": 3}, marks=pytest.mark.slow),
+        pytest.param({**LATENT, "method": "svd", "q_rank": 48, "dtype": "float16"}, marks=pytest.mark.slow),
+    ],
+    ids=["latent", "mqa", "mean", "engine", "svd"],
+)
+def test_polishing_brings_the_model_closer_and_changes_attention_alone(tmp_path, options):
+    record = convert(tmp_path / "polished", **options, polish=10)
+    polish = record["polish"]
+    assert (polish["steps"], polish["kept"]) == (10, 10)
+    assert polish["after"] < 0.98 * polish["before"]
+    # the drift is of the files, without the last position of each sequence
+    assert record["drift"]["kl"]["value"] == pytest.approx(polish["after"], rel=0.1)
+    found, source = tensors(tmp_path / "polished"), tensors(demo_folder())
+    for name, entry in record["tensors"].items():
+        if entry["origin"] == "copied":
+            assert torch.equal(found[name], source[entry["from"][0]])
+    for layer in range(4) if "layout" not in options and options["to"] == "mla" else ():
+        module = f"model.layers.{layer}.self_attn"
+        assert found[f"{module}.kv_a_proj_with_mqa.bias"][23] == CONSTANT
+        assert not found[f"{module}.kv_a_proj_with_mqa.weight"][23].any()
+        assert found[f"{module}.kv_a_layernorm.weight"].tolist() == [norm_weight(24)] * 24
+    card = (tmp_path / "polished" / "README.md").read_text()
+    assert "trained together for 10 steps to give the source's next-token distributions" in card
+
+
+def test_weights_that_get_no_better_stay_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "default_lr", lambda width: 10.0)
+    record = convert(tmp_path / "polished", **MQA, polish=2)
+    assert record["polish"]["kept"] == 0
+    convert(tmp_path / "plain", **MQA)
+    polished, plain = tensors(tmp_path / "polished"), tensors(tmp_path / "plain")
+    assert all(torch.equal(polished[name], plain[name]) for name in plain)
+    assert "trained together" not in (tmp_path / "polished" / "README.md").read_text()
+
+
+class HalfWritten(ShardWriter):
+    """Fails after the first tensor."""
+
+    def write_all(self, tensors):
+        first = next(iter(tensors))
+        super().write_all({first: tensors[first]})
+        raise RuntimeError("killed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["in a round", "while the result is written"])
+def test_a_killed_run_goes_on_from_its_last_round(tmp_path, monkeypatch, killed):
+    monkeypatch.setattr(training, "ROUND", 2)
+    options = {**MQA, "polish": 5, "resume": True}
+    train, made = training._Run.train, []
+
+    def counted(self, until):
+        if killed == "in a round" and len(made) == 1:
+            raise RuntimeError("killed")
+        train(self, until)
+        made.append(until)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training._Run, "train", counted)
+        patch.setattr(polishing, "ShardWriter", HalfWritten)
+        with pytest.raises(RuntimeError, match="killed"):
+            convert(tmp_path / "out", **options)
+    assert made == ([2] if killed == "in a round" else [2, 4, 5])
+    made += [None]
+    monkeypatch.setattr(training._Run, "train", counted)
+    convert(tmp_path / "out", **options)
+    assert made[made.index(None) + 1 :] == ([4, 5] if killed == "in a round" else [])
+    convert(tmp_path / "unbroken", **{**options, "resume": False})
+    for file in (tmp_path / "unbroken").iterdir():
+        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes(), file.name
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        path.name for path in (tmp_path / "unbroken").iterdir()
+    )
+
+
+def test_a_model_that_does_not_fit_into_memory_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_free_bytes", lambda plan: 50 << 20)
+    options = {"model": str(demo_folder()), "out": str(tmp_path / "out"), **MQA, "polish": "auto"}
+    with pytest.raises(InputError, match=r"needs the whole model in memory: about .* \(model .*\), found 52.4 MB free"):
+        convert_checkpoint(ConvertRequest(**options))
+    planned = convert_checkpoint(ConvertRequest(**options, dry_run=True)).summary()
+    assert "\nmemory: about " in planned
+    assert "52.4 MB free" in planned
+    assert "memory" not in convert_checkpoint(ConvertRequest(**{**options, "polish": 0}, dry_run=True)).summary()
+
+
+def test_free_memory_is_what_the_system_says(tmp_path, monkeypatch):
+    from kvfold.convert import device
+
+    assert free_memory(torch.device("cpu")) > 1 << 20
+    monkeypatch.setattr(device, "_MEMORY", tmp_path / "none")
+    assert free_memory(torch.device("cpu")) is None
+
+
+def test_products_are_in_16_bit_only_where_the_checkpoint_and_the_machine_have_it(tmp_path, monkeypatch):
+    convert(tmp_path / "32", to="mqa", method="mean", dtype="float32")
+    cpu = torch.device("cpu")
+    for units in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda units=units: units)
+        assert training_autocast(open_checkpoint(demo_folder()), cpu) == (torch.bfloat16 if units else None)
+        assert training_autocast(open_checkpoint(tmp_path / "32"), cpu) is None
+
+
+def test_every_round_is_printed(tmp_path, capsys):
+    convert(tmp_path / "out", **MQA, polish=2, quiet=False)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("polished")]
+    assert [line.split(":")[0] for line in lines] == ["polished 0/2 steps", "polished 2/2 steps"]

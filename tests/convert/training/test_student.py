@@ -1,0 +1,46 @@
+"""The student of polishing is the stock model: what a reader of the checkpoint will load."""
+
+import pytest
+import torch
+from helpers.checkpoints import stock_model
+
+from kvfold.convert.families.model import model_of
+from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.training.student import Student
+
+TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def student(folder, stored=torch.float32, autocast=None):
+    """The student of a checkpoint whose attention, but for its norms, is trained."""
+    checkpoint = open_checkpoint(folder)
+    model = model_of(checkpoint.config)
+    names = [name for layer in range(model.geometry.layers) for name in model.attention_names(layer)]
+    trained = dict.fromkeys(names, stored)
+    return Student(checkpoint.config, checkpoint.read, checkpoint.tensors, trained, torch.device("cpu"), autocast)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "mixtral", "gemma2", "gemma3_text", "phi3", "granite", "cohere", "olmo2", "qwen3"]
+)
+def test_its_logits_and_gradients_are_those_of_the_stock_model(tiny_family, family):
+    folder = tiny_family(family)
+    ours, stock = student(folder), stock_model(folder)
+    logits = ours.logits(ours.hidden(TOKENS))
+    expected = stock(input_ids=TOKENS, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    (logits * weights).sum().backward()
+    (expected * weights).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in stock.named_parameters()}
+    for name, part in ours.trained.items():
+        torch.testing.assert_close(part.master.grad, gradients[part.target], atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_family):
+    folder = tiny_family("llama")
+    ours = student(folder, torch.bfloat16)
+    exact = ours.hidden(TOKENS)
+    ours.put({name: tensor.float() for name, tensor in ours.rounded().items()})
+    assert torch.equal(ours.hidden(TOKENS), exact)
+    assert not torch.equal(student(folder).hidden(TOKENS), exact)
