@@ -62,9 +62,9 @@ def test_help_of_convert_lists_options_by_panels(kvfold):
     target, calibration, refinement, running = (text.split(panel)[1] for panel in panels)
     assert target.index("--to ") < target.index("--kv-rank ") < target.index("--recipe ")
     assert all(option in calibration for option in ("--calibration ", "--samples ", "--seq-len ", "--seed "))
-    assert "--refine STEPS|auto" in refinement
+    assert all(option in refinement for option in ("--refine STEPS|auto", "--polish STEPS|auto"))
     assert all(option in running for option in ("--device ", "--dtype ", "--resume ", "-h, --help"))
-    assert text.count("\n  --") == 24
+    assert text.count("\n  --") == 25
     assert "kvfold|" not in text
     assert "|kvfold" not in text
 

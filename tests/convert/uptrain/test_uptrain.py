@@ -464,7 +464,7 @@ def test_every_tensor_learns_in_proportion_to_its_size(converted):
     )
     assert sizes[f"{attention}.kv_a_proj_with_mqa.bias"] == sizes[f"{attention}.kv_a_proj_with_mqa.weight"]
     optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "weight_decay": 0.1}], lr=0.01)
-    relative_groups(optimizer, model, sizes)
+    relative_groups(optimizer, model.named_parameters(), sizes)
     rates = {id(group["params"][0]): group["lr"] for group in optimizer.param_groups}
     assert rates[id(query)] == pytest.approx(0.01 * sizes[f"{attention}.q_proj.weight"])
     decays = [group["lr"] * group["weight_decay"] for group in optimizer.param_groups]
