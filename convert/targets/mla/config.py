@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
-from kvfold.convert.targets.mla.rope import rope_config
+from kvfold.convert.targets.mla.rope import part_of_head, plain_and_older_rope, rope_config
 
 NORM_EPS = 1e-6  # of both latent norms, as the stock class hard-codes it
 _NAMES = {
@@ -198,7 +198,7 @@ def mla_config(
     """``config.json`` of the output. ``theta [P/2]``: radians per position of each rotary pair.
 
     ``dtype`` as transformers spells it. ``positions``: the longest context, where it is shorter than the source's.
-    Frequencies and dtype are spelled twice, for readers before and after transformers 5.
+    The dtype is spelled twice, for readers before and after transformers 5, and in layout ``engine`` the frequencies.
     """
     size, block, config = model.geometry, model.block, model.config
     longest = size.positions if positions is None else positions
@@ -228,10 +228,25 @@ def mla_config(
         "use_cache": True,
         "rope_interleave": True,
         **(_dense_only(size.layers, _intermediate(model)) if target.layout == "engine" else {}),
-        **rope_config(theta, longest),
+        **_rope(target, theta, longest),
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+
+
+def _rope(target: LatentTarget, theta: Sequence[float], positions: int) -> dict[str, Any]:
+    """Rotary keys.
+
+    vLLM's Transformers backend takes ``head_dim`` for the size of the latent cache. Youtu rotates a part of its
+    ``head_dim`` dims and ignores it otherwise, so where kernels take the cache, layout ``free`` has values that both
+    read right.
+    """
+    if target.layout == "engine":
+        return plain_and_older_rope(theta, positions)
+    if not target.has_kernels:
+        return rope_config(theta, positions)
+    cached = target.kv_rank + target.rope_dim
+    return {"head_dim": cached, **part_of_head(theta, positions, cached)}
 
 
 def _intermediate(model: Model) -> int:

@@ -4,34 +4,48 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+_BASE = 10000.0  # of longrope's tables
+
 
 def rope_config(theta: Sequence[float], positions: int) -> dict[str, Any]:
-    """The rope keys for these frequencies, in the older and the newer spelling.
-
-    Plain RoPE where it has these frequencies, else ``longrope``: its factors divide the standard frequencies one by
-    one, here by the same for every length of text.
-    """
+    """``rope_parameters`` for these frequencies: plain RoPE where it has them, else ``longrope``."""
     base = plain_base(theta)
-    if base is not None:
-        return {
-            "rope_theta": base,
-            "rope_scaling": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": base},
-        }
-    base, pairs = 10000.0, len(theta)
-    factors = [base ** (-index / pairs) / angle for index, angle in enumerate(theta)]
-    scaling = {
+    return {"rope_parameters": _longrope(theta, positions) if base is None else _plain(base)}
+
+
+def part_of_head(theta: Sequence[float], positions: int, head_dim: int) -> dict[str, Any]:
+    """The same for a reader that rotates the fraction ``partial_rotary_factor`` of ``head_dim`` dims, rounded down."""
+    part = (2 * len(theta) + 0.5) / head_dim
+    return {"rope_parameters": {**_longrope(theta, positions), "partial_rotary_factor": part}}
+
+
+def plain_and_older_rope(theta: Sequence[float], positions: int) -> dict[str, Any]:
+    """The same in the newer spelling and in that of transformers before 5, which engines have read longer."""
+    table = rope_config(theta, positions)["rope_parameters"]
+    scaling = {name: value for name, value in table.items() if name != "rope_theta"}
+    plain = table["rope_type"] == "default"
+    return {
+        "rope_theta": table["rope_theta"],
+        "rope_scaling": None if plain else {**scaling, "type": "longrope"},
+        "rope_parameters": table,
+    }
+
+
+def _plain(base: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": base}
+
+
+def _longrope(theta: Sequence[float], positions: int) -> dict[str, Any]:
+    """Its factors divide the standard frequencies one by one, here by the same for every length of text."""
+    factors = [_BASE ** (-index / len(theta)) / angle for index, angle in enumerate(theta)]
+    return {
         "rope_type": "longrope",
         "factor": 1.0,
         "attention_factor": 1.0,
         "short_factor": factors,
         "long_factor": factors,
         "original_max_position_embeddings": positions,
-    }
-    return {
-        "rope_theta": base,
-        "rope_scaling": {**scaling, "type": "longrope"},
-        "rope_parameters": {**scaling, "rope_theta": base},
+        "rope_theta": _BASE,
     }
 
 

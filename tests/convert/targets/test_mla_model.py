@@ -39,6 +39,7 @@ MODELS = {
     "mha": ("llama", {"num_key_value_heads": 4}),
     "gqa": ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "wide-heads": ("mistral", {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": None}),
+    "cache-of-320": ("llama", {"num_key_value_heads": 4, "head_dim": 16}),
     "biased": ("qwen2", {"num_key_value_heads": 2}),
     "output-bias": ("llama", {"num_key_value_heads": 2, "attention_bias": True}),
     "partial": ("phi3", {"num_key_value_heads": 2, "partial_rotary_factor": 0.5, "sliding_window": None}),
@@ -353,6 +354,18 @@ def test_every_config_key_survives_the_stock_class(tmp_path):
     respelled = {"architectures", "dtype", "torch_dtype", "rope_scaling", "rope_parameters", "rope_theta"}
     assert {key for key in wrote.keys() - respelled if getattr(read, key) != wrote[key]} == set()
     assert {key: read.rope_parameters[key] for key in wrote["rope_parameters"]} == wrote["rope_parameters"]
+
+
+def test_engines_and_transformers_agree_on_the_size_of_the_cache(tmp_path):
+    """vLLM's Transformers backend reads ``head_dim``; what transformers computes does not depend on it."""
+    model = source_model("cache-of-320")
+    latents = convert(model, LatentTarget(256, 64), tmp_path)
+    loaded = stock_model(tmp_path)
+    assert loaded.config.head_dim == 320
+    torch.testing.assert_close(loaded.model.rotary_emb.inv_freq.double(), latents[0].theta, rtol=1e-6, atol=0)
+    for layer, latent in zip(model.model.layers, latents, strict=True):
+        layer.self_attn = LatentAttention(latent)
+    assert (logits(loaded, TOKENS) - logits(model, TOKENS)).abs().max() < 1e-4
 
 
 def parts_of(latent):
