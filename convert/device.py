@@ -1,7 +1,9 @@
 """The device and the dtype that a checkpoint is computed in."""
 
 from collections import Counter
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,8 +51,15 @@ def training_autocast(checkpoint: Checkpoint, device: torch.device) -> torch.dty
     """
     stored = stored_dtype(checkpoint)
     if device.type == "cpu":
-        return torch.bfloat16 if stored == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else None
+        return torch.bfloat16 if stored == torch.bfloat16 and has_bfloat16_units() else None
     return torch.bfloat16 if stored != torch.float32 and torch.cuda.is_bf16_supported() else None
+
+
+@cache
+def has_bfloat16_units() -> bool:
+    """Whether the processor multiplies matrices of bfloat16 in units of their own (AMX)."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("amx_bf16"))
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -8,7 +8,6 @@ where values are narrower than keys, as in MLA. So attention is computed here, i
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from transformers import AttentionInterface
 from kvfold.attention.drift.frame import attention_of
 from kvfold.attention.drift.recording import name_implementation
 from kvfold.attention.drift.softcap import BLOCKWISE
+from kvfold.convert.device import has_bfloat16_units
 
 _NAME = "kvfold_bfloat16"
 # Forward and backward of 8 x 256 tokens, 9 query heads, CPU ms: MLA of 128 and 64 dims 112 (64), 89 (128), 80 (256);
@@ -27,13 +27,7 @@ _BLOCK = 128
 
 def bfloat16_pays(device: torch.device, stored: Iterable[torch.dtype]) -> bool:
     """Whether a step with weights of these ``stored`` dtypes is to be computed in bfloat16."""
-    return device.type == "cpu" and _matrix_units() and set(stored) == {torch.bfloat16}
-
-
-@cache
-def _matrix_units() -> bool:
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(capabilities.get("amx_bf16"))
+    return device.type == "cpu" and has_bfloat16_units() and set(stored) == {torch.bfloat16}
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.checkpoints import tensors
 
-from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
+from kvfold.convert import ConvertRequest, InputError, convert_checkpoint, device
 from kvfold.convert.conversion import memory, polishing
 from kvfold.convert.data import demo_folder
 from kvfold.convert.device import free_memory, training_autocast
@@ -118,8 +118,6 @@ def test_a_model_that_does_not_fit_into_memory_is_refused_before_any_work(tmp_pa
 
 
 def test_free_memory_is_what_the_system_says(tmp_path, monkeypatch):
-    from kvfold.convert import device
-
     assert free_memory(torch.device("cpu")) > 1 << 20
     monkeypatch.setattr(device, "_MEMORY", tmp_path / "none")
     assert free_memory(torch.device("cpu")) is None
@@ -129,7 +127,7 @@ def test_products_are_in_16_bit_only_where_the_checkpoint_and_the_machine_have_i
     convert(tmp_path / "32", to="mqa", method="mean", dtype="float32")
     cpu = torch.device("cpu")
     for units in (True, False):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda units=units: units)
+        monkeypatch.setattr(device, "has_bfloat16_units", lambda units=units: units)
         assert training_autocast(open_checkpoint(demo_folder()), cpu) == (torch.bfloat16 if units else None)
         assert training_autocast(open_checkpoint(tmp_path / "32"), cpu) is None
 

@@ -42,5 +42,5 @@ def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_fami
     ours = student(folder, torch.bfloat16)
     exact = ours.hidden(TOKENS)
     ours.put({name: tensor.float() for name, tensor in ours.rounded().items()})
-    assert torch.equal(ours.hidden(TOKENS), exact)
-    assert not torch.equal(student(folder).hidden(TOKENS), exact)
+    torch.testing.assert_close(ours.hidden(TOKENS), exact, atol=1e-5, rtol=0)
+    assert (student(folder).hidden(TOKENS) - exact).abs().max() > 1e-3

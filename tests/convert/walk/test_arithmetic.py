@@ -13,7 +13,7 @@ from tests.convert.walk.test_refine import first_step, plan_of, task_of
 
 @pytest.fixture
 def matrix_units(monkeypatch):
-    monkeypatch.setattr(arithmetic, "_matrix_units", lambda: True)
+    monkeypatch.setattr(arithmetic, "has_bfloat16_units", lambda: True)
 
 
 @pytest.mark.parametrize(("heads", "groups", "dim", "value_dim"), [(4, 4, 12, 8), (6, 2, 8, 8), (3, 1, 8, 8)])
@@ -42,8 +42,8 @@ def test_bfloat16_pays_for_weights_that_are_stored_in_it():
     assert not bfloat16_pays(torch.device("cuda"), [torch.bfloat16])
 
 
-def test_bfloat16_does_not_pay_without_matrix_units(monkeypatch):
-    monkeypatch.setattr(arithmetic, "_matrix_units", lambda: False)
+def test_bfloat16_does_not_pay_withouthas_bfloat16_units(monkeypatch):
+    monkeypatch.setattr(arithmetic, "has_bfloat16_units", lambda: False)
     assert not bfloat16_pays(torch.device("cpu"), [torch.bfloat16])
 
 
@@ -72,7 +72,7 @@ def test_steps_in_bfloat16_reach_what_those_in_float32_do(tiny_family, monkeypat
     attend = arithmetic.blocked_attention
     monkeypatch.setattr(arithmetic, "blocked_attention", lambda *args: dtypes.append(args[0].dtype) or attend(*args))
     for fast in (False, True):
-        monkeypatch.setattr(arithmetic, "_matrix_units", lambda fast=fast: fast)
+        monkeypatch.setattr(arithmetic, "has_bfloat16_units", lambda fast=fast: fast)
         _steps, step, tensors = first_step(plan)
         refined = refine_layer(step, tensors, task_of(plan))
         errors[fast] = refined.after
