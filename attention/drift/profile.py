@@ -40,12 +40,30 @@ def distance_profile(
     causal: bool = True,
     softcap: float | None = None,
 ) -> Tensor:
-    """Average attention weight by distance: ``[H, T]``, float64, each row sums to 1.
+    """Average attention weight by distance: ``[H, T]``, float64, each row sums to 1; the first of `attention_sums`."""
+    return attention_sums(query, key, scale, window=window, causal=causal, softcap=softcap)[0]
 
-    ``p_h(delta) = 1 / (B T) * sum over b, s of a[b, h, s, s - delta]`` with the attention weights ``a`` of
-    ``query [B, H, T, D]`` on ``key [B, G, T, D]``; without ``causal``, ``delta`` is the distance either way. ``window``
-    is the number of keys a query sees, itself included (either way without ``causal``); ``softcap`` is that of Gemma 2.
-    Raises ValueError for shapes that do not fit.
+
+@torch.no_grad()
+def attention_sums(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    causal: bool = True,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention weight by distance, ``[H, T]``, and by key, ``[B, T]``; both float64.
+
+    With the attention weights ``a`` of ``query [B, H, T, D]`` on ``key [B, G, T, D]``,
+
+        p_h(delta) = 1 / (B T) * sum over b, s of a[b, h, s, s - delta]
+        r_b(s)     = 1 / H * sum over h, t of a[b, h, t, s]
+
+    so the rows of ``p`` sum to 1 and those of ``r`` to ``T``. Without ``causal``, ``delta`` is the distance either way.
+    ``window`` is the number of keys a query sees, itself included (either way without ``causal``); ``softcap`` is that
+    of Gemma 2. Raises ValueError for shapes that do not fit.
     """
     _check(query, key, window)
     batch, heads, length, _ = query.shape
@@ -54,16 +72,18 @@ def distance_profile(
     query = query.reshape(batch * groups, share, length, -1)
     key = key.reshape(batch * groups, length, -1)
     total = torch.zeros(batch * groups, share, 2 * length, dtype=torch.float64, device=query.device)
+    received = torch.zeros(batch * groups, length, dtype=torch.float64, device=query.device)
     for block in _blocks(length, window, causal, share, query.device):
         rows, width = block.last - block.first, block.high - block.low
         for part in _parts(batch * groups, share * rows * (width + rows - 1), query.device):
             weights = _attention(query[part], key[part], block, scale, window, causal, softcap)
             sum_by_distance(weights, block.first, block.low, total[part].flatten(0, 1))
+            received[part, block.low : block.high] += weights.unflatten(0, (-1, share)).sum((1, 2))
     folded = total[..., 1 : length + 1].flip(-1)
     if not causal:
         folded = torch.cat([folded[..., :1], folded[..., 1:] + total[..., length + 1 :]], dim=-1)
     profile = folded.view(batch, heads, length).sum(0)
-    return profile / profile.sum(-1, keepdim=True)
+    return profile / profile.sum(-1, keepdim=True), received.view(batch, groups, length).sum(1) / heads
 
 
 @torch.no_grad()

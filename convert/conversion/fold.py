@@ -18,7 +18,8 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.request import WEIGHTS_ONLY
 from kvfold.convert.transforms.fold import grouping, principal
-from kvfold.convert.transforms.weights import AttentionWeights, Rotary
+from kvfold.convert.transforms.sinks import judged
+from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 from kvfold.convert.walk.walk import Step, estimate_seconds
 
 
@@ -38,33 +39,39 @@ class Fold(Method):
 
     def layers(self, journal: Journal) -> Iterator[Converted]:
         for step in self._walk.steps(journal):
-            folded, groups = fold_layer(self.plan, step)
-            yield self._walk.convert(step, folded, {"groups": [list(group) for group in groups]})
+            folded, notes = fold_layer(self.plan, step)
+            yield self._walk.convert(step, folded, notes)
 
     def measured(self, notes: Sequence[Notes]) -> Calibrated:
-        return self._walk.measured({"groups": [note["groups"] for note in notes], **refinement_record(notes)})
+        choices = {name: [note[name] for note in notes] for name in _notes(())}
+        return self._walk.measured({**choices, **refinement_record(notes)})
 
 
-def fold_layer(plan: Plan, step: Step) -> tuple[AttentionWeights, grouping.Partition]:
-    """The layer with its key/value heads folded, and which of them share."""
+def fold_layer(plan: Plan, step: Step) -> tuple[AttentionWeights, Notes]:
+    """The layer with its key/value heads folded; noted is which of them share, and how tokens were counted."""
     plain = grouping.contiguous(plan.geometry.kv_heads, plan.kv_heads)
     if plan.request.resolved_method in WEIGHTS_ONLY:  # a start for refinement
-        return pooled_layer(plan, step.index), plain
+        return pooled_layer(plan, step.index), _notes(plain)
     weights, statistics = source_layer(plan, step.index), step.statistics
     if statistics is None:
         raise ValueError("step: expected statistics, found none")
     rotary, context = fold_rotary(plan, step.index), fold_context(plan, step.index)
-    if grouping_of(plan) == "contiguous":
-        return principal.fold(weights, statistics, rotary, plain, context), plain
-    choice = grouping.similar(
-        weights,
-        statistics,
-        rotary,
-        plan.kv_heads,
-        lambda folded: step.attention_error(plan.layout.encode(step.index, folded)),  # judged as the files hold it
-        context,
-    )
-    return choice.weights, choice.groups
+
+    def error(folded: AttentionWeights) -> float:
+        return step.attention_error(plan.layout.encode(step.index, folded))  # judged as the files hold it
+
+    def fit(counted: LayerStatistics) -> grouping.Choice:
+        if grouping_of(plan) == "contiguous":
+            folded = principal.fold(weights, counted, rotary, plain, context)
+            return grouping.Choice(plain, folded, {plain: error(folded)})
+        return grouping.similar(weights, counted, rotary, plan.kv_heads, error, context)
+
+    best = judged(statistics, fit, lambda choice: choice.errors[choice.groups])
+    return best.weights.weights, _notes(best.weights.groups, best.share)
+
+
+def _notes(groups: grouping.Partition, share: float = 0.0) -> Notes:
+    return {"groups": [list(group) for group in groups], "received_attention_share": share}
 
 
 def fold_rotary(plan: Plan, layer: int) -> Rotary:

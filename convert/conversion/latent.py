@@ -33,13 +33,17 @@ from kvfold.convert.transforms.latent.norm import live_norm
 from kvfold.convert.transforms.latent.queries import query_latent
 from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots
 from kvfold.convert.transforms.latent.weights import LatentWeights
+from kvfold.convert.transforms.sinks import judged
 from kvfold.convert.transforms.weights import LayerStatistics
-from kvfold.convert.walk.walk import estimate_seconds, survey
+from kvfold.convert.walk.walk import Step, estimate_seconds, survey
 
 # 5 takes the split 12 + 4 of a budget of 16, +0.4510 nats per token after refinement; 20 takes 8 + 8, +0.4172
 # (the model that ships, by recipes/benchmarks/bench_refine_constants.py)
 _TRIAL_STEPS = 20  # of refinement per layer, where splits or layouts are compared
 _WITH_KERNELS = 1.05  # KL that a split that engines serve may have, relative to the best: a choice, not a measurement
+
+
+_SHARE = "received_attention_share"
 
 
 @dataclass(frozen=True)
@@ -92,10 +96,12 @@ class Latent(Method):
 
     def layers(self, journal: Journal) -> Iterator[Converted]:
         for step in self._walk.steps(journal):
-            yield self._walk.convert(step, latent_layer(self._chosen, step.index, self._survey))
+            latent, notes = latent_layer(self._chosen, step, self._survey)
+            yield self._walk.convert(step, latent, notes)
 
     def measured(self, notes: Sequence[Notes]) -> Calibrated:
-        return self._walk.measured({**self._choices, **refinement_record(notes)})
+        shares = {_SHARE: [note[_SHARE] for note in notes if _SHARE in note]}
+        return self._walk.measured({**self._choices, **shares, **refinement_record(notes)})
 
 
 def survey_source(plan: Plan, folder: Path, stages: Stages) -> Survey:
@@ -159,32 +165,29 @@ def trial(option: Candidate, surveyed: Survey) -> Candidate:
     """``option`` with the drift of the model converted to it, after a few steps of refinement if it is requested."""
     walk = StudentWalk(option.plan, surveyed.source, surveyed.tokens, statistics=False, trial_steps=_TRIAL_STEPS)
     for step in walk.steps():
-        walk.convert(step, latent_layer(option, step.index, surveyed))
+        walk.convert(step, latent_layer(option, step, surveyed)[0])
     return replace(option, kl=walk.kl())
 
 
-def latent_layer(chosen: Candidate, layer: int, surveyed: Survey) -> LatentWeights:
-    """``layer`` as latent attention, fitted to the survey's statistics."""
-    plan, target, slots = chosen.plan, chosen.target, chosen.slots
+def latent_layer(chosen: Candidate, step: Step, surveyed: Survey) -> tuple[LatentWeights, Notes]:
+    """The layer as latent attention, fitted to the survey's statistics; noted is how tokens were counted."""
+    plan, target, slots, layer = chosen.plan, chosen.target, chosen.slots, step.index
     if plan.request.resolved_method == "svd":  # a start for refinement
-        return svd_layer(plan, layer, slots)
+        return svd_layer(plan, layer, slots), {}
     statistics, inputs = surveyed.notes(layer)
     weights, rotary = source_layer(plan, layer), source_rotary(plan, layer)
-    scale = plan.model.layers[layer].scale
-    latent = to_latent(
-        weights,
-        statistics,
-        rotary,
-        slots,
-        target.channels,
-        context=plan.geometry.positions,
-        scale=scale,
-        centered=target.constant,
-    )
-    rank = plan.query_rank()
-    if rank is not None:
-        latent = query_latent(latent, statistics, rank - target.constant)
-    return latent if target.constant else live_norm(latent, inputs)
+    context, scale, rank = plan.geometry.positions, plan.model.layers[layer].scale, plan.query_rank()
+
+    def fit(counted: LayerStatistics) -> LatentWeights:
+        latent = to_latent(
+            weights, counted, rotary, slots, target.channels, context=context, scale=scale, centered=target.constant
+        )
+        if rank is not None:
+            latent = query_latent(latent, counted, rank - target.constant)
+        return latent if target.constant else live_norm(latent, inputs)
+
+    best = judged(statistics, fit, lambda latent: step.attention_error(plan.layout.encode(layer, latent)))
+    return best.weights, {_SHARE: best.share}
 
 
 def _against_free(engine: Candidate, surveyed: Survey) -> dict[str, Any]:

@@ -97,7 +97,9 @@ class LayerStatistics:
 
     ``gram [E, E] = E[x x^T]`` and ``mean [E] = E[x]`` over ``tokens`` attention inputs ``x`` (after the layer's norm);
     ``profile [H, S]``: the mean attention weight of head ``h`` at distance ``delta`` (rows sum to 1). Without
-    ``causal`` queries see keys on both sides, and ``delta`` is the distance to either.
+    ``causal`` queries see keys on both sides, and ``delta`` is the distance to either. ``received_gram``,
+    ``received_mean``: the same averages with every token counted by the attention that it receives, None where that
+    was not measured.
     """
 
     gram: Tensor
@@ -105,10 +107,29 @@ class LayerStatistics:
     tokens: int
     profile: Tensor
     causal: bool = True
+    received_gram: Tensor | None = None
+    received_mean: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "LayerStatistics":
-        gram, mean, profile = (tensor.to(device) for tensor in (self.gram, self.mean, self.profile))
-        return LayerStatistics(gram, mean, self.tokens, profile, self.causal)
+        moved = {
+            item.name: value.to(device)
+            for item in fields(self)
+            if isinstance(value := getattr(self, item.name), Tensor)
+        }
+        return replace(self, **moved)
+
+    def counting_received(self, share: float) -> "LayerStatistics":
+        """Tokens counted by ``1 - share + share * received`` attention, which is 1 on average.
+
+        A sink is one token among hundreds and half of every row of attention: least squares over tokens hardly see it.
+        Raises ValueError for a share above 0 where received attention was not measured.
+        """
+        if share == 0:
+            return self
+        if self.received_gram is None or self.received_mean is None:
+            raise ValueError("statistics: expected averages by received attention, found none")
+        gram, mean = torch.lerp(self.gram, self.received_gram, share), torch.lerp(self.mean, self.received_mean, share)
+        return replace(self, gram=gram, mean=mean)
 
 
 def blank_statistics(model_dim: int, heads: int, device: torch.device | str = "cpu") -> LayerStatistics:

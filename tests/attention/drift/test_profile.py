@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvfold.attention.drift import profile
-from kvfold.attention.drift.profile import distance_profile, row_kl, sum_by_distance
+from kvfold.attention.drift.profile import attention_sums, distance_profile, row_kl, sum_by_distance
 
 MASKS = st.fixed_dictionaries(
     {
@@ -72,10 +72,12 @@ def test_profile_is_the_mean_weight_at_each_distance(seed, batch, groups, share,
         patch.setattr(profile, "_CPU_BLOCK", block)
         patch.setattr(profile, "_ROWS", 8)
         patch.setattr(profile, "_FEW_ROWS", 3)
-        found = distance_profile(query, key, 0.7, **masks)
+        found, received = attention_sums(query, key, 0.7, **masks)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, naive_profile(query, key, 0.7, **masks), rtol=1e-12, atol=1e-15)
     torch.testing.assert_close(found.sum(-1), torch.ones(groups * share, dtype=torch.float64), rtol=1e-14, atol=0)
+    weights = attention_map(query, key, 0.7, masks["window"], masks["causal"], masks.get("softcap"))
+    torch.testing.assert_close(received, weights.mean(1).sum(1), rtol=1e-12, atol=1e-15)
 
 
 def test_sums_by_distance_are_those_of_the_diagonals():

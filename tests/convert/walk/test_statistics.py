@@ -60,6 +60,21 @@ def test_profiles_of_batches_of_different_sizes_average_over_sequences() -> None
     torch.testing.assert_close(accumulator.result().profile, expected, rtol=1e-5, atol=1e-7)
 
 
+def test_received_attention_counts_tokens() -> None:
+    torch.manual_seed(0)
+    query, key, inputs = torch.randn(5, 4, 9, 8), torch.randn(5, 2, 9, 8), torch.randn(5, 9, 3)
+    accumulator = StatisticsAccumulator()
+    for part in (slice(0, 2), slice(2, 5)):
+        accumulator.add(output(inputs[part], query[part], key[part], scale=0.7))
+    scores = 0.7 * query.double() @ key.double().repeat_interleave(2, 1).mT
+    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    received = scores.masked_fill(hidden, -torch.inf).softmax(-1).mean(1).sum(1).flatten()
+    rows, found = inputs.flatten(0, 1).double(), accumulator.result()
+    assert found.received_gram is not None
+    torch.testing.assert_close(found.received_gram, (rows * received[:, None]).T @ rows / 45, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.received_mean, received @ rows / 45, rtol=1e-5, atol=1e-6)
+
+
 def test_a_profile_needs_queries() -> None:
     with pytest.raises(ValueError, match="a distance profile needs the layer's queries and keys"):
         StatisticsAccumulator().add(output(torch.randn(1, 4, 3)))
