@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvfold.convert.conversion.run import Conversion, convert_checkpoint
     from kvfold.convert.errors import InputError, KvfoldError
-    from kvfold.convert.inspection import Inspection, inspect_checkpoint
+    from kvfold.convert.inspection.facts import Inspection, inspect_checkpoint
     from kvfold.convert.measure.drift import drift_checkpoints
     from kvfold.convert.recipes import recipe_request
     from kvfold.convert.request import ConvertRequest
@@ -38,13 +38,13 @@ _MODULES = {
     "Conversion": "conversion.run",
     "ConvertRequest": "request",
     "InputError": "errors",
-    "Inspection": "inspection",
+    "Inspection": "inspection.facts",
     "KvfoldError": "errors",
     "UptrainRequest": "uptrain.request",
     "Uptrained": "uptrain.run",
     "convert_checkpoint": "conversion.run",
     "drift_checkpoints": "measure.drift",
-    "inspect_checkpoint": "inspection",
+    "inspect_checkpoint": "inspection.facts",
     "recipe_request": "recipes",
     "uptrain_checkpoint": "uptrain.run",
 }

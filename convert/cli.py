@@ -50,7 +50,8 @@ def inspect(model: str, as_json: bool) -> None:
 
     Reads the headers and the config only: a hub id is not downloaded.
     """
-    from kvfold.convert.inspection import inspect_checkpoint, summary
+    from kvfold.convert.inspection.facts import inspect_checkpoint
+    from kvfold.convert.inspection.text import summary
 
     facts = inspect_checkpoint(model)
     click.echo(json.dumps(facts.to_dict(), indent=2) if as_json else summary(facts))

@@ -8,6 +8,7 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import engine_cost, versions
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.hub import parse_hub_id
+from kvfold.convert.targets.engines import Verdict
 
 _CARD = """---
 {front}
@@ -31,6 +32,14 @@ model = AutoModelForCausalLM.from_pretrained("PATH", dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained("PATH")
 ```
 {usage}
+## Engines
+
+Cache in KV-cache elements per token per layer, on one device.
+
+| engine | serves it | cache | how, or why not |
+|---|---|---|---|
+{engines}
+
 ## How it was made
 
 {method}.{refined}{polished}
@@ -46,12 +55,6 @@ from kvfold.attention import absorb
 
 absorb(model)
 ```
-"""
-
-_ENGINES = """
-Inference engines read this layout as a DeepSeek model whose layers are all dense (read off their sources, not run
-here): vLLM accepts one from 0.11.1 on (0.11.0 raises an error); SGLang makes layers dense by `first_k_dense_replace`
-(0.4.6 and 0.5.5 do); llama.cpp's loader (at 01a723dc630d) asks for a query latent too: convert with `--q-rank` for it.
 """
 
 _METHODS = {
@@ -70,9 +73,14 @@ Then all of it was trained together for {steps} steps to give the source's next-
 
 
 def _usage(plan: Plan) -> str:
-    if plan.request.to != "mla":
-        return ""
-    return _ABSORB + (_ENGINES if plan.latent_target().layout == "engine" else "")
+    return _ABSORB if plan.request.to == "mla" else ""
+
+
+def _engine_row(verdict: Verdict) -> str:
+    evidence = "run" if verdict.ran else "read in its sources, not run"
+    how = verdict.how if verdict.serves else f"{verdict.how}; instead: `{verdict.instead}`"
+    serves = "yes" if verdict.serves else "no"
+    return f"| {verdict.engine} {verdict.version} ({evidence}) | {serves} | {verdict.cache or ''} | {how} |"
 
 
 def _measured(record: Mapping[str, Any]) -> str:
@@ -101,6 +109,7 @@ def model_card(plan: Plan, record: Mapping[str, Any]) -> str:
         cached_now=plan.layout.cache_elements,
         measured=_measured(record) if "drift" in record else "",
         usage=_usage(plan),
+        engines="\n".join(map(_engine_row, plan.engines)),
         method=_METHODS[plan.request.resolved_method],
         refined=_REFINED if plan.request.refine else "",
         polished=_POLISHED.format(steps=record["polish"]["kept"]) if record.get("polish", {}).get("kept") else "",

@@ -12,6 +12,7 @@ from kvfold.convert.families.tensors import Role
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.shards import Shard, assign_shards
 from kvfold.convert.request import ConvertRequest
+from kvfold.convert.targets.engines import Result, Verdict, alternatives, folded_result, latent_result, verdicts
 from kvfold.convert.targets.mla.config import LatentTarget, padding, query_rank
 from kvfold.convert.targets.mla.layout import latent_layout, latent_reads
 from kvfold.convert.targets.mla.problems import latent_problems
@@ -76,6 +77,18 @@ class Plan:
     def padding(self) -> int:
         """Parameters that are zero because heads are padded to the sizes of engines' kernels."""
         return 0 if self.latent is None else padding(self.model, self.latent)
+
+    @property
+    def result(self) -> Result:
+        """What engines make of the output depends on."""
+        if self.latent is not None:
+            return latent_result(self.layout.config)
+        return folded_result(self.geometry, self.kv_heads)
+
+    @property
+    def engines(self) -> list[Verdict]:
+        """What each engine makes of the output."""
+        return verdicts(self.result, alternatives(self.model, self.latent))
 
     def read_names(self, layer: int) -> tuple[str, ...]:
         """The source tensors that the transform of ``layer`` reads."""

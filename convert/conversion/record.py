@@ -5,12 +5,14 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kvfold.convert.conversion.memory import memory_lines
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.sizes import bytes_text
+from kvfold.convert.targets.engines import folded_result
 
 _PACKAGES = ("kvfold", "torch", "transformers", "safetensors", "numpy")
 
@@ -36,6 +38,8 @@ def record(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
         "source": {"name": plan.source_name, "sha256": plan.checkpoint.source_hash()},
         "attention": {"from": plan.source_kind, "to": plan.layout.kind},
         "cache_elements_per_token_per_layer": {"from": plan.cache_elements, "to": plan.layout.cache_elements},
+        "cache_elements_per_rank": {"from": folded_result(plan.geometry).per_rank(), "to": plan.result.per_rank()},
+        "engines": [asdict(verdict) for verdict in plan.engines],
         **({"padding_parameters": plan.padding} if plan.padding else {}),
         **measured,
         "tensors": {name: {"origin": kind, "from": list(names)} for name, (kind, names) in plan.origins().items()},
@@ -67,6 +71,12 @@ def preference_text(record: Mapping[str, Any]) -> str:
     )
 
 
+def engines_text(plan: Plan) -> str:
+    """Which engines serve the output, and how."""
+    lines = [f"  {verdict.to_text()}" for verdict in plan.engines]
+    return "\n".join(["served by (versions and evidence: kvfold.json)", *lines])
+
+
 def padding_text(plan: Plan) -> str:
     """A sentence on padded heads; empty where there are none."""
     if not plan.padding:
@@ -96,6 +106,7 @@ def plan_text(plan: Plan) -> str:
         f"files: {len(plan.shards)}",
         *(f"  {shard.file}  {bytes_text(sum(t.nbytes for t in shard.tensors))}" for shard in plan.shards[:20]),
         *([f"  ... and {len(plan.shards) - 20} more"] if len(plan.shards) > 20 else []),
+        engines_text(plan),
         f"disk: {bytes_text(plan.disk_bytes)} needed, {bytes_text(plan.free_bytes)} free",
         *memory_lines(plan),
         "nothing was written (--dry-run)",

@@ -16,7 +16,14 @@ from kvfold.convert.conversion.journal import Journal, forget, resumable
 from kvfold.convert.conversion.memory import check_memory, scratch_bytes
 from kvfold.convert.conversion.method import Measured, Method
 from kvfold.convert.conversion.plan import Plan, make_plan
-from kvfold.convert.conversion.record import engine_cost, headline, padding_text, plan_text, preference_text
+from kvfold.convert.conversion.record import (
+    engine_cost,
+    engines_text,
+    headline,
+    padding_text,
+    plan_text,
+    preference_text,
+)
 from kvfold.convert.conversion.record import record as record_of
 from kvfold.convert.conversion.stages import Progress, Stages
 from kvfold.convert.io.atomic import check_output, free_space_check, output_folder
@@ -54,6 +61,7 @@ class Conversion:
             padding_text(self.plan),
             engine_cost(self.record),
             f"wrote {self.written}: {bytes_text(size)} in {self.seconds:.1f} s",
+            engines_text(self.plan),
         ]
         return "\n".join(filter(None, lines))
 

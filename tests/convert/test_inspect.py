@@ -9,7 +9,7 @@ from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoin
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import supported
-from kvfold.convert.inspection import summary
+from kvfold.convert.inspection.text import summary
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 
@@ -99,12 +99,14 @@ def test_the_readme_lists_every_family():
 def test_the_json_has_the_same_keys_for_good(tmp_path, tiny_family):
     common = ["model", "family", "architecture", "attention", "layers", "heads", "kv_heads", "head_dim", "model_dim"]
     rest = ["biases", "qk_norm", "rotary_dims", "rotary_layers", "rope", "windows", "max_context"]
-    rest += ["dtype", "parameters", "weight_bytes", "files", "cache", "targets", "latent"]
+    rest += ["dtype", "parameters", "weight_bytes", "files", "cache", "engines", "targets", "latent"]
     facts = inspect_checkpoint(str(demo_folder())).to_dict()
     assert list(facts) == [*common, *rest]
-    sizes = ["numbers_per_token_and_layer", "bytes_per_token", "bytes"]
+    sizes = ["numbers_per_token_and_layer", "bytes_per_token", "bytes", "per_rank"]
     assert list(facts["cache"]) == sizes
-    assert [list(target) for target in facts["targets"]] == [["options", *sizes, "saves"]] * len(facts["targets"])
+    assert [list(target) for target in facts["targets"]] == [["options", *sizes, "saves", "engines"]] * len(
+        facts["targets"]
+    )
     assert facts["latent"] == {"possible": True, "numbers_below": 512, "rope_dim_up_to": 256}
     assert json.loads(json.dumps(facts)) == facts
     refused = inspect_checkpoint(str(tiny_family("gemma2"))).to_dict()["latent"]

@@ -24,7 +24,7 @@ SAVINGS = {  # of each recipe: (model, KV-cache elements before, after)
     "llama-2-7b-gqa-8": ("meta-llama/Llama-2-7b-hf", 8192, 2048),
     "llama-2-7b-mqa": ("meta-llama/Llama-2-7b-hf", 8192, 256),
     "llama-2-7b-mla-512-64": ("meta-llama/Llama-2-7b-hf", 8192, 576),
-    "llama-2-7b-mla-448-128": ("meta-llama/Llama-2-7b-hf", 8192, 576),
+    "llama-2-7b-mla-448-64": ("meta-llama/Llama-2-7b-hf", 8192, 512),
     "llama-3-8b-mla-512-64": ("meta-llama/Meta-Llama-3-8B", 2048, 576),
     "qwen2.5-7b-mla-512-64": ("Qwen/Qwen2.5-7B", 1024, 576),
     "mistral-7b-v0.3-mla-512-64": ("mistralai/Mistral-7B-v0.3", 2048, 576),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -37,7 +38,7 @@ def spread(rows: Tensor, dim: int, size: int) -> Tensor:
     Plain RoPE of ``size`` dims turns its pair ``k i`` as plain RoPE of ``size / k`` dims turns pair ``i``.
     """
     step = size // rows.shape[dim]
-    halves = rows.movedim(dim, -1).unflatten(-1, (2, -1, 1))
+    halves = torch.unflatten(rows.movedim(dim, -1), -1, (2, -1, 1))
     return pad(halves, (0, step - 1)).flatten(-3).movedim(-1, dim)
 
 

@@ -1,0 +1,116 @@
+"""Sizes of caches, and the targets that a model can become."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from kvfold.convert.conversion.plan import possible_kv_heads
+from kvfold.convert.families.geometry import Geometry
+from kvfold.convert.families.model import Model
+from kvfold.convert.io.headers import DTYPE_BITS
+from kvfold.convert.request import DEFAULT_LAYOUT
+from kvfold.convert.targets.engines import (
+    Result,
+    Verdict,
+    alternatives,
+    folded_result,
+    latent_options,
+    proposals,
+    target_result,
+    verdicts,
+)
+from kvfold.convert.targets.mla.config import KERNEL_CACHES, LatentTarget
+from kvfold.convert.targets.mla.problems import latent_problems, model_problems
+from kvfold.convert.targets.same_family import cache_elements
+
+CONTEXTS = {"8k": 8192, "128k": 131072}
+_PARTS = (4, 8)  # divisors of the present cache that are offered as MLA budgets
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """The KV cache of one sequence: elements per token per layer, bytes per token, bytes at each of ``CONTEXTS``.
+
+    A layer with a window never holds more than its window. ``per_rank``: elements per token per layer on each of so
+    many tensor-parallel ranks.
+    """
+
+    numbers_per_token_and_layer: int
+    bytes_per_token: int
+    bytes: Mapping[str, int]
+    per_rank: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class TargetSize(CacheSize):
+    """The cache of a target, the ``options`` of ``kvfold convert`` that make it, and the part of the cache it saves.
+
+    ``engines``: what each engine makes of it.
+    """
+
+    options: str
+    saves: float
+    engines: list[Verdict]
+
+    @property
+    def served_by(self) -> str:
+        """The engines that serve the target, in words."""
+        names = [verdict.engine for verdict in self.engines if verdict.serves]
+        return "all engines" if len(names) == len(self.engines) else ", ".join(names)
+
+
+def cache_size(result: Result, windows: list[int | None], dtype: str) -> CacheSize:
+    """The cache of ``result``; ``windows``: of each layer."""
+    width, elements = DTYPE_BITS[dtype] // 8, result.elements()
+
+    def held(context: int) -> int:
+        return sum(min(context, window or context) for window in windows) * elements * width
+
+    contexts = {name: held(context) for name, context in CONTEXTS.items()}
+    return CacheSize(elements, len(windows) * elements * width, contexts, result.per_rank())
+
+
+def target_sizes(model: Model, windows: list[int | None], dtype: str) -> list[TargetSize]:
+    """Every target that is offered, folds first."""
+    present = cache_elements(model.geometry)
+    targets = {**_folds(model.geometry), **({} if model_problems(model) else {**_proposed(model), **_budgets(model)})}
+    return [
+        TargetSize(
+            **vars(cache_size(result, windows, dtype)),
+            options=options,
+            saves=1 - result.elements() / present,
+            engines=verdicts(result, _instead(model, options, result)),
+        )
+        for options, result in targets.items()
+    ]
+
+
+def _instead(model: Model, options: str, result: Result) -> dict[str, Result]:
+    """What could be made in place of ``result``: the same in layout ``engine`` first, where the model can have that."""
+    same = LatentTarget(*result.split, layout="engine")
+    engine = result.kind == "free" and not latent_problems(model, same)
+    return ({f"{options} --layout engine": replace(result, kind="engine")} if engine else {}) | alternatives(model)
+
+
+def _folds(geometry: Geometry) -> dict[str, Result]:
+    return {
+        "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}": folded_result(geometry, kv_heads)
+        for kv_heads in possible_kv_heads(geometry)
+    }
+
+
+def _proposed(model: Model) -> dict[str, Result]:
+    """Splits that MLA kernels take, each in the layout that most engines serve."""
+    best: dict[int, LatentTarget] = {}
+    for target in proposals(model):
+        best.setdefault(target.kv_rank, target)
+    return {latent_options(target): target_result(model.geometry, target) for target in best.values()}
+
+
+def _budgets(model: Model) -> dict[str, Result]:
+    """Parts of the present cache that are no split of ``_proposed``, in the default layout."""
+    budgets = [cache_elements(model.geometry) // part for part in _PARTS]
+    return {
+        f"--to mla --budget {budget}": target_result(model.geometry, LatentTarget(budget - 2, 2, layout=DEFAULT_LAYOUT))
+        for budget in budgets
+        if budget >= 4 and budget not in KERNEL_CACHES  # engines look at the sum of a split
+    }

@@ -1,0 +1,161 @@
+"""The table of engines: what each serves, at which cache, and what it would serve instead."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
+from kvfold.convert.data import demo_folder
+from kvfold.convert.families.model import model_of
+from kvfold.convert.inspection.text import summary
+from kvfold.convert.targets import engines as en
+from kvfold.convert.targets.mla.config import LatentTarget
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+    "rope_theta": 500000.0,
+}
+QWEN = {**LLAMA, "model_type": "qwen2", "vocab_size": 1000}
+
+
+def model(config=LLAMA, **changes):
+    return model_of({**config, **changes})
+
+
+def answers(source, rank, rope, layout, heads=None):
+    target = LatentTarget(rank, rope, layout=layout)
+    result = en.target_result(source.geometry, target)
+    result = result if heads is None else replace(result, heads=heads)
+    return {verdict.engine: verdict for verdict in en.verdicts(result, en.alternatives(source, target))}
+
+
+def test_every_engine_is_asked_and_says_where_its_facts_are_from():
+    names = [engine.name for engine in en.ENGINES]
+    assert names == ["transformers", "vLLM", "SGLang", "llama.cpp", "mlx-lm"]
+    assert set(en._WAYS) == set(names)
+    assert all(engine.version and ".py" in engine.sources for engine in en.ENGINES)
+    assert {kind for engine in en.ENGINES for kind in engine.ran} <= {"fold", "free", "engine"}
+
+
+def test_a_fold_is_served_everywhere_at_its_own_cache():
+    found = en.verdicts(en.folded_result(model().geometry, 2))
+    assert [(verdict.serves, verdict.cache, verdict.instead) for verdict in found] == [(True, 512, None)] * 5
+
+
+@pytest.mark.parametrize(
+    ("split", "layout", "refused"),
+    [
+        ((512, 64), "engine", set()),
+        ((448, 64), "engine", set()),
+        ((512, 64), "free", {"SGLang", "llama.cpp", "mlx-lm"}),
+        ((96, 32), "engine", {"vLLM"}),
+        ((448, 128), "engine", {"vLLM"}),  # 576, but not in the sizes of its kernels
+        ((96, 32), "free", {"vLLM", "SGLang", "llama.cpp", "mlx-lm"}),
+    ],
+)
+def test_who_refuses_which_split_and_layout(split, layout, refused):
+    found = answers(model(), *split, layout)
+    assert {name for name, verdict in found.items() if not verdict.serves} == refused
+    assert {verdict.cache for verdict in found.values() if verdict.serves} == {sum(split)}
+
+
+@pytest.mark.parametrize("split", [(512, 64), (448, 64), (96, 32), (448, 128)])
+@pytest.mark.parametrize("layout", ["free", "engine"])
+@pytest.mark.parametrize("source", [LLAMA, QWEN])
+def test_what_is_proposed_instead_is_served_and_possible(source, layout, split):
+    source = model(source)
+    for name, verdict in answers(source, *split, layout).items():
+        if verdict.serves:
+            continue
+        other = en.alternatives(source, LatentTarget(*split, layout=layout))[verdict.instead]
+        assert next(each for each in en.verdicts(other) if each.engine == name).serves
+        assert source is not QWEN or "engine" not in verdict.instead
+
+
+def test_the_same_split_in_layout_engine_is_proposed_first():
+    assert answers(model(), 96, 32, "free")["mlx-lm"].instead == "--to mla --kv-rank 96 --rope-dim 32 --layout engine"
+    assert answers(model(), 96, 32, "free")["vLLM"].instead == "--to mla --kv-rank 512 --rope-dim 64 --layout engine"
+    assert answers(model(QWEN), 96, 32, "free")["mlx-lm"].instead == "--to gqa or --to mqa"  # its biases
+
+
+def test_the_heads_of_a_layout_free_checkpoint_decide_where_vllm_serves_it():
+    assert answers(model(), 512, 64, "free")["vLLM"].how == "by its Transformers backend"
+    narrow = model(num_attention_heads=64, num_key_value_heads=16)
+    on_cpu = answers(narrow, 512, 64, "free")["vLLM"]
+    assert on_cpu.serves
+    assert "on CPUs only: on GPUs its MLA prefill takes heads of 128+64 and 128, 64+64 and 128" in on_cpu.how
+    assert on_cpu.how.endswith("found 64+64 and 64")
+    refused = answers(narrow, 448, 64, "free")["vLLM"]
+    assert (refused.serves, refused.instead) == (False, "--to mla --kv-rank 448 --rope-dim 64 --layout engine")
+    assert answers(narrow, 448, 64, "engine")["vLLM"].how == "on GPUs only"
+
+
+def test_llama_cpp_needs_an_edit_where_queries_have_no_latent():
+    assert '"q_lora_rank": 0' in answers(model(), 96, 32, "engine")["llama.cpp"].how
+    assert "q_lora_rank" not in answers(model(num_hidden_layers=27), 96, 32, "engine")["llama.cpp"].how
+
+
+def test_a_latent_is_whole_on_every_rank_and_heads_are_shared_out():
+    latent = en.target_result(model().geometry, LatentTarget(512, 64))
+    assert en.folded_result(model().geometry).per_rank() == {"1": 2048, "2": 1024, "4": 512, "8": 256}
+    assert latent.per_rank() == {"1": 576, "2": 576, "4": 576, "8": 576}
+    assert en.folded_result(model().geometry, 2).per_rank()["8"] == 256  # a head at least
+    assert list(
+        en.folded_result(model(num_attention_heads=9, num_key_value_heads=3, head_dim=64).geometry).per_rank()
+    ) == ["1"]
+
+
+@pytest.mark.parametrize("change", [{"attention_bias": True}, {"rope_parameters": {"rope_type": "longrope"}}])
+def test_a_checkpoint_of_the_former_layout_is_refused_by_name(change):
+    config = {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    }
+    assert all(verdict.serves for verdict in en.verdicts(en.latent_result(config)))
+    found = en.verdicts(en.latent_result(config | change))
+    assert [verdict.serves for verdict in found] == [True, False, False, False, False]
+
+
+def test_a_conversion_says_who_serves_it(tmp_path):
+    options = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd", "quiet": True}
+    done = convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(tmp_path / "out"), **options))
+    lines = done.summary().splitlines()
+    row = next(line for line in lines if line.startswith("  mlx-lm: "))
+    assert row == (
+        "  mlx-lm: no, Model type youtu not supported; instead: --to mla --kv-rank 24 --rope-dim 8 --layout engine"
+    )
+    record = json.loads((tmp_path / "out" / "kvfold.json").read_text())
+    assert record["cache_elements_per_rank"] == {
+        "from": {"1": 512, "2": 256, "4": 128, "8": 64},
+        "to": {"1": 32, "2": 32, "4": 32, "8": 32},
+    }
+    assert [entry["engine"] for entry in record["engines"] if entry["serves"]] == ["transformers"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| mlx-lm 0.32.2 (run) | no |  | Model type youtu not supported; instead: `--to mla --kv-rank 24" in card
+    facts = inspect_checkpoint(str(tmp_path / "out"))
+    assert [verdict.engine for verdict in facts.engines if verdict.serves] == ["transformers"]
+    assert "mlx-lm        no, Model type youtu not supported" in summary(facts)
+
+
+def test_inspection_proposes_the_splits_that_engines_serve():
+    text = summary(inspect_checkpoint(str(demo_folder())))
+    proposed = [
+        line for line in text.splitlines() if line.startswith("  --to mla --kv-rank 256 --rope-dim 64 --layout")
+    ]
+    assert proposed[0].endswith("all engines")
+    assert proposed[1].split()[-4:] == ["320"] * 4  # on 1, 2, 4 and 8 ranks
+    assert "--to mla --budget 128: vLLM: no, its MLA kernels take 576, 512 or 320 cached elements, found 128" in text
