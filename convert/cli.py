@@ -91,8 +91,8 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
 @_target("--allow-growth", is_flag=True, help="Allow targets whose cache is not smaller than the source's.")
 @_calibration(
     "--calibration",
-    metavar="FILE|DATASET",
-    help="Text that resembles the model's use: .txt, .jsonl, or a datasets name.",
+    metavar="FILE|DATASET|self",
+    help="Text that resembles the model's use: .txt, .jsonl, or a datasets name; self: MODEL writes it.",
 )
 @_calibration("--samples", type=int, default=rq.ConvertRequest.samples, help="Calibration sequences.")
 @_calibration("--seq-len", type=int, default=rq.ConvertRequest.seq_len, help="Tokens per sequence.")

@@ -24,6 +24,7 @@ DTYPES: tuple[str, ...] = get_args(Dtype)
 
 DEFAULT_LAYOUT: Layout = "free"
 
+SELF = "self"  # --calibration: the source writes the text
 WEIGHTS_ONLY = frozenset({"mean", "first", "random", "svd"})
 # Options that say where and how to run; they do not change the result.
 RUN_ONLY = frozenset(

@@ -8,6 +8,7 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import engine_cost, versions
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.hub import parse_hub_id
+from kvfold.convert.request import SELF
 from kvfold.convert.targets.engines import Verdict
 
 _CARD = """---
@@ -86,13 +87,14 @@ def _engine_row(verdict: Verdict) -> str:
 def _measured(record: Mapping[str, Any]) -> str:
     """Rows of the card's table, and the text that they were measured on."""
     drift, text = record["drift"], record["calibration"]
+    source = "text that the source wrote itself" if text["source"] == SELF else text["source"]
     perplexity, size = drift["perplexity"], drift["cache_bytes_per_token"]
     return f"""| cache, bytes per token | {size["source"]} | {size["student"]} |
 | perplexity | {perplexity["source"]:.3f} | {perplexity["student"]:.3f} |
 | KL of next-token distributions, nats | | {drift["kl"]["value"]:.4f} |
 | top-1 agreement | | {100 * drift["agreement"]["value"]:.1f} % |
 
-Measured on {drift["sequences"]} x {drift["length"]} held-out tokens of {text["source"]}.
+Measured on {drift["sequences"]} x {drift["length"]} held-out tokens of {source}.
 {engine_cost(record)}
 """
 

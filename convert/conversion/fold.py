@@ -33,7 +33,7 @@ class Fold(Method):
     @classmethod
     @contextmanager
     def begin(cls, plan: Plan, scratch: Path, stages: Stages) -> Iterator[Self]:
-        source, tokens = source_stream(plan), load_tokens(plan)
+        source, tokens = source_stream(plan), load_tokens(plan, scratch, stages)
         print_start(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration))
         yield cls(plan, StudentWalk(plan, source, tokens, statistics=True))
 

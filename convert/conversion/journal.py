@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NAME = ".journal.json"
+SELF_TEXT = ".text.pt"  # of a run whose source writes the calibration text: its tokens
 POLISH_STATE = ".polish.pt"  # of a run that polishes: the masters, moments and best weights of its last round
 
 
@@ -59,7 +60,7 @@ class Journal:
 
 def forget(folder: Path) -> None:
     """Remove what only a resumed run needs from ``folder``: the output is complete."""
-    for path in (folder / _NAME, folder / POLISH_STATE):
+    for path in (folder / _NAME, folder / SELF_TEXT, folder / POLISH_STATE):
         path.unlink(missing_ok=True)
         path.with_suffix(".new").unlink(missing_ok=True)
 

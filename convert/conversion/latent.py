@@ -106,7 +106,7 @@ class Latent(Method):
 
 def survey_source(plan: Plan, folder: Path, stages: Stages) -> Survey:
     """Walk the source alone over calibration text; the layers' statistics go into ``folder``."""
-    tokens = load_tokens(plan)
+    tokens = load_tokens(plan, folder.parent, stages)
     source = source_stream(plan)
     print_start(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration))
     layers = []

@@ -1,48 +1,39 @@
-"""The memory and the disk space that polishing takes beyond a conversion's: it has the whole result in memory."""
+"""The memory and the disk space of what has a whole model in memory: polishing, and text that the source writes."""
+
+from math import prod
 
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError
+from kvfold.convert.request import SELF
 from kvfold.convert.sizes import bytes_text
 
 _BATCH_TOKENS = 1024
+_AT_ONCE = 48  # sequences that are written
 _MASTER = 4 + 4 + 8 + 4 + 4  # bytes per trained element: master, gradient, Adam's moments, rounded copies
-_FROZEN = 4
+_ELEMENT = 4  # bytes in float32, the widest
 _ACTIVATIONS = 68  # bytes per token, layer and model dim in float32 (Korthikanti et al., 2022: 34 in 16 bit)
 _LOGITS = 8 * (24 << 20)  # bytes
 _STATE = 4 + 8 + 4  # bytes per trained element on disk: master, moments, best weights
 
+Parts = dict[str, int]  # bytes at most
+
 
 def check_memory(plan: Plan) -> None:
-    """Raise InputError when the request asks for polishing and the model does not fit into memory."""
-    if not plan.request.polish:
-        return
-    free, needed = _free_bytes(plan), polish_bytes(plan)
-    if free is not None and needed > free:
-        raise InputError(
-            f"--polish trains all layers together and needs the whole model in memory: about {bytes_text(needed)} "
-            f"({memory_parts(plan)}), found {bytes_text(free)} free; use a machine with more, or --refine alone, which "
-            "holds one layer at a time"
-        )
+    """Raise InputError when a request needs a whole model in memory, and it does not fit."""
+    free = _free_bytes(plan) if _needs(plan) else None
+    for option, (what, otherwise, parts) in _needs(plan).items():
+        if free is not None and sum(parts.values()) > free:
+            raise InputError(
+                f"{option} {what} and needs the whole model in memory: {_text(parts)}, found {bytes_text(free)} free; "
+                f"use a machine with more, or {otherwise}"
+            )
 
 
 def memory_lines(plan: Plan) -> list[str]:
-    """The line of ``--dry-run`` on memory, for a request that polishes."""
-    if not plan.request.polish:
-        return []
-    free = _free_bytes(plan)
-    found = "" if free is None else f", {bytes_text(free)} free"
-    return [f"memory: about {bytes_text(polish_bytes(plan))} to polish ({memory_parts(plan)}){found}"]
-
-
-def memory_parts(plan: Plan) -> str:
-    """The parts of ``polish_bytes`` in words."""
-    parts = _parts(plan)
-    return ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items())
-
-
-def polish_bytes(plan: Plan) -> int:
-    """Bytes of memory at most, from the plan alone."""
-    return sum(_parts(plan).values())
+    """Lines of ``--dry-run`` for what needs a whole model in memory."""
+    free = _free_bytes(plan) if _needs(plan) else None
+    found = "" if free is None else f"; {bytes_text(free)} free"
+    return [f"memory for {option}: {_text(parts)}{found}" for option, (_, _, parts) in _needs(plan).items()]
 
 
 def scratch_bytes(plan: Plan) -> int:
@@ -50,23 +41,45 @@ def scratch_bytes(plan: Plan) -> int:
     return _STATE * _elements(plan)[0] if plan.request.polish and plan.request.resume else 0
 
 
-def _parts(plan: Plan) -> dict[str, int]:
+def _text(parts: Parts) -> str:
+    sizes = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items())
+    return f"about {bytes_text(sum(parts.values()))} ({sizes})"
+
+
+def _needs(plan: Plan) -> dict[str, tuple[str, str, Parts]]:
+    """By option: what it does, what to do instead, and the memory that it takes."""
+    needs = {}
+    if plan.request.calibration == SELF:
+        needs["--calibration self"] = ("has the source write text", "give --calibration FILE", _writing(plan))
+    if plan.request.polish:
+        otherwise = "leave --polish out: --refine holds one layer at a time"
+        needs["--polish"] = ("trains all layers together", otherwise, _polishing(plan))
+    return needs
+
+
+def _polishing(plan: Plan) -> Parts:
     trained, frozen = _elements(plan)
     request, width = plan.request, plan.geometry.model_dim
     tokens = max(_BATCH_TOKENS, request.seq_len)
-    text = request.samples * request.seq_len * width * 4
     return {
-        "model": _FROZEN * frozen,
+        "model": _ELEMENT * frozen,
         "attention with its optimizer": _MASTER * trained,
         "activations": _ACTIVATIONS * tokens * plan.geometry.layers * width + _LOGITS,
-        "the source's states": text,
+        "the source's states": request.samples * request.seq_len * width * _ELEMENT,
+    }
+
+
+def _writing(plan: Plan) -> Parts:
+    geometry = plan.geometry
+    cached = plan.cache_elements * geometry.layers * plan.request.seq_len * _AT_ONCE
+    return {
+        "model": _ELEMENT * sum(prod(info.shape) for info in plan.checkpoint.tensors.values()),
+        "cache": _ELEMENT * (cached + 4 * geometry.vocabulary * _AT_ONCE),
     }
 
 
 def _elements(plan: Plan) -> tuple[int, int]:
     """Elements of the result that are trained, and that are not."""
-    from math import prod
-
     computed = {name for names in plan.layout.computed for name in names}
     sizes = {tensor.name: prod(tensor.shape) for tensor in plan.layout.tensors}
     trained = sum(size for name, size in sizes.items() if name in computed)

@@ -21,9 +21,12 @@ from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.method import Converted, Measured, Notes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.refinement import Refiner
+from kvfold.convert.conversion.self_text import write_tokens
+from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.request import SELF
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.documents import BUILT_IN
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
@@ -41,13 +44,19 @@ def source_stream(plan: Plan) -> CheckpointStream:
     return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, dtype)
 
 
-def load_tokens(plan: Plan) -> CalibrationTokens:
-    """Calibration and held-out sequences. Raises InputError without a tokenizer or enough text."""
+def load_tokens(plan: Plan, scratch: Path, stages: Stages) -> CalibrationTokens:
+    """Calibration and held-out sequences; text that the source writes itself is kept in ``scratch``.
+
+    Raises InputError without a tokenizer or enough text.
+    """
     request = plan.request
     check_seq_len(request.seq_len, plan.geometry.positions, plan.source_name)
     otherwise = f", or use --method {quick_method(plan)}, which reads no text"
     tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration", otherwise)
-    tokens = load_calibration(request.calibration, tokenizer, request.samples, request.seq_len, request.seed)
+    if request.calibration == SELF:
+        tokens = write_tokens(plan, tokenizer, scratch, stages)
+    else:
+        tokens = load_calibration(request.calibration, tokenizer, request.samples, request.seq_len, request.seed)
     for part in (tokens.calibration, tokens.held_out):
         check_vocabulary(part, plan.geometry.vocabulary, plan.source_name)
     return tokens
@@ -173,8 +182,9 @@ def print_start(plan: Plan, tokens: CalibrationTokens, seconds: float) -> None:
     refining = f" and refining (--refine {request.refine})" if request.refine else ""
     polishing = f", then polishing (--polish {request.polish})" if request.polish else ""
     count, length = tokens.calibration.shape
+    text = "text that the source wrote itself" if tokens.source == SELF else tokens.source
     print(
-        f"calibrating on {count} x {length} tokens of {tokens.source}; forward passes: about {duration(seconds)}, plus "
+        f"calibrating on {count} x {length} tokens of {text}; forward passes: about {duration(seconds)}, plus "
         f"fitting{refining} of {plan.geometry.layers} layers{polishing}. "
         f"(--method {quick_method(plan)} needs no text and is faster, but worse.)",
         file=sys.stderr,

@@ -1,42 +1,15 @@
 """The models of a run: the student, which is trained, and the teacher."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from kvfold.convert.errors import InputError, one_line
+from kvfold.convert.errors import InputError
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
+from kvfold.convert.stream.loading import load_model
 from kvfold.convert.training.constant import ConstantChannel, has_constant
 from kvfold.convert.uptrain.arguments import compute_dtype
 from kvfold.convert.uptrain.request import UptrainRequest
-
-
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """A causal language model in ``dtype``. Raises InputError when transformers cannot load it."""
-    from transformers import AutoModelForCausalLM
-
-    with _loading(checkpoint):
-        return AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=dtype, trust_remote_code=trust_remote_code)
-
-
-def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
-    """The config of the language model. Raises InputError when transformers cannot load it."""
-    from transformers import AutoConfig
-
-    with _loading(checkpoint):
-        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code).get_text_config()
-
-
-@contextmanager
-def _loading(checkpoint: Checkpoint) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise InputError(
-            f"{checkpoint.origin}: expected a model that transformers can load, found: {one_line(error)[:200]}"
-        ) from error
 
 
 def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> ConstantChannel | None:

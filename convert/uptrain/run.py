@@ -1,6 +1,5 @@
 """A run of uptraining: checkpoint, text, teacher, trainer, and the written result."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,13 +12,14 @@ from torch import Tensor
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.atomic import check_output
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
+from kvfold.convert.stream.loading import hide_bars, load_config, load_model
 from kvfold.convert.text.documents import Corpus, open_corpus
 from kvfold.convert.text.tokenizer import load_tokenizer, renderer
 from kvfold.convert.text.windows import check_seq_len
 from kvfold.convert.training.constant import check_constant
 from kvfold.convert.uptrain.arguments import training_arguments
 from kvfold.convert.uptrain.data import TokenPlan, TrainingOrder
-from kvfold.convert.uptrain.models import check_sharding, load_config, load_model, load_teacher, prepare_model
+from kvfold.convert.uptrain.models import check_sharding, load_teacher, prepare_model
 from kvfold.convert.uptrain.plot import draw_curve, read_log
 from kvfold.convert.uptrain.processes import run_on_first
 from kvfold.convert.uptrain.request import UptrainRequest
@@ -61,7 +61,7 @@ def _train(request: UptrainRequest, source: Checkpoint, beside: SideFiles, width
 
     checkpoint = last_checkpoint(request)
     arguments = training_arguments(request, width, checkpoint is not None)
-    _hide_bars(request)
+    hide_bars(request.quiet)
     teacher = None if request.teacher is None else load_teacher(request, source, arguments.device)
     model = load_model(source, torch.float32, request.trust_remote_code)
     channel = prepare_model(model, source, request)
@@ -156,11 +156,3 @@ def summary(request: UptrainRequest, done: Uptrained) -> str:
         what = "excess loss over the teacher's" if name == "eval_excess" else "loss"
         lines.append(f"held-out {what}: {drift['before'][name]:.4f} -> {drift['after'][name]:.4f} nats per token")
     return "\n".join(lines)
-
-
-def _hide_bars(request: UptrainRequest) -> None:
-    """Show the progress bars of transformers on a terminal only."""
-    if request.quiet or not sys.stderr.isatty():
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()

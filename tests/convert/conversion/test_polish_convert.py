@@ -112,9 +112,9 @@ def test_a_model_that_does_not_fit_into_memory_is_refused_before_any_work(tmp_pa
     with pytest.raises(InputError, match=r"needs the whole model in memory: about .* \(model .*\), found 52.4 MB free"):
         convert_checkpoint(ConvertRequest(**options))
     planned = convert_checkpoint(ConvertRequest(**options, dry_run=True)).summary()
-    assert "\nmemory: about " in planned
+    assert "\nmemory for --polish: about " in planned
     assert "52.4 MB free" in planned
-    assert "memory" not in convert_checkpoint(ConvertRequest(**{**options, "polish": 0}, dry_run=True)).summary()
+    assert "memory for" not in convert_checkpoint(ConvertRequest(**{**options, "polish": 0}, dry_run=True)).summary()
 
 
 def test_free_memory_is_what_the_system_says(tmp_path, monkeypatch):

@@ -1,0 +1,45 @@
+"""A whole checkpoint in memory, as transformers loads it."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kvfold.convert.errors import InputError, one_line
+from kvfold.convert.io.checkpoint import Checkpoint
+
+
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """A causal language model in ``dtype``. Raises InputError when transformers cannot load it."""
+    from transformers import AutoModelForCausalLM
+
+    with _loading(checkpoint):
+        return AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
+    """The config of the language model. Raises InputError when transformers cannot load it."""
+    from transformers import AutoConfig
+
+    with _loading(checkpoint):
+        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code).get_text_config()
+
+
+@contextmanager
+def _loading(checkpoint: Checkpoint) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise InputError(
+            f"{checkpoint.origin}: expected a model that transformers can load, found: {one_line(error)[:200]}"
+        ) from error
+
+
+def hide_bars(quiet: bool) -> None:
+    """Show the progress bars of transformers on a terminal only."""
+    if quiet or not sys.stderr.isatty():
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()

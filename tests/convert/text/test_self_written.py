@@ -1,0 +1,65 @@
+"""Text that a model writes itself: where it begins, that it is the model's, and that it is the seed's."""
+
+import pytest
+import torch
+from helpers.checkpoints import stock_model
+from transformers import AutoTokenizer
+
+from kvfold.convert.data import demo_folder
+from kvfold.convert.errors import InputError
+from kvfold.convert.text import self_written
+from kvfold.convert.text.self_written import digest, first_tokens, write_sequences
+
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|> {{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained(demo_folder())
+
+
+@pytest.fixture(scope="module")
+def model():
+    return stock_model(demo_folder(), dtype=torch.float32)
+
+
+def test_text_begins_with_the_chat_template_or_the_bos_token(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    assert tokenizer.decode(first_tokens(tokenizer, "m")).rstrip() == "<|user|>"
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(7)
+    for template in (None, "{{ raise_exception('no user here') }}", "nothing of the message"):
+        tokenizer.chat_template = template
+        assert first_tokens(tokenizer, "m") == [7]
+    tokenizer.bos_token = None
+    with pytest.raises(
+        InputError, match=r"a chat template or a BOS token to begin text with, found neither in m; give"
+    ):
+        first_tokens(tokenizer, "m")
+
+
+def test_equal_seeds_give_equal_text_in_steps_of_the_batch(model, monkeypatch):
+    monkeypatch.setattr(self_written, "_AT_ONCE", 2)
+    told = []
+    first, again, other = (write_sequences(model, [5, 6], 3, 12, seed, told.append) for seed in (1, 1, 2))
+    assert first.shape == (3, 12)
+    assert first[:, :2].tolist() == [[5, 6]] * 3
+    assert digest(first) == digest(again) != digest(other)
+    assert not torch.equal(first[0], first[1])
+    assert told == 3 * ([2] * 10 + [1] * 10)
+
+
+def test_tokens_are_drawn_from_the_models_distribution(model):
+    drawn = write_sequences(model, [5], 2000, 2, seed=0)[:, 1]
+    expected = model(input_ids=torch.tensor([[5]])).logits[0, -1].softmax(-1)
+    found = torch.bincount(drawn, minlength=len(expected)) / 2000
+    likely = expected > 0.02
+    assert likely.any()
+    torch.testing.assert_close(found[likely], expected[likely], atol=0.04, rtol=0)
+    # with the cache the second token follows the first
+    longer = write_sequences(model, [5], 1, 8, seed=3)
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.tensor([[5]])
+    for _ in range(7):
+        predicted = model(input_ids=tokens).logits[:, -1].softmax(-1)
+        tokens = torch.cat([tokens, torch.multinomial(predicted.detach(), 1, generator=generator)], dim=1)
+    assert torch.equal(longer, tokens)
