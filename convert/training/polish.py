@@ -66,11 +66,11 @@ def polish(
     saved: Path | None = None,
     progress: Callable[[int, float], None] = lambda step, error: None,
 ) -> Polished:
-    """Train ``student``; ``lr`` is relative to the size of each tensor.
+    """Train ``student``; ``lr`` is relative to the size of each tensor, ``peak_rate`` by default.
 
     The state of the run is kept in the file ``saved``: where there is one, the run goes on from it.
     """
-    run = _Run(student, training, steps, seed, lr or default_lr(training.states.shape[-1]), held_out)
+    run = _Run(student, training, steps, seed, lr, held_out)
     if saved is not None and saved.is_file():
         run.resume(saved)
     else:
@@ -90,6 +90,15 @@ def next_stop(step: int, steps: int) -> int:
     return min(steps, (step // ROUND + 1) * ROUND)
 
 
+def peak_rate(error: float, width: int) -> float:
+    """The default peak learning rate, relative to the size of each tensor, of a model of ``width``.
+
+    Near its minimum the KL grows with the square of the distance, so that the way to go is in proportion to the root of
+    the ``error`` before training; with more, a model that was close is thrown away from where it was.
+    """
+    return default_lr(width) * min(1.0, math.sqrt(error))
+
+
 def learning_rate(step: int, steps: int) -> float:
     """The learning rate of a step, counted from 0, relative to the peak: a warm start, then linear to zero."""
     return min(1.0, (step + 1) / _WARMUP) * (1 - step / steps)
@@ -98,14 +107,16 @@ def learning_rate(step: int, steps: int) -> float:
 class _Run:
     """The state of a run: masters and moments, the errors so far, and the best weights."""
 
-    def __init__(self, student: Student, training: Text, steps: int, seed: int, lr: float, held_out: Text) -> None:
+    def __init__(
+        self, student: Student, training: Text, steps: int, seed: int, lr: float | None, held_out: Text
+    ) -> None:
         self._student, self._training, self._held_out = student, training, held_out
         self._steps, self._seed, self._lr = steps, seed, lr
         self.step = self.kept = 0
         self.errors: list[float] = []
         self.best: dict[str, Tensor] = {}
         named = student.named_parameters()
-        self._optimizer = torch.optim.Adam([master for _, master in named], lr=lr, betas=_BETAS, eps=_EPS)
+        self._optimizer = torch.optim.Adam([master for _, master in named], lr=1.0, betas=_BETAS, eps=_EPS)
         relative_groups(self._optimizer, named, student.sizes)
         if student.channel is not None:
             student.channel.watch(self._optimizer)
@@ -113,9 +124,10 @@ class _Run:
     def train(self, until: int) -> None:
         """Make the steps up to number ``until``."""
         count, length = self._training.tokens.shape
+        peak = self._lr or peak_rate(self.errors[0], self._training.states.shape[-1])
         for batch in islice(sample_batches(count, length, self._seed), self.step, until):
             for group in self._optimizer.param_groups:
-                group["lr"] = self._lr * group["size"] * learning_rate(self.step, self._steps)
+                group["lr"] = peak * group["size"] * learning_rate(self.step, self._steps)
             self._optimizer.zero_grad(set_to_none=True)
             backward(self._student, Text(self._training.tokens[batch], self._training.states[batch]))
             self._optimizer.step()
