@@ -2,7 +2,8 @@
 
 Adam moves every element by about the learning rate, whatever its size. The tensors of a converted attention differ
 in size far more than those of a trained model (a latent may be scaled up and read scaled down), so that one rate for
-all would leave some unchanged and destroy others. The constant channel is large and hardly moves: it does not count.
+all would leave some unchanged and destroy others. The constant channel is large and hardly moves, and the zeros of
+padded heads never do: they do not count.
 """
 
 import math
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from kvfold.convert.training.constant import ConstantChannel
 
@@ -25,6 +26,12 @@ def default_lr(width: int) -> float:
     return _AT_WIDTH_ONE / math.sqrt(width)
 
 
+def _size(tensor: Tensor) -> float:
+    """Root mean square of the elements that are not zero; 0 without any."""
+    filled = tensor if tensor.all() else tensor[tensor != 0]
+    return float(filled.float().square().mean().sqrt()) if filled.numel() else 0.0
+
+
 def tensor_sizes(model: nn.Module, channel: ConstantChannel | None) -> dict[str, float]:
     """Root mean square of every tensor by name, the constant channel left out; a bias has its weight's."""
     slices = {} if channel is None else {(part.module, part.kind): part for part in channel.slices}
@@ -36,7 +43,7 @@ def tensor_sizes(model: nn.Module, channel: ConstantChannel | None) -> dict[str,
             if part is not None:
                 others = torch.arange(free.shape[part.axis], device=free.device) != part.index
                 free = free.index_select(part.axis, others.nonzero()[:, 0])
-            sizes[f"{path}.{kind}" if path else kind] = float(free.float().square().mean().sqrt())
+            sizes[f"{path}.{kind}" if path else kind] = _size(free)
     relative = {
         name: max(_LEAST, sizes.get(name.removesuffix(".bias") + ".weight", size) if name.endswith(".bias") else size)
         for name, size in sizes.items()

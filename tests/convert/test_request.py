@@ -25,6 +25,17 @@ def test_bad_sizes(text):
     assert message in refused(max_shard_size=text)
 
 
+def test_the_default_layout_is_one_word(monkeypatch):
+    def layout(**options):
+        request = ConvertRequest(model="m", out="o", to="mla", kv_rank=8, rope_dim=8, **options)
+        assert request.result_options()["layout"] == request.resolved_layout
+        return request.resolved_layout
+
+    assert layout() == "free"
+    monkeypatch.setattr("kvfold.convert.request.DEFAULT_LAYOUT", "engine")
+    assert [layout(), layout(method="svd"), layout(layout="free")] == ["engine", "free", "free"]
+
+
 def test_defaults():
     request = ConvertRequest(model="m", out="o", to="mqa")
     assert request.resolved_method == "principal"

@@ -54,6 +54,7 @@ FAMILIES = {
     "gemma2": LLAMA | {"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
     "gemma3_text": LLAMA | {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
     "deepseek_v3": LLAMA | MLA,
+    "youtu": LLAMA | MLA | {"attention_bias": True},
     "mixtral": LLAMA | {"num_local_experts": 4},
     "gpt2": GPT,
     "gpt_neox": LLAMA,

@@ -471,6 +471,16 @@ def test_every_tensor_learns_in_proportion_to_its_size(converted):
     assert decays == pytest.approx([0.01 * 0.1] * len(decays))
 
 
+def test_the_zeros_of_padded_heads_do_not_slow_the_rest_down():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+        model[1].weight.zero_()
+    sizes = tensor_sizes(model, None)
+    assert sizes["0.weight"] == sizes["0.bias"] == pytest.approx(12.5**0.5)
+    assert sizes["1.weight"] == pytest.approx(1e-6)
+
+
 def test_tables_of_old_checkpoints_need_not_come_back(converted, text, tmp_path):
     start = shutil.copytree(converted("gqa"), tmp_path / "start")
     old = tensors(start)
