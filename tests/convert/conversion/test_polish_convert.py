@@ -13,6 +13,7 @@ from kvfold.convert.device import free_memory, training_autocast
 from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.io.shards import ShardWriter
 from kvfold.convert.targets.mla.constant import CONSTANT, norm_weight
+from kvfold.convert.text import self_written
 from kvfold.convert.training import polish as training
 
 QUICK = {"samples": 8, "seq_len": 32, "quiet": True}
@@ -115,6 +116,11 @@ def test_a_model_that_does_not_fit_into_memory_is_refused_before_any_work(tmp_pa
     assert "\nmemory for --polish: about " in planned
     assert "52.4 MB free" in planned
     assert "memory for" not in convert_checkpoint(ConvertRequest(**{**options, "polish": 0}, dry_run=True)).summary()
+
+
+def test_the_estimates_are_of_the_batches_that_are_made():
+    assert memory._BATCH_TOKENS == training._BATCH_TOKENS
+    assert memory._AT_ONCE == self_written._AT_ONCE
 
 
 def test_free_memory_is_what_the_system_says(tmp_path, monkeypatch):
