@@ -42,7 +42,7 @@ ENGINES = (
         "vLLM",
         "0.32.0",
         "model_executor/layers/attention/mla_attention.py (sizes of the cache), v1/attention/backends/mla/prefill/"
-        "flash_attn.py (sizes of heads), v1/attention/backends/mla/cpu_mla.py (512+64 only), "
+        "flash_attn.py (sizes of heads), v1/attention/backends/mla/cpu_mla.py and amx_mla.py (512+64 only), "
         "model_executor/models/transformers/base.py (layout free)",
         ("free",),
     ),
@@ -206,7 +206,8 @@ def _vllm(result: Result) -> Way:
     backend = "by its Transformers backend" if result.kind == "free" else ""
     on_cpu = result.split == (512, 64)  # the only size of the CPU's kernel, which takes heads of any size
     if result.heads in KERNEL_HEADS:
-        return Way(True, ", ".join(filter(None, [backend, "" if on_cpu else "on GPUs only"])))
+        where = "on CPUs with AMX float32 needs --attention-backend CPU_MLA" if on_cpu else "on GPUs only"
+        return Way(True, ", ".join(filter(None, [backend, where])))
     heads = f"on GPUs its MLA prefill takes heads of {_spell(KERNEL_HEADS)} dims, found {_spell([result.heads])}"
     if on_cpu:
         return Way(True, ", ".join(filter(None, [backend, f"on CPUs only: {heads}"])))

@@ -39,7 +39,7 @@ MODELS = {
     "mha": ("llama", {"num_key_value_heads": 4}),
     "gqa": ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "wide-heads": ("mistral", {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": None}),
-    "cache-of-320": ("llama", {"num_key_value_heads": 4, "head_dim": 16}),
+    "wide-mha": ("llama", {"num_key_value_heads": 4, "head_dim": 16}),
     "biased": ("qwen2", {"num_key_value_heads": 2}),
     "output-bias": ("llama", {"num_key_value_heads": 2, "attention_bias": True}),
     "partial": ("phi3", {"num_key_value_heads": 2, "partial_rotary_factor": 0.5, "sliding_window": None}),
@@ -356,12 +356,18 @@ def test_every_config_key_survives_the_stock_class(tmp_path):
     assert {key: read.rope_parameters[key] for key in wrote["rope_parameters"]} == wrote["rope_parameters"]
 
 
-def test_engines_and_transformers_agree_on_the_size_of_the_cache(tmp_path):
+@pytest.fixture
+def small_kernels(monkeypatch):
+    """Kernels for 80 cached elements too, so that models with them are small."""
+    monkeypatch.setattr("kvfold.convert.targets.mla.config.KERNEL_CACHES", (80,))
+
+
+def test_engines_and_transformers_agree_on_the_size_of_the_cache(tmp_path, small_kernels):
     """vLLM's Transformers backend reads ``head_dim``; what transformers computes does not depend on it."""
-    model = source_model("cache-of-320")
-    latents = convert(model, LatentTarget(256, 64), tmp_path)
+    model = source_model("wide-mha")
+    latents = convert(model, LatentTarget(16, 64), tmp_path)
     loaded = stock_model(tmp_path)
-    assert loaded.config.head_dim == 320
+    assert loaded.config.head_dim == 80
     torch.testing.assert_close(loaded.model.rotary_emb.inv_freq.double(), latents[0].theta, rtol=1e-6, atol=0)
     for layer, latent in zip(model.model.layers, latents, strict=True):
         layer.self_attn = LatentAttention(latent)
@@ -379,10 +385,10 @@ def zeros(tensors):
 
 
 @pytest.mark.parametrize("q_rank", [None, 20])
-def test_padded_heads_change_nothing(q_rank, tmp_path):
-    """At 256 + 64 cached elements heads of 8 dims, all rotary, get the sizes of a kernel: 64, 64 and 128."""
+def test_padded_heads_change_nothing(q_rank, tmp_path, small_kernels):
+    """At 16 + 64 cached elements heads of 8 dims, all rotary, get the sizes of a kernel: 64, 64 and 128."""
     model = source_model("gqa")
-    latents = convert(model, LatentTarget(256, 64, q_rank, "engine"), tmp_path)
+    latents = convert(model, LatentTarget(16, 64, q_rank, "engine"), tmp_path)
     loaded = stock_model(tmp_path)
     sizes = loaded.config.qk_nope_head_dim, loaded.config.qk_rope_head_dim, loaded.config.v_head_dim
     assert sizes == (64, 64, 128)
@@ -390,7 +396,7 @@ def test_padded_heads_change_nothing(q_rank, tmp_path):
     bound = model_of(source_config(model))
     stored = [value for name, value in loaded.named_parameters() if ".self_attn." in name]
     own = [part for latent in latents for part in parts_of(latent)]
-    assert zeros(stored) - zeros(own) == padding(bound, LatentTarget(256, 64, q_rank, "engine"))
+    assert zeros(stored) - zeros(own) == padding(bound, LatentTarget(16, 64, q_rank, "engine"))
     for layer, latent in zip(model.model.layers, latents, strict=True):
         layer.self_attn = LatentAttention(latent, normed=True)
     assert (logits(loaded, TOKENS) - logits(model, TOKENS)).abs().max() < 1e-4
