@@ -78,7 +78,7 @@ def attention_sums(
         for part in _parts(batch * groups, share * rows * (width + rows - 1), query.device):
             weights = _attention(query[part], key[part], block, scale, window, causal, softcap)
             sum_by_distance(weights, block.first, block.low, total[part].flatten(0, 1))
-            received[part, block.low : block.high] += weights.unflatten(0, (-1, share)).sum((1, 2))
+            received[part, block.low : block.high] += torch.unflatten(weights, 0, (-1, share)).sum((1, 2))
     folded = total[..., 1 : length + 1].flip(-1)
     if not causal:
         folded = torch.cat([folded[..., :1], folded[..., 1:] + total[..., length + 1 :]], dim=-1)

@@ -13,6 +13,7 @@ from kvfold.convert.walk.objective import AttentionUpdate
 from kvfold.convert.walk.refine import AUTO_STEPS, Refined, Refinement, refine_layer
 from kvfold.convert.walk.walk import Step
 
+OUTPUT_FIT = "output_fit"
 _NOTE = "refinement"
 
 
@@ -42,14 +43,14 @@ class Refiner:
 
 
 def refinement_record(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """For ``kvfold.json``, from the notes of all layers: the error of each before and after."""
-    records = [note[_NOTE] for note in notes if _NOTE in note]
-    return {_NOTE: records} if records else {}
+    """For ``kvfold.json``, from the notes of all layers: each one's errors before and after a fit or refinement."""
+    records = {name: [note[name] for note in notes if name in note] for name in (OUTPUT_FIT, _NOTE)}
+    return {name: values for name, values in records.items() if values}
 
 
 def refinement(plan: Plan, steps: int | str, display: "_Display") -> Refinement:
     """The task for ``plan``: the norms and scales around its attention, and the constants that must not move."""
-    update = _attention_update(plan)
+    update = attention_update(plan)
     if plan.request.to != "mla":
         return Refinement(steps, plan.request.seed, update, update, progress=display)
     target = plan.latent_target()
@@ -59,7 +60,8 @@ def refinement(plan: Plan, steps: int | str, display: "_Display") -> Refinement:
     return Refinement(steps, plan.request.seed, update, lr_multipliers=multipliers, progress=display)
 
 
-def _attention_update(plan: Plan) -> AttentionUpdate:
+def attention_update(plan: Plan) -> AttentionUpdate:
+    """How the layers of ``plan`` add their attention to the residual."""
     norms = plan.model.names.get(("attention_post_norm", 0))
     norm = None if norms is None else norms[0].split(".0.", 1)[1].removesuffix(".weight")
     return AttentionUpdate(plan.model.block.residual_scale, norm)

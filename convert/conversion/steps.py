@@ -7,12 +7,13 @@ and the drift measured on exactly what a reader of the checkpoint will load.
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvfold.attention.drift.lockstep import compare_predictions
 from kvfold.attention.drift.report import DriftReport, report_of
@@ -20,7 +21,7 @@ from kvfold.convert.console import duration
 from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.method import Converted, Measured, Notes
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.refinement import Refiner
+from kvfold.convert.conversion.refinement import OUTPUT_FIT, Refiner, attention_update
 from kvfold.convert.conversion.self_text import write_tokens
 from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.device import choose_device, compute_dtype
@@ -31,6 +32,7 @@ from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.documents import BUILT_IN
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
+from kvfold.convert.walk.output_fit import refit_output
 from kvfold.convert.walk.twin import Twin
 from kvfold.convert.walk.walk import Step, Walk, chunk_size, embed, residual
 
@@ -80,15 +82,17 @@ class StudentWalk:
     ) -> None:
         self._plan, self._source, self._tokens = plan, source, tokens
         self._refine = Refiner(plan, trial_steps)
+        self._refits = plan.request.resolved_method == "principal"
+        keep = self._refits or self._refine.enabled
         self._twin = Twin(source, plan.layout.config, plan.layout.tensors, recast=plan.request.dtype != "auto")
         self._walk = Walk(
             source,
             self._twin,
             tokens.held_out,
-            tokens.calibration if statistics or self._refine.enabled else None,
+            tokens.calibration if statistics or keep else None,
             profile=statistics,
             statistics=statistics,
-            keep_calibration=self._refine.enabled,
+            keep_calibration=keep,
         )
 
     def steps(self, journal: Journal | None = None) -> Iterator[Step]:
@@ -106,11 +110,23 @@ class StudentWalk:
     def convert(self, step: Step, weights: Any, notes: Notes | None = None) -> Converted:
         """Encode transformed ``weights`` as the target stores them and take the walk past the layer.
 
-        They are refined where the request says so.
+        Those of ``principal`` get the output projection that fits the student; they are refined where the request says
+        so.
         """
+        weights, fitted = self._refit_output(step, weights)
         tensors, refined = self._refine(step, self._plan.layout.encode(step.index, weights))
         step.convert(tensors)
-        return Converted(step.index, tensors, {**(notes or {}), **refined})
+        return Converted(step.index, tensors, {**(notes or {}), **fitted, **refined})
+
+    def _refit_output(self, step: Step, weights: Any) -> tuple[Any, dict[str, Any]]:
+        if not self._refits:
+            return weights, {}
+
+        def encode(changed: Any) -> Mapping[str, Tensor]:
+            return self._plan.layout.encode(step.index, changed)
+
+        refitted, fit = refit_output(step, weights, encode, attention_update(self._plan))
+        return refitted, {} if fit is None else {OUTPUT_FIT: fit.record()}
 
     def kl(self) -> float:
         """KL of the next-token distributions on held-out tokens after the last layer, nats."""

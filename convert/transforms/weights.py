@@ -111,7 +111,7 @@ class LayerStatistics:
     received_mean: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "LayerStatistics":
-        moved = {
+        moved: dict[str, Any] = {
             item.name: value.to(device)
             for item in fields(self)
             if isinstance(value := getattr(self, item.name), Tensor)

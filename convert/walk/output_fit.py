@@ -1,0 +1,138 @@
+"""The output projection of a converted layer, fitted to what is left to do at its place in the student.
+
+The heads' results ``z`` are computed from the student's own inputs. With the teacher's residual ``h`` before the layer
+and the student's ``h'``, the projection is to give ``(h + a(h)) - h'``, as in refinement (``objective.py``): so a layer
+also makes up for those before it, as far as a linear map of its heads can. Every token counts by ``1 / |h + a(h)|^2``:
+following norms see relative errors, and the few tokens with massive activations would rule everything else.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.drift.recording import OpenLayer
+from kvfold.convert.transforms.latent.weights import LatentWeights
+from kvfold.convert.transforms.output import fit_output
+from kvfold.convert.transforms.weights import AttentionWeights
+from kvfold.convert.walk.objective import AttentionUpdate
+from kvfold.convert.walk.walk import Hidden, Step
+
+_EXPLAINED = 1e-3  # the share of an attention's energy that its heads may leave unexplained: rounding
+
+Weights = TypeVar("Weights", AttentionWeights, LatentWeights)
+
+
+@dataclass(frozen=True)
+class OutputFit:
+    """The error of the residual after the layer's attention on held-out sequences, before and after.
+
+    Each token's squared error counts relative to the teacher's residual. ``after`` is ``before`` where the fit was no
+    better and the weights stayed as they were.
+    """
+
+    before: float
+    after: float
+
+    def record(self) -> dict[str, Any]:
+        """For ``kvfold.json``."""
+        return {"before": self.before, "after": self.after}
+
+
+@dataclass(frozen=True)
+class _Regression:
+    """Tokens as rows: the heads' results ``[N, n]``, the target of their projection ``[N, E]``, weights ``[N]``."""
+
+    heads: Tensor
+    target: Tensor
+    weight: Tensor
+
+
+@torch.no_grad()
+def refit_output(
+    step: Step,
+    weights: Weights,
+    encode: Callable[[Weights], Mapping[str, Tensor]],
+    update: AttentionUpdate,
+) -> tuple[Weights, OutputFit | None]:
+    """``weights`` with the output projection (and bias, where there is one) that fits the student's stream best.
+
+    Held-out sequences decide whether it is kept. None where the projection's inputs are not to be seen, or the family
+    norms what it gives.
+    """
+    if update.norm is not None:
+        return weights, None
+    step.twin.put(encode(weights))
+    present = _projection(weights)
+    with step.twin.stream.open_layer(step.index) as layer:
+        held_out = list(_regressions(step, layer, weights, update, step.held_out, step.student_held_out))
+        if not held_out:
+            return weights, None
+        gram, missing = _sums(
+            present, _regressions(step, layer, weights, update, step.calibration, step.student_calibration)
+        )
+    fitted = fit_output(present, gram, missing)
+    before, after = _error(present, held_out), _error(fitted, held_out)
+    if not after < before:
+        return weights, OutputFit(before, before)
+    return _with_projection(weights, fitted), OutputFit(before, after)
+
+
+def _regressions(
+    step: Step, layer: OpenLayer, weights: Weights, update: AttentionUpdate, teacher: Hidden, student: Hidden
+) -> Iterator[_Regression]:
+    """Chunk by chunk; nothing where the layer's output is not a linear map of the heads' results that it shows."""
+    for inputs, own in zip(teacher, student, strict=True):
+        output = layer.attend(own)
+        if output.context is None:
+            return
+        heads = output.context[..., : weights.o.shape[2]].flatten(2).double()  # engines' heads are padded with zeros
+        if weights.o_bias is not None:
+            heads = torch.cat([heads, torch.ones_like(heads[..., :1])], -1)
+        if not _explains(heads @ _projection(weights).to(heads).mT, output.attention):
+            return
+        after = (inputs + update.of(step.teacher, step.teacher.attend(inputs))).double()
+        weight = 1 / after.square().mean(-1).clamp_min(torch.finfo(inputs.dtype).tiny)
+        target = (after - own) / update.scale
+        yield _Regression(heads.flatten(0, 1), target.flatten(0, 1), weight.flatten())
+
+
+def _explains(found: Tensor, expected: Tensor) -> bool:
+    return found.shape == expected.shape and bool(
+        (found - expected).square().sum() <= _EXPLAINED * expected.double().square().sum()
+    )
+
+
+def _sums(present: Tensor, parts: Iterator[_Regression]) -> tuple[Tensor, Tensor]:
+    """The weighted means of ``z z^T`` and ``(target - present z) z^T``."""
+    count = len(present[0])
+    gram, missing, total = present.new_zeros(count, count), torch.zeros_like(present), 0.0
+    for part in parts:
+        heads = part.heads * part.weight[:, None]
+        gram += heads.mT @ part.heads
+        missing += (part.target - part.heads @ present.mT).mT @ heads
+        total += float(part.weight.sum())
+    return gram / (total or 1.0), missing / (total or 1.0)
+
+
+def _error(projection: Tensor, parts: list[_Regression]) -> float:
+    wrong = sum(
+        float(((part.target - part.heads @ projection.mT).square().sum(1) * part.weight).sum()) for part in parts
+    )
+    return wrong / sum(part.target.numel() for part in parts)
+
+
+def _projection(weights: AttentionWeights | LatentWeights) -> Tensor:
+    """``[E, H D]``, with the bias as one more column where there is one; float64."""
+    output = weights.o.flatten(1).double()
+    return output if weights.o_bias is None else torch.cat([output, weights.o_bias.double()[:, None]], 1)
+
+
+def _with_projection(weights: Weights, projection: Tensor) -> Weights:
+    size = weights.o[0].numel()
+    output = projection[:, :size].reshape(weights.o.shape).to(weights.o.dtype)
+    if weights.o_bias is None:
+        return replace(weights, o=output)
+    return replace(weights, o=output, o_bias=projection[:, size].to(weights.o_bias.dtype))
