@@ -28,6 +28,7 @@ from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.latent import slots as rope_slots
+from kvfold.convert.transforms.latent.damper import with_damper
 from kvfold.convert.transforms.latent.latent import to_latent
 from kvfold.convert.transforms.latent.norm import live_norm
 from kvfold.convert.transforms.latent.queries import query_latent
@@ -43,7 +44,7 @@ _TRIAL_STEPS = 20  # of refinement per layer, where splits or layouts are compar
 _WITH_KERNELS = 1.05  # KL that a split that engines serve may have, relative to the best: a choice, not a measurement
 
 
-_SHARE = "received_attention_share"
+_SHARE, _DAMPERS = "received_attention_share", "damper_channels"
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,9 @@ class Latent(Method):
             yield self._walk.convert(step, latent, notes)
 
     def measured(self, notes: Sequence[Notes]) -> Calibrated:
-        shares = {_SHARE: [note[_SHARE] for note in notes if _SHARE in note]}
-        return self._walk.measured({**self._choices, **shares, **refinement_record(notes)})
+        fits = {name: [note[name] for note in notes if name in note] for name in (_SHARE, _DAMPERS)}
+        fits = {name: values for name, values in fits.items() if values}
+        return self._walk.measured({**self._choices, **fits, **refinement_record(notes)})
 
 
 def survey_source(plan: Plan, folder: Path, stages: Stages) -> Survey:
@@ -170,24 +172,48 @@ def trial(option: Candidate, surveyed: Survey) -> Candidate:
 
 
 def latent_layer(chosen: Candidate, step: Step, surveyed: Survey) -> tuple[LatentWeights, Notes]:
-    """The layer as latent attention, fitted to the survey's statistics; noted is how tokens were counted."""
-    plan, target, slots, layer = chosen.plan, chosen.target, chosen.slots, step.index
+    """The layer as latent attention, fitted to the survey's statistics; noted are how tokens counted, and dampers.
+
+    Held-out sequences decide both.
+    """
+    plan, layer, target = chosen.plan, step.index, chosen.target
     if plan.request.resolved_method == "svd":  # a start for refinement
-        return svd_layer(plan, layer, slots), {}
+        return svd_layer(plan, layer, chosen.slots), {}
     statistics, inputs = surveyed.notes(layer)
-    weights, rotary = source_layer(plan, layer), source_rotary(plan, layer)
-    context, scale, rank = plan.geometry.positions, plan.model.layers[layer].scale, plan.query_rank()
 
-    def fit(counted: LayerStatistics) -> LatentWeights:
-        latent = to_latent(
-            weights, counted, rotary, slots, target.channels, context=context, scale=scale, centered=target.constant
-        )
-        if rank is not None:
-            latent = query_latent(latent, counted, rank - target.constant)
-        return latent if target.constant else live_norm(latent, inputs)
+    def error(option: tuple[LatentWeights, int]) -> float:
+        return step.attention_error(plan.layout.encode(layer, option[0]))
 
-    best = judged(statistics, fit, lambda latent: step.attention_error(plan.layout.encode(layer, latent)))
-    return best.weights, {_SHARE: best.share}
+    def fit(counted: LayerStatistics) -> tuple[LatentWeights, int]:
+        if target.constant:
+            return fitted_layer(chosen, layer, counted), 0
+        plain = live_norm(fitted_layer(chosen, layer, counted), inputs), 0
+        if counted is statistics or target.channels < 2:  # no sinks, nothing to damp
+            return plain
+        damped = with_damper(fitted_layer(chosen, layer, counted, target.channels - 1), statistics)
+        return min(plain, (live_norm(damped, inputs), 1), key=error)
+
+    best = judged(statistics, fit, error)
+    latent, dampers = best.weights
+    return latent, {_SHARE: best.share, **({} if target.constant else {_DAMPERS: dampers})}
+
+
+def fitted_layer(
+    chosen: Candidate, layer: int, statistics: LayerStatistics, channels: int | None = None
+) -> LatentWeights:
+    """``layer`` as latent attention before any norm, with ``channels`` of the latent (the target's unless given)."""
+    plan, target, rank = chosen.plan, chosen.target, chosen.plan.query_rank()
+    latent = to_latent(
+        source_layer(plan, layer),
+        statistics,
+        source_rotary(plan, layer),
+        chosen.slots,
+        target.channels if channels is None else channels,
+        context=plan.geometry.positions,
+        scale=plan.model.layers[layer].scale,
+        centered=target.constant,
+    )
+    return latent if rank is None else query_latent(latent, statistics, rank - target.constant)
 
 
 def _against_free(engine: Candidate, surveyed: Survey) -> dict[str, Any]:
