@@ -42,7 +42,10 @@ from kvfold.convert.walk.walk import Step, estimate_seconds, survey
 # (the model that ships, by recipes/benchmarks/bench_refine_constants.py)
 _TRIAL_STEPS = 20  # of refinement per layer, where splits or layouts are compared
 _WITH_KERNELS = 1.05  # KL that a split that engines serve may have, relative to the best: a choice, not a measurement
-
+_FINALISTS = 4  # splits that are tried with refinement, the best as fitted
+_PROBED = 4  # layers that a trial converts, of a model with more
+_TRIAL_HELD_OUT = 2048  # tokens
+_TRIAL_CALIBRATION = 8192  # tokens, for refinement
 
 _SHARE, _DAMPERS = "received_attention_share", "damper_channels"
 
@@ -64,11 +67,29 @@ class Survey:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to store the model: its plan, its rotary slots, and after a trial its drift, KL in nats."""
+    """A way to store the model: its plan, its rotary slots, and after a trial its drift, KL in nats.
+
+    ``kl`` is that as fitted, ``refined_kl`` that after a few steps of refinement.
+    """
 
     plan: Plan
     slots: Slots
     kl: float = math.nan
+    refined_kl: float = math.nan
+
+    @property
+    def refined(self) -> bool:
+        return not math.isnan(self.refined_kl)
+
+    @property
+    def drift(self) -> float:
+        """The KL by which it is judged: refined where it was."""
+        return self.refined_kl if self.refined else self.kl
+
+    @property
+    def judged(self) -> tuple[bool, float]:
+        """Lower is better: any refined drift before one as fitted."""
+        return not self.refined, self.drift
 
     @property
     def target(self) -> LatentTarget:
@@ -128,27 +149,50 @@ def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, di
     targets = latent_targets(plan.request, plan.model)
     candidates = [candidate(plan, target, surveyed.layers) for target in targets]
     record: dict[str, Any] = {}
-    _print_trials(plan, len(candidates))
     if plan.request.budget is not None:
-        candidates = [trial(each, surveyed) for each in stages.over("splits", candidates, len(candidates), "split")]
-        record["splits"] = [_split(each) for each in candidates]
+        candidates = compare_splits(candidates, surveyed, stages)
+        record["splits"] = [split_record(each) for each in candidates]
     best = preferred(candidates)
-    if (least := min(candidates, key=lambda each: each.kl)) is not best:
-        record["preferred_for_kernels"] = {"kl": best.kl, "instead_of": _split(least)}
+    if (least := min(candidates, key=lambda each: each.judged)) is not best:
+        record["preferred_for_kernels"] = {"kl": best.drift, "instead_of": {**_split(least), "kl": least.drift}}
     if best.target.layout == "engine":
-        record["free_layout"] = _against_free(best, surveyed)
+        record["free_layout"] = _against_free(best, surveyed, stages)
     return best, {**record, "rotary_slots_per_pair": list(best.slots.counts)}
 
 
 def _split(each: Candidate) -> dict[str, Any]:
-    return {"kv_rank": each.target.kv_rank, "rope_dim": each.target.rope_dim, "kl": each.kl}
+    return {"kv_rank": each.target.kv_rank, "rope_dim": each.target.rope_dim}
 
 
 def preferred(candidates: Sequence[Candidate]) -> Candidate:
-    """The split with the lowest KL, or one that kernels are written for where its KL is at most 5 % higher."""
-    least = min(each.kl for each in candidates)
-    served = [each for each in candidates if each.target.has_kernels and each.kl <= _WITH_KERNELS * least]
-    return min(served or candidates, key=lambda each: each.kl)
+    """The split that drifts least, or one that kernels are written for where its KL is at most 5 % higher.
+
+    Where some were refined, one of those.
+    """
+    least = min(candidates, key=lambda each: each.judged)
+    equal = [each for each in candidates if each.refined == least.refined]
+    served = [each for each in equal if each.target.has_kernels and each.drift <= _WITH_KERNELS * least.drift]
+    return min(served or equal, key=lambda each: each.drift)
+
+
+def compare_splits(candidates: Sequence[Candidate], surveyed: Survey, stages: Stages) -> list[Candidate]:
+    """``candidates`` after trials: all of them as fitted; then, where layers are refined, the best few once more."""
+    request = candidates[0].plan.request
+    _print_trials(candidates[0].plan, f"comparing {len(candidates)} splits")
+    fitted = stages.over("splits", candidates, len(candidates), "split")
+    tried = [trial(each, surveyed) for each in fitted]
+    if not request.refine:
+        return tried
+    by_drift = sorted(tried, key=lambda each: each.drift)
+    finalists = [each for place, each in enumerate(by_drift) if place < _FINALISTS or each.target.has_kernels]
+    refined = [trial(each, surveyed, refine=True) for each in stages.over("finals", finalists, len(finalists), "split")]
+    final = {each.target: each for each in refined}
+    return [final.get(each.target, each) for each in tried]
+
+
+def split_record(tried: Candidate) -> dict[str, Any]:
+    """A split's entry of ``kvfold.json``."""
+    return {**_split(tried), "kl": tried.kl, **({"refined_kl": tried.refined_kl} if tried.refined else {})}
 
 
 def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -> Candidate:
@@ -163,12 +207,34 @@ def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -
     return Candidate(resolved(plan, target, [float(angle) for angle in slots.theta]), slots)
 
 
-def trial(option: Candidate, surveyed: Survey) -> Candidate:
-    """``option`` with the drift of the model converted to it, after a few steps of refinement if it is requested."""
-    walk = StudentWalk(option.plan, surveyed.source, surveyed.tokens, statistics=False, trial_steps=_TRIAL_STEPS)
+def trial(option: Candidate, surveyed: Survey, *, refine: bool = False) -> Candidate:
+    """``option`` with the drift of the model when a few of its layers are converted to it.
+
+    With ``refine`` after a few steps of refinement of each.
+    """
+    probed = probed_layers(option.plan.geometry.layers)
+    tokens, steps = few(surveyed.tokens), _TRIAL_STEPS if refine else 0
+    walk = StudentWalk(option.plan, surveyed.source, tokens, statistics=False, trial_steps=steps)
     for step in walk.steps():
-        walk.convert(step, latent_layer(option, step, surveyed)[0])
-    return replace(option, kl=walk.kl())
+        if step.index in probed:
+            walk.convert(step, latent_layer(option, step, surveyed)[0])
+        else:
+            step.keep()
+    kl = walk.kl()
+    return replace(option, refined_kl=kl) if refine else replace(option, kl=kl)
+
+
+def probed_layers(layers: int) -> set[int]:
+    """The layers that trials convert: all of a model with few of them, else ``_PROBED`` evenly spaced."""
+    count = min(layers, _PROBED)
+    return {(2 * place + 1) * layers // (2 * count) for place in range(count)}
+
+
+def few(tokens: CalibrationTokens) -> CalibrationTokens:
+    """The part of the sequences that trials use."""
+    length = tokens.calibration.shape[1]
+    held_out = tokens.held_out[: max(1, _TRIAL_HELD_OUT // length)]
+    return replace(tokens, calibration=tokens.calibration[: max(1, _TRIAL_CALIBRATION // length)], held_out=held_out)
 
 
 def latent_layer(chosen: Candidate, step: Step, surveyed: Survey) -> tuple[LatentWeights, Notes]:
@@ -216,23 +282,24 @@ def fitted_layer(
     return latent if rank is None else query_latent(latent, statistics, rank - target.constant)
 
 
-def _against_free(engine: Candidate, surveyed: Survey) -> dict[str, Any]:
+def _against_free(engine: Candidate, surveyed: Survey, stages: Stages) -> dict[str, Any]:
     """The drift of layout engine and of layout free with the same split, in equal trials."""
-    target = replace(engine.target, layout="free")
-    free = trial(candidate(engine.plan, target, surveyed.layers), surveyed)
-    if not engine.plan.request.refine:  # the conversion itself is unrefined, so its measured drift is comparable
-        return {"kl": free.kl}
-    tried = trial(engine, surveyed) if math.isnan(engine.kl) else engine
-    return {"kl": free.kl, "steps": _TRIAL_STEPS, "engine_kl": tried.kl}
+    refine = bool(engine.plan.request.refine)
+    free = candidate(engine.plan, replace(engine.target, layout="free"), surveyed.layers)
+    _print_trials(engine.plan, "comparing layouts")
+    pending = [free] if engine.refined or (not refine and not math.isnan(engine.kl)) else [free, engine]
+    made = [trial(each, surveyed, refine=refine) for each in stages.over("layouts", pending, len(pending), "layout")]
+    kls = [each.drift for each in (made[0], made[-1] if len(made) > 1 else engine)]
+    steps = {"steps": _TRIAL_STEPS} if refine else {}
+    layers = sorted(probed_layers(engine.plan.geometry.layers))
+    return {"kl": kls[0], "engine_kl": kls[1], "layers": layers, **steps}
 
 
-def _print_trials(plan: Plan, splits: int) -> None:
-    """Print the number of walks before that of the conversion to stderr: the estimate is of one."""
-    request = plan.request
-    walks = 0 if request.budget is None else splits
-    if request.resolved_layout == "engine":
-        walks += 2 if request.refine and not walks else 1
-    if walks and not request.quiet:
-        steps = f", with at most {_TRIAL_STEPS} steps of refinement per layer" if request.refine else ""
-        what = f"comparing {splits} splits" if request.budget is not None else "comparing layouts"
-        print(f"{what}: {walks} more walks over the held-out text{steps}", file=sys.stderr)
+def _print_trials(plan: Plan, what: str) -> None:
+    """Print what is compared, and on how many layers, to stderr."""
+    if plan.request.quiet:
+        return
+    layers = plan.geometry.layers
+    count = len(probed_layers(layers))
+    steps = f", the best with at most {_TRIAL_STEPS} steps of refinement each" if plan.request.refine else ""
+    print(f"{what}: each converts {count} of {layers} layers{steps}", file=sys.stderr)

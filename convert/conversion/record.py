@@ -125,7 +125,9 @@ def engine_cost(record: Mapping[str, Any]) -> str:
     other = record["free_layout"]
     engine = other.get("engine_kl", record["drift"]["kl"]["value"])
     after = f" after {other['steps']} steps of refinement" if "steps" in other else ""
+    tried = len(other.get("layers", []))
+    where = f" and with {tried} layers converted" if tried < len(record["drift"]["layers"]) and tried else ""
     return (
         f"layout engine drifts by a KL of {engine:.4f} nats, layout free would by {other['kl']:.4f} "
-        f"(same split, same text{after})"
+        f"(same split, same text{after}{where})"
     )

@@ -20,13 +20,14 @@ _NOTE = "refinement"
 class Refiner:
     """Refines the layers of a run whose request says so; passes the others through.
 
-    ``steps`` replaces the request's, for a short trial.
+    ``steps`` replaces the request's, for a short trial; with 0 nothing is refined.
     """
 
     def __init__(self, plan: Plan, steps: int | None = None) -> None:
         requested = plan.request.refine
         self._display = _Display(plan.geometry.layers, requested, quiet=plan.request.quiet or steps is not None)
-        self._task = refinement(plan, requested if steps is None else steps, self._display) if requested else None
+        made = requested if steps is None else steps
+        self._task = refinement(plan, made, self._display) if requested and made else None
 
     @property
     def enabled(self) -> bool:

@@ -68,7 +68,7 @@ class StudentWalk:
     """The walk of a conversion: the source and, beside it, the student that a finished checkpoint would be.
 
     ``statistics`` has the walk gather the statistics of the calibration sequences, with distance profiles;
-    ``trial_steps`` caps the refinement of each layer, for a short trial.
+    ``trial_steps`` replaces the request's steps of refinement, for a short trial: None leaves them, 0 refines nothing.
     """
 
     def __init__(

@@ -6,7 +6,9 @@ teacher's residual before the layer and ``h'`` the student's, the student's atte
 
     target = (h + a(h)) - h'
 
-so that a layer also corrects the errors of those before it.
+so that a layer also corrects the errors of those before it. Each token's error counts relative to the size of its own
+residual ``h + a(h)``, as the norms that read the residual see it: in trained decoders a few tokens (attention sinks,
+the first above all) have residuals hundreds of times larger than the others and would be all that the sum is made of.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,50 +42,70 @@ class AttentionUpdate:
 
 UNCHANGED = AttentionUpdate()
 
+Batch = tuple[Tensor, Tensor, Tensor]  # inputs, targets, weights
+
 
 @dataclass(frozen=True)
 class Examples:
-    """The student's residual before a layer, and what its attention should add to it, in the walk's chunks."""
+    """The student's residual before a layer, and what its attention should add to it, in the walk's chunks.
+
+    ``weights [b, T, 1]``: what a token's error is multiplied by. ``energy`` is the mean square of the teacher's
+    attention update, ``inherited`` that of the student's error before the layer, both weighted; ``numbers`` are the
+    elements of the targets.
+    """
 
     inputs: Hidden
     targets: Hidden
-    energy: float  # mean square of the teacher's attention update
-    numbers: int  # elements of the targets
+    weights: Hidden
+    energy: float
+    inherited: float
+    numbers: int
 
     @property
     def count(self) -> int:
         """Sequences."""
         return sum(len(chunk) for chunk in self.inputs)
 
-    def batch(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of some ``sequences``, ``[len(sequences), T, E]`` each."""
+    def batch(self, sequences: Sequence[int]) -> Batch:
+        """Inputs, targets and weights of some ``sequences``, ``[len(sequences), T, E]`` or ``[..., 1]`` each."""
         size = len(self.inputs[0])
-        inputs, targets = (
+        inputs, targets, weights = (
             torch.stack([chunks[index // size][index % size] for index in sequences])
-            for chunks in (self.inputs, self.targets)
+            for chunks in (self.inputs, self.targets, self.weights)
         )
-        return inputs, targets
+        return inputs, targets, weights
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self) -> Iterator[Batch]:
         """All sequences, chunk by chunk."""
-        yield from zip(self.inputs, self.targets, strict=True)
+        yield from zip(self.inputs, self.targets, self.weights, strict=True)
 
 
 @torch.no_grad()
-def examples(update: AttentionUpdate, teacher: OpenLayer, hidden: Hidden, student_hidden: Hidden) -> Examples:
+def examples(
+    update: AttentionUpdate, teacher: OpenLayer, hidden: Hidden, student_hidden: Hidden, *, correct: bool = True
+) -> Examples:
     """Run ``teacher``'s attention over its inputs ``hidden``; ``student_hidden`` are the student's, of the same tokens.
 
-    ``update`` is the teacher's.
+    ``update`` is the teacher's. Without ``correct`` the target is its attention update alone, ``a(h)``.
     """
-    targets, energy, numbers = [], 0.0, 0
+    targets, weights, energy, inherited, numbers = [], [], 0.0, 0.0, 0
     for inputs, student_inputs in zip(hidden, student_hidden, strict=True):
         added = update.of(teacher, teacher.attend(inputs))
-        energy += squares(added)
-        numbers += added.numel()
         wide = torch.promote_types(added.dtype, torch.float32)
-        target = inputs.to(wide) + added.to(wide) - student_inputs.to(wide)
-        targets.append(target.to(student_inputs.dtype))
-    return Examples(student_hidden, targets, energy / numbers, numbers)
+        added, before = added.to(wide), inputs.to(wide) - student_inputs.to(wide)
+        weight = token_weights(inputs.to(wide) + added)
+        weights.append(weight)
+        targets.append((added + before if correct else added).to(student_inputs.dtype))
+        energy += squares(added * weight)
+        inherited += squares(before * weight)
+        numbers += added.numel()
+    return Examples(student_hidden, targets, weights, energy / numbers, inherited / numbers, numbers)
+
+
+def token_weights(residual: Tensor) -> Tensor:
+    """One over the root mean square of each token's ``residual [..., E]``, ``[..., 1]``."""
+    square = residual.square().mean(-1, keepdim=True)
+    return square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt()
 
 
 def squares(tensor: Tensor) -> float:

@@ -54,7 +54,8 @@ class Step:
     ``statistics`` are those of the calibration sequences, None in a walk without them. ``held_out`` and
     ``student_held_out`` are the residual streams before the layer on the held-out sequences, the teacher's and the
     student's; ``calibration`` and ``student_calibration`` likewise, empty unless the walk keeps them for refinement.
-    ``outputs`` are those of the teacher's layer on ``held_out``. ``drift`` is None before ``convert``.
+    ``outputs`` are those of the teacher's layer on ``held_out``. ``done`` says that both streams are past the layer,
+    ``drift`` is None unless it was converted.
     """
 
     index: int
@@ -66,6 +67,7 @@ class Step:
     calibration: Hidden = field(default_factory=list)
     student_calibration: Hidden = field(default_factory=list)
     outputs: list[LayerOutput] = field(init=False)
+    done: bool = field(init=False, default=False)
     drift: LayerDrift | None = field(init=False, default=None)
 
     @torch.no_grad()
@@ -101,7 +103,20 @@ class Step:
             for chunk, hidden in enumerate(self.student_calibration):
                 self.student_calibration[chunk] = residual(layer(hidden))
         self.outputs.clear()
+        self.done = True
         return self.drift
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Leave the layer to the student as the source has it, and take both streams past it."""
+        for chunk, output in enumerate(self.outputs):
+            same = torch.equal(self.held_out[chunk], self.student_held_out[chunk])
+            student = output if same else self.teacher(self.student_held_out[chunk])
+            self.held_out[chunk], self.student_held_out[chunk] = residual(output), residual(student)
+        for chunk, hidden in enumerate(self.student_calibration):
+            self.student_calibration[chunk] = residual(self.teacher(hidden))
+        self.outputs.clear()
+        self.done = True
 
 
 class _Replayed:
@@ -118,7 +133,7 @@ class _Replayed:
 
 
 class Walk:
-    """Iterating yields every layer in order; each must be converted with ``step.convert`` before the next.
+    """Iterating yields every layer in order; each must be converted or kept by its step before the next.
 
     ``held_out [M, T]`` and ``calibration [N, T]`` are tokens. ``profile`` adds distance profiles to the statistics;
     without ``statistics`` there are none. ``keep_calibration`` keeps what refinement needs, at four times the memory
@@ -145,9 +160,10 @@ class Walk:
         self._student_held_out = embed(twin.stream, held_out)
         self._student_calibration = [] if calibration is None or not self._keep else embed(twin.stream, calibration)
         self.drifts: list[LayerDrift] = []
+        self._passed = 0
 
     def __iter__(self) -> Iterator[Step]:
-        for index in range(len(self.drifts), self._teacher.layers):
+        for index in range(self._passed, self._teacher.layers):
             with self._teacher.open_layer(index) as layer:
                 calibration = list(self._calibration) if self._keep else []
                 statistics = self._gather(layer)
@@ -163,9 +179,10 @@ class Walk:
                 )
                 check_finite((residual(output) for output in step.outputs), self._teacher, index)
                 yield step
-                if step.drift is None:
+                if not step.done:
                     raise KvfoldError(f"the walk went on from layer {index} before it was converted")
-                self.drifts.append(step.drift)
+                self._passed += 1
+                self.drifts += [] if step.drift is None else [step.drift]
 
     def _gather(self, layer: OpenLayer) -> LayerStatistics | None:
         if not self._calibration:
@@ -178,8 +195,8 @@ class Walk:
     @torch.no_grad()
     def measurement(self) -> Measurement:
         """The whole student against the teacher on the held-out sequences, after the last layer."""
-        if len(self.drifts) < self._teacher.layers:
-            raise KvfoldError(f"the walk has done {len(self.drifts)} of {self._teacher.layers} layers")
+        if self._passed < self._teacher.layers:
+            raise KvfoldError(f"the walk has done {self._passed} of {self._teacher.layers} layers")
         student = self._twin.stream
         measured = compare_predictions(self._teacher, student, self._held_out, self._student_held_out, self._tokens)
         check_finite([torch.tensor(measured.teacher_loss)], self._teacher, None)

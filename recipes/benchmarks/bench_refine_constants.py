@@ -39,6 +39,7 @@ CONSTANTS: list[tuple[str, tuple[str, ...], list[Any], tuple[str, ...]]] = [  # 
     (REFINE, ("_BATCH",), [2, 8, 32], SHORT),
     (REFINE, ("_RELATIVE_LR",), [0.0125, 0.05], SHORT),
     (REFINE, ("_RELATIVE_LR", "_WIDTH_LR"), [(0.05, 0.8), (0.2, 3.2)], SHORT),  # the smaller of the two decides
+    (REFINE, ("_ERROR_POWER",), [0.0, 0.5, 0.75], SHORT),
     (REFINE, ("_BETAS",), [(0.9, 0.95), (0.9, 0.98), (0.9, 0.999)], SHORT),
     (REFINE, ("_RETRY_LR",), [(1.0,), (1.0, 0.25, 0.0625)], SHORT[:1]),
     (REFINE, ("_DECAY_STEPS",), [50, 100, 200], AUTO),

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from itertools import pairwise
 from unittest.mock import Mock
 
 import pytest
@@ -17,6 +18,7 @@ from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
 from kvfold.convert.targets.mla.config import LatentTarget
+from kvfold.convert.text.windows import CalibrationTokens
 
 QUICK = {"samples": 16, "seq_len": 128, "quiet": True}
 
@@ -146,8 +148,12 @@ def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, monkeypatch):
     options = {"to": "mla", "budget": 16, "samples": 8, "seq_len": 64}
     plain = convert(tmp_path / "plain", **options).record["splits"]
     refined = convert(tmp_path / "refined", **options, refine=4).record["splits"]
-    assert [split["rope_dim"] for split in refined] == [split["rope_dim"] for split in plain]
-    assert all(after["kl"] < before["kl"] for before, after in zip(plain, refined, strict=True))
+    assert [split["kl"] for split in refined] == [split["kl"] for split in plain]
+    finals = [split for split in refined if "refined_kl" in split]
+    assert finals == [split for split in refined if split in sorted(refined, key=lambda each: each["kl"])[:4]]
+    assert all(split["refined_kl"] < split["kl"] for split in finals)
+    config = json.loads((tmp_path / "refined" / "config.json").read_text())
+    assert config["qk_rope_head_dim"] == min(finals, key=lambda split: split["refined_kl"])["rope_dim"]
 
 
 def tried(rank, rope, kl):
@@ -171,11 +177,60 @@ def test_a_preferred_split_is_told():
     assert preference_text({}) == ""
 
 
-def test_trials_refine_each_layer_for_20_steps(monkeypatch):
-    walk = Mock(**{"return_value.steps.return_value": [], "return_value.kl.return_value": 0.5})
+@pytest.fixture
+def trial_walk(monkeypatch):
+    """The class of the walks of trials, which find 6 layers to convert and a KL of 0.5."""
+    steps = [Mock(index=index) for index in range(6)]
+    walk = Mock(**{"return_value.steps.return_value": steps, "return_value.kl.return_value": 0.5})
     monkeypatch.setattr(latent_run, "StudentWalk", walk)
-    assert latent_run.trial(latent_run.Candidate(Mock(), Mock()), Mock()).kl == 0.5
-    assert walk.call_args.kwargs["trial_steps"] == 20
+    monkeypatch.setattr(latent_run, "latent_layer", lambda option, step, surveyed: (step.index, {}))
+    return walk
+
+
+def option_of(layers):
+    return latent_run.Candidate(Mock(**{"geometry.layers": layers}), Mock())
+
+
+def surveyed_tokens(sequences, length):
+    tokens = torch.zeros(sequences, length, dtype=torch.int64)
+    return Mock(tokens=CalibrationTokens(tokens, tokens, "text", "digest"))
+
+
+def test_trials_refine_each_layer_for_20_steps_where_they_refine(trial_walk):
+    tried = latent_run.trial(option_of(6), surveyed_tokens(8, 8), refine=True)
+    assert (tried.refined_kl, tried.kl) == (0.5, pytest.approx(math.nan, nan_ok=True))
+    assert trial_walk.call_args.kwargs["trial_steps"] == 20
+    assert latent_run.trial(option_of(6), surveyed_tokens(8, 8)).kl == 0.5
+    assert trial_walk.call_args.kwargs["trial_steps"] == 0
+
+
+def test_trials_convert_a_few_layers_and_keep_the_others(trial_walk):
+    latent_run.trial(option_of(6), surveyed_tokens(8, 8))
+    steps = trial_walk.return_value.steps.return_value
+    converted = [call.args[1] for call in trial_walk.return_value.convert.call_args_list]
+    assert converted == [0, 2, 3, 5]
+    assert [step.keep.called for step in steps] == [False, True, False, False, True, False]
+
+
+def test_trials_use_a_few_sequences(trial_walk):
+    latent_run.trial(option_of(6), surveyed_tokens(100, 256))
+    tokens = trial_walk.call_args.args[2]
+    assert (len(tokens.held_out), len(tokens.calibration)) == (8, 32)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4, 5, 30, 80])
+def test_the_layers_of_trials_are_spread_over_the_model(layers):
+    found = sorted(latent_run.probed_layers(layers))
+    assert len(found) == min(layers, 4)
+    gaps = [after - before for before, after in pairwise([-found[0] - 1, *found, 2 * layers - 1 - found[-1]])]
+    assert max(gaps) - min(gaps) <= 2
+
+
+def test_a_refined_drift_comes_before_one_as_fitted():
+    low, refined, lower = (Mock() for _ in range(3))
+    made = [latent_run.Candidate(low, Mock(), 0.1), latent_run.Candidate(refined, Mock(), 0.5, 0.4)]
+    made.append(latent_run.Candidate(lower, Mock(), 0.6, 0.3))
+    assert [each.plan for each in sorted(made, key=lambda each: each.judged)] == [lower, refined, low]
 
 
 @pytest.mark.slow
