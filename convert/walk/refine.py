@@ -41,7 +41,7 @@ _BATCH = 8
 # 0.0125: +0.0337 / +0.0773, 0.05: +0.0341 / +0.0731; at a width of 256 _WIDTH_LR gives the same rate
 _RELATIVE_LR = 0.05  # relative to the root mean square of the tensor
 _WIDTH_LR = 0.8  # the same times the root of the model's width: Adam's steps of all inputs add up
-# 0: +0.0296 / +0.0651, 0.5: +0.0353 on MQA, 0.75: +0.0364 / +0.0767. Small models that are far off want 0; the close
+# 0: +0.0296 / +0.0651, 0.5: +0.0353 / +0.0738, 0.75: +0.0364 / +0.0767. Small models that are far off want 0; the close
 # fits of trained ones are spoiled by it
 _ERROR_POWER = 0.75  # the same times this power of the error before training, where that is below 1
 # 1.0 alone: +0.0341 on MQA, as with all three: no layer fails at 0.05. At 0.2 all do; a quarter of it is 0.05 again

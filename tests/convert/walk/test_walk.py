@@ -221,6 +221,27 @@ def test_a_student_equal_to_its_source_drifts_nowhere(case: Case) -> None:
     assert all(layer.residual_propagated == layer.attention_local == 0 for layer in found.layers)
 
 
+def test_layers_that_are_kept_are_the_sources(case: Case) -> None:
+    walk = case.walk(keep_calibration=True)
+    for step in walk:
+        assert all(map(torch.equal, step.calibration, step.student_calibration))
+        step.keep()
+    found = walk.measurement()
+    assert (found.kl, found.agreement, found.layers) == (0, 1, ())
+
+
+def test_a_converted_layer_among_kept_ones_drifts_less_than_all(case: Case) -> None:
+    walk = case.walk()
+    for step in walk:
+        if step.index == 1:
+            step.convert(case.layer(1))
+        else:
+            step.keep()
+    found = walk.measurement()
+    assert [layer.layer for layer in found.layers] == [1]
+    assert 0 < found.kl < measured(case).kl
+
+
 def test_what_is_measured_is_what_will_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(torch.bfloat16)
     rounded = {name: tensor.clone() for name, tensor in case.new.items()}
