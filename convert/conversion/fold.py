@@ -34,7 +34,7 @@ class Fold(Method):
     @contextmanager
     def begin(cls, plan: Plan, scratch: Path, stages: Stages) -> Iterator[Self]:
         source, tokens = source_stream(plan), load_tokens(plan, scratch, stages)
-        print_start(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration))
+        print_start(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration, passes=2))
         yield cls(plan, StudentWalk(plan, source, tokens, statistics=True))
 
     def layers(self, journal: Journal) -> Iterator[Converted]:

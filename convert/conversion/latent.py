@@ -131,7 +131,7 @@ def survey_source(plan: Plan, folder: Path, stages: Stages) -> Survey:
     """Walk the source alone over calibration text; the layers' statistics go into ``folder``."""
     tokens = load_tokens(plan, folder.parent, stages)
     source = source_stream(plan)
-    print_start(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration))
+    print_start(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration, passes=3))
     layers = []
     calibrated = stages.over("survey", survey(source, tokens.calibration), plan.geometry.layers, "layer")
     for index, statistics, inputs in calibrated:
