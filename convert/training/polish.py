@@ -17,13 +17,18 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.training.loss import divergence
-from kvfold.convert.training.rates import default_lr, relative_groups
+from kvfold.convert.training.rates import relative_groups
 from kvfold.convert.training.student import Student
 
 AUTO_STEPS = 200
 ROUND = 25  # steps between two evaluations on held-out sequences
 _BATCH_TOKENS = 1024
 _WARMUP = 10  # steps
+# Peak learning rate at width one and a KL of 1. KL of the model that ships after 60 steps on 96 x 128 tokens, MLA 24+8
+# from 0.3345 / refined 40+24 from 0.0419: 0.05 0.1632 / 0.0381, 0.2 0.1203 / 0.0352, 0.4 0.1069 / 0.0335,
+# 0.8 0.1037 / 0.0323 (recipes/benchmarks/bench_polish_constants.py). More than 0.2 first moves a model that is close by
+# several times its error: it must be long enough to come back.
+_RATE = 0.2
 _BETAS = (0.9, 0.95)
 _EPS = 1e-12
 _LOGITS = 6 << 20  # elements; float32 blocks below 32 MiB are reused by the allocator instead of mapped anew
@@ -96,7 +101,7 @@ def peak_rate(error: float, width: int) -> float:
     Near its minimum the KL grows with the square of the distance, so that the way to go is in proportion to the root of
     the ``error`` before training; with more, a model that was close is thrown away from where it was.
     """
-    return default_lr(width) * min(1.0, math.sqrt(error))
+    return _RATE * min(1.0, math.sqrt(error)) / math.sqrt(width)
 
 
 def learning_rate(step: int, steps: int) -> float:

@@ -23,7 +23,7 @@ from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.tokenizer import load_tokenizer
 from kvfold.convert.text.windows import load_calibration
-from kvfold.convert.training import polish, rates
+from kvfold.convert.training import polish
 from kvfold.convert.training.constant import has_constant
 from kvfold.convert.training.student import Student
 
@@ -33,7 +33,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "MLA 40+24, refined": {"to": "mla", "kv_rank": 40, "rope_dim": 24, "refine": 40, **TEXT},
 }
 CONSTANTS: list[tuple[Any, str, list[Any]]] = [
-    (rates, "_AT_WIDTH_ONE", [0.0125, 0.05, 0.2]),
+    (polish, "_RATE", [0.05, 0.2, 0.4, 0.8]),
     (polish, "_BATCH_TOKENS", [512, 1024, 2048]),
     (polish, "_BETAS", [(0.9, 0.95), (0.9, 0.99), (0.95, 0.99)]),
     (polish, "_WARMUP", [1, 10]),

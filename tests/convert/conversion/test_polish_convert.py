@@ -58,7 +58,7 @@ def test_polishing_brings_the_model_closer_and_changes_attention_alone(tmp_path,
 
 
 def test_weights_that_get_no_better_stay_as_they_are(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "default_lr", lambda width: 10.0)
+    monkeypatch.setattr(training, "_RATE", 1000.0)
     record = convert(tmp_path / "polished", **MQA, polish=2)
     assert record["polish"]["kept"] == 0
     convert(tmp_path / "plain", **MQA)
