@@ -79,7 +79,7 @@ def _usage(plan: Plan) -> str:
 
 def _engine_row(verdict: Verdict) -> str:
     evidence = "run" if verdict.ran else "read in its sources, not run"
-    how = verdict.how if verdict.serves else f"{verdict.how}; instead: `{verdict.instead}`"
+    how = f"{verdict.how}; instead: `{verdict.instead}`" if verdict.instead else verdict.how
     serves = "yes" if verdict.serves else "no"
     return f"| {verdict.engine} {verdict.version} ({evidence}) | {serves} | {verdict.cache or ''} | {how} |"
 

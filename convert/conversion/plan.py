@@ -83,7 +83,7 @@ class Plan:
         """What engines make of the output depends on."""
         if self.latent is not None:
             return latent_result(self.layout.config)
-        return folded_result(self.geometry, self.kv_heads)
+        return folded_result(self.model, self.kv_heads)
 
     @property
     def engines(self) -> list[Verdict]:

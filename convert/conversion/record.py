@@ -38,7 +38,7 @@ def record(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
         "source": {"name": plan.source_name, "sha256": plan.checkpoint.source_hash()},
         "attention": {"from": plan.source_kind, "to": plan.layout.kind},
         "cache_elements_per_token_per_layer": {"from": plan.cache_elements, "to": plan.layout.cache_elements},
-        "cache_elements_per_rank": {"from": folded_result(plan.geometry).per_rank(), "to": plan.result.per_rank()},
+        "cache_elements_per_rank": {"from": folded_result(plan.model).per_rank(), "to": plan.result.per_rank()},
         "engines": [asdict(verdict) for verdict in plan.engines],
         **({"padding_parameters": plan.padding} if plan.padding else {}),
         **measured,

@@ -132,7 +132,7 @@ def _inspect(checkpoint: Checkpoint) -> Inspection:
         windows=sorted({window for window in windows if window is not None}),
         max_context=geometry.positions,
         **_weights(checkpoint, dtype),
-        cache=cache_size(folded_result(geometry), windows, dtype),
+        cache=cache_size(folded_result(model), windows, dtype),
         engines=[],
         targets=target_sizes(model, windows, dtype),
         latent=_latent_limits(model),

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvfold.convert.conversion.plan import possible_kv_heads
-from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.io.headers import DTYPE_BITS
 from kvfold.convert.request import DEFAULT_LAYOUT
@@ -72,7 +71,7 @@ def cache_size(result: Result, windows: list[int | None], dtype: str) -> CacheSi
 def target_sizes(model: Model, windows: list[int | None], dtype: str) -> list[TargetSize]:
     """Every target that is offered, folds first."""
     present = cache_elements(model.geometry)
-    targets = {**_folds(model.geometry), **({} if model_problems(model) else {**_proposed(model), **_budgets(model)})}
+    targets = {**_folds(model), **({} if model_problems(model) else {**_proposed(model), **_budgets(model)})}
     return [
         TargetSize(
             **vars(cache_size(result, windows, dtype)),
@@ -91,10 +90,10 @@ def _instead(model: Model, options: str, result: Result) -> dict[str, Result]:
     return ({f"{options} --layout engine": replace(result, kind="engine")} if engine else {}) | alternatives(model)
 
 
-def _folds(geometry: Geometry) -> dict[str, Result]:
+def _folds(model: Model) -> dict[str, Result]:
     return {
-        "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}": folded_result(geometry, kv_heads)
-        for kv_heads in possible_kv_heads(geometry)
+        "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}": folded_result(model, kv_heads)
+        for kv_heads in possible_kv_heads(model.geometry)
     }
 
 

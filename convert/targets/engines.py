@@ -21,8 +21,9 @@ PROPOSED = ((512, 64), (448, 64), (256, 64))  # splits that MLA kernels take
 class Engine:
     """An engine: the version and the files that the facts are from, and which results were run there.
 
-    A run compared greedy tokens with those of transformers in float32: ``fold`` is GQA or MQA, ``free`` and ``engine``
-    are the layouts of MLA. What is not in ``ran`` was read in the sources only.
+    A run compared greedy tokens with those of transformers in float32: ``fold`` is GQA or MQA of a llama (folds of
+    other families count as read), ``free`` and ``engine`` are the layouts of MLA. What is not in ``ran`` was read in
+    the sources only.
     """
 
     name: str
@@ -55,10 +56,16 @@ ENGINES = (
     Engine(
         "llama.cpp",
         "b11739",
-        "conversion/deepseek.py, src/models/deepseek2.cpp (query rank), src/llama-model.cpp (number of tensors)",
+        "conversion/deepseek.py, conversion/phi.py (key/value heads), src/models/deepseek2.cpp (query rank), "
+        "src/llama-model.cpp (number of tensors)",
         ("fold", "free", "engine"),
     ),
-    Engine("mlx-lm", "0.32.2", "utils.py (model types), models/deepseek_v3.py", ("fold", "free", "engine")),
+    Engine(
+        "mlx-lm",
+        "0.32.2",
+        "utils.py (model types), models/deepseek_v3.py, models/llama.py (rope_theta), models/olmo.py (config keys)",
+        ("fold", "free", "engine"),
+    ),
 )
 
 
@@ -66,6 +73,9 @@ ENGINES = (
 class Result:
     """What engines look at. A fold has ``kv_heads`` of ``head_dim`` dims; MLA has a split, and heads as stored.
 
+    ``family`` is the ``model_type`` of a fold. ``older_rope``: its config has ``rope_theta`` beside
+    ``rope_parameters``, as before transformers 5, or does not need it. ``lite``: llama.cpp expects queries without a
+    latent.
     ``biased`` is a DeepSeek model with attention biases or scaled RoPE, as kvfold wrote it once: no result any more.
     """
 
@@ -77,6 +87,13 @@ class Result:
     split: tuple[int, int] = (0, 0)  # R, P
     heads: tuple[int, int, int] = (0, 0, 0)  # unrotated, rotary and value dims
     q_rank: int | None = None
+    family: str = ""
+    older_rope: bool = True
+    vocabulary: int = 0
+
+    @property
+    def lite(self) -> bool:
+        return self.layers in (26, 27) or (self.layers, self.vocabulary) == (48, 128256)
 
     def elements(self, ranks: int = 1) -> int:
         """KV-cache elements per token per layer on each of ``ranks`` tensor-parallel ranks.
@@ -95,17 +112,27 @@ def _shares(heads: int, ranks: int) -> bool:
     return heads % ranks == 0 or ranks % heads == 0
 
 
-def folded_result(geometry: Geometry, kv_heads: int | None = None) -> Result:
-    """Of a model with ``kv_heads`` key/value heads, by default its own number."""
-    present = geometry.kv_heads if kv_heads is None else kv_heads
-    return Result("fold", geometry.layers, geometry.heads, present, geometry.head_dim)
+def folded_result(model: Model, kv_heads: int | None = None) -> Result:
+    """Of ``model`` with ``kv_heads`` key/value heads, by default its own number."""
+    size, family = model.geometry, model.family.model_type
+    present = size.kv_heads if kv_heads is None else kv_heads
+    older = _older_rope(family, model.config)
+    return Result("fold", size.layers, size.heads, present, size.head_dim, family=family, older_rope=older)
+
+
+def _older_rope(family: str, config: Mapping[str, Any]) -> bool:
+    """Whether a reader that looks for ``rope_theta`` beside ``rope_parameters`` rotates as transformers does."""
+    table = config.get("rope_parameters")
+    assumed = family in ("llama", "mistral") and table == {"rope_type": "default", "rope_theta": 10000.0}
+    return not table or "rope_theta" in config or assumed
 
 
 def target_result(geometry: Geometry, target: LatentTarget) -> Result:
     """Of a model that becomes ``target``."""
     nope, value = target.head_dims(geometry.head_dim)
     split, heads = (target.kv_rank, target.rope_dim), (nope, target.rope_dim, value)
-    return Result(target.layout, geometry.layers, geometry.heads, split=split, heads=heads, q_rank=target.q_rank)
+    sizes: Any = {"split": split, "heads": heads, "q_rank": target.q_rank, "vocabulary": geometry.vocabulary}
+    return Result(target.layout, geometry.layers, geometry.heads, **sizes)
 
 
 def latent_result(config: Mapping[str, Any]) -> Result:
@@ -122,6 +149,7 @@ def latent_result(config: Mapping[str, Any]) -> Result:
         split=(config["kv_lora_rank"], rope),
         heads=(nope, rope, value),
         q_rank=config.get("q_lora_rank"),
+        vocabulary=config.get("vocab_size", 0),
     )
 
 
@@ -169,7 +197,8 @@ def _verdict(engine: Engine, result: Result, alternatives: Mapping[str, Result])
         None if way.serves else next((options for options, other in alternatives.items() if ask(other).serves), None)
     )
     cache = result.elements() if way.serves else None
-    return Verdict(engine.name, engine.version, way.serves, cache, way.how, instead, result.kind in engine.ran)
+    ran = result.kind in engine.ran and result.family in ("", "llama")
+    return Verdict(engine.name, engine.version, way.serves, cache, way.how, instead, ran)
 
 
 def proposals(model: Model) -> list[LatentTarget]:
@@ -183,7 +212,8 @@ def alternatives(model: Model, target: LatentTarget | None = None) -> dict[str, 
     same = [] if target is None else [replace(target, layout="engine")]
     possible = [each for each in same if not latent_problems(model, each, allow_growth=True)]
     results = {latent_options(each): target_result(model.geometry, each) for each in [*possible, *proposals(model)]}
-    return results | {"--to gqa or --to mqa": folded_result(model.geometry)}
+    fold = {"--to gqa or --to mqa": folded_result(model, 1)} if model.geometry.kv_heads > 1 else {}
+    return results | fold
 
 
 def latent_options(target: LatentTarget) -> str:
@@ -225,17 +255,27 @@ def _sglang(result: Result) -> Way:
 
 
 def _llama_cpp(result: Result) -> Way:
+    if result.kind == "fold" and result.family == "phi" and result.kv_heads != result.query_heads:
+        return Way(False, "its converter gives Phi models as many key/value heads as query heads")
     if result.kind == "fold":
         return Way(True, "where its converter knows the tokenizer")
     if result.kind == "free":
         return Way(False, "it refuses attention biases (wrong number of tensors)")
+    if result.lite and result.q_rank is not None:
+        return Way(False, f"in models of {result.layers} layers it takes queries for ones without a latent")
     edit = 'with "q_lora_rank": 0 in the copy of config.json that is converted'
-    needs_none = result.q_rank is not None or result.layers in (26, 27)
+    needs_none = result.q_rank is not None or result.lite
     return Way(True, ", ".join(filter(None, ["" if needs_none else edit, "BPE tokenizers only"])))
 
 
 def _mlx_lm(result: Result) -> Way:
-    return Way(False, "Model type youtu not supported") if result.kind == "free" else Way(True)
+    if result.kind == "free":
+        return Way(False, "Model type youtu not supported")
+    if result.family == "olmo":
+        return Way(False, "it reads the older checkpoints of OLMo only, those of hf_olmo")
+    if not result.older_rope:
+        return Way(False, 'it ignores "rope_parameters" in config.json, and "rope_theta" is nowhere else')
+    return Way(True)
 
 
 def _current(way: Callable[[Result], Way]) -> Callable[[Result], Way]:

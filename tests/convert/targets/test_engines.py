@@ -47,8 +47,28 @@ def test_every_engine_is_asked_and_says_where_its_facts_are_from():
 
 
 def test_a_fold_is_served_everywhere_at_its_own_cache():
-    found = en.verdicts(en.folded_result(model().geometry, 2))
+    found = en.verdicts(en.folded_result(model(), 2))
     assert [(verdict.serves, verdict.cache, verdict.instead) for verdict in found] == [(True, 512, None)] * 5
+
+
+def refusals(source, kv_heads):
+    return {each.engine for each in en.verdicts(en.folded_result(source, kv_heads)) if not each.serves}
+
+
+def test_folds_of_families_that_an_engine_reads_in_another_way():
+    phi = {"model_type": "phi", "num_key_value_heads": 32, "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"}
+    assert refusals(model(**phi), 32) == set()
+    assert refusals(model(**phi), 8) == {"llama.cpp"}
+    assert refusals(model(model_type="olmo"), 4) == {"mlx-lm"}
+    assert not any(each.ran for each in en.verdicts(en.folded_result(model(QWEN), 4)))
+
+
+@pytest.mark.parametrize(("theta", "refused"), [(10000.0, set()), (500000.0, {"mlx-lm"})])
+def test_a_fold_without_rope_theta_of_its_own(theta, refused):
+    """Checkpoints that transformers 5 wrote have it in ``rope_parameters`` only."""
+    plain = {"rope_type": "default", "rope_theta": theta}
+    config = {name: value for name, value in LLAMA.items() if name != "rope_theta"}
+    assert refusals(model(config, rope_parameters=plain), 4) == refused
 
 
 @pytest.mark.parametrize(
@@ -102,16 +122,20 @@ def test_the_heads_of_a_layout_free_checkpoint_decide_where_vllm_serves_it():
 def test_llama_cpp_needs_an_edit_where_queries_have_no_latent():
     assert '"q_lora_rank": 0' in answers(model(), 96, 32, "engine")["llama.cpp"].how
     assert "q_lora_rank" not in answers(model(num_hidden_layers=27), 96, 32, "engine")["llama.cpp"].how
+    assert "q_lora_rank" not in answers(model(num_hidden_layers=48), 96, 32, "engine")["llama.cpp"].how
+    target = LatentTarget(96, 32, q_rank=64, layout="engine")
+    for layers, serves in {26: False, 27: False, 32: True, 48: False}.items():
+        result = en.target_result(model(num_hidden_layers=layers).geometry, target)
+        assert {each.engine: each.serves for each in en.verdicts(result)}["llama.cpp"] is serves
 
 
 def test_a_latent_is_whole_on_every_rank_and_heads_are_shared_out():
     latent = en.target_result(model().geometry, LatentTarget(512, 64))
-    assert en.folded_result(model().geometry).per_rank() == {"1": 2048, "2": 1024, "4": 512, "8": 256}
+    assert en.folded_result(model()).per_rank() == {"1": 2048, "2": 1024, "4": 512, "8": 256}
     assert latent.per_rank() == {"1": 576, "2": 576, "4": 576, "8": 576}
-    assert en.folded_result(model().geometry, 2).per_rank()["8"] == 256  # a head at least
-    assert list(
-        en.folded_result(model(num_attention_heads=9, num_key_value_heads=3, head_dim=64).geometry).per_rank()
-    ) == ["1"]
+    assert en.folded_result(model(), 2).per_rank()["8"] == 256  # a head at least
+    odd = model(num_attention_heads=9, num_key_value_heads=3, head_dim=64)
+    assert list(en.folded_result(odd).per_rank()) == ["1"]
 
 
 @pytest.mark.parametrize("change", [{"attention_bias": True}, {"rope_parameters": {"rope_type": "longrope"}}])
