@@ -45,7 +45,7 @@ ENGINES = (
         "model_executor/layers/attention/mla_attention.py (sizes of the cache), v1/attention/backends/mla/prefill/"
         "flash_attn.py (sizes of heads), v1/attention/backends/mla/cpu_mla.py and amx_mla.py (512+64 only), "
         "model_executor/models/transformers/base.py (layout free)",
-        ("free",),
+        ("free", "engine"),
     ),
     Engine(
         "SGLang",
@@ -233,14 +233,16 @@ def _vllm(result: Result) -> Way:
     sizes = f"{', '.join(map(str, KERNEL_CACHES[:-1]))} or {KERNEL_CACHES[-1]}"
     if result.elements() not in KERNEL_CACHES:
         return Way(False, f"its MLA kernels take {sizes} cached elements, found {result.elements()}")
-    backend = "by its Transformers backend" if result.kind == "free" else ""
+    if result.kind == "engine":
+        return Way(False, "its own DeepSeek code gave other tokens than transformers on a CPU; GPUs were not tried")
+    backend = "by its Transformers backend"
     on_cpu = result.split == (512, 64)  # the only size of the CPU's kernel, which takes heads of any size
     if result.heads in KERNEL_HEADS:
         where = "on CPUs with AMX float32 needs --attention-backend CPU_MLA" if on_cpu else "on GPUs only"
-        return Way(True, ", ".join(filter(None, [backend, where])))
+        return Way(True, f"{backend}, {where}")
     heads = f"on GPUs its MLA prefill takes heads of {_spell(KERNEL_HEADS)} dims, found {_spell([result.heads])}"
     if on_cpu:
-        return Way(True, ", ".join(filter(None, [backend, f"on CPUs only: {heads}"])))
+        return Way(True, f"{backend}, on CPUs only: {heads}")
     return Way(False, heads)
 
 

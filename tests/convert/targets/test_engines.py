@@ -74,8 +74,8 @@ def test_a_fold_without_rope_theta_of_its_own(theta, refused):
 @pytest.mark.parametrize(
     ("split", "layout", "refused"),
     [
-        ((512, 64), "engine", set()),
-        ((448, 64), "engine", set()),
+        ((512, 64), "engine", {"vLLM"}),
+        ((448, 64), "engine", {"vLLM"}),
         ((512, 64), "free", {"SGLang", "llama.cpp", "mlx-lm"}),
         ((96, 32), "engine", {"vLLM"}),
         ((448, 128), "engine", {"vLLM"}),  # 576, but not in the sizes of its kernels
@@ -103,7 +103,7 @@ def test_what_is_proposed_instead_is_served_and_possible(source, layout, split):
 
 def test_the_same_split_in_layout_engine_is_proposed_first():
     assert answers(model(), 96, 32, "free")["mlx-lm"].instead == "--to mla --kv-rank 96 --rope-dim 32 --layout engine"
-    assert answers(model(), 96, 32, "free")["vLLM"].instead == "--to mla --kv-rank 512 --rope-dim 64 --layout engine"
+    assert answers(model(), 96, 32, "free")["vLLM"].instead == "--to mla --kv-rank 512 --rope-dim 64 --layout free"
     assert answers(model(QWEN), 96, 32, "free")["mlx-lm"].instead == "--to gqa or --to mqa"  # its biases
 
 
@@ -115,8 +115,7 @@ def test_the_heads_of_a_layout_free_checkpoint_decide_where_vllm_serves_it():
     assert "on CPUs only: on GPUs its MLA prefill takes heads of 128+64 and 128, 64+64 and 128" in on_cpu.how
     assert on_cpu.how.endswith("found 64+64 and 64")
     refused = answers(narrow, 448, 64, "free")["vLLM"]
-    assert (refused.serves, refused.instead) == (False, "--to mla --kv-rank 448 --rope-dim 64 --layout engine")
-    assert answers(narrow, 448, 64, "engine")["vLLM"].how == "on GPUs only"
+    assert (refused.serves, refused.instead) == (False, "--to mla --kv-rank 512 --rope-dim 64 --layout free")
 
 
 def test_llama_cpp_needs_an_edit_where_queries_have_no_latent():
@@ -149,7 +148,7 @@ def test_a_checkpoint_of_the_former_layout_is_refused_by_name(change):
         "qk_nope_head_dim": 128,
         "v_head_dim": 128,
     }
-    assert all(verdict.serves for verdict in en.verdicts(en.latent_result(config)))
+    assert [verdict.serves for verdict in en.verdicts(en.latent_result(config))] == [True, False, True, True, True]
     found = en.verdicts(en.latent_result(config | change))
     assert [verdict.serves for verdict in found] == [True, False, False, False, False]
 
@@ -180,6 +179,15 @@ def test_inspection_proposes_the_splits_that_engines_serve():
     proposed = [
         line for line in text.splitlines() if line.startswith("  --to mla --kv-rank 256 --rope-dim 64 --layout")
     ]
-    assert proposed[0].endswith("all engines")
+    assert proposed[0].endswith("transformers, SGLang, llama.cpp, mlx-lm")
     assert proposed[1].split()[-4:] == ["320"] * 4  # on 1, 2, 4 and 8 ranks
-    assert "--to mla --budget 128: vLLM: no, its MLA kernels take 576, 512 or 320 cached elements, found 128" in text
+    assert "--layout engine: vLLM: no, its own DeepSeek code gave other tokens than transformers" in text
+
+
+def test_models_of_others_get_no_verdict(tmp_path):
+    options = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd", "quiet": True}
+    convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(tmp_path / "out"), **options))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    for change in ({"attention_bias": False}, {"model_type": "deepseek_v2"}, {"model_type": "deepseek_v3"}):
+        (tmp_path / "out" / "config.json").write_text(json.dumps(config | change))
+        assert inspect_checkpoint(str(tmp_path / "out")).engines == []
