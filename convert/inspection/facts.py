@@ -176,9 +176,10 @@ def _inspect_latent(checkpoint: Checkpoint) -> Inspection:
 
 
 def _engines(config: dict[str, Any]) -> list[Verdict]:
-    """What engines make of a latent model as kvfold writes it; none for models with experts or of other classes."""
-    dense = config.get("first_k_dense_replace") == config["num_hidden_layers"] and config["model_type"] == "deepseek_v3"
-    return verdicts(latent_result(config)) if dense or config["model_type"] == "youtu" else []
+    """What engines make of a latent model as kvfold writes it; none for other models of these classes."""
+    kind, dense = config["model_type"], config.get("first_k_dense_replace") == config["num_hidden_layers"]
+    written = (kind == "youtu" and config.get("attention_bias")) or (kind == "deepseek_v3" and dense)
+    return verdicts(latent_result(config)) if written else []
 
 
 def _weights(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
