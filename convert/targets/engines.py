@@ -234,7 +234,11 @@ def _vllm(result: Result) -> Way:
     if result.elements() not in KERNEL_CACHES:
         return Way(False, f"its MLA kernels take {sizes} cached elements, found {result.elements()}")
     if result.kind == "engine":
-        return Way(False, "its own DeepSeek code gave other tokens than transformers on a CPU; GPUs were not tried")
+        return Way(
+            False,
+            "its own DeepSeek code gave other tokens than transformers on a CPU, equal ones with --model-impl "
+            "transformers; GPUs were not tried",
+        )
     backend = "by its Transformers backend"
     on_cpu = result.split == (512, 64)  # the only size of the CPU's kernel, which takes heads of any size
     if result.heads in KERNEL_HEADS:
