@@ -73,7 +73,7 @@ ENGINES = (
 class Result:
     """What engines look at. A fold has ``kv_heads`` of ``head_dim`` dims; MLA has a split, and heads as stored.
 
-    ``family`` is the ``model_type`` of a fold. ``older_rope``: its config has ``rope_theta`` beside
+    ``family`` is the ``model_type`` of a fold. ``older_rope``: the config has ``rope_theta`` beside
     ``rope_parameters``, as before transformers 5, or does not need it. ``lite``: llama.cpp expects queries without a
     latent.
     ``biased`` is a DeepSeek model with attention biases or scaled RoPE, as kvfold wrote it once: no result any more.
@@ -123,7 +123,7 @@ def folded_result(model: Model, kv_heads: int | None = None) -> Result:
 def _older_rope(family: str, config: Mapping[str, Any]) -> bool:
     """Whether a reader that looks for ``rope_theta`` beside ``rope_parameters`` rotates as transformers does."""
     table = config.get("rope_parameters")
-    assumed = family in ("llama", "mistral") and table == {"rope_type": "default", "rope_theta": 10000.0}
+    assumed = family in ("llama", "mistral", "deepseek_v3") and table == {"rope_type": "default", "rope_theta": 10000.0}
     return not table or "rope_theta" in config or assumed
 
 
@@ -150,6 +150,7 @@ def latent_result(config: Mapping[str, Any]) -> Result:
         heads=(nope, rope, value),
         q_rank=config.get("q_lora_rank"),
         vocabulary=config.get("vocab_size", 0),
+        older_rope=_older_rope(config["model_type"], config),
     )
 
 

@@ -10,7 +10,7 @@ from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import model_of
 from kvfold.convert.inspection.text import summary
 from kvfold.convert.targets import engines as en
-from kvfold.convert.targets.mla.config import LatentTarget
+from kvfold.convert.targets.mla.config import LatentTarget, mla_config
 
 LLAMA = {
     "model_type": "llama",
@@ -116,6 +116,16 @@ def test_the_heads_of_a_layout_free_checkpoint_decide_where_vllm_serves_it():
     assert on_cpu.how.endswith("found 64+64 and 64")
     refused = answers(narrow, 448, 64, "free")["vLLM"]
     assert (refused.serves, refused.instead) == (False, "--to mla --kv-rank 512 --rope-dim 64 --layout free")
+
+
+def test_a_latent_model_saved_by_transformers_has_no_rope_theta_for_mlx_lm():
+    source = model()
+    config = mla_config(
+        source, LatentTarget(96, 32, layout="engine"), [500000 ** (-i / 16) for i in range(16)], dtype="bfloat16"
+    )
+    saved = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
+    answers = [{each.engine: each.serves for each in en.verdicts(en.latent_result(each))} for each in (config, saved)]
+    assert [each["mlx-lm"] for each in answers] == [True, False]
 
 
 def test_llama_cpp_needs_an_edit_where_queries_have_no_latent():
