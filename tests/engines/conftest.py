@@ -1,0 +1,69 @@
+"""Which Python has which engine; checkpoints that the tests serve."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.data import demo_folder
+
+MODULES = {
+    "KVFOLD_VLLM_PYTHON": ["vllm"],
+    "KVFOLD_MLX_PYTHON": ["mlx_lm"],
+    "KVFOLD_LLAMA_CPP_PYTHON": ["llama_cpp_py_sync", "gguf"],
+    "KVFOLD_EVAL_PYTHON": ["lm_eval", "peft", "trl"],
+}
+LITTLE = {"samples": 4, "seq_len": 64}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "gqa-2": {"to": "gqa", "kv_heads": 2, "method": "mean"},
+    "mqa": {"to": "mqa", "method": "mean"},
+    "mla-engine": {"to": "mla", "kv_rank": 48, "rope_dim": 16, "layout": "engine", **LITTLE},
+    "mla-free": {"to": "mla", "kv_rank": 48, "rope_dim": 16, "layout": "free", "method": "svd"},
+    "mla-512-64-engine": {"to": "mla", "kv_rank": 512, "rope_dim": 64, "layout": "engine", **LITTLE},
+    "mla-512-64-free": {"to": "mla", "kv_rank": 512, "rope_dim": 64, "layout": "free", "method": "svd"},
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if {"python_with", "made"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("engines")
+
+
+@pytest.fixture(scope="session")
+def python_with() -> Callable[[str], str]:
+    """``python_with("KVFOLD_MLX_PYTHON")``: the Python that the variable names, or this one, if it has the engine."""
+
+    def find(variable: str) -> str:
+        modules = MODULES[variable]
+        if named := os.environ.get(variable):
+            wanted = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {modules})))"
+            if subprocess.run([named, "-c", wanted], check=False).returncode:
+                pytest.skip(f"{named} has not all of {', '.join(modules)}")
+            return named
+        if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
+            pytest.skip(f"{missing[0]} is not installed; set {variable} to a Python that has {', '.join(modules)}")
+        return sys.executable
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``made("gqa-2")``: the folder of the model that ships, converted as ``REQUESTS`` says."""
+    place = tmp_path_factory.mktemp("converted")
+
+    def folder(name: str) -> Path:
+        out = place / name
+        if not out.exists():
+            options = {"allow_growth": True, "quiet": True} | REQUESTS[name]
+            convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(out), **options))
+        return out
+
+    return folder
