@@ -204,6 +204,8 @@ def mla_config(
     longest = size.positions if positions is None else positions
     nope, value = target.head_dims(size.head_dim)
     special = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if target.layout == "free":  # transformers 5.23: loading a Youtu model zeroes the embedding of its pad token
+        special["pad_token_id"] = None
     return {
         **_CLASSES[target.layout],
         "attention_bias": target.constant,

@@ -4,6 +4,8 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
 from kvfold.convert.data import demo_folder
@@ -201,3 +203,17 @@ def test_models_of_others_get_no_verdict(tmp_path):
     for change in ({"attention_bias": False}, {"model_type": "deepseek_v2"}, {"model_type": "deepseek_v3"}):
         (tmp_path / "out" / "config.json").write_text(json.dumps(config | change))
         assert inspect_checkpoint(str(tmp_path / "out")).engines == []
+
+
+@pytest.mark.parametrize("layout", ["free", "engine"])
+def test_no_layout_names_a_pad_token_that_its_class_would_zero(layout, tmp_path):
+    """The class of layout ``free`` zeroes that row of the embedding, which may be a tied head, as it loads."""
+    config = model_of(json.loads((demo_folder() / "config.json").read_text()))
+    assert config.config["pad_token_id"] == 2
+    wrote = mla_config(config, LatentTarget(24, 8, layout=layout), [1.0, 0.1, 0.01, 0.001], dtype="bfloat16")
+    stock = AutoModelForCausalLM.from_config(AutoConfig.for_model(**wrote))
+    with torch.no_grad():
+        stock.get_input_embeddings().weight.fill_(0.5)
+    stock.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (loaded.get_input_embeddings().weight == 0.5).all()
