@@ -22,6 +22,7 @@ FLATTEST = 1e-3
 
 1e-6: 0.130, 1e-3: 0.131, 0.1: 0.172.
 """
+_EXACT = 1e-2  # how far from one the rms may be where inputs come from an RMSNorm: rounding in bfloat16
 
 
 def live_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
@@ -32,19 +33,52 @@ def live_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
     """
     if latent.down_bias is not None:
         raise ValueError("latent: expected one that is not centered (to_latent(..., centered=False)), found down_bias")
-    forth, back = constant_length(latent.down, inputs)
+    down, back = coordinates(latent.down, inputs)
     renormed = replace(
         latent,
-        down=_cast(forth @ latent.down.double(), latent.down),
+        down=_cast(down, latent.down),
         uk=_cast(latent.uk.double() @ back, latent.down),
         uv=_cast(latent.uv.double() @ back, latent.down),
     )
     if latent.query is None:
         return renormed
     query = latent.query
-    forth, back = constant_length(query.down, inputs)
+    down, back = coordinates(query.down, inputs)
     read = (_cast(part.double() @ back, query.down) for part in (query.q_nope, query.q_rope))
-    return replace(renormed, query=QueryLatent(_cast(forth @ query.down.double(), query.down), *read))
+    return replace(renormed, query=QueryLatent(_cast(down, query.down), *read))
+
+
+def coordinates(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows ``[R, E]`` whose rms over ``inputs [..., E]`` is one, and ``back [R, R]``: ``down x = back (rows x)``.
+
+    Exact where the latent is as wide as its inputs; float64.
+    """
+    exact = _whole_input(down, inputs) if down.shape[0] >= down.shape[1] else None
+    if exact is not None:
+        return exact
+    forth, back = constant_length(down, inputs)
+    return forth @ down.double(), back
+
+
+def _whole_input(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The inputs themselves as the latent, in the coordinates in which the norm before the layer left their rms at one.
+
+    These follow from the inputs: the scales of the channels are the solution of ``sum_e d_e x_e^2 = 1`` for all tokens.
+    None where there is no solution, since the layer before was no RMSNorm, and with too few tokens to tell.
+    """
+    rank, width = down.shape
+    squares = inputs.reshape(-1, width)[:TOKENS].to(down.device).double().square()
+    if len(squares) < 2 * width:
+        return None
+    gram = squares.mT @ squares
+    gram.diagonal().add_(1e-12 * gram.diagonal().mean())
+    scales = torch.linalg.solve(gram, squares.sum(0))
+    uneven = float((squares @ scales - 1).square().mean().sqrt())
+    if not (uneven < _EXACT and scales.min() > 0):
+        return None
+    root = (scales * rank).sqrt()
+    pad = torch.nn.functional.pad
+    return pad(root.diag(), (0, 0, 0, rank - width)), pad(down.double() / root, (0, rank - width))
 
 
 def constant_length(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:

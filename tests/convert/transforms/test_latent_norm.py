@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvfold.convert.transforms.latent.norm import constant_length, live_norm
+from kvfold.convert.transforms.latent.norm import constant_length, coordinates, live_norm
 from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
 
 
@@ -54,6 +54,28 @@ def test_length_varies_less_than_in_any_single_scale():
     forth, _ = constant_length(down, normed_inputs(gain))
     before, after = (rms(normed_inputs(gain, 500) @ matrix.T) for matrix in (down, forth @ down))
     assert after.std() / after.mean() < 0.9 * before.std() / before.mean()
+
+
+@pytest.mark.parametrize("rank", [16, 24])
+def test_a_latent_as_wide_as_its_inputs_is_exact(rank):
+    """Whatever the spectrum: 1e-6 of the energy in half of the directions."""
+    gain = torch.linspace(0.5, 2, 16, dtype=torch.float64)
+    spectrum = torch.cat([torch.ones(8), torch.full((8,), 1e-3)]).double()
+    down = random_latent(rank).down * spectrum
+    rows, back = coordinates(down, normed_inputs(gain))
+    new = normed_inputs(gain, 500)
+    torch.testing.assert_close(rms(new @ rows.T), torch.ones(500, dtype=torch.float64), atol=1e-6, rtol=0)
+    torch.testing.assert_close(new @ rows.T @ back.T, new @ down.T, atol=1e-9, rtol=0)
+    assert rows.diagonal().max() / rows.diagonal().min() < 4.1
+
+
+def test_inputs_of_another_norm_have_no_exact_coordinates():
+    inputs = torch.randn(400, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    down = random_latent(16).down
+    rows, back = coordinates(down, inputs)
+    forth, expected = constant_length(down, inputs)
+    torch.testing.assert_close(rows, forth @ down)
+    torch.testing.assert_close(back, expected)
 
 
 def test_few_tokens_do_no_harm():
