@@ -2,7 +2,8 @@
 
 ``options["sources"]`` is a folder of llama.cpp's sources: its ``convert_hf_to_gguf.py`` writes the GGUF file, float32.
 A DeepSeek model without a latent for its queries is converted from a copy whose config says ``"q_lora_rank": 0``, a key
-that llama.cpp demands. The size of the cache is the one that llama.cpp logs.
+that llama.cpp demands. ``options["flash_attention"]`` false computes attention in float32 throughout; the default
+is llama.cpp's own choice. The size of the cache is the one that llama.cpp logs.
 """
 
 import json
@@ -57,7 +58,8 @@ def convert(model: Path, gguf: Path, sources: Path) -> None:
 class Engine:
     """A loaded GGUF file; ``logs`` is what llama.cpp has logged."""
 
-    def __init__(self, gguf: Path) -> None:
+    def __init__(self, gguf: Path, flash_attention: bool) -> None:
+        self.flash_attention = flash_attention
         from llama_cpp_py_sync._cffi_bindings import get_ffi, get_lib
 
         self.lib, self.ffi, self.logs = get_lib(), get_ffi(), list[str]()
@@ -77,6 +79,8 @@ class Engine:
         options.n_seq_max, options.n_ctx = sequences, sequences * (-(-length // 256) * 256)
         options.n_batch = options.n_ubatch = BATCH
         options.type_k = options.type_v = FLOAT32
+        if not self.flash_attention:
+            options.flash_attn_type = 0  # LLAMA_FLASH_ATTN_TYPE_DISABLED
         options.n_threads = options.n_threads_batch = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
         return self.lib.llama_init_from_model(self.model, options)
 
@@ -129,7 +133,7 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
         gguf = Path(folder, "model.gguf")
         source = copy_for_gguf(Path(request["model"]), Path(folder, "copy"))
         convert(source, gguf, Path(request["options"]["sources"]))
-        engine = Engine(gguf)
+        engine = Engine(gguf, request["options"].get("flash_attention", True))
         architecture = next((line for line in engine.logs if "print_info: arch " in line), "")
         tokens = [engine.generate([ids], request["new_tokens"])[0] for ids in request["prompts"]]
         cache, reported = engine.cache()
