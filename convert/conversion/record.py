@@ -47,27 +47,28 @@ def record(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def saving(plan: Plan) -> float:
-    """The fraction of the cache that the target saves, 0 to 1."""
+    """The fraction of the cache that the target saves, up to 1; below 0 where it grows."""
     return 1 - plan.layout.cache_elements / plan.cache_elements
 
 
 def headline(plan: Plan) -> str:
     """The conversion in a line: source, target, method, and the cache of both."""
+    saved = saving(plan)
     return (
         f"{plan.source_name}: {plan.source_kind} -> {plan.layout.kind}, method {plan.request.resolved_method}: "
         f"{plan.cache_elements} -> {plan.layout.cache_elements} KV-cache elements per token per layer "
-        f"({100 * saving(plan):.1f} % less)"
+        f"({100 * abs(saved):.1f} % {'more' if saved < 0 else 'less'})"
     )
 
 
 def preference_text(record: Mapping[str, Any]) -> str:
     """A sentence on a split of a budget that was taken because engines serve it; empty where the best was taken."""
-    if (taken := record.get("preferred_for_kernels")) is None:
+    if (taken := record.get("preferred_for_engines")) is None:
         return ""
-    best = taken["instead_of"]
+    best, engines = taken["instead_of"], " and ".join(taken["engines"])
     return (
-        f"this split was taken because MLA kernels have its size: a KL of {taken['kl']:.4f} nats on held-out text; the "
-        f"best, {best['kv_rank']}+{best['rope_dim']}, has {best['kl']:.4f}"
+        f"this split was taken because {engines} would not serve the best: a KL of {taken['kl']:.4f} nats on held-out "
+        f"text; the best, {best['kv_rank']}+{best['rope_dim']}, has {best['kl']:.4f}"
     )
 
 

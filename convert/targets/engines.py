@@ -213,7 +213,7 @@ def alternatives(model: Model, target: LatentTarget | None = None) -> dict[str, 
     same = [] if target is None else [replace(target, layout="engine")]
     possible = [each for each in same if not latent_problems(model, each, allow_growth=True)]
     results = {latent_options(each): target_result(model.geometry, each) for each in [*possible, *proposals(model)]}
-    fold = {"--to gqa or --to mqa": folded_result(model, 1)} if model.geometry.kv_heads > 1 else {}
+    fold = {"--to mqa": folded_result(model, 1)} if model.geometry.kv_heads > 1 else {}
     return results | fold
 
 

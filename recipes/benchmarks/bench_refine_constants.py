@@ -24,7 +24,7 @@ from typing import Any
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder, read_text
 
-REFINE, WALK, LATENT = "convert.walk.refine", "convert.walk.walk", "convert.conversion.latent"
+REFINE, WALK, TRIALS = "convert.walk.refine", "convert.walk.walk", "convert.conversion.trials"
 SMALL: dict[str, Any] = {"samples": 64, "seq_len": 64}
 RUNS: dict[str, dict[str, Any]] = {
     "MQA, 40 steps": {"to": "mqa", "refine": 40, **SMALL},
@@ -45,7 +45,7 @@ CONSTANTS: list[tuple[str, tuple[str, ...], list[Any], tuple[str, ...]]] = [  # 
     (REFINE, ("_DECAY_STEPS",), [50, 100, 200], AUTO),
     (REFINE, ("_LR_LEVELS",), [(1.0,), (1.0, 0.3)], AUTO),
     (REFINE, ("_MIN_GAIN",), [0.003, 0.01, 0.03], AUTO),
-    (LATENT, ("_TRIAL_STEPS",), [5, 20], ("MLA of 16, 20 steps",)),
+    (TRIALS, ("_TRIAL_STEPS",), [5, 20], ("MLA of 16, 20 steps",)),
     (WALK, ("_JUDGED_TOKENS",), [256, 1024, 2048], ("GQA-2",)),
 ]
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from itertools import pairwise
 from unittest.mock import Mock
 
@@ -12,11 +13,14 @@ from helpers.checkpoints import stock_model, tensors
 from transformers import AutoTokenizer
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.conversion import latent as latent_run
-from kvfold.convert.conversion.record import preference_text
+from kvfold.convert.conversion import trials
+from kvfold.convert.conversion.record import headline, preference_text
+from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
+from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
+from kvfold.convert.targets.engines import target_result, verdicts
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.text.windows import CalibrationTokens
 
@@ -144,7 +148,7 @@ def test_a_budget_takes_the_split_that_drifts_least(tmp_path):
 
 @pytest.mark.slow
 def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, monkeypatch):
-    monkeypatch.setattr(latent_run, "_TRIAL_STEPS", 4)
+    monkeypatch.setattr(trials, "_TRIAL_STEPS", 4)
     options = {"to": "mla", "budget": 16, "samples": 8, "seq_len": 64}
     plain = convert(tmp_path / "plain", **options).record["splits"]
     refined = convert(tmp_path / "refined", **options, refine=4).record["splits"]
@@ -156,25 +160,62 @@ def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, monkeypatch):
     assert config["qk_rope_head_dim"] == min(finals, key=lambda split: split["refined_kl"])["rope_dim"]
 
 
-def tried(rank, rope, kl):
-    plan = Mock(**{"latent_target.return_value": LatentTarget(rank, rope)})
-    return latent_run.Candidate(plan, Mock(), kl)
+def tried(rank, rope, kl, layout="free", dim=128):
+    """A candidate of a llama with heads of ``dim`` dims."""
+    config = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 64, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 99, "head_dim": dim}
+    model, target = model_of(config), LatentTarget(rank, rope, layout=layout)
+    plan = Mock(**{"latent_target.return_value": target, "engines": verdicts(target_result(model.geometry, target))})
+    return trials.Candidate(plan, Mock(), kl)
 
 
 @pytest.mark.parametrize(
     ("served", "best", "taken"),
     [(0.0104, 0.0100, (512, 64)), (0.0106, 0.0100, (448, 128)), (math.nan, math.nan, (448, 128))],
 )
-def test_a_split_with_kernels_is_taken_where_it_costs_at_most_5_percent(served, best, taken):
+def test_a_split_that_more_engines_serve_is_taken_where_it_costs_at_most_5_percent(served, best, taken):
     candidates = [tried(448, 128, best), tried(384, 192, 0.02), tried(512, 64, served)]
-    target = latent_run.preferred(candidates).target
+    target = trials.preferred(candidates).target
     assert (target.kv_rank, target.rope_dim) == taken
 
 
+@pytest.mark.parametrize(
+    ("rank", "dim", "layout", "preferred"),
+    [
+        (448, 128, "free", True),
+        (448, 64, "free", False),  # on GPUs vLLM's prefill takes no such heads, and on CPUs no such cache
+        (256, 80, "free", False),
+        (256, 192, "free", False),
+        (512, 64, "free", True),  # on CPUs
+        (448, 128, "engine", False),  # engines other than vLLM serve every split
+    ],
+)
+def test_a_split_is_preferred_by_the_verdict_on_it(rank, dim, layout, preferred, monkeypatch):
+    other, size = tried(rank - 64, 128, 0.01, layout, dim), tried(rank, 64, 0.0101, layout, dim)
+    assert (trials.preferred([other, size]) is size) is preferred
+    better = [tried(40 - rope, rope, 0.001 * rope, layout, dim) for rope in (2, 4, 6, 8)]
+    for each in (*better, size):
+        each.plan.request = Mock(refine=1, quiet=True)
+        each.plan.geometry.layers = 2
+    monkeypatch.setattr(
+        trials, "trial", lambda each, surveyed, refine=False: replace(each, refined_kl=1.0) if refine else each
+    )
+    compared = trials.compare_splits([size, *better], Mock(), Stages(None, quiet=True))
+    assert compared[0].refined is preferred
+
+
 def test_a_preferred_split_is_told():
-    record = {"preferred_for_kernels": {"kl": 0.0104, "instead_of": {"kv_rank": 448, "rope_dim": 128, "kl": 0.01}}}
+    instead = {"kv_rank": 448, "rope_dim": 128, "kl": 0.01}
+    record = {"preferred_for_engines": {"engines": ["vLLM"], "kl": 0.0104, "instead_of": instead}}
+    assert preference_text(record).startswith("this split was taken because vLLM would not serve the best: ")
     assert preference_text(record).endswith("a KL of 0.0104 nats on held-out text; the best, 448+128, has 0.0100")
     assert preference_text({}) == ""
+
+
+@pytest.mark.parametrize(("after", "told"), [(448, "(12.5 % less)"), (576, "(12.5 % more)")])
+def test_a_headline_says_less_or_more(after, told):
+    plan = Mock(cache_elements=512, **{"layout.cache_elements": after})
+    assert headline(plan).endswith(f"512 -> {after} KV-cache elements per token per layer {told}")
 
 
 @pytest.fixture
@@ -182,13 +223,13 @@ def trial_walk(monkeypatch):
     """The class of the walks of trials, which find 6 layers to convert and a KL of 0.5."""
     steps = [Mock(index=index) for index in range(6)]
     walk = Mock(**{"return_value.steps.return_value": steps, "return_value.kl.return_value": 0.5})
-    monkeypatch.setattr(latent_run, "StudentWalk", walk)
-    monkeypatch.setattr(latent_run, "latent_layer", lambda option, step, surveyed: (step.index, {}))
+    monkeypatch.setattr(trials, "StudentWalk", walk)
+    monkeypatch.setattr(trials, "latent_layer", lambda option, step, surveyed: (step.index, {}))
     return walk
 
 
 def option_of(layers):
-    return latent_run.Candidate(Mock(**{"geometry.layers": layers}), Mock())
+    return trials.Candidate(Mock(**{"geometry.layers": layers}), Mock())
 
 
 def surveyed_tokens(sequences, length):
@@ -197,15 +238,15 @@ def surveyed_tokens(sequences, length):
 
 
 def test_trials_refine_each_layer_for_20_steps_where_they_refine(trial_walk):
-    tried = latent_run.trial(option_of(6), surveyed_tokens(8, 8), refine=True)
+    tried = trials.trial(option_of(6), surveyed_tokens(8, 8), refine=True)
     assert (tried.refined_kl, tried.kl) == (0.5, pytest.approx(math.nan, nan_ok=True))
     assert trial_walk.call_args.kwargs["trial_steps"] == 20
-    assert latent_run.trial(option_of(6), surveyed_tokens(8, 8)).kl == 0.5
+    assert trials.trial(option_of(6), surveyed_tokens(8, 8)).kl == 0.5
     assert trial_walk.call_args.kwargs["trial_steps"] == 0
 
 
 def test_trials_convert_a_few_layers_and_keep_the_others(trial_walk):
-    latent_run.trial(option_of(6), surveyed_tokens(8, 8))
+    trials.trial(option_of(6), surveyed_tokens(8, 8))
     steps = trial_walk.return_value.steps.return_value
     converted = [call.args[1] for call in trial_walk.return_value.convert.call_args_list]
     assert converted == [0, 2, 3, 5]
@@ -213,14 +254,14 @@ def test_trials_convert_a_few_layers_and_keep_the_others(trial_walk):
 
 
 def test_trials_use_a_few_sequences(trial_walk):
-    latent_run.trial(option_of(6), surveyed_tokens(100, 256))
+    trials.trial(option_of(6), surveyed_tokens(100, 256))
     tokens = trial_walk.call_args.args[2]
     assert (len(tokens.held_out), len(tokens.calibration)) == (8, 32)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4, 5, 30, 80])
 def test_the_layers_of_trials_are_spread_over_the_model(layers):
-    found = sorted(latent_run.probed_layers(layers))
+    found = sorted(trials.probed_layers(layers))
     assert len(found) == min(layers, 4)
     gaps = [after - before for before, after in pairwise([-found[0] - 1, *found, 2 * layers - 1 - found[-1]])]
     assert max(gaps) - min(gaps) <= 2
@@ -228,14 +269,14 @@ def test_the_layers_of_trials_are_spread_over_the_model(layers):
 
 def test_a_refined_drift_comes_before_one_as_fitted():
     low, refined, lower = (Mock() for _ in range(3))
-    made = [latent_run.Candidate(low, Mock(), 0.1), latent_run.Candidate(refined, Mock(), 0.5, 0.4)]
-    made.append(latent_run.Candidate(lower, Mock(), 0.6, 0.3))
+    made = [trials.Candidate(low, Mock(), 0.1), trials.Candidate(refined, Mock(), 0.5, 0.4)]
+    made.append(trials.Candidate(lower, Mock(), 0.6, 0.3))
     assert [each.plan for each in sorted(made, key=lambda each: each.judged)] == [lower, refined, low]
 
 
 @pytest.mark.slow
 def test_layouts_are_compared_after_equally_many_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(latent_run, "_TRIAL_STEPS", 2)
+    monkeypatch.setattr(trials, "_TRIAL_STEPS", 2)
     options = {"to": "mla", "kv_rank": 32, "rope_dim": 32, "layout": "engine", "samples": 8, "seq_len": 64}
     record = convert(tmp_path / "out", **options, refine=8).record
     found = record["free_layout"]

@@ -106,7 +106,7 @@ def test_what_is_proposed_instead_is_served_and_possible(source, layout, split):
 def test_the_same_split_in_layout_engine_is_proposed_first():
     assert answers(model(), 96, 32, "free")["mlx-lm"].instead == "--to mla --kv-rank 96 --rope-dim 32 --layout engine"
     assert answers(model(), 96, 32, "free")["vLLM"].instead == "--to mla --kv-rank 512 --rope-dim 64 --layout free"
-    assert answers(model(QWEN), 96, 32, "free")["mlx-lm"].instead == "--to gqa or --to mqa"  # its biases
+    assert answers(model(QWEN), 96, 32, "free")["mlx-lm"].instead == "--to mqa"  # its biases
 
 
 def test_the_heads_of_a_layout_free_checkpoint_decide_where_vllm_serves_it():

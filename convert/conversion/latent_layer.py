@@ -1,0 +1,137 @@
+"""One layer as latent attention, fitted to the statistics of a survey."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvfold.convert.conversion.method import Notes
+from kvfold.convert.conversion.plan import Plan, resolved
+from kvfold.convert.conversion.source import source_layer, source_rotary
+from kvfold.convert.conversion.svd import svd_layer, svd_plan, svd_slots
+from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.targets.mla.config import LatentTarget
+from kvfold.convert.text.windows import CalibrationTokens
+from kvfold.convert.transforms.latent import slots as rope_slots
+from kvfold.convert.transforms.latent.damper import with_damper
+from kvfold.convert.transforms.latent.latent import to_latent
+from kvfold.convert.transforms.latent.norm import live_norm
+from kvfold.convert.transforms.latent.queries import query_latent
+from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots
+from kvfold.convert.transforms.latent.weights import LatentWeights
+from kvfold.convert.transforms.sinks import judged
+from kvfold.convert.transforms.weights import LayerStatistics
+from kvfold.convert.walk.walk import Step
+
+SHARE, DAMPERS = "received_attention_share", "damper_channels"
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A surveyed model: the tables of its layers, and the folder that holds what does not fit into memory."""
+
+    source: CheckpointStream
+    tokens: CalibrationTokens
+    layers: tuple[LayerSurvey, ...]
+    folder: Path
+
+    def notes(self, layer: int) -> tuple[LayerStatistics, Tensor]:
+        """The statistics of ``layer``, and its attention's inputs for some tokens ``[n, E]``."""
+        saved = torch.load(self.folder / f"{layer}.pt", weights_only=True, mmap=True)
+        return LayerStatistics(**saved["statistics"]), saved["inputs"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to store the model: its plan, its rotary slots, and after a trial its drift, KL in nats.
+
+    ``kl`` is that as fitted, ``refined_kl`` that after a few steps of refinement.
+    """
+
+    plan: Plan
+    slots: Slots
+    kl: float = math.nan
+    refined_kl: float = math.nan
+
+    @property
+    def refined(self) -> bool:
+        return not math.isnan(self.refined_kl)
+
+    @property
+    def drift(self) -> float:
+        """The KL by which it is judged: refined where it was."""
+        return self.refined_kl if self.refined else self.kl
+
+    @property
+    def judged(self) -> tuple[bool, float]:
+        """Lower is better: any refined drift before one as fitted."""
+        return not self.refined, self.drift
+
+    @property
+    def target(self) -> LatentTarget:
+        return self.plan.latent_target()
+
+    @property
+    def served_by(self) -> tuple[str, ...]:
+        """The engines that serve its output."""
+        return tuple(verdict.engine for verdict in self.plan.engines if verdict.serves)
+
+
+def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -> Candidate:
+    """``target`` with the rotary slots that suit it best.
+
+    Those of the baseline for svd; for engines the best that plain RoPE can express.
+    """
+    if plan.request.resolved_method == "svd":
+        return Candidate(svd_plan(plan), svd_slots(plan))
+    choose = rope_slots.plain_slots if target.layout == "engine" else rope_slots.choose_slots
+    slots = choose(layers, target.rope_kept(plan.geometry.rotary_dims))
+    return Candidate(resolved(plan, target, [float(angle) for angle in slots.theta]), slots)
+
+
+def latent_layer(chosen: Candidate, step: Step, surveyed: Survey) -> tuple[LatentWeights, Notes]:
+    """The layer as latent attention, fitted to the survey's statistics; noted are how tokens counted, and dampers.
+
+    Held-out sequences decide both.
+    """
+    plan, layer, target = chosen.plan, step.index, chosen.target
+    if plan.request.resolved_method == "svd":  # a start for refinement
+        return svd_layer(plan, layer, chosen.slots), {}
+    statistics, inputs = surveyed.notes(layer)
+
+    def error(option: tuple[LatentWeights, int]) -> float:
+        return step.attention_error(plan.layout.encode(layer, option[0]))
+
+    def fit(counted: LayerStatistics) -> tuple[LatentWeights, int]:
+        if target.constant:
+            return fitted_layer(chosen, layer, counted), 0
+        plain = live_norm(fitted_layer(chosen, layer, counted), inputs), 0
+        if counted is statistics or target.channels < 2:  # no sinks, nothing to damp
+            return plain
+        damped = with_damper(fitted_layer(chosen, layer, counted, target.channels - 1), statistics)
+        return min(plain, (live_norm(damped, inputs), 1), key=error)
+
+    best = judged(statistics, fit, error)
+    latent, dampers = best.weights
+    return latent, {SHARE: best.share, **({} if target.constant else {DAMPERS: dampers})}
+
+
+def fitted_layer(
+    chosen: Candidate, layer: int, statistics: LayerStatistics, channels: int | None = None
+) -> LatentWeights:
+    """``layer`` as latent attention before any norm, with ``channels`` of the latent (the target's unless given)."""
+    plan, target, rank = chosen.plan, chosen.target, chosen.plan.query_rank()
+    latent = to_latent(
+        source_layer(plan, layer),
+        statistics,
+        source_rotary(plan, layer),
+        chosen.slots,
+        target.channels if channels is None else channels,
+        context=plan.geometry.positions,
+        scale=plan.model.layers[layer].scale,
+        centered=target.constant,
+    )
+    return latent if rank is None else query_latent(latent, statistics, rank - target.constant)
