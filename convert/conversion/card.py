@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.record import engine_cost, versions
+from kvfold.convert.conversion.record import engine_cost, rank_sizes, versions
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.hub import parse_hub_id
 from kvfold.convert.request import SELF
@@ -23,7 +23,7 @@ Converted from `{name}` by kvfold {version}: {before} attention became {kind}.
 |---|---|---|
 | attention | {before} | {kind} |
 | KV-cache elements per token per layer | {cached} | {cached_now} |
-{measured}
+{measured}{ranks}
 ## Use
 
 ```python
@@ -99,6 +99,13 @@ Measured on {drift["sequences"]} x {drift["length"]} held-out tokens of {source}
 """
 
 
+def _rank_table(record: Mapping[str, Any]) -> str:
+    """The cache on tensor-parallel ranks, empty where the heads divide among none."""
+    rows = [f"| {ranks} | {before} | {after} |" for ranks, before, after in rank_sizes(record)]
+    heading = ["", "| tensor-parallel ranks | source, elements on each | this checkpoint |", "|---|---|---|"]
+    return "\n".join([*heading, *rows, ""]) if rows else ""
+
+
 def model_card(plan: Plan, record: Mapping[str, Any]) -> str:
     """README.md of the converted checkpoint; ``record`` is the content of its ``kvfold.json``."""
     return _CARD.format(
@@ -110,6 +117,7 @@ def model_card(plan: Plan, record: Mapping[str, Any]) -> str:
         cached=plan.cache_elements,
         cached_now=plan.layout.cache_elements,
         measured=_measured(record) if "drift" in record else "",
+        ranks=_rank_table(record),
         usage=_usage(plan),
         engines="\n".join(map(_engine_row, plan.engines)),
         method=_METHODS[plan.request.resolved_method],

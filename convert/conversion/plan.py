@@ -12,10 +12,11 @@ from kvfold.convert.families.tensors import Role
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.shards import Shard, assign_shards
 from kvfold.convert.request import ConvertRequest
-from kvfold.convert.targets.engines import Result, Verdict, alternatives, folded_result, latent_result, verdicts
+from kvfold.convert.targets.engines import Verdict, alternatives, verdicts
 from kvfold.convert.targets.mla.config import LatentTarget, padding, query_rank
 from kvfold.convert.targets.mla.layout import latent_layout, latent_reads
 from kvfold.convert.targets.mla.problems import latent_problems
+from kvfold.convert.targets.results import Result, folded_result, latent_result
 from kvfold.convert.targets.same_family import (
     ABSORBED,
     POOLED,

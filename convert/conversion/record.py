@@ -12,7 +12,7 @@ from typing import Any
 from kvfold.convert.conversion.memory import memory_lines
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.sizes import bytes_text
-from kvfold.convert.targets.engines import folded_result
+from kvfold.convert.targets.results import folded_result
 
 _PACKAGES = ("kvfold", "torch", "transformers", "safetensors", "numpy")
 
@@ -59,6 +59,20 @@ def headline(plan: Plan) -> str:
         f"{plan.cache_elements} -> {plan.layout.cache_elements} KV-cache elements per token per layer "
         f"({100 * abs(saved):.1f} % {'more' if saved < 0 else 'less'})"
     )
+
+
+def rank_sizes(record: Mapping[str, Any]) -> list[tuple[str, int, int]]:
+    """Tensor-parallel ranks that both models can be shared out to, and the cached elements of both on each."""
+    before, after = (record["cache_elements_per_rank"][name] for name in ("from", "to"))
+    return [(ranks, before[ranks], after[ranks]) for ranks in before if ranks in after and ranks != "1"]
+
+
+def ranks_text(record: Mapping[str, Any]) -> str:
+    """The cache on each tensor-parallel rank, in a line."""
+    if not (sizes := rank_sizes(record)):
+        return "tensor parallelism: the heads divide among no number of ranks but 1"
+    parts = ", ".join(f"{before} -> {after} on each of {ranks}" for ranks, before, after in sizes)
+    return f"tensor parallelism, elements per token per layer: {parts} ranks"
 
 
 def preference_text(record: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ from kvfold.convert.conversion.record import (
     padding_text,
     plan_text,
     preference_text,
+    ranks_text,
 )
 from kvfold.convert.conversion.record import record as record_of
 from kvfold.convert.conversion.stages import Progress, Stages
@@ -57,6 +58,7 @@ class Conversion:
         size = sum(tensor.nbytes for tensor in self.plan.layout.tensors)
         lines = [
             headline(self.plan),
+            ranks_text(self.record),
             preference_text(self.record),
             padding_text(self.plan),
             engine_cost(self.record),

@@ -31,6 +31,25 @@ def rope_table(values: Values, layer_type: str | None = None) -> dict[str, Any]:
     return table
 
 
+def older_rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``config`` lacks for readers from before transformers 5, where it has one table in ``rope_parameters``.
+
+    Empty where it has the older spelling, or a table for each layer type. Nothing changes for transformers 5.
+    """
+    table = config.get("rope_parameters")
+    older = config.get("rope_theta") is not None or config.get("rope_scaling")
+    if older or not isinstance(table, Mapping) or "rope_theta" not in table:
+        return {}
+    kind = table.get("rope_type") or "default"
+    scaling = {name: value for name, value in table.items() if name != "rope_theta"}
+    part = {"partial_rotary_factor": table["partial_rotary_factor"]} if "partial_rotary_factor" in table else {}
+    return {
+        "rope_theta": table["rope_theta"],
+        **{name: value for name, value in part.items() if name not in config},
+        **({} if kind == "default" else {"rope_scaling": {**scaling, "type": kind}}),
+    }
+
+
 def number_above_0(value: Any) -> bool:
     """Whether ``value`` is a finite number above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -10,14 +10,10 @@ from kvfold.convert.families.tensors import ROLES
 from kvfold.convert.inspection.targets import CacheSize, TargetSize, cache_size, target_sizes
 from kvfold.convert.io.checkpoint import Checkpoint, open_headers
 from kvfold.convert.io.headers import FLOAT_DTYPES
-from kvfold.convert.targets.engines import (
-    Verdict,
-    folded_result,
-    latent_result,
-    verdicts,
-)
+from kvfold.convert.targets.engines import Verdict, verdicts
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.mla.problems import model_problems
+from kvfold.convert.targets.results import folded_result, latent_result
 from kvfold.convert.targets.same_family import attention_kind, cache_elements
 
 _LATENT_ONLY = ("value_dim", "kv_rank", "q_rank")

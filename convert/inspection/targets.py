@@ -7,18 +7,10 @@ from kvfold.convert.conversion.plan import possible_kv_heads
 from kvfold.convert.families.model import Model
 from kvfold.convert.io.headers import DTYPE_BITS
 from kvfold.convert.request import DEFAULT_LAYOUT
-from kvfold.convert.targets.engines import (
-    Result,
-    Verdict,
-    alternatives,
-    folded_result,
-    latent_options,
-    proposals,
-    target_result,
-    verdicts,
-)
+from kvfold.convert.targets.engines import Verdict, alternatives, latent_options, proposals, verdicts
 from kvfold.convert.targets.mla.config import KERNEL_CACHES, LatentTarget
 from kvfold.convert.targets.mla.problems import latent_problems, model_problems
+from kvfold.convert.targets.results import Result, folded_result, target_result
 from kvfold.convert.targets.same_family import cache_elements
 
 CONTEXTS = {"8k": 8192, "128k": 131072}
@@ -52,9 +44,8 @@ class TargetSize(CacheSize):
 
     @property
     def served_by(self) -> str:
-        """The engines that serve the target, in words."""
-        names = [verdict.engine for verdict in self.engines if verdict.serves]
-        return "all engines" if len(names) == len(self.engines) else ", ".join(names)
+        """The engines that serve the target, in words; with an asterisk where no run showed it."""
+        return ", ".join(each.engine + ("" if each.ran else "*") for each in self.engines if each.serves)
 
 
 def cache_size(result: Result, windows: list[int | None], dtype: str) -> CacheSize:

@@ -44,6 +44,8 @@ def _target_lines(facts: Inspection) -> list[str]:
         for target in facts.targets
     ]
     rows += [f"  not MLA: {reason}" for reason in (facts.latent.because if facts.latent else ())]
+    read = any("*" in target.served_by for target in facts.targets)
+    rows += ["  * by the sources of this engine, not run"] if read else []
     return [heading, *rows, *_rank_lines(facts, width), *_refusals(facts)]
 
 
@@ -58,15 +60,14 @@ def _refusals(facts: Inspection) -> list[str]:
 
 
 def _rank_lines(facts: Inspection, width: int) -> list[str]:
-    """Elements on each tensor-parallel rank, where a latent, which is whole on every rank, is a choice."""
-    latent = {target.options: target for target in facts.targets if target.options.startswith("--to mla")}
-    ranks = list(facts.cache.per_rank)
-    if not latent or len(ranks) == 1:
-        return []
+    """Elements on each tensor-parallel rank: heads are shared out, a latent is whole on every rank."""
+    targets, ranks = {target.options: target for target in facts.targets}, list(facts.cache.per_rank)
+    if len(ranks) == 1:
+        return ["", "  tensor parallelism: the heads divide among no number of ranks but 1"]
     heading = f"  {'elements on each of N ranks':{width}}" + "".join(f"  {f'N = {n}':>7}" for n in ranks)
     rows = [
-        f"  {name:{width}}" + "".join(f"  {cache.per_rank[n]:>7}" for n in ranks)
-        for name, cache in {"now": facts.cache, **latent}.items()
+        f"  {name:{width}}" + "".join(f"  {cache.per_rank.get(n, '-'):>7}" for n in ranks)
+        for name, cache in {"now": facts.cache, **targets}.items()
     ]
     return ["", heading + "  (tensor parallelism: a latent is whole on every rank)", *rows]
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
+from kvfold.convert.families.rope import older_rope_keys
 from kvfold.convert.families.tensors import ROLES, Role
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.config import dtype_changes, edit_config
@@ -26,9 +27,11 @@ def folded_layout(
 ) -> TargetLayout:
     """The checkpoint with ``kv_heads`` key/value heads; ``roles`` are the projections that the transform changes.
 
+    Its config has the rotary embedding in the spelling before transformers 5 too: mlx-lm and others read no other.
+
     ``dtype`` is the stored dtype in torch's spelling, or None to keep each tensor's own.
     """
-    config = edit_config(checkpoint.config, source.kv_config(kv_heads))
+    config = edit_config(checkpoint.config, source.kv_config(kv_heads) | older_rope_keys(checkpoint.config))
     if dtype is not None:
         config = edit_config(config, dtype_changes(config, dtype))
     target = Model(source.family, config)

@@ -145,6 +145,30 @@ def test_as_many_heads_as_before_is_bit_identical(source, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+SCALED = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "table", [{"rope_type": "default", "rope_theta": 500.0}, {**SCALED, "original_max_position_embeddings": 32}]
+)
+def test_a_fold_has_the_rope_in_the_older_spelling_too(model, tmp_path, table):
+    config = json.loads((model / "config.json").read_text())
+    config = {name: value for name, value in config.items() if name != "rope_theta"} | {"rope_parameters": table}
+    (model / "config.json").write_text(json.dumps(config))
+    convert(model, tmp_path / "out")
+    wrote = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (wrote["rope_theta"], wrote["rope_parameters"]) == (500.0, table)
+    scaling = {name: value for name, value in table.items() if name != "rope_theta"} | {"type": table["rope_type"]}
+    assert wrote.get("rope_scaling") == (None if table["rope_type"] == "default" else scaling)
+    tokens = torch.arange(96)[None, :64]
+    both = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits
+    newer = {name: value for name, value in wrote.items() if name not in ("rope_theta", "rope_scaling")}
+    older = {name: value for name, value in wrote.items() if name != "rope_parameters"}
+    for spelled in (newer, older):
+        (tmp_path / "out" / "config.json").write_text(json.dumps(spelled))
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits, both)
+
+
 def test_methods_first_and_random(source, tmp_path):
     convert(source, tmp_path / "first", method="first", kv_heads=4)
     name = "model.layers.2.self_attn.v_proj.weight"

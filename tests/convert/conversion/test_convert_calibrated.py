@@ -20,8 +20,9 @@ from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
-from kvfold.convert.targets.engines import target_result, verdicts
+from kvfold.convert.targets.engines import verdicts
 from kvfold.convert.targets.mla.config import LatentTarget
+from kvfold.convert.targets.results import target_result
 from kvfold.convert.text.windows import CalibrationTokens
 
 QUICK = {"samples": 16, "seq_len": 128, "quiet": True}

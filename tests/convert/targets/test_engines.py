@@ -8,10 +8,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
+from kvfold.convert.conversion.record import rank_sizes, ranks_text
 from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import model_of
 from kvfold.convert.inspection.text import summary
 from kvfold.convert.targets import engines as en
+from kvfold.convert.targets import results as res
+from kvfold.convert.targets.answers import WAYS
 from kvfold.convert.targets.mla.config import LatentTarget, mla_config
 
 LLAMA = {
@@ -35,7 +38,7 @@ def model(config=LLAMA, **changes):
 
 def answers(source, rank, rope, layout, heads=None):
     target = LatentTarget(rank, rope, layout=layout)
-    result = en.target_result(source.geometry, target)
+    result = res.target_result(source.geometry, target)
     result = result if heads is None else replace(result, heads=heads)
     return {verdict.engine: verdict for verdict in en.verdicts(result, en.alternatives(source, target))}
 
@@ -43,34 +46,36 @@ def answers(source, rank, rope, layout, heads=None):
 def test_every_engine_is_asked_and_says_where_its_facts_are_from():
     names = [engine.name for engine in en.ENGINES]
     assert names == ["transformers", "vLLM", "SGLang", "llama.cpp", "mlx-lm"]
-    assert set(en._WAYS) == set(names)
+    assert set(WAYS) == set(names)
     assert all(engine.version and ".py" in engine.sources for engine in en.ENGINES)
     assert {kind for engine in en.ENGINES for kind in engine.ran} <= {"fold", "free", "engine"}
 
 
 def test_a_fold_is_served_everywhere_at_its_own_cache():
-    found = en.verdicts(en.folded_result(model(), 2))
+    found = en.verdicts(res.folded_result(model(), 2))
     assert [(verdict.serves, verdict.cache, verdict.instead) for verdict in found] == [(True, 512, None)] * 5
 
 
 def refusals(source, kv_heads):
-    return {each.engine for each in en.verdicts(en.folded_result(source, kv_heads)) if not each.serves}
+    return {each.engine for each in en.verdicts(res.folded_result(source, kv_heads)) if not each.serves}
 
 
 def test_folds_of_families_that_an_engine_reads_in_another_way():
     phi = {"model_type": "phi", "num_key_value_heads": 32, "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"}
     assert refusals(model(**phi), 32) == set()
-    assert refusals(model(**phi), 8) == {"llama.cpp"}
-    assert refusals(model(model_type="olmo"), 4) == {"mlx-lm"}
-    assert not any(each.ran for each in en.verdicts(en.folded_result(model(QWEN), 4)))
+    assert refusals(model(**phi), 8) == {"SGLang", "llama.cpp"}
+    assert refusals(model(model_type="olmo"), 4) == {"SGLang", "mlx-lm"}
+    for family in ("nemotron", "smollm3"):
+        assert refusals(model(model_type=family), 4) == {"SGLang"}
+    assert not any(each.ran for each in en.verdicts(res.folded_result(model(QWEN), 4)))
 
 
-@pytest.mark.parametrize(("theta", "refused"), [(10000.0, set()), (500000.0, {"mlx-lm"})])
-def test_a_fold_without_rope_theta_of_its_own(theta, refused):
-    """Checkpoints that transformers 5 wrote have it in ``rope_parameters`` only."""
-    plain = {"rope_type": "default", "rope_theta": theta}
+def test_a_fold_of_a_checkpoint_without_rope_theta_is_written_with_one():
+    """Checkpoints that transformers 5 wrote have it in ``rope_parameters`` only; tables by layer type stay alone."""
+    plain = {"rope_type": "default", "rope_theta": 500000.0}
     config = {name: value for name, value in LLAMA.items() if name != "rope_theta"}
-    assert refusals(model(config, rope_parameters=plain), 4) == refused
+    assert refusals(model(config, rope_parameters=plain), 4) == set()
+    assert refusals(model(config, rope_parameters={"full_attention": plain}), 4) == {"mlx-lm"}
 
 
 @pytest.mark.parametrize(
@@ -120,13 +125,18 @@ def test_the_heads_of_a_layout_free_checkpoint_decide_where_vllm_serves_it():
     assert (refused.serves, refused.instead) == (False, "--to mla --kv-rank 512 --rope-dim 64 --layout free")
 
 
+def test_what_vllm_serves_on_gpus_only_was_not_run():
+    ran = {rank: answers(model(), rank, 64, "free")["vLLM"].ran for rank in (512, 448, 256)}
+    assert ran == {512: True, 448: False, 256: False}
+
+
 def test_a_latent_model_saved_by_transformers_has_no_rope_theta_for_mlx_lm():
     source = model()
     config = mla_config(
         source, LatentTarget(96, 32, layout="engine"), [500000 ** (-i / 16) for i in range(16)], dtype="bfloat16"
     )
     saved = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
-    answers = [{each.engine: each.serves for each in en.verdicts(en.latent_result(each))} for each in (config, saved)]
+    answers = [{each.engine: each.serves for each in en.verdicts(res.latent_result(each))} for each in (config, saved)]
     assert [each["mlx-lm"] for each in answers] == [True, False]
 
 
@@ -136,17 +146,23 @@ def test_llama_cpp_needs_an_edit_where_queries_have_no_latent():
     assert "q_lora_rank" not in answers(model(num_hidden_layers=48), 96, 32, "engine")["llama.cpp"].how
     target = LatentTarget(96, 32, q_rank=64, layout="engine")
     for layers, serves in {26: False, 27: False, 32: True, 48: False}.items():
-        result = en.target_result(model(num_hidden_layers=layers).geometry, target)
+        result = res.target_result(model(num_hidden_layers=layers).geometry, target)
         assert {each.engine: each.serves for each in en.verdicts(result)}["llama.cpp"] is serves
 
 
 def test_a_latent_is_whole_on_every_rank_and_heads_are_shared_out():
-    latent = en.target_result(model().geometry, LatentTarget(512, 64))
-    assert en.folded_result(model()).per_rank() == {"1": 2048, "2": 1024, "4": 512, "8": 256}
+    latent = res.target_result(model().geometry, LatentTarget(512, 64))
+    assert res.folded_result(model()).per_rank() == {"1": 2048, "2": 1024, "4": 512, "8": 256}
     assert latent.per_rank() == {"1": 576, "2": 576, "4": 576, "8": 576}
-    assert en.folded_result(model(), 2).per_rank()["8"] == 256  # a head at least
+    assert res.folded_result(model(), 2).per_rank()["8"] == 256  # a head at least
     odd = model(num_attention_heads=9, num_key_value_heads=3, head_dim=64)
-    assert list(en.folded_result(odd).per_rank()) == ["1"]
+    assert list(res.folded_result(odd).per_rank()) == ["1"]
+
+
+def test_heads_that_divide_among_no_ranks_are_told_in_a_line():
+    alone = {"cache_elements_per_rank": {"from": {"1": 384}, "to": {"1": 128}}}
+    assert ranks_text(alone) == "tensor parallelism: the heads divide among no number of ranks but 1"
+    assert rank_sizes(alone) == []
 
 
 @pytest.mark.parametrize("change", [{"attention_bias": True}, {"rope_parameters": {"rope_type": "longrope"}}])
@@ -160,8 +176,8 @@ def test_a_checkpoint_of_the_former_layout_is_refused_by_name(change):
         "qk_nope_head_dim": 128,
         "v_head_dim": 128,
     }
-    assert [verdict.serves for verdict in en.verdicts(en.latent_result(config))] == [True, False, True, True, True]
-    found = en.verdicts(en.latent_result(config | change))
+    assert [verdict.serves for verdict in en.verdicts(res.latent_result(config))] == [True, False, True, True, True]
+    found = en.verdicts(res.latent_result(config | change))
     assert [verdict.serves for verdict in found] == [True, False, False, False, False]
 
 
@@ -173,6 +189,8 @@ def test_a_conversion_says_who_serves_it(tmp_path):
     assert row == (
         "  mlx-lm: no, Model type youtu not supported; instead: --to mla --kv-rank 24 --rope-dim 8 --layout engine"
     )
+    ranks = "256 -> 32 on each of 2, 128 -> 32 on each of 4, 64 -> 32 on each of 8 ranks"
+    assert f"tensor parallelism, elements per token per layer: {ranks}" in lines
     record = json.loads((tmp_path / "out" / "kvfold.json").read_text())
     assert record["cache_elements_per_rank"] == {
         "from": {"1": 512, "2": 256, "4": 128, "8": 64},
@@ -180,6 +198,7 @@ def test_a_conversion_says_who_serves_it(tmp_path):
     }
     assert [entry["engine"] for entry in record["engines"] if entry["serves"]] == ["transformers"]
     card = (tmp_path / "out" / "README.md").read_text()
+    assert "\n| 2 | 256 | 32 |\n| 4 | 128 | 32 |\n| 8 | 64 | 32 |\n\n## Use" in card
     assert "| mlx-lm 0.32.2 (run) | no |  | Model type youtu not supported; instead: `--to mla --kv-rank 24" in card
     facts = inspect_checkpoint(str(tmp_path / "out"))
     assert [verdict.engine for verdict in facts.engines if verdict.serves] == ["transformers"]
@@ -191,7 +210,15 @@ def test_inspection_proposes_the_splits_that_engines_serve():
     proposed = [
         line for line in text.splitlines() if line.startswith("  --to mla --kv-rank 256 --rope-dim 64 --layout")
     ]
-    assert proposed[0].endswith("transformers, SGLang, llama.cpp, mlx-lm")
+    assert proposed[0].endswith("transformers, SGLang*, llama.cpp, mlx-lm")
+    assert "  * by the sources of this engine, not run" in text.splitlines()
+    assert next(line for line in text.splitlines() if line.startswith("  --to mqa")).endswith(
+        "transformers, vLLM*, SGLang*, llama.cpp, mlx-lm"
+    )
+    ranks = text.split("elements on each of N ranks")[1]
+    assert next(line for line in ranks.splitlines() if "--to gqa --kv-heads 4" in line).split()[-4:] == [
+        *("256", "128", "64", "64")
+    ]
     assert proposed[1].split()[-4:] == ["320"] * 4  # on 1, 2, 4 and 8 ranks
     assert "--layout engine: vLLM: no, its own DeepSeek code gave other tokens than transformers" in text
 

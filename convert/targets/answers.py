@@ -1,0 +1,100 @@
+"""How each engine serves a result, or why not: a function for each engine in ``ENGINES``; without torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvfold.convert.targets.mla.config import KERNEL_CACHES, KERNEL_HEADS
+from kvfold.convert.targets.results import Result
+
+
+@dataclass(frozen=True)
+class Way:
+    """The answer of one engine: how it serves a result, or why not. ``read``: only in its sources, whatever was run."""
+
+    serves: bool
+    how: str = ""
+    read: bool = False
+
+
+def _transformers(result: Result) -> Way:
+    absorb = "kvfold.attention.absorb(model) decodes over the latent cache"
+    return Way(True, {"fold": "", "free": f"from 5.1 on; {absorb}"}.get(result.kind, absorb))
+
+
+def _vllm(result: Result) -> Way:
+    if result.kind == "fold":
+        return Way(True)
+    sizes = f"{', '.join(map(str, KERNEL_CACHES[:-1]))} or {KERNEL_CACHES[-1]}"
+    if result.elements() not in KERNEL_CACHES:
+        return Way(False, f"its MLA kernels take {sizes} cached elements, found {result.elements()}")
+    if result.kind == "engine":
+        return Way(
+            False,
+            "its own DeepSeek code gave other tokens than transformers on a CPU, equal ones with --model-impl "
+            "transformers; GPUs were not tried",
+        )
+    backend = "by its Transformers backend"
+    on_cpu = result.split == (512, 64)  # the only size of the CPU's kernel, which takes heads of any size
+    if result.heads in KERNEL_HEADS:
+        where = "on CPUs with AMX float32 needs --attention-backend CPU_MLA" if on_cpu else "on GPUs only"
+        return Way(True, f"{backend}, {where}", read=not on_cpu)
+    heads = f"on GPUs its MLA prefill takes heads of {_spell(KERNEL_HEADS)} dims, found {_spell([result.heads])}"
+    if on_cpu:
+        return Way(True, f"{backend}, on CPUs only: {heads}")
+    return Way(False, heads)
+
+
+def _spell(heads: Sequence[tuple[int, int, int]]) -> str:
+    return ", ".join(f"{nope}+{rope} and {value}" for nope, rope, value in heads)
+
+
+_NOT_IN_SGLANG = ("nemotron", "smollm3")  # families whose class no EntryClass of srt/models names
+
+
+def _sglang(result: Result) -> Way:
+    if result.kind == "free":
+        return Way(False, "it has no Youtu model; whether it runs transformers' code of one is not known")
+    if result.family in _NOT_IN_SGLANG:
+        return Way(False, f"it has no {result.family} model; whether it runs transformers' code of one is not known")
+    if result.family in ("phi", "olmo") and result.kv_heads != result.query_heads:
+        return Way(False, f"it gives {result.family} models as many key/value heads as query heads")
+    return Way(True, "" if result.kind == "fold" else "its kernels' sizes are not known")
+
+
+def _llama_cpp(result: Result) -> Way:
+    if result.kind == "fold" and result.family == "phi" and result.kv_heads != result.query_heads:
+        return Way(False, "its converter gives Phi models as many key/value heads as query heads")
+    if result.kind == "fold":
+        return Way(True, "where its converter knows the tokenizer")
+    if result.kind == "free":
+        return Way(False, "it refuses attention biases (wrong number of tensors)")
+    if result.lite and result.q_rank is not None:
+        return Way(False, f"in models of {result.layers} layers it takes queries for ones without a latent")
+    edit = 'with "q_lora_rank": 0 in the copy of config.json that is converted'
+    needs_none = result.q_rank is not None or result.lite
+    return Way(True, ", ".join(filter(None, ["" if needs_none else edit, "BPE tokenizers only"])))
+
+
+def _mlx_lm(result: Result) -> Way:
+    if result.kind == "free":
+        return Way(False, "Model type youtu not supported")
+    if result.family == "olmo":
+        return Way(False, "it reads the older checkpoints of OLMo only, those of hf_olmo")
+    if not result.older_rope:
+        return Way(False, 'it ignores "rope_parameters" in config.json, and "rope_theta" is nowhere else')
+    return Way(True)
+
+
+def _current(way: Callable[[Result], Way]) -> Callable[[Result], Way]:
+    """``way`` for what kvfold writes now; engines drop what a ``biased`` model has beyond theirs, without a word."""
+    dropped = Way(False, "it drops or misreads attention biases and scaled RoPE in a DeepSeek model")
+    return lambda result: dropped if result.kind == "biased" else way(result)
+
+
+WAYS: dict[str, Callable[[Result], Way]] = {
+    "transformers": _transformers,
+    "vLLM": _current(_vllm),
+    "SGLang": _current(_sglang),
+    "llama.cpp": _current(_llama_cpp),
+    "mlx-lm": _current(_mlx_lm),
+}

@@ -1,0 +1,97 @@
+"""What engines look at in a result, from a config or a request alone; without torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvfold.convert.families.geometry import Geometry
+from kvfold.convert.families.model import Model
+from kvfold.convert.families.rope import older_rope_keys
+from kvfold.convert.targets.mla.config import LatentTarget
+
+RANKS = (1, 2, 4, 8)  # of tensor parallelism
+
+
+@dataclass(frozen=True)
+class Result:
+    """What engines look at. A fold has ``kv_heads`` of ``head_dim`` dims; MLA has a split, and heads as stored.
+
+    ``family`` is the ``model_type`` of a fold. ``older_rope``: the config has ``rope_theta`` beside
+    ``rope_parameters``, as before transformers 5, or does not need it. ``lite``: llama.cpp expects queries without a
+    latent.
+    ``biased`` is a DeepSeek model with attention biases or scaled RoPE, as kvfold wrote it once: no result any more.
+    """
+
+    kind: Literal["fold", "free", "engine", "biased"]
+    layers: int
+    query_heads: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    split: tuple[int, int] = (0, 0)  # R, P
+    heads: tuple[int, int, int] = (0, 0, 0)  # unrotated, rotary and value dims
+    q_rank: int | None = None
+    family: str = ""
+    older_rope: bool = True
+    vocabulary: int = 0
+
+    @property
+    def lite(self) -> bool:
+        return self.layers in (26, 27) or (self.layers, self.vocabulary) == (48, 128256)
+
+    def elements(self, ranks: int = 1) -> int:
+        """KV-cache elements per token per layer on each of ``ranks`` tensor-parallel ranks.
+
+        Key/value heads are shared out, one at least to each rank; a latent is whole on every rank.
+        """
+        return sum(self.split) if self.kind != "fold" else 2 * -(-self.kv_heads // ranks) * self.head_dim
+
+    def per_rank(self) -> dict[str, int]:
+        """``elements`` for every number of ranks in ``RANKS`` to which the heads can be shared out."""
+        possible = [ranks for ranks in RANKS if self.query_heads % ranks == 0 and _shares(self.kv_heads, ranks)]
+        return {str(ranks): self.elements(ranks) for ranks in possible}
+
+
+def _shares(heads: int, ranks: int) -> bool:
+    return heads % ranks == 0 or ranks % heads == 0
+
+
+def folded_result(model: Model, kv_heads: int | None = None) -> Result:
+    """Of ``model`` as written with ``kv_heads`` key/value heads, by default its own number."""
+    size, family = model.geometry, model.family.model_type
+    present = size.kv_heads if kv_heads is None else kv_heads
+    older = _older_rope(family, {**model.config, **older_rope_keys(model.config)})
+    return Result("fold", size.layers, size.heads, present, size.head_dim, family=family, older_rope=older)
+
+
+def _older_rope(family: str, config: Mapping[str, Any]) -> bool:
+    """Whether a reader that looks for ``rope_theta`` beside ``rope_parameters`` rotates as transformers does."""
+    table = config.get("rope_parameters")
+    assumed = family in ("llama", "mistral", "deepseek_v3") and table == {"rope_type": "default", "rope_theta": 10000.0}
+    return not table or "rope_theta" in config or assumed
+
+
+def target_result(geometry: Geometry, target: LatentTarget) -> Result:
+    """Of a model that becomes ``target``."""
+    nope, value = target.head_dims(geometry.head_dim)
+    split, heads = (target.kv_rank, target.rope_dim), (nope, target.rope_dim, value)
+    sizes: Any = {"split": split, "heads": heads, "q_rank": target.q_rank, "vocabulary": geometry.vocabulary}
+    return Result(target.layout, geometry.layers, geometry.heads, **sizes)
+
+
+def latent_result(config: Mapping[str, Any]) -> Result:
+    """Of the ``config.json`` of a latent model."""
+    nope, rope, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
+    kind: Any = "free" if config["model_type"] == "youtu" else "engine"
+    table = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if kind == "engine" and (config.get("attention_bias") or table.get("rope_type", "default") != "default"):
+        kind = "biased"
+    return Result(
+        kind,
+        config["num_hidden_layers"],
+        config["num_attention_heads"],
+        split=(config["kv_lora_rank"], rope),
+        heads=(nope, rope, value),
+        q_rank=config.get("q_lora_rank"),
+        vocabulary=config.get("vocab_size", 0),
+        older_rope=_older_rope(config["model_type"], config),
+    )
