@@ -2,8 +2,9 @@
 
 ``options["sources"]`` is a folder of llama.cpp's sources: its ``convert_hf_to_gguf.py`` writes the GGUF file, float32.
 A DeepSeek model without a latent for its queries is converted from a copy whose config says ``"q_lora_rank": 0``, a key
-that llama.cpp demands. ``options["flash_attention"]`` false computes attention in float32 throughout; the default
-is llama.cpp's own choice. The size of the cache is the one that llama.cpp logs.
+that llama.cpp demands. Attention is computed without flash attention, whose rounding on a CPU moves logits by some
+hundredths; ``options["flash_attention"]`` true leaves the choice to llama.cpp. The size of the cache is the one that
+it logs.
 """
 
 import json
@@ -133,7 +134,7 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
         gguf = Path(folder, "model.gguf")
         source = copy_for_gguf(Path(request["model"]), Path(folder, "copy"))
         convert(source, gguf, Path(request["options"]["sources"]))
-        engine = Engine(gguf, request["options"].get("flash_attention", True))
+        engine = Engine(gguf, request["options"].get("flash_attention", False))
         architecture = next((line for line in engine.logs if "print_info: arch " in line), "")
         tokens = [engine.generate([ids], request["new_tokens"])[0] for ids in request["prompts"]]
         cache, reported = engine.cache()

@@ -40,6 +40,7 @@ OUTCOMES = {
         "mqa": SERVED,
         "mla-engine": SERVED,
         "mla-free": "wrong number of tensors",
+        "mla-512-64-engine": SERVED,
         "mla-512-64-free": "wrong number of tensors",
     },
 }
