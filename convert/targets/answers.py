@@ -27,20 +27,16 @@ def _vllm(result: Result) -> Way:
     sizes = f"{', '.join(map(str, KERNEL_CACHES[:-1]))} or {KERNEL_CACHES[-1]}"
     if result.elements() not in KERNEL_CACHES:
         return Way(False, f"its MLA kernels take {sizes} cached elements, found {result.elements()}")
-    if result.kind == "engine":
-        return Way(
-            False,
-            "its own DeepSeek code gave other tokens than transformers on a CPU, equal ones with --model-impl "
-            "transformers; GPUs were not tried",
-        )
-    backend = "by its Transformers backend"
+    if result.kind == "engine" and not result.yarn:
+        return Way(False, "on CPUs it rotates the queries of DeepSeek models with plain RoPE wrongly: convert again")
+    backend = "" if result.kind == "engine" else "by its Transformers backend, "
     on_cpu = result.split == (512, 64)  # the only size of the CPU's kernel, which takes heads of any size
     if result.heads in KERNEL_HEADS:
         where = "on CPUs with AMX float32 needs --attention-backend CPU_MLA" if on_cpu else "on GPUs only"
-        return Way(True, f"{backend}, {where}", read=not on_cpu)
+        return Way(True, f"{backend}{where}", read=not on_cpu)
     heads = f"on GPUs its MLA prefill takes heads of {_spell(KERNEL_HEADS)} dims, found {_spell([result.heads])}"
     if on_cpu:
-        return Way(True, f"{backend}, on CPUs only: {heads}")
+        return Way(True, f"{backend}on CPUs only: {heads}")
     return Way(False, heads)
 
 

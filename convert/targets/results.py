@@ -8,6 +8,7 @@ from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rope import older_rope_keys
 from kvfold.convert.targets.mla.config import LatentTarget
+from kvfold.convert.targets.mla.rope import changes_no_frequency
 
 RANKS = (1, 2, 4, 8)  # of tensor parallelism
 
@@ -18,7 +19,7 @@ class Result:
 
     ``family`` is the ``model_type`` of a fold. ``older_rope``: the config has ``rope_theta`` beside
     ``rope_parameters``, as before transformers 5, or does not need it. ``lite``: llama.cpp expects queries without a
-    latent.
+    latent. ``yarn``: plain RoPE is spelled as YaRN of factor 1, which layout engine was not always.
     ``biased`` is a DeepSeek model with attention biases or scaled RoPE, as kvfold wrote it once: no result any more.
     """
 
@@ -33,6 +34,7 @@ class Result:
     family: str = ""
     older_rope: bool = True
     vocabulary: int = 0
+    yarn: bool = True
 
     @property
     def lite(self) -> bool:
@@ -83,7 +85,7 @@ def latent_result(config: Mapping[str, Any]) -> Result:
     nope, rope, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
     kind: Any = "free" if config["model_type"] == "youtu" else "engine"
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if kind == "engine" and (config.get("attention_bias") or table.get("rope_type", "default") != "default"):
+    if kind == "engine" and (config.get("attention_bias") or not changes_no_frequency(table)):
         kind = "biased"
     return Result(
         kind,
@@ -94,4 +96,5 @@ def latent_result(config: Mapping[str, Any]) -> Result:
         q_rank=config.get("q_lora_rank"),
         vocabulary=config.get("vocab_size", 0),
         older_rope=_older_rope(config["model_type"], config),
+        yarn=table.get("rope_type") == "yarn",
     )

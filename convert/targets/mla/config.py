@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
-from kvfold.convert.targets.mla.rope import part_of_head, plain_and_older_rope, rope_config
+from kvfold.convert.targets.mla.rope import engine_rope, part_of_head, rope_config
 
 NORM_EPS = 1e-6  # of both latent norms, as the stock class hard-codes it
 _NAMES = {
@@ -244,7 +244,7 @@ def _rope(target: LatentTarget, theta: Sequence[float], positions: int) -> dict[
     read right.
     """
     if target.layout == "engine":
-        return plain_and_older_rope(theta, positions)
+        return engine_rope(theta, positions)
     if not target.has_kernels:
         return rope_config(theta, positions)
     cached = target.kv_rank + target.rope_dim

@@ -1,7 +1,7 @@
 """The rotary keys of ``config.json`` for given frequencies; without torch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _BASE = 10000.0  # of longrope's tables
@@ -19,20 +19,43 @@ def part_of_head(theta: Sequence[float], positions: int, head_dim: int) -> dict[
     return {"rope_parameters": {**_longrope(theta, positions), "partial_rotary_factor": part}}
 
 
-def plain_and_older_rope(theta: Sequence[float], positions: int) -> dict[str, Any]:
-    """The same in the newer spelling and in that of transformers before 5, which engines have read longer."""
-    table = rope_config(theta, positions)["rope_parameters"]
+def engine_rope(theta: Sequence[float], positions: int) -> dict[str, Any]:
+    """Plain RoPE as DeepSeek's YaRN of factor 1, which changes no frequency and no scale.
+
+    In the newer spelling and in that of transformers before 5, which engines have read longer. YaRN is the way of
+    DeepSeek-V3 itself; for plain interleaved RoPE vLLM 0.32 has a kernel on CPUs that rotates several heads wrongly.
+    """
+    base = plain_base(theta)
+    table = _longrope(theta, positions) if base is None else _yarn(base, positions)
     scaling = {name: value for name, value in table.items() if name != "rope_theta"}
-    plain = table["rope_type"] == "default"
     return {
         "rope_theta": table["rope_theta"],
-        "rope_scaling": None if plain else {**scaling, "type": "longrope"},
+        "rope_scaling": {**scaling, "type": table["rope_type"]},
         "rope_parameters": table,
     }
 
 
+def changes_no_frequency(table: Mapping[str, Any]) -> bool:
+    """Whether ``table`` is plain RoPE, under its own name or as ``engine_rope`` writes it."""
+    kind = table.get("rope_type", "default")
+    return kind == "default" or (kind == "yarn" and table.get("factor") == 1.0)
+
+
 def _plain(base: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": base}
+
+
+def _yarn(base: float, positions: int) -> dict[str, Any]:
+    return {
+        "rope_type": "yarn",
+        "rope_theta": base,
+        "factor": 1.0,
+        "original_max_position_embeddings": positions,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
 
 
 def _longrope(theta: Sequence[float], positions: int) -> dict[str, Any]:

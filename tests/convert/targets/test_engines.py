@@ -81,8 +81,8 @@ def test_a_fold_of_a_checkpoint_without_rope_theta_is_written_with_one():
 @pytest.mark.parametrize(
     ("split", "layout", "refused"),
     [
-        ((512, 64), "engine", {"vLLM"}),
-        ((448, 64), "engine", {"vLLM"}),
+        ((512, 64), "engine", set()),
+        ((448, 64), "engine", set()),
         ((512, 64), "free", {"SGLang", "llama.cpp", "mlx-lm"}),
         ((96, 32), "engine", {"vLLM"}),
         ((448, 128), "engine", {"vLLM"}),  # 576, but not in the sizes of its kernels
@@ -110,7 +110,7 @@ def test_what_is_proposed_instead_is_served_and_possible(source, layout, split):
 
 def test_the_same_split_in_layout_engine_is_proposed_first():
     assert answers(model(), 96, 32, "free")["mlx-lm"].instead == "--to mla --kv-rank 96 --rope-dim 32 --layout engine"
-    assert answers(model(), 96, 32, "free")["vLLM"].instead == "--to mla --kv-rank 512 --rope-dim 64 --layout free"
+    assert answers(model(), 96, 32, "free")["vLLM"].instead == "--to mla --kv-rank 512 --rope-dim 64 --layout engine"
     assert answers(model(QWEN), 96, 32, "free")["mlx-lm"].instead == "--to mqa"  # its biases
 
 
@@ -122,12 +122,22 @@ def test_the_heads_of_a_layout_free_checkpoint_decide_where_vllm_serves_it():
     assert "on CPUs only: on GPUs its MLA prefill takes heads of 128+64 and 128, 64+64 and 128" in on_cpu.how
     assert on_cpu.how.endswith("found 64+64 and 64")
     refused = answers(narrow, 448, 64, "free")["vLLM"]
-    assert (refused.serves, refused.instead) == (False, "--to mla --kv-rank 512 --rope-dim 64 --layout free")
+    assert (refused.serves, refused.instead) == (False, "--to mla --kv-rank 448 --rope-dim 64 --layout engine")
 
 
 def test_what_vllm_serves_on_gpus_only_was_not_run():
     ran = {rank: answers(model(), rank, 64, "free")["vLLM"].ran for rank in (512, 448, 256)}
     assert ran == {512: True, 448: False, 256: False}
+
+
+def test_plain_rope_in_layout_engine_is_no_longer_written_and_misread_by_vllm():
+    target = LatentTarget(512, 64, layout="engine")
+    config = mla_config(model(), target, [10000.0 ** (-i / 32) for i in range(32)], dtype="bfloat16")
+    before = {**config, "rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    for each, serves in ((config, True), (before, False)):
+        result = res.latent_result(each)
+        assert result.kind == "engine"
+        assert {verdict.engine: verdict.serves for verdict in en.verdicts(result)}["vLLM"] is serves
 
 
 def test_a_latent_model_saved_by_transformers_has_no_rope_theta_for_mlx_lm():
@@ -210,7 +220,7 @@ def test_inspection_proposes_the_splits_that_engines_serve():
     proposed = [
         line for line in text.splitlines() if line.startswith("  --to mla --kv-rank 256 --rope-dim 64 --layout")
     ]
-    assert proposed[0].endswith("transformers, SGLang*, llama.cpp, mlx-lm")
+    assert proposed[0].endswith("transformers, vLLM*, SGLang*, llama.cpp, mlx-lm")
     assert "  * by the sources of this engine, not run" in text.splitlines()
     assert next(line for line in text.splitlines() if line.startswith("  --to mqa")).endswith(
         "transformers, vLLM*, SGLang*, llama.cpp, mlx-lm"
@@ -220,7 +230,6 @@ def test_inspection_proposes_the_splits_that_engines_serve():
         *("256", "128", "64", "64")
     ]
     assert proposed[1].split()[-4:] == ["320"] * 4  # on 1, 2, 4 and 8 ranks
-    assert "--layout engine: vLLM: no, its own DeepSeek code gave other tokens than transformers" in text
 
 
 def test_models_of_others_get_no_verdict(tmp_path):

@@ -220,8 +220,9 @@ def test_engine_config_answers_every_key_that_the_loaders_ask(engine):
     assert [key for key in ENGINE_KEYS[engine].split() if key not in written] == []
     # The conditions under which each of them makes a layer dense, its rope plain and its attention multi-head.
     assert written["first_k_dense_replace"] == written["num_hidden_layers"] == 2
-    assert written["rope_parameters"] == {"rope_type": "default", "rope_theta": written["rope_theta"]}
-    assert written["rope_scaling"] is None
+    rope = written["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("yarn", 1.0, written["rope_theta"])
+    assert {**written["rope_scaling"], "rope_theta": rope["rope_theta"]} == {**rope, "type": "yarn"}
     assert written["num_key_value_heads"] == written["num_attention_heads"] == 8
     assert (written["hidden_act"], written["attention_bias"], written["tie_word_embeddings"]) == ("silu", False, False)
     assert written["num_nextn_predict_layers"] == 0
