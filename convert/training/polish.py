@@ -19,6 +19,7 @@ from torch import Tensor
 from kvfold.convert.training.loss import divergence
 from kvfold.convert.training.rates import relative_groups
 from kvfold.convert.training.student import Student
+from kvfold.convert.walk.batches import random_batches
 
 AUTO_STEPS = 200
 ROUND = 25  # steps between two evaluations on held-out sequences
@@ -130,7 +131,8 @@ class _Run:
         """Make the steps up to number ``until``."""
         count, length = self._training.tokens.shape
         peak = self._lr or peak_rate(self.errors[0], self._training.states.shape[-1])
-        for batch in islice(sample_batches(count, length, self._seed), self.step, until):
+        batches = random_batches(count, max(1, _BATCH_TOKENS // length), self._seed)
+        for batch in islice(batches, self.step, until):
             for group in self._optimizer.param_groups:
                 group["lr"] = peak * group["size"] * learning_rate(self.step, self._steps)
             self._optimizer.zero_grad(set_to_none=True)
@@ -163,15 +165,6 @@ class _Run:
         self.step, self.kept, self.errors, self.best = (state[name] for name in ("step", "kept", "errors", "best"))
         self._student.put(state["masters"])
         self._optimizer.load_state_dict(state["optimizer"])
-
-
-def sample_batches(count: int, length: int, seed: int) -> Iterator[list[int]]:
-    """Batches of the numbers below ``count``, in a new random order every time that all have been used."""
-    generator = torch.Generator().manual_seed(seed)
-    size = min(max(1, _BATCH_TOKENS // length), count)
-    while True:
-        order: list[int] = torch.randperm(count, generator=generator).tolist()
-        yield from (order[start : start + size] for start in range(0, count - size + 1, size))
 
 
 def backward(student: Student, text: Text) -> None:

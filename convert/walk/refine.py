@@ -22,6 +22,7 @@ from torch import Tensor
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.walk.arithmetic import bfloat16, bfloat16_pays
+from kvfold.convert.walk.batches import random_batches
 from kvfold.convert.walk.objective import UNCHANGED, AttentionUpdate, Batch, Examples, examples, squares
 from kvfold.convert.walk.twin import Twin
 from kvfold.convert.walk.walk import Step
@@ -279,9 +280,5 @@ def lr_schedule(steps: int | str, errors: list[float]) -> Iterator[float]:
 
 
 def sample_batches(count: int, seed: int, layer: int) -> Iterator[list[int]]:
-    """Batches of the numbers below ``count``, in a new random order every time that all have been used."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
-    size = min(_BATCH, count)
-    while True:
-        order: list[int] = torch.randperm(count, generator=generator).tolist()
-        yield from (order[start : start + size] for start in range(0, count - size + 1, size))
+    """Batches of the numbers below ``count`` for the refinement of ``layer``."""
+    return random_batches(count, _BATCH, seed * 1_000_003 + layer)
