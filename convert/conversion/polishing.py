@@ -26,7 +26,7 @@ from kvfold.convert.training.constant import check_constant, has_constant
 from kvfold.convert.training.polish import AUTO_STEPS, Polished, Text
 from kvfold.convert.training.polish import polish as train
 from kvfold.convert.training.student import Student
-from kvfold.convert.walk.walk import chunk_size, embed, residual
+from kvfold.convert.walk.walk import chunk_size, last_states
 
 
 def polish(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages) -> Calibrated:
@@ -74,12 +74,9 @@ def _train(plan: Plan, written: Checkpoint, calibrated: Calibrated, saved: Path,
 
 @torch.no_grad()
 def _text(source: CheckpointStream, tokens: Tensor, autocast: torch.dtype | None) -> Text:
-    """``tokens`` with the source's residual streams after its last layer, one layer in memory at a time."""
+    """``tokens`` with the source's residual streams after its last layer."""
     with torch.autocast(source.device.type, autocast, enabled=autocast is not None):
-        states = embed(source, tokens)
-        for index in range(source.layers):
-            with source.open_layer(index) as layer:
-                states = [residual(layer(hidden)) for hidden in states]
+        states = last_states(source, tokens)
     return Text(tokens, torch.cat([hidden.to(autocast or hidden.dtype) for hidden in states]))
 
 

@@ -34,7 +34,7 @@ from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
 from kvfold.convert.walk.output_fit import refit_output
 from kvfold.convert.walk.twin import Twin
-from kvfold.convert.walk.walk import Step, Walk, chunk_size, embed, residual
+from kvfold.convert.walk.walk import Step, Walk, chunk_size, last_states
 
 _AGREE = 1e-3  # relative; what is written was rounded in memory too, so only the order of sums differs
 
@@ -175,10 +175,7 @@ def written_loss(folder: Path, measured: Calibrated) -> float:
     checkpoint, like, tokens = open_checkpoint(folder), measured.stream, measured.tokens.held_out
     try:
         stream = CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), like.device, like.dtype)
-        states = embed(stream, tokens)
-        for index in range(stream.layers):
-            with stream.open_layer(index) as layer:
-                states = [residual(layer(hidden)) for hidden in states]
+        states = last_states(stream, tokens)
         parts = torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))
         return compare_predictions(stream, stream, states, states, parts).teacher_loss
     finally:

@@ -247,6 +247,16 @@ def advance(source: CheckpointStream, layer: OpenLayer, states: Hidden) -> None:
 
 
 @torch.no_grad()
+def last_states(stream: CheckpointStream, tokens: Tensor) -> Hidden:
+    """The residual streams of ``tokens [N, T]`` after the last layer, one layer in memory at a time, in chunks."""
+    states = embed(stream, tokens)
+    for index in range(stream.layers):
+        with stream.open_layer(index) as layer:
+            advance(stream, layer, states)
+    return states
+
+
+@torch.no_grad()
 def embed(stream: CheckpointStream, tokens: Tensor) -> Hidden:
     """``tokens [N, T]`` as the first layer's inputs, in chunks that suit the stream's device."""
     states = [stream.embed(chunk) for chunk in torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))]
