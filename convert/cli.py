@@ -72,6 +72,7 @@ _json_file = click.option("--json", "json_file", metavar="FILE", help="Also writ
 _target = partial(click.option, cls=PanelOption, panel="Target")
 _calibration = partial(click.option, cls=PanelOption, panel="Calibration", show_default=True)
 _refinement = partial(click.option, cls=PanelOption, panel="Refinement", show_default=True)
+_steps = partial(_refinement, type=_steps_or_auto, metavar="STEPS|auto")
 _running = partial(click.option, cls=PanelOption, panel="Running")
 
 
@@ -99,17 +100,9 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
 @_calibration(
     "--seed", type=int, default=rq.ConvertRequest.seed, help="Seed of the sequences drawn (and of --method random)."
 )
-@_refinement(
-    "--refine",
-    type=_steps_or_auto,
-    metavar="STEPS|auto",
-    default=rq.ConvertRequest.refine,
-    help="Reconstruction steps per layer, without labels.",
-)
-@_refinement(
+@_steps("--refine", default=rq.ConvertRequest.refine, help="Reconstruction steps per layer, without labels.")
+@_steps(
     "--polish",
-    type=_steps_or_auto,
-    metavar="STEPS|auto",
     default=rq.ConvertRequest.polish,
     help="Then steps of all layers together, against MODEL's predictions; needs memory for a whole model.",
 )
