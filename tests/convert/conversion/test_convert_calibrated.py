@@ -188,7 +188,9 @@ def test_a_split_that_more_engines_serve_is_taken_where_it_costs_at_most_5_perce
         (256, 80, "free", False),
         (256, 192, "free", False),
         (512, 64, "free", True),  # on CPUs
-        (448, 128, "engine", False),  # engines other than vLLM serve every split
+        (448, 128, "engine", True),
+        (448, 80, "engine", True),  # its heads are padded
+        (400, 128, "engine", False),  # the other engines serve every split
     ],
 )
 def test_a_split_is_preferred_by_the_verdict_on_it(rank, dim, layout, preferred, monkeypatch):
@@ -316,7 +318,7 @@ def test_engine_layout_has_no_attention_bias_and_plain_rope(tmp_path, held_out, 
     record = convert(tmp_path / "out", to="mla", kv_rank=32, rope_dim=32, layout="engine").record
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["attention_bias"] is False
-    assert config["rope_scaling"] is None
+    assert (config["rope_scaling"]["rope_type"], config["rope_scaling"]["factor"]) == ("yarn", 1)  # plain RoPE
     assert config["tie_word_embeddings"] is False
     stored = tensors(tmp_path / "out")
     assert not any(name.endswith("bias") for name in stored)
