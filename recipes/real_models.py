@@ -43,6 +43,7 @@ STAGES = {
     "baseline": "",  # mean pooling, or the weights' singular vectors: set by the target
     "fitted": "",
     "refined": "--refine auto",
+    "briefly polished": "--refine 50 --polish 100",
     "polished": "--refine auto --polish auto",
     "uptrained": "",  # the fitted checkpoint, trained further
 }

@@ -6,8 +6,8 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError
 from kvfold.convert.request import SELF
 from kvfold.convert.sizes import bytes_text
+from kvfold.convert.training.budget import batch_size, sequences_of
 
-_BATCH_TOKENS = 1024
 _AT_ONCE = 48  # sequences that are written
 _MASTER = 4 + 4 + 8 + 4 + 4  # bytes per trained element: master, gradient, Adam's moments, rounded copies
 _ELEMENT = 4  # bytes in float32, the widest
@@ -60,12 +60,13 @@ def _needs(plan: Plan) -> dict[str, tuple[str, str, Parts]]:
 def _polishing(plan: Plan) -> Parts:
     trained, frozen = _elements(plan)
     request, width = plan.request, plan.geometry.model_dim
-    tokens = max(_BATCH_TOKENS, request.seq_len)
+    sequences = max(request.samples, sequences_of(request.polish, request.seq_len))
     return {
         "model": _ELEMENT * frozen,
         "attention with its optimizer": _MASTER * trained,
-        "activations": _ACTIVATIONS * tokens * plan.geometry.layers * width + _LOGITS,
-        "the source's states": request.samples * request.seq_len * width * _ELEMENT,
+        "activations": _ACTIVATIONS * batch_size(request.seq_len) * request.seq_len * plan.geometry.layers * width
+        + _LOGITS,
+        "the source's states": sequences * request.seq_len * width * _ELEMENT,
     }
 
 

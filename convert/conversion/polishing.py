@@ -22,8 +22,9 @@ from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.shards import ShardWriter
 from kvfold.convert.io.tensors import torch_dtype
 from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.training.budget import steps_of
 from kvfold.convert.training.constant import check_constant, has_constant
-from kvfold.convert.training.polish import AUTO_STEPS, Polished, Text
+from kvfold.convert.training.polish import Polished, Text
 from kvfold.convert.training.polish import polish as train
 from kvfold.convert.training.student import Student
 from kvfold.convert.walk.walk import chunk_size, last_states
@@ -46,8 +47,9 @@ def polish(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages) -> 
         with ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.layout.tensors]) as writer:
             writer.write_all(polished.tensors)
             writer.sync()
+    record = {**polished.record(), "sequences": len(calibrated.tokens.training)}
     drift = _measure(calibrated, folder)
-    return replace(calibrated, drift=drift, choices={**calibrated.choices, "polish": polished.record()})
+    return replace(calibrated, drift=drift, choices={**calibrated.choices, "polish": record})
 
 
 def _train(plan: Plan, written: Checkpoint, calibrated: Calibrated, saved: Path, stages: Stages) -> Polished:
@@ -55,11 +57,11 @@ def _train(plan: Plan, written: Checkpoint, calibrated: Calibrated, saved: Path,
     autocast = training_autocast(written, source.device)
     dtypes = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.layout.tensors}
     trained = {name: dtypes[name] for names in plan.layout.computed for name in names}
-    training, held_out = (_text(source, part, autocast) for part in (tokens.calibration, tokens.held_out))
+    training, held_out = (_text(source, part, autocast) for part in (tokens.training, tokens.held_out))
     student = Student(
         written.config, written.read, dtypes, trained, source.device, autocast, constant=has_constant(written)
     )
-    steps = AUTO_STEPS if request.polish == "auto" else int(request.polish)
+    steps = steps_of(request.polish)
     with stages("polish", steps, "step") as advance:
         return train(
             student,

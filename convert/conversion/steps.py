@@ -32,6 +32,7 @@ from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.documents import BUILT_IN
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
+from kvfold.convert.training.budget import sequences_of
 from kvfold.convert.walk.output_fit import refit_output
 from kvfold.convert.walk.twin import Twin
 from kvfold.convert.walk.walk import Step, Walk, chunk_size, last_states
@@ -58,8 +59,12 @@ def load_tokens(plan: Plan, scratch: Path, stages: Stages) -> CalibrationTokens:
     if request.calibration == SELF:
         tokens = write_tokens(plan, tokenizer, scratch, stages)
     else:
-        tokens = load_calibration(request.calibration, tokenizer, request.samples, request.seq_len, request.seed)
-    for part in (tokens.calibration, tokens.held_out):
+        wanted = sequences_of(request.polish, request.seq_len) if request.polish else 0
+        further = max(0, wanted - request.samples)
+        tokens = load_calibration(
+            request.calibration, tokenizer, request.samples, request.seq_len, request.seed, further=further
+        )
+    for part in (tokens.training, tokens.held_out):
         check_vocabulary(part, plan.geometry.vocabulary, plan.source_name)
     return tokens
 

@@ -1,7 +1,7 @@
 """Sequences of tokens cut from text: each begins with the tokenizer's prefix, and none overlaps another."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,15 +17,22 @@ _BYTES_PER_TOKEN = 16
 
 @dataclass(frozen=True)
 class CalibrationTokens:
-    """``calibration [N, T]`` and ``held_out [M, T]``, int64, which share no stretch of text.
+    """``calibration [N, T]``, ``held_out [M, T]`` and ``further [K, T]``, int64, which share no stretch of text.
 
     ``source`` is the name of the text for users; ``digest`` is the text's SHA-256 (the name's, for a dataset).
+    ``further`` sequences are for training that takes more than the calibration sequences; there may be none.
     """
 
     calibration: Tensor
     held_out: Tensor
     source: str
     digest: str
+    further: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
+
+    @property
+    def training(self) -> Tensor:
+        """The calibration sequences and the further ones, ``[N + K, T]``."""
+        return torch.cat([self.calibration, self.further]) if len(self.further) else self.calibration
 
 
 def held_out_count(samples: int) -> int:
@@ -42,8 +49,11 @@ def load_calibration(
     held_out: int | None = None,
     split: Split = "calibration",
     option: str = "--calibration",
+    further: int = 0,
 ) -> CalibrationTokens:
     """Draw ``samples`` calibration sequences of ``seq_len`` tokens and ``held_out`` others (``held_out_count``).
+
+    After them ``further`` ones, or as many as the text has that was read for the others.
 
     ``spec`` is a .txt file (one document), a .jsonl file (``text`` or ``messages`` per line), the name of a dataset, or
     None for a ``split`` of the text that ships with kvfold. No sequence crosses a document's end, except that
@@ -59,9 +69,10 @@ def load_calibration(
         )
     corpus = open_corpus(spec, renderer(tokenizer), seed, split, option)
     windows = _enough_windows(corpus, tokenizer, prefix, seq_len, count)
-    drawn = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:count]]
-    tokens = torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(count, -1), drawn], dim=1)
-    return CalibrationTokens(tokens[:samples], tokens[samples:], corpus.name, corpus.digest())
+    drawn = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[: count + further]]
+    tokens = torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(drawn), -1), drawn], dim=1)
+    parts = tokens[:samples], tokens[samples:count], tokens[count:]
+    return CalibrationTokens(parts[0], parts[1], corpus.name, corpus.digest(), parts[2])
 
 
 def _enough_windows(corpus: Corpus, tokenizer: Any, prefix: list[int], seq_len: int, needed: int) -> Tensor:

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfold.convert.training.budget import batch_size
 from kvfold.convert.training.loss import divergence
 from kvfold.convert.training.rates import relative_groups
 from kvfold.convert.training.student import Student
 from kvfold.convert.walk.batches import random_batches
 
-AUTO_STEPS = 200
 ROUND = 25  # steps between two evaluations on held-out sequences
-_BATCH_TOKENS = 1024
 _WARMUP = 10  # steps
 # Peak learning rate at width one and a KL of 1. KL of the model that ships after 60 steps on 96 x 128 tokens, MLA 24+8
 # from 0.3345 / refined 40+24 from 0.0419: 0.05 0.1632 / 0.0381, 0.2 0.1203 / 0.0352, 0.4 0.1069 / 0.0335,
@@ -131,7 +130,7 @@ class _Run:
         """Make the steps up to number ``until``."""
         count, length = self._training.tokens.shape
         peak = self._lr or peak_rate(self.errors[0], self._training.states.shape[-1])
-        batches = random_batches(count, max(1, _BATCH_TOKENS // length), self._seed)
+        batches = random_batches(count, batch_size(length), self._seed)
         for batch in islice(batches, self.step, until):
             for group in self._optimizer.param_groups:
                 group["lr"] = peak * group["size"] * learning_rate(self.step, self._steps)
@@ -181,7 +180,7 @@ def backward(student: Student, text: Text) -> None:
 def divergence_from_source(student: Student, text: Text) -> float:
     """Mean KL of the next-token distributions, nats per token."""
     total = 0.0
-    size = max(1, _BATCH_TOKENS // text.tokens.shape[1])
+    size = batch_size(text.tokens.shape[1])
     for tokens, states in zip(torch.split(text.tokens, size), torch.split(text.states, size), strict=True):
         hidden, part = student.hidden(tokens), Text(tokens, states)
         total += sum(float(_divergence(student, hidden[:, span], states[:, span])) for span in _spans(student, part))

@@ -28,15 +28,13 @@ from kvfold.convert.walk.twin import Twin
 from kvfold.convert.walk.walk import Step
 
 ROUND = 50  # steps between two evaluations on held-out sequences
-AUTO_STEPS = 1000  # the most that ``auto`` spends on a layer
+AUTO_STEPS = 500  # the most that ``auto`` spends on a layer
 # Figures: excess loss (nats per token) of the model that ships, by recipes/benchmarks/bench_refine_constants.py;
 # MQA / MLA 24+8 after 40 steps, or MQA by auto with at most 400 steps, on 64 sequences of 64 tokens.
 # auto: 50 steps +0.0314, 100 +0.0321, 200 +0.0324: flat
 _DECAY_STEPS = 100  # the last steps of ``auto``, in which the learning rate falls to zero
-# auto: one level +0.0294 in 238 steps, two +0.0321 in 338: the second gains nothing on so little text
-_LR_LEVELS = (1.0, 0.3)  # learning rates of ``auto`` relative to the first, each until it gains no more
 # auto: 0.003 +0.0311, 0.01 +0.0321, 0.03 +0.0317: flat; larger means fewer steps (350, 338, 325)
-_MIN_GAIN = 0.01  # relative; a round that gains less ends its level
+_MIN_GAIN = 0.03  # relative; after a round that gains less the learning rate falls
 # 2: +0.0446 / +0.1545, 8: +0.0341 / +0.0731, 32: +0.0388 / +0.0670, in 1.6 to 2 times the time of 8
 _BATCH = 8
 # 0.0125: +0.0337 / +0.0773, 0.05: +0.0341 / +0.0731; at a width of 256 _WIDTH_LR gives the same rate
@@ -263,20 +261,17 @@ def _size(tensor: Tensor, multiplier: Tensor | None) -> float:
 def lr_schedule(steps: int | str, errors: list[float]) -> Iterator[float]:
     """The learning rate of every step, relative to the first. ``errors`` grows by one after every ``ROUND`` steps.
 
-    A number of steps: falls linearly to zero. ``auto``: each level goes on until a round gains less than 1 %, then the
-    learning rate falls linearly to zero; no more than ``AUTO_STEPS`` in all.
+    A number of steps: falls linearly to zero. ``auto``: constant until a round gains less than 3 %, then linearly to
+    zero; no more than ``AUTO_STEPS`` in all.
     """
     if isinstance(steps, int):
         yield from (1 - done / steps for done in range(steps))
         return
-    rounds = (AUTO_STEPS - _DECAY_STEPS) // ROUND
-    for level in _LR_LEVELS:
-        while rounds:
-            yield from repeat(level, ROUND)
-            rounds -= 1
-            if not errors[-1] < (1 - _MIN_GAIN) * min(errors[:-1]):
-                break
-    yield from (_LR_LEVELS[-1] * (1 - done / _DECAY_STEPS) for done in range(_DECAY_STEPS))
+    for _ in range((AUTO_STEPS - _DECAY_STEPS) // ROUND):
+        yield from repeat(1.0, ROUND)
+        if not errors[-1] < (1 - _MIN_GAIN) * min(errors[:-1]):
+            break
+    yield from (1 - done / _DECAY_STEPS for done in range(_DECAY_STEPS))
 
 
 def sample_batches(count: int, seed: int, layer: int) -> Iterator[list[int]]:

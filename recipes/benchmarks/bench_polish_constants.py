@@ -23,7 +23,7 @@ from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.tokenizer import load_tokenizer
 from kvfold.convert.text.windows import load_calibration
-from kvfold.convert.training import polish
+from kvfold.convert.training import budget, polish
 from kvfold.convert.training.constant import has_constant
 from kvfold.convert.training.student import Student
 
@@ -34,7 +34,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 CONSTANTS: list[tuple[Any, str, list[Any]]] = [
     (polish, "_RATE", [0.05, 0.2, 0.4, 0.8]),
-    (polish, "_BATCH_TOKENS", [512, 1024, 2048]),
+    (budget, "BATCH_TOKENS", [512, 1024, 2048]),
     (polish, "_BETAS", [(0.9, 0.95), (0.9, 0.99), (0.95, 0.99)]),
     (polish, "_WARMUP", [1, 10]),
 ]

@@ -14,6 +14,7 @@ from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.io.shards import ShardWriter
 from kvfold.convert.targets.mla.constant import CONSTANT, norm_weight
 from kvfold.convert.text import self_written
+from kvfold.convert.training import budget
 from kvfold.convert.training import polish as training
 
 QUICK = {"samples": 8, "seq_len": 32, "quiet": True}
@@ -41,6 +42,7 @@ def test_polishing_brings_the_model_closer_and_changes_attention_alone(tmp_path,
     record = convert(tmp_path / "polished", **options, polish=10)
     polish = record["polish"]
     assert (polish["steps"], polish["kept"]) == (10, 10)
+    assert polish["sequences"] == 10 * budget.batch_size(QUICK["seq_len"])
     assert polish["after"] < 0.99 * polish["before"]
     # the drift is of the files, without the last position of each sequence
     assert record["drift"]["kl"]["value"] == pytest.approx(polish["after"], rel=0.1)
@@ -118,8 +120,7 @@ def test_a_model_that_does_not_fit_into_memory_is_refused_before_any_work(tmp_pa
     assert "memory for" not in convert_checkpoint(ConvertRequest(**{**options, "polish": 0}, dry_run=True)).summary()
 
 
-def test_the_estimates_are_of_the_batches_that_are_made():
-    assert memory._BATCH_TOKENS == training._BATCH_TOKENS
+def test_the_estimates_are_of_as_many_sequences_as_are_written_at_once():
     assert memory._AT_ONCE == self_written._AT_ONCE
 
 

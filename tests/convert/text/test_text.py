@@ -96,6 +96,21 @@ def test_an_eighth_and_at_least_eight_are_held_out(samples: int, held_out: int) 
     assert held_out_count(samples) == held_out
 
 
+def test_further_sequences_leave_the_others_as_they_are(tmp_path, tokenizer):
+    path = tmp_path / "text.txt"
+    path.write_text(numbers(2000), encoding="utf-8")
+    plain, more = (load_calibration(str(path), tokenizer, 5, 31, held_out=3, further=count) for count in (0, 20))
+    assert torch.equal(more.calibration, plain.calibration)
+    assert torch.equal(more.held_out, plain.held_out)
+    assert torch.equal(plain.training, plain.calibration)
+    assert torch.equal(more.training, torch.cat([more.calibration, more.further]))
+    assert len(more.further) == 20
+    rows = [tuple(row.tolist()) for row in torch.cat([more.training, more.held_out])]
+    assert len(set(rows)) == 28
+    every = load_calibration(str(path), tokenizer, 5, 31, held_out=3, further=10**6)
+    assert len(every.training) + 3 == 12000 // 30  # characters; a sequence begins with the BOS token
+
+
 def test_the_number_of_held_out_sequences_can_be_set(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "some.txt"
     path.write_text(numbers(100))

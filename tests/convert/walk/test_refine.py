@@ -245,18 +245,9 @@ def test_learning_rates_by_width():
     assert [default_lr(width) for width in (64, 256, 1024, 4096)] == pytest.approx([0.05, 0.05, 0.025, 0.0125])
 
 
-def test_the_last_hundred_steps_of_auto_fall_from_three_tenths_to_zero():
-    found = run_auto([0.989, 0.9792, 0.9792, *[0.9792] * 20])  # gains 1.1 %, 0.99 %: the second ends the level
-    assert found == pytest.approx([*[1.0] * 100, *[0.3] * 50, *(0.3 * (1 - done / 100) for done in range(100))])
-
-
-def test_auto_goes_on_while_rounds_gain_one_percent_then_lowers_the_rate_and_settles():
-    found = run_auto([0.5, 0.4, 0.399, *[0.399] * 20])
-    assert found[: 3 * ROUND] == [1.0] * (3 * ROUND)
-    assert found[3 * ROUND : 4 * ROUND] == [pytest.approx(found[3 * ROUND])] * ROUND
-    assert 0 < found[-1] < found[3 * ROUND] < 1
-    assert found == sorted(found, reverse=True)
-    assert len(found) < 8 * ROUND
+def test_the_last_hundred_steps_of_auto_fall_to_zero():
+    found = run_auto([0.969, 0.941, *[0.941] * 20])  # gains 3.1 %, 2.9 %: the second is the last at the full rate
+    assert found == pytest.approx([*[1.0] * 100, *(1 - done / 100 for done in range(100))])
 
 
 def test_auto_stops_at_its_cap():
@@ -270,7 +261,7 @@ def test_auto_refines_until_it_has_settled(tiny_family, monkeypatch):
     told = []
     refined = refine_layer(step, tensors, task_of(plan, progress=lambda layer, done, error: told.append(done)))
     assert told[: refined.steps // ROUND + 1] == list(range(0, refined.steps + 1, ROUND))
-    assert 4 * ROUND <= refined.steps <= 250
+    assert 3 * ROUND <= refined.steps <= 250
     assert refined.after < 0.9 * refined.before
 
 
