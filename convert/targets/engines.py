@@ -44,7 +44,7 @@ ENGINES = (
         "model_executor/layers/attention/mla_attention.py (sizes of the cache), v1/attention/backends/mla/prefill/"
         "flash_attn.py (sizes of heads), v1/attention/backends/mla/cpu_mla.py and amx_mla.py (512+64 only), "
         "model_executor/models/transformers/base.py (layout free)",
-        ("free", "engine"),
+        ("fold", "free", "engine"),
     ),
     Engine(
         "SGLang",

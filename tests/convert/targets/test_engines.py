@@ -223,7 +223,7 @@ def test_inspection_proposes_the_splits_that_engines_serve():
     assert proposed[0].endswith("transformers, vLLM*, SGLang*, llama.cpp, mlx-lm")
     assert "  * by the sources of this engine, not run" in text.splitlines()
     assert next(line for line in text.splitlines() if line.startswith("  --to mqa")).endswith(
-        "transformers, vLLM*, SGLang*, llama.cpp, mlx-lm"
+        "transformers, vLLM, SGLang*, llama.cpp, mlx-lm"
     )
     ranks = text.split("elements on each of N ranks")[1]
     assert next(line for line in ranks.splitlines() if "--to gqa --kv-heads 4" in line).split()[-4:] == [
