@@ -24,6 +24,13 @@ EXPERTS: dict[str, Any] = {
     "decoder_sparse_step": 2,
     "mlp_only_layers": [1],
 }
+GROWING: dict[str, Any] = {  # queries grow from position 16 on
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.5,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 8},
@@ -51,17 +58,48 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8},
     "cohere": {"use_qk_norm": True, "attention_bias": True},
     "nemotron": {"attention_bias": True, "mlp_bias": True},
+    "apertus": {"attention_bias": True},
+    "arcee": {"attention_bias": True, "mlp_bias": True},
+    "cohere2": {"attention_bias": True, "sliding_window": 8, "sliding_window_pattern": 2},
+    "cwm": {"sliding_window": 8, "head_dim": 16, "layer_types": ["full_attention", "sliding_attention"]},
+    "ernie4_5": {"head_dim": 16, "use_bias": True},
+    "exaone4": {"sliding_window": 8, "sliding_window_pattern": 2},
+    "glm": {"head_dim": 16, "attention_bias": True},
+    "glm4": {"head_dim": 16, "attention_bias": True},
+    "helium": {"head_dim": 8, "attention_bias": True, "mlp_bias": True},
+    "hunyuan_v1_dense": {"head_dim": 16, "attention_bias": True},
+    "hyperclovax": {
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.7,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "mlp_bias": True,
+    },
+    "internlm3": {"head_dim": 16, "attention_bias": True, "mlp_bias": True},
+    "iquestcoder": {"head_dim": 16},
+    "jais2": {},
+    "ministral": {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "ministral3": {"head_dim": 16, "sliding_window": 8, "rope_parameters": GROWING},
+    "olmo3": {"attention_bias": True, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "seed_oss": {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True},
+    "vaultgemma": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24},
 }
+
+
+def tiny_config(name: str, changes: dict[str, Any]) -> Any:
+    """The stock config of the tiny model of family ``name``."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(name, **{**SIZES, **FAMILIES[name], **changes})
 
 
 def make_tiny(name: str, folder: Path, changes: dict[str, Any]) -> None:
     """Saves a random model of family ``name`` in float32, none of its norms and biases at the value it starts from."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(17)
-    config = AutoConfig.for_model(name, **{**SIZES, **FAMILIES[name], **changes})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(tiny_config(name, changes), dtype=torch.float32)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if "norm" in path or path.endswith("bias"):

@@ -158,6 +158,11 @@ def _latent_plan(
 
 
 def _fold_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
+    if model.qk_norm is not None and model.qk_norm.after_rotary and request.resolved_method == "principal":
+        raise InputError(
+            f"--method principal: {model.family.model_type} normalizes queries and keys after their rotary embedding, "
+            "where keys of two heads cannot be weighed against each other; use --method mean, with --refine auto"
+        )
     kv_heads = 1 if request.kv_heads is None else request.kv_heads
     check_kv_heads(kv_heads, model.geometry, request.allow_growth)
     layout = folded_layout(model, checkpoint, kv_heads, roles=_roles(request), dtype=_stored_dtype(request))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.errors import InputError
+from kvfold.convert.families.refusals import REASONS
 from kvfold.convert.families.schema import Family, parse_family, read_table
 from kvfold.convert.families.values import TYPES
 
@@ -39,6 +40,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
             f"config.json: model_type {model_type!r} is not supported: it wraps a language model "
             f"({', '.join(towers)}); expected a plain decoder of one of: {known}"
         )
+    if reason := REASONS.get(str(model_type)):
+        raise InputError(f"config.json: model_type {model_type!r} is not supported: {reason}")
     if model_type not in supported():
         raise InputError(f"config.json: model_type {model_type!r} is not supported; expected one of: {known}")
     family = load_family(model_type)
@@ -49,7 +52,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
 def _check_architecture(family: Family, architectures: Any) -> None:
     if architectures is not None and not TYPES["texts"][1](architectures):
         raise InputError(f"config.json: architectures must be {TYPES['texts'][0]}, found {architectures!r}")
-    if architectures and family.architecture.casefold() not in {item.casefold() for item in architectures}:
+    known = {name.casefold() for name in (family.architecture, *family.also)}
+    if architectures and not known & {item.casefold() for item in architectures}:
         raise InputError(
             f"config.json: architectures is {architectures!r}; for model_type {family.model_type!r} "
             f"{family.architecture} was expected: other heads are not supported"

@@ -6,7 +6,7 @@ from typing import Literal
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.expressions import evaluate
-from kvfold.convert.families.rope import number_above_0, rotary_dims
+from kvfold.convert.families.rope import number_above_0, query_growth, rotary_dims
 from kvfold.convert.families.values import Values
 
 _LAYER_TYPES = (None, "full_attention", "sliding_attention")
@@ -33,6 +33,7 @@ class Layer:
 
     ``scale`` multiplies q . k; ``window`` is the number of positions back that a query sees, None: all.
     ``softcap`` c turns scores s into ``c tanh(s / c)``; ``clip`` bounds q, k and v elements after projection (olmo).
+    ``growth`` g multiplies the queries at position t by ``1 + g log(1 + floor(t / original context))`` (Llama 4).
     """
 
     index: int
@@ -44,6 +45,7 @@ class Layer:
     clip: float | None
     causal: bool
     sparse: bool  # a mixture of experts instead of one MLP
+    growth: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,10 @@ def geometry_of(values: Values) -> Geometry:
 def layer_values(values: Values, index: int) -> Values:
     """``values`` with ``layer``, ``layer_type`` and ``sparse`` (experts instead of one MLP) of a layer added."""
     family, values = values.family, values.with_names(layer=index)
-    layer_type = evaluate(family.attention.layer_type, values)
+    try:
+        layer_type = evaluate(family.attention.layer_type, values)
+    except TypeError as error:  # a pattern in words, which the class itself cannot read without layer_types
+        raise InputError(f"config.json: layer_types is missing, and the pattern that stands for it: {error}") from None
     if layer_type not in _LAYER_TYPES:
         raise InputError(
             f"config.json: layer {index} is {layer_type!r}; model_type {family.model_type!r} is supported with "
@@ -124,6 +129,7 @@ def layer_of(values: Values) -> Layer:
         clip=evaluate(attention.clip, values),
         causal=bool(evaluate(attention.causal, values)),
         sparse=values["sparse"],
+        growth=query_growth(values, values["layer_type"]),
     )
 
 

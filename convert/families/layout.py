@@ -107,6 +107,7 @@ def _read_norm(norm: Norm, module: str, role: str, shape: tuple[int, int], eps: 
         offset=norm.offset,
         extent="flat" if norm.extent == "flat" else "head",
         shared=norm.extent == "shared",
+        after_rotary=norm.after_rotary,
     )
 
 

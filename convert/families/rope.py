@@ -69,7 +69,7 @@ def _stated_table(values: Values, layer_type: str | None) -> dict[str, Any]:
     new, old = _mapping(config, "rope_parameters"), _mapping(config, "rope_scaling")
     of_type = (rotary.by_type or {}).get(layer_type or "")
     if of_type is None:
-        table = {**(old or new)}
+        table = {**(old or new or rotary.table or {})}
         table.setdefault("rope_theta", config.get("rope_theta") or rotary.theta)
         if config.get("partial_rotary_factor") is not None:
             table.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
@@ -77,7 +77,7 @@ def _stated_table(values: Values, layer_type: str | None) -> dict[str, Any]:
     table = {**_mapping(new, layer_type or "")}
     if of_type.scaled:
         table.update(old)
-    table.setdefault("rope_theta", config.get(of_type.key) or of_type.theta)
+    table.setdefault("rope_theta", (of_type.key and config.get(of_type.key)) or of_type.theta)
     return table
 
 
@@ -96,6 +96,13 @@ def _default_original_positions(values: Values, table: dict[str, Any]) -> None:
     if (positions := values.config.get(key, values.family.rotary.original_positions)) is not None:
         table[key] = positions
     table.setdefault(key, evaluate(values.family.sizes.positions, values))
+
+
+def query_growth(values: Values, layer_type: str | None) -> float:
+    """``growth`` of ``Layer``, which stands among the rope parameters; 0 for classes without it."""
+    key = values.family.rotary.query_growth
+    table = {} if key is None else rope_table(values, layer_type)
+    return checked_number(table, key) if key is not None and table.get(key) else 0.0
 
 
 def rotary_fraction(values: Values, table: Mapping[str, Any]) -> float:

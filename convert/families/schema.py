@@ -49,7 +49,7 @@ class Norm:
     """The norms on queries and keys. ``extent`` says what one stored tensor covers:
 
     ``shared`` [D], one row for all heads; ``head`` [heads, D]; ``flat`` [heads * D], normalized over all heads at once;
-    ``per_head`` one [D] tensor per head, whose name holds ``{head}``.
+    ``per_head`` one [D] tensor per head, whose name holds ``{head}``. ``after_rotary``: behind the rotary embedding.
     """
 
     q: str
@@ -60,6 +60,7 @@ class Norm:
     bias: bool = False
     offset: float = 0.0
     when: Expression = True
+    after_rotary: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class RopeOfType:
     """The rotary embedding of one layer type: base frequency, the older config key for it, whether scaling applies."""
 
     theta: float
-    key: str
+    key: str | None
     scaled: bool
 
 
@@ -99,7 +100,9 @@ class Rope:
 
     ``rotates`` is evaluated per layer. ``by_type``: layer types with a rotary embedding of their own. ``renamed``: rope
     types that the class reads as another. ``original_positions``: the class's default of the config key
-    ``original_max_position_embeddings``, where it has one.
+    ``original_max_position_embeddings``, where it has one. ``table``: the class's default of ``rope_parameters``, where
+    it is more than ``theta``. ``query_growth``: the key of the rope parameters by which queries grow with
+    their position.
     """
 
     style: Literal["half", "interleaved"]
@@ -109,6 +112,8 @@ class Rope:
     by_type: Mapping[str, RopeOfType] | None = None
     renamed: Mapping[str, str] | None = None
     original_positions: int | None = None
+    table: Mapping[str, Any] | None = None
+    query_growth: str | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,7 @@ class Tolerated:
 
 @dataclass(frozen=True)
 class Family:
-    """One model type, as its file says."""
+    """One model type, as its file says. ``also``: other names of ``architecture`` in published files."""
 
     model_type: str
     architecture: str
@@ -162,6 +167,7 @@ class Family:
     block: BlockSpec
     tensors: Mapping[str, TensorSpec]  # by role, such as embedding, gate, final_norm
     tolerated: tuple[Tolerated, ...]
+    also: tuple[str, ...] = ()
 
 
 T = TypeVar("T")

@@ -23,6 +23,7 @@ TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "number": ("a number", _number),
     "flag": ("true or false", lambda value: isinstance(value, bool)),
     "text": ("a string", lambda value: isinstance(value, str)),
+    "pattern": ("a whole number or a string", lambda value: isinstance(value, str) or (_whole(value) and value >= 0)),
     "counts": ("a list of whole numbers", lambda value: isinstance(value, list) and all(map(_whole, value))),
     "texts": ("a list of strings", lambda value: isinstance(value, list) and all(isinstance(i, str) for i in value)),
 }

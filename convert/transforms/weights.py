@@ -15,12 +15,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """A norm on queries or keys, between projection and rotary embedding.
+    """A norm on queries or keys, between projection and rotary embedding unless ``after_rotary``.
 
     ``weight`` and ``bias`` are ``[heads, D]`` whatever the file holds (a shared ``[D]`` is repeated on reading and
     stored once again on writing). ``extent`` says over what a vector is normalized: each head alone, or the flat
     ``heads * D`` vector of all heads together. ``shared`` says that the file holds one row for all heads.
-    The gain applied is ``weight + offset`` (gemma stores the gain minus one).
+    The gain applied is ``weight + offset`` (gemma stores the gain minus one). ``after_rotary``: the norm follows the
+    rotary embedding; its gain then belongs to rotated dims, and no linear map in front of it can stand for it.
     """
 
     kind: Literal["rms", "layer"]
@@ -30,6 +31,7 @@ class HeadNorm:
     offset: float = 0.0
     extent: Literal["head", "flat"] = "head"
     shared: bool = False
+    after_rotary: bool = False
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "HeadNorm":
         """The same norm with ``change`` (a cast, a choice of heads) applied to its weight and its bias."""

@@ -82,6 +82,8 @@ def _attention_problems(model: Model) -> Iterator[str]:
         yield "caps its scores softly, the stock MLA class does not"
     if any(layer.clip is not None for layer in layers):
         yield "clips queries, keys and values, the stock MLA class does not"
+    if any(layer.growth for layer in layers):
+        yield "multiplies queries by a factor that grows with their position, the stock MLA class does not"
     if not all(layer.causal for layer in layers):
         yield "attends in both directions, the stock MLA class only backwards"
 

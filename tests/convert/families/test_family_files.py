@@ -10,7 +10,7 @@ import pytest
 from helpers.processes import run_python
 
 from kvfold.convert.families import expressions, schema
-from kvfold.convert.families.family import load_family, supported
+from kvfold.convert.families.family import family_of, load_family, supported
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.families.values import TYPES, Values
@@ -20,6 +20,8 @@ FOLDER = Path(schema.__file__).parent
 PROMISED = [
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
     *("phi", "phi3", "olmo", "olmo2", "stablelm", "starcoder2", "granite", "smollm3", "cohere", "nemotron"),
+    *("apertus", "arcee", "cohere2", "cwm", "ernie4_5", "exaone4", "glm", "glm4", "helium", "hunyuan_v1_dense"),
+    *("hyperclovax", "internlm3", "iquestcoder", "jais2", "ministral", "ministral3", "olmo3", "seed_oss", "vaultgemma"),
 ]
 
 
@@ -166,6 +168,7 @@ def test_every_key_of_every_file_is_read(name, tiny_family, monkeypatch):
     ask_everything(family, config)
     ask_everything(family, {**config, "tie_word_embeddings": True, "layer_types": None})
     Model(family, {**config, "rope_scaling": {"type": "yarn"}}).rope_table()
+    Model(family, {key: value for key, value in config.items() if not key.startswith("rope_")}).rope_table()
     optional = {key for key in data["config"] if {"default", "otherwise"} & data["config"][key].keys()}
     absent = optional - {"num_key_value_heads"}
     ask_everything(family, {key: value for key, value in config.items() if key not in absent})
@@ -204,8 +207,7 @@ def ask_everything(family: schema.Family, config: dict) -> None:
 
     from kvfold.convert.families.layout import read_layer, write_layer
 
-    assert family.model_type
-    assert family.architecture
+    assert family_of(config).model_type == family.model_type
     model = Model(family, config)
     _ = model.block, model.names
     model.kv_config(1)

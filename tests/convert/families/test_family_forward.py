@@ -72,8 +72,16 @@ class Decoder:
             y = torch.einsum("bte,hde->bthd", x, weight) + (0 if bias is None else bias)
             return y if how.clip is None else y.clamp(-how.clip, how.clip)
 
-        q = rotate(head_norm(project(weights.q, weights.q_bias), weights.q_norm), rotary)
-        k = rotate(head_norm(project(weights.k, weights.k_bias), weights.k_norm), rotary)
+        def placed(x: Tensor, norm) -> Tensor:
+            after = norm is not None and norm.after_rotary
+            return head_norm(rotate(x, rotary), norm) if after else rotate(head_norm(x, norm), rotary)
+
+        q = placed(project(weights.q, weights.q_bias), weights.q_norm)
+        k = placed(project(weights.k, weights.k_bias), weights.k_norm)
+        if how.growth:
+            original = self.model.rope_table()["original_max_position_embeddings"]
+            steps = torch.floor(torch.arange(x.shape[1]) / original)
+            q = q * (1 + how.growth * torch.log(1 + steps))[:, None, None]
         v = project(weights.v, weights.v_bias)
         k, v = (y.repeat_interleave(weights.heads // weights.kv_heads, 2) for y in (k, v))
         scores = torch.einsum("bthd,bshd->bhts", q, k) * how.scale
@@ -88,6 +96,8 @@ class Decoder:
         if self.model.layers[layer].sparse:
             return self.stock.model.layers[layer].mlp(x)
         act = ACT2FN[self.block.activation]
+        if self.block.activation == "xielu":  # it has parameters
+            act = self.stock.model.layers[layer].mlp.act_fn
         if self.block.mlp == "plain":
             return self.linear(act(self.linear(x, "up", layer)), "down", layer)
         if self.block.mlp == "gated_fused":

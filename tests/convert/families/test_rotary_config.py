@@ -75,13 +75,14 @@ def test_every_family_rotates_as_its_stock_class(name, tiny_family):
     stock = AutoModelForCausalLM.from_pretrained(folder)
     for layer in range(model.geometry.layers):
         how, rotary = model.layers[layer], layer_rotary(model, layer)
-        prefix = f"{how.type}_" if name == "gemma3_text" else ""
-        if not getattr(stock.model.layers[layer].self_attn, "use_rope", True):
+        prefix = f"{how.type}_" if model.family.rotary.by_type else ""
+        if not how.rotates:  # which layers do is tested by their forward
             assert rotary.dims == 0
             continue
         frequencies = getattr(stock.model.rotary_emb, f"{prefix}inv_freq")
         torch.testing.assert_close(rotary.theta, frequencies.double(), **FREQUENCIES)
-        assert rotary.amplitude == 1.0
+        amplitude = getattr(stock.model.rotary_emb, f"{prefix}attention_scaling")
+        assert rotary.amplitude == pytest.approx(amplitude, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", supported())
@@ -92,7 +93,13 @@ def test_without_a_word_in_the_config_the_class_decides(name):
     model = model_of(config)
     for layer in range(2):
         kind = model.layers[layer].type
-        table = stock.rope_parameters[kind] if name == "gemma3_text" else stock.rope_parameters
+        if not model.layers[layer].rotates:
+            continue
+        table = stock.rope_parameters[kind] if model.family.rotary.by_type else stock.rope_parameters
+        if table["rope_type"] != "default":
+            expected, _ = ROPE_INIT_FUNCTIONS[table["rope_type"]](stock, None)
+            torch.testing.assert_close(layer_rotary(model, layer).theta, expected.double(), **FREQUENCIES)
+            continue
         dims = int(64 * table.get("partial_rotary_factor", 1.0))
         expected = table["rope_theta"] ** -(torch.arange(0, dims, 2, dtype=torch.float64) / dims)
         torch.testing.assert_close(layer_rotary(model, layer).theta, expected)
