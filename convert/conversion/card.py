@@ -43,7 +43,7 @@ Cache in KV-cache elements per token per layer, on one device.
 
 ## How it was made
 
-{method}.{refined}{polished}
+{method}.{refined}{polished}{made_of}
 Everything else is the source's, {rest}. `kvfold.json` holds the request, the versions, a hash of the source and where
 each tensor came from.
 """
@@ -71,6 +71,13 @@ _REFINED = """
 Then each layer's attention was refined to reproduce the source's residual stream on the calibration text, no labels."""
 _POLISHED = """
 Then all of it was trained together for {steps} steps to give the source's next-token distributions there, no labels."""
+
+
+def _rest(plan: Plan) -> str:
+    """How tensors that no transform touches are stored."""
+    if plan.request.dtype != "auto" or plan.checkpoint.made_of:
+        return f"stored as {plan.layout.config['dtype']}"
+    return "byte for byte"
 
 
 def _usage(plan: Plan) -> str:
@@ -123,7 +130,8 @@ def model_card(plan: Plan, record: Mapping[str, Any]) -> str:
         method=_METHODS[plan.request.resolved_method],
         refined=_REFINED if plan.request.refine else "",
         polished=_POLISHED.format(steps=record["polish"]["kept"]) if record.get("polish", {}).get("kept") else "",
-        rest="byte for byte" if plan.request.dtype == "auto" else f"stored as {plan.request.dtype}",
+        made_of="".join(f"\nThe source: {line}." for line in plan.checkpoint.made_of),
+        rest=_rest(plan),
     )
 
 

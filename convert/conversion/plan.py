@@ -9,7 +9,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.tensors import Role
-from kvfold.convert.io.checkpoint import Checkpoint
+from kvfold.convert.io.checkpoint import Checkpoint, Reading
 from kvfold.convert.io.shards import Shard, assign_shards
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.targets.engines import Verdict, alternatives, verdicts
@@ -23,6 +23,7 @@ from kvfold.convert.targets.same_family import (
     attention_label,
     cache_elements,
     folded_layout,
+    stored_dtype,
 )
 from kvfold.convert.targets.target import TargetLayout
 
@@ -117,15 +118,24 @@ class Plan:
         return shutil.disk_usage(existing).free
 
     def origins(self) -> dict[str, tuple[str, tuple[str, ...]]]:
-        """For every output tensor ``copied``, ``cast`` or the method, and the source tensors that it is made from."""
+        """For every output tensor how it came about, and the source tensors that it is made from.
+
+        ``copied``, ``cast``, ``dequantized`` and so on, or the method.
+        """
         names: dict[str, tuple[str, tuple[str, ...]]] = {}
         for tensor in self.layout.tensors:
             if tensor.source is not None:
-                changed = tensor.dtype != self.checkpoint.tensors[tensor.source].dtype
-                names[tensor.name] = ("cast" if changed else "copied", (tensor.source,))
+                info = self.checkpoint.tensors[tensor.source]
+                kind = "cast" if tensor.dtype != info.dtype else "copied"
+                names[tensor.name] = (info.made or kind, (tensor.source,))
         for layer, computed in enumerate(self.layout.computed):
             names.update({name: (self.request.resolved_method, self.read_names(layer)) for name in computed})
         return {tensor.name: names[tensor.name] for tensor in self.layout.tensors}
+
+
+def reading(request: ConvertRequest) -> Reading:
+    """How the source of ``request`` is read: dequantized weights in the dtype that they will be stored in."""
+    return Reading(dtype=stored_dtype("BF16", _stored_dtype(request)))
 
 
 def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:

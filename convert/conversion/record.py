@@ -35,7 +35,11 @@ def record(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
         "format": 3,
         "request": plan.request.result_options(),
         "versions": versions(),
-        "source": {"name": plan.source_name, "sha256": plan.checkpoint.source_hash()},
+        "source": {
+            "name": plan.source_name,
+            "sha256": plan.checkpoint.source_hash(),
+            **({"made_of": list(plan.checkpoint.made_of)} if plan.checkpoint.made_of else {}),
+        },
         "attention": {"from": plan.source_kind, "to": plan.layout.kind},
         "cache_elements_per_token_per_layer": {"from": plan.cache_elements, "to": plan.layout.cache_elements},
         "cache_elements_per_rank": {"from": folded_result(plan.model).per_rank(), "to": plan.result.per_rank()},
@@ -112,6 +116,7 @@ def plan_text(plan: Plan) -> str:
     before = plan.checkpoint.tensors
     lines = [
         headline(plan),
+        *(f"source: {line}" for line in plan.checkpoint.made_of),
         *filter(None, [padding_text(plan)]),
         f"tensors: {len(plan.layout.tensors) - len(computed)} copied, {len(computed)} computed; in layer 0:",
         *(

@@ -15,7 +15,7 @@ from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, resumable
 from kvfold.convert.conversion.memory import check_memory, scratch_bytes
 from kvfold.convert.conversion.method import Measured, Method
-from kvfold.convert.conversion.plan import Plan, make_plan
+from kvfold.convert.conversion.plan import Plan, make_plan, reading
 from kvfold.convert.conversion.record import (
     engine_cost,
     engines_text,
@@ -77,7 +77,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     is written).
     """
     started = time.monotonic()
-    checkpoint = open_checkpoint(request.model)
+    checkpoint = open_checkpoint(request.model, reading(request))
     try:
         plan = make_plan(request, checkpoint)
         if request.dry_run:

@@ -9,30 +9,30 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.io import folder as folders
 from kvfold.convert.io import hub
 from kvfold.convert.io.headers import Header, TensorInfo
+from kvfold.convert.io.quantized.dense import check_libraries, dequantized, plain_problems, quantization
+from kvfold.convert.io.reader import NoReader, Reader, SafetensorsReader, Weights
 from kvfold.convert.io.unchanged import FileState, changed_files, file_states
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "TensorInfo", "open_checkpoint", "open_headers"]
+__all__ = ["Checkpoint", "Reading", "TensorInfo", "open_checkpoint", "open_headers"]
 
 
-class Reader(Protocol):
-    """The reader of tensors. ``raw_path`` is None when their bytes are not in a file at ``start`` .. ``end``."""
+@dataclass(frozen=True)
+class Reading:
+    """How a checkpoint is read: ``dtype`` is the safetensors dtype that dequantized weights are given in."""
 
-    def read(self, info: TensorInfo) -> "torch.Tensor": ...
+    dtype: str = "BF16"
 
-    def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]": ...
 
-    def raw_path(self, file: str) -> Path | None: ...
-
-    def close(self) -> None: ...
+_PLAINLY = Reading()
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Checkpoint:
 
     ``tensors`` are in the order of their bytes, file by file. ``aliases`` maps a tensor that shares its storage with an
     earlier one of the same shape to that one (legacy files only; both are in ``tensors``). ``origin`` names the source
-    without a machine path: ``id@commit`` for a hub model, else the folder's name.
+    without a machine path: ``id@commit`` for a hub model, else the folder's name. ``made_of``: what dense weights were
+    made from that are not stored as such, a line for each step.
     """
 
     folder: Path
@@ -52,6 +53,7 @@ class Checkpoint:
     reader: Reader
     aliases: dict[str, str]
     states: dict[Path, FileState] = field(default_factory=dict)  # of every local file, from before it was read
+    made_of: tuple[str, ...] = ()
 
     @property
     def hub_id(self) -> str | None:
@@ -71,9 +73,9 @@ class Checkpoint:
             raise KvfoldError(f"{self.origin}: expected a tensor {name!r}, found none")
         return self.tensors[name]
 
-    def raw_path(self, file: str) -> Path | None:
-        """The file in which the tensors' bytes lie at ``start`` .. ``end``, or None (legacy or remote)."""
-        return self.reader.raw_path(file)
+    def raw_path(self, info: TensorInfo) -> Path | None:
+        """The file in which the tensor's bytes lie at ``start`` .. ``end``, or None (legacy, remote or made)."""
+        return self.reader.raw_path(info)
 
     def source_hash(self) -> str:
         """sha256 over config.json and every file's header: names the checkpoint without reading its weights."""
@@ -106,56 +108,20 @@ class Checkpoint:
         self.reader.close()
 
 
-class _SafetensorsReader:
-    """Reads by position; holds no file open between reads."""
-
-    def __init__(self, paths: dict[str, Path]) -> None:
-        self._paths = paths
-
-    def read(self, info: TensorInfo) -> "torch.Tensor":
-        from kvfold.convert.io.tensors import read_tensor
-
-        return read_tensor(self._paths[info.file], info)
-
-    def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]":
-        from kvfold.convert.io.tensors import read_chunks
-
-        return read_chunks(self._paths[info.file], info, elements)
-
-    def raw_path(self, file: str) -> Path | None:
-        return self._paths[file]
-
-    def close(self) -> None:
-        pass
-
-
-class _NoReader:
-    """Stands for weights that are still on the hub."""
-
-    def read(self, info: TensorInfo) -> "torch.Tensor":
-        raise KvfoldError(f"tensor {info.name!r}: expected local weights to read it from, found headers only")
-
-    def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]":
-        return iter([self.read(info)])
-
-    def raw_path(self, file: str) -> Path | None:
-        return None
-
-    def close(self) -> None:
-        pass
-
-
-def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(model: str | os.PathLike[str], reading: Reading = _PLAINLY) -> Checkpoint:
     """Open a folder or a hub id (``id@revision``; downloaded whole, or taken from the cache) and check every header.
 
-    Raises InputError: no such folder or id, no or bad config.json, quantized, truncated or inconsistent files, links
-    that leave the folder. All problems of the files are reported at once.
+    Quantized weights are seen as the dense ones that they stand for. Raises InputError: no such folder or id, no or bad
+    config.json, truncated or inconsistent files, links that leave the folder, a quantization that is not read here or
+    whose library is not installed. All problems of the files are reported at once.
     """
     place = _locate(model)
-    return _open_folder(place) if isinstance(place, Path) else _open_snapshot(place)
+    checkpoint = _open_folder(place, reading) if isinstance(place, Path) else _open_snapshot(place, reading)
+    check_libraries(checkpoint.reader)
+    return checkpoint
 
 
-def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
+def open_headers(model: str | os.PathLike[str], reading: Reading = _PLAINLY) -> Checkpoint:
     """As ``open_checkpoint``, but of a hub id only config, index and headers are fetched; ``read`` then fails.
 
     A legacy checkpoint on the hub has no headers to fetch and is downloaded whole, as is anything when the hub's
@@ -163,13 +129,13 @@ def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
     """
     place = _locate(model)
     if isinstance(place, Path):
-        return _open_folder(place)
+        return _open_folder(place, reading)
     if not hub.is_offline():
         files = hub.remote_files(place)
         entry, legacy = folders.weight_files(files.names, str(place))
         if not legacy:
-            return _open_remote(files, entry)
-    return _open_snapshot(place)
+            return _open_remote(files, entry, reading)
+    return _open_snapshot(place, reading)
 
 
 def _locate(model: str | os.PathLike[str]) -> Path | hub.HubModel:
@@ -188,16 +154,15 @@ def _locate(model: str | os.PathLike[str]) -> Path | hub.HubModel:
     return named
 
 
-def _open_snapshot(model: hub.HubModel) -> Checkpoint:
+def _open_snapshot(model: hub.HubModel, reading: Reading) -> Checkpoint:
     folder = hub.download(model).resolve()
-    return _open_folder(folder, f"{model.id}@{folder.name}")
+    return _open_folder(folder, reading, f"{model.id}@{folder.name}")
 
 
-def _open_folder(folder: Path, origin: str = "") -> Checkpoint:
+def _open_folder(folder: Path, reading: Reading, origin: str = "") -> Checkpoint:
     names = sorted(os.listdir(folder))
     states = file_states(folder / name for name in (folders.CONFIG, *folders.extra_names(names)))
     config, digest = folders.read_config(folder)
-    folders.raise_problems(folders.quantized_problems(config, [], str(folder)))
     entry, legacy = folders.weight_files(names, str(folder))
     states |= file_states([folder / entry])
     weight_map, files = _weight_map(folder, entry)
@@ -213,22 +178,25 @@ def _open_folder(folder: Path, origin: str = "") -> Checkpoint:
             headers[file] = _read_header(paths[file], file, aliases if legacy else None)
         except InputError as error:
             headers[file] = Header(problems=[error.message])
-    tensors = _checked(entry, weight_map, headers, problems)
-    reader = _legacy_reader(paths) if legacy else _SafetensorsReader(paths)
+    reader = _legacy_reader(paths) if legacy else SafetensorsReader(paths)
+    stored = Weights(config, _checked(config, entry, weight_map, headers, problems), reader)
+    made = dequantized(stored, reading.dtype, str(folder))
     digests = {folders.CONFIG: digest, **{file: header.digest for file, header in headers.items()}}
-    return Checkpoint(folder, config, tensors, origin or folder.name, digests, reader, aliases, states)
+    origin = origin or folder.name
+    return Checkpoint(folder, made.config, made.tensors, origin, digests, made.reader, aliases, states, made.made_of)
 
 
-def _open_remote(files: hub.RemoteFiles, entry: str) -> Checkpoint:
+def _open_remote(files: hub.RemoteFiles, entry: str, reading: Reading) -> Checkpoint:
     folder = files.folder.resolve()
     config, digest = folders.read_config(folder)
-    folders.raise_problems(folders.quantized_problems(config, [], str(files.model)))
     weight_map, shards = _weight_map(folder, entry)
     headers = hub.remote_headers(files, shards)
     problems = folders.stray_shards(files.names, entry, weight_map) if weight_map else []
-    tensors = _checked(entry, weight_map, headers, problems)
+    stored = Weights(config, _checked(config, entry, weight_map, headers, problems), NoReader())
+    made = dequantized(stored, reading.dtype, str(files.model))
     digests = {folders.CONFIG: digest, **{file: header.digest for file, header in headers.items()}}
-    return Checkpoint(folder, config, tensors, f"{files.model.id}@{files.commit}", digests, _NoReader(), {})
+    origin = f"{files.model.id}@{files.commit}"
+    return Checkpoint(folder, made.config, made.tensors, origin, digests, made.reader, {}, made_of=made.made_of)
 
 
 def _read_header(path: Path, file: str, aliases: dict[str, str] | None) -> Header:
@@ -255,12 +223,15 @@ def _weight_map(folder: Path, entry: str) -> tuple[dict[str, str], list[str]]:
 
 
 def _checked(
-    entry: str, weight_map: dict[str, str], headers: dict[str, Header], problems: list[str]
+    config: dict[str, Any], entry: str, weight_map: dict[str, str], headers: dict[str, Header], problems: list[str]
 ) -> dict[str, TensorInfo]:
-    """All tensors, when files and index agree and nothing is quantized; InputError with every problem otherwise."""
+    """All tensors, when files and index agree; InputError with every problem otherwise.
+
+    Quantized tensors are a problem where the config does not say how they are quantized.
+    """
     problems = [*problems, *(problem for header in headers.values() for problem in header.problems)]
     if weight_map:
         problems += folders.index_problems(entry, weight_map, headers)
     tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
-    folders.raise_problems([*problems, *folders.quantized_problems({}, tensors.values(), "")])
+    folders.raise_problems([*problems, *([] if quantization(config) else plain_problems(tensors))])
     return tensors

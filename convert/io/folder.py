@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kvfold.convert.errors import InputError, first_line
-from kvfold.convert.io.headers import Header, TensorInfo, parse_header
+from kvfold.convert.io.headers import Header, parse_header
 
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -196,27 +196,3 @@ def read_header(path: Path, file: str) -> Header:
             return parse_header(file, size, lambda start, length: os.pread(handle.fileno(), length, start))
     except OSError as error:
         raise InputError(f"{path}: expected to be able to read it, found: {error.strerror}") from None
-
-
-def quantized_problems(config: dict[str, Any], tensors: Iterable[TensorInfo], where: str) -> list[str]:
-    """Problems: quantized weights, shown by the config or by the dtypes."""
-    advice = "convert the unquantized weights, then quantize the result"
-    for key in ("quantization_config", "compression_config"):
-        if config.get(key):
-            value = config[key]
-            method = value.get("quant_method", "unnamed") if isinstance(value, dict) else value
-            return [f"{where}: quantized checkpoint ({key}, method {method!r}); expected plain weights: {advice}"]
-    quantized = [tensor for tensor in tensors if _is_quantized(tensor)]
-    expected = "expected F16, BF16, F32 or F64"
-    return [
-        f"{tensor.file}: tensor {tensor.name!r} is quantized: {expected}, found {tensor.dtype}; {advice}"
-        for tensor in quantized
-    ]
-
-
-def _is_quantized(tensor: TensorInfo) -> bool:
-    """Low-precision floats always; integers only as weights (masks and positions are integer buffers)."""
-    if tensor.dtype == "F4" or tensor.dtype.startswith(("F8_", "F6_")):
-        return True
-    packed = (".weight", ".qweight", ".qzeros", ".weight_packed", ".SCB")
-    return tensor.dtype[0] in "IU" and tensor.name.endswith(packed)

@@ -49,7 +49,8 @@ PREFIX = 8
 class TensorInfo:
     """One stored tensor. ``start`` and ``end`` are absolute byte positions in ``file`` (a name relative to the folder).
 
-    In a legacy pickle, whose layout is torch's business, they only give the order of the tensors.
+    In a legacy pickle, whose layout is torch's business, and for a tensor that is ``made`` (``dequantized``,
+    ``merged``) of what the files hold, they only give the order of the tensors.
     """
 
     name: str
@@ -58,6 +59,7 @@ class TensorInfo:
     file: str
     start: int
     end: int
+    made: str = ""
 
     @property
     def nbytes(self) -> int:

@@ -8,6 +8,7 @@ import torch
 
 from kvfold.convert.errors import first_line
 from kvfold.convert.io.headers import Header, TensorInfo
+from kvfold.convert.io.reader import flat_chunks
 from kvfold.convert.io.tensors import TORCH_DTYPES, dtype_name
 
 
@@ -23,10 +24,9 @@ class LegacyReader:
         return self._tensor(info).detach().clone(memory_format=torch.contiguous_format)
 
     def chunks(self, info: TensorInfo, elements: int) -> Iterator[torch.Tensor]:
-        flat = self._tensor(info).detach().reshape(-1)
-        return (flat[start : start + elements] for start in range(0, flat.numel(), elements))
+        return flat_chunks(self._tensor(info), elements)
 
-    def raw_path(self, file: str) -> Path | None:
+    def raw_path(self, info: TensorInfo) -> Path | None:
         return None
 
     def close(self) -> None:

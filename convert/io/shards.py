@@ -43,11 +43,12 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Move:
-    """A source tensor and where it goes."""
+    """A source tensor and where it goes; ``raw`` is the file whose bytes are copied, None where they are not."""
 
     place: _Place
     info: TensorInfo
     cast: bool
+    raw: Path | None
 
 
 class ShardWriter:
@@ -126,9 +127,10 @@ class ShardWriter:
 
         Copying waits for the disk and computing for the processor: together they take little longer than the slower of
         them. The block's error stops the copy; the copy's is raised by the next ``write`` or when the block ends.
-        ``progress`` is called from another thread. Legacy sources, which keep a file in memory, are copied afterwards.
+        ``progress`` is called from another thread. Sources with tensors that are made in memory (of legacy files, or
+        dequantized) are copied afterwards.
         """
-        if any(checkpoint.raw_path(file) is None for file in {info.file for info in checkpoint.tensors.values()}):
+        if any(checkpoint.raw_path(info) is None for info in checkpoint.tensors.values()):
             yield
             self.copy_rest(checkpoint, progress)
             return
@@ -193,18 +195,17 @@ class ShardWriter:
         if info.shape != tensor.shape or (cast and not {info.dtype, tensor.dtype} <= FLOAT_DTYPES):
             actual = f"{info.dtype} {info.shape} in {info.file}"
             raise KvfoldError(f"tensor {tensor.name!r}: expected {tensor.dtype} {tensor.shape}, found {actual}")
-        return _Move(place, info, cast)
+        return _Move(place, info, cast, None if cast else checkpoint.raw_path(info))
 
     def _copy_run(self, run: list[_Move], checkpoint: Checkpoint, progress: OnBytes) -> None:
         first, last = run[0], run[-1]
         target = self._files[first.place.shard]
-        raw = None if first.cast else checkpoint.raw_path(first.info.file)
         with self._naming(first.place.shard):
-            if raw is None:
+            if first.raw is None:
                 for move in run:
                     _copy_chunks(move, checkpoint, target, progress)
             else:
-                _copy_bytes(raw, first, last.info.end, target, progress)
+                _copy_bytes(first.raw, first, last.info.end, target, progress)
         self.written.update(move.place.tensor.name for move in run)
 
 
@@ -227,7 +228,7 @@ def _runs(moves: list[_Move]) -> Iterator[list[_Move]]:
 def _follows(before: _Move, after: _Move) -> bool:
     same_files = (before.info.file, before.place.shard) == (after.info.file, after.place.shard)
     touching = before.info.end == after.info.start and before.place.end == after.place.start
-    return same_files and touching and not before.cast and not after.cast
+    return same_files and touching and before.raw is not None and after.raw is not None
 
 
 def _copy_bytes(path: Path, first: _Move, end: int, target: int, progress: OnBytes) -> None:

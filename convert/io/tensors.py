@@ -24,6 +24,9 @@ TORCH_DTYPES = {
     "I64": torch.int64,
     "F64": torch.float64,
     "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 

@@ -13,9 +13,15 @@ from kvfold.convert.io.checkpoint import Checkpoint
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """A causal language model in ``dtype``. Raises InputError when transformers cannot load it."""
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     with _loading(checkpoint):
+        if checkpoint.made_of:  # the files hold something else than the model's tensors
+            config = CONFIG_MAPPING[checkpoint.config["model_type"]].from_dict(checkpoint.config)
+            tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            return model.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
         return AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=dtype, trust_remote_code=trust_remote_code)
 
 

@@ -45,6 +45,10 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
         raise InputError("uptraining needs accelerate, which is not installed: pip install 'kvfold[train]'")
     source = open_checkpoint(request.model)
     try:
+        if source.made_of:
+            raise InputError(
+                f"{source.origin}: expected plain weights to train, found {source.made_of[0]}; convert it first"
+            )
         check_output(request.out, overwrite=request.overwrite, model=source.folder)
         beside = read_side_files(source)
         config = load_config(source, request.trust_remote_code)

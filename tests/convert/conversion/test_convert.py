@@ -260,9 +260,9 @@ def test_missing_and_unknown_models(tmp_path, model):
 
 def test_quantized_checkpoints(tmp_path, model):
     config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq"}
+    config["quantization_config"] = {"quant_method": "aqlm"}
     (model / "config.json").write_text(json.dumps(config))
-    assert "quantized checkpoint (quantization_config, method 'gptq')" in refused(model, tmp_path / "out")
+    assert "quantized checkpoint (quantization_config, method 'aqlm')" in refused(model, tmp_path / "out")
 
 
 def test_truncated_file_and_missing_shard(tmp_path, model):
