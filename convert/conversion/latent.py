@@ -7,13 +7,14 @@ are in a scratch folder beside the shards; in memory are small tables only.
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import torch
 
 from kvfold.convert.conversion.journal import Journal
-from kvfold.convert.conversion.latent_layer import DAMPERS, SHARE, Candidate, Survey, latent_layer
+from kvfold.convert.conversion.latent_layer import DAMPERS, NORMS, SHARE, Candidate, Survey, latent_layer
 from kvfold.convert.conversion.method import Converted, Method, Notes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.refinement import refinement_record
@@ -21,6 +22,7 @@ from kvfold.convert.conversion.source import source_layer, source_rotary
 from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.conversion.steps import Calibrated, StudentWalk, load_tokens, print_start, source_stream
 from kvfold.convert.conversion.trials import resolve
+from kvfold.convert.transforms.head_norms import linear_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.walk.walk import estimate_seconds, survey
 
@@ -51,7 +53,7 @@ class Latent(Method):
             yield self._walk.convert(step, latent, notes)
 
     def measured(self, notes: Sequence[Notes]) -> Calibrated:
-        fits = {name: [note[name] for note in notes if name in note] for name in (SHARE, DAMPERS)}
+        fits = {name: [note[name] for note in notes if name in note] for name in (SHARE, DAMPERS, NORMS)}
         fits = {name: values for name, values in fits.items() if values}
         return self._walk.measured({**self._choices, **fits, **refinement_record(notes)})
 
@@ -62,9 +64,12 @@ def survey_source(plan: Plan, folder: Path, stages: Stages) -> Survey:
     source = source_stream(plan)
     print_start(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration, passes=3))
     layers = []
-    calibrated = stages.over("survey", survey(source, tokens.calibration), plan.geometry.layers, "layer")
+    calibrated = stages.over(
+        "survey", survey(source, tokens.calibration, weights=partial(source_layer, plan)), plan.geometry.layers, "layer"
+    )
     for index, statistics, inputs in calibrated:
-        weights, rotary = source_layer(plan, index), source_rotary(plan, index)
+        weights = linear_heads(source_layer(plan, index), statistics)
+        rotary = source_rotary(plan, index)
         layers.append(rope_slots.survey_layer(weights, statistics, rotary, plan.geometry.positions))
         torch.save({"statistics": vars(statistics), "inputs": inputs}, folder / f"{index}.pt")
     return Survey(source, tokens, tuple(layers), folder)

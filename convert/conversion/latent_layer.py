@@ -15,6 +15,7 @@ from kvfold.convert.conversion.svd import svd_layer, svd_plan, svd_slots
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.text.windows import CalibrationTokens
+from kvfold.convert.transforms.head_norms import linear_heads, norm_fit
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.damper import with_damper
 from kvfold.convert.transforms.latent.latent import to_latent
@@ -23,10 +24,10 @@ from kvfold.convert.transforms.latent.queries import query_latent
 from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots
 from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.sinks import judged
-from kvfold.convert.transforms.weights import LayerStatistics
+from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 from kvfold.convert.walk.walk import Step
 
-SHARE, DAMPERS = "received_attention_share", "damper_channels"
+SHARE, DAMPERS, NORMS = "received_attention_share", "damper_channels", "head_norms"
 
 
 @dataclass(frozen=True)
@@ -93,39 +94,53 @@ def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -
 
 
 def latent_layer(chosen: Candidate, step: Step, surveyed: Survey) -> tuple[LatentWeights, Notes]:
-    """The layer as latent attention, fitted to the survey's statistics; noted are how tokens counted, and dampers.
+    """The layer as latent attention, fitted to the survey's statistics.
 
-    Held-out sequences decide both.
+    Noted are how tokens counted, and dampers, both decided by held-out sequences, and what norms on queries and keys
+    cost.
     """
     plan, layer, target = chosen.plan, step.index, chosen.target
     if plan.request.resolved_method == "svd":  # a start for refinement
         return svd_layer(plan, layer, chosen.slots), {}
     statistics, inputs = surveyed.notes(layer)
+    weights = source_layer(plan, layer)
 
     def error(option: tuple[LatentWeights, int]) -> float:
         return step.attention_error(plan.layout.encode(layer, option[0]))
 
     def fit(counted: LayerStatistics) -> tuple[LatentWeights, int]:
+        linear = linear_heads(weights, counted, key_constant=target.constant)
         if target.constant:
-            return fitted_layer(chosen, layer, counted), 0
-        plain = live_norm(fitted_layer(chosen, layer, counted), inputs), 0
+            return fitted_layer(chosen, layer, linear, counted), 0
+        plain = live_norm(fitted_layer(chosen, layer, linear, counted), inputs), 0
         if counted is statistics or target.channels < 2:  # no sinks, nothing to damp
             return plain
-        damped = with_damper(fitted_layer(chosen, layer, counted, target.channels - 1), statistics)
+        damped = with_damper(fitted_layer(chosen, layer, linear, counted, target.channels - 1), statistics)
         return min(plain, (live_norm(damped, inputs), 1), key=error)
 
     best = judged(statistics, fit, error)
     latent, dampers = best.weights
-    return latent, {SHARE: best.share, **({} if target.constant else {DAMPERS: dampers})}
+    notes: dict[str, object] = {SHARE: best.share, **({} if target.constant else {DAMPERS: dampers})}
+    linear = linear_heads(weights, statistics, key_constant=target.constant)
+    if (norms := norm_fit(weights, linear, statistics)) is not None:
+        notes[NORMS] = norms.record()
+    return latent, notes
 
 
 def fitted_layer(
-    chosen: Candidate, layer: int, statistics: LayerStatistics, channels: int | None = None
+    chosen: Candidate,
+    layer: int,
+    weights: AttentionWeights,
+    statistics: LayerStatistics,
+    channels: int | None = None,
 ) -> LatentWeights:
-    """``layer`` as latent attention before any norm, with ``channels`` of the latent (the target's unless given)."""
+    """``weights``, those of ``layer`` without norms, as latent attention before any norm.
+
+    ``channels`` of the latent are the target's unless given.
+    """
     plan, target, rank = chosen.plan, chosen.target, chosen.plan.query_rank()
     latent = to_latent(
-        source_layer(plan, layer),
+        weights,
         statistics,
         source_rotary(plan, layer),
         chosen.slots,

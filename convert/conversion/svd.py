@@ -10,6 +10,7 @@ from kvfold.convert.conversion.method import Converted, Method
 from kvfold.convert.conversion.plan import Plan, resolved
 from kvfold.convert.conversion.source import source_layer, source_rotary
 from kvfold.convert.conversion.stages import Stages
+from kvfold.convert.transforms.head_norms import linear_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.queries import query_latent
 from kvfold.convert.transforms.latent.slots import Slots
@@ -49,9 +50,9 @@ def svd_layer(plan: Plan, layer: int, slots: Slots) -> LatentWeights:
     """``layer`` as latent attention, from its weights alone. Raises InputError when a weight is not finite."""
     target, scale = plan.latent_target(), plan.model.layers[layer].scale
     gain = plan.checkpoint.read(plan.model.names["attention_norm", layer][0])
-    latent = svd_latent(
-        source_layer(plan, layer), source_rotary(plan, layer), slots, target.channels, scale=scale, gain=gain
-    )
+    weights = source_layer(plan, layer)
+    weights = linear_heads(weights, blank_statistics(weights.model_dim, weights.heads, scales=gain))
+    latent = svd_latent(weights, source_rotary(plan, layer), slots, target.channels, scale=scale, gain=gain)
     rank = plan.query_rank()
     if rank is None:
         return latent

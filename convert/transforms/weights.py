@@ -102,6 +102,10 @@ class LayerStatistics:
     ``causal`` queries see keys on both sides, and ``delta`` is the distance to either. ``received_gram``,
     ``received_mean``: the same averages with every token counted by the attention that it receives, None where that
     was not measured.
+
+    Where queries and keys are normalized: ``normed [H + G, D, E+1] = E[n x~^T]``, with ``n`` the queries, then the
+    keys, behind their norms and before they rotate (``received_normed`` likewise), and ``divisors [H + G, 3]``: the
+    mean and the mean square of what the norms divide by, and the mean of ``|n|^2``.
     """
 
     gram: Tensor
@@ -111,6 +115,9 @@ class LayerStatistics:
     causal: bool = True
     received_gram: Tensor | None = None
     received_mean: Tensor | None = None
+    normed: Tensor | None = None
+    received_normed: Tensor | None = None
+    divisors: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "LayerStatistics":
         moved: dict[str, Any] = {
@@ -131,10 +138,19 @@ class LayerStatistics:
         if self.received_gram is None or self.received_mean is None:
             raise ValueError("statistics: expected averages by received attention, found none")
         gram, mean = torch.lerp(self.gram, self.received_gram, share), torch.lerp(self.mean, self.received_mean, share)
-        return replace(self, gram=gram, mean=mean)
+        if self.normed is None or self.received_normed is None:
+            return replace(self, gram=gram, mean=mean)
+        return replace(self, gram=gram, mean=mean, normed=torch.lerp(self.normed, self.received_normed, share))
 
 
-def blank_statistics(model_dim: int, heads: int, device: torch.device | str = "cpu") -> LayerStatistics:
-    """Statistics without a text: inputs of mean 0 and variance 1 in every direction, attention to the token itself."""
-    eye = torch.eye(model_dim, dtype=torch.float64, device=device)
-    return LayerStatistics(eye, eye.new_zeros(model_dim), 0, eye.new_ones(heads, 1))
+def blank_statistics(
+    model_dim: int, heads: int, device: torch.device | str = "cpu", *, scales: Tensor | None = None
+) -> LayerStatistics:
+    """Statistics without a text: attention to the token itself, inputs of mean 0, uncorrelated.
+
+    Their channels have standard deviations ``scales [E]``, by default 1.
+    """
+    gram = torch.eye(model_dim, dtype=torch.float64, device=device)
+    if scales is not None:
+        gram = gram * scales.to(gram).square()
+    return LayerStatistics(gram, gram.new_zeros(model_dim), 0, gram.new_ones(heads, 1))

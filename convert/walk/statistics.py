@@ -1,6 +1,6 @@
 """Calibration statistics of a layer: Gram matrices and means of its attention inputs, profiles of its heads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kvfold.attention.drift.profile import attention_sums
 from kvfold.attention.drift.streams import LayerOutput
-from kvfold.convert.transforms.weights import LayerStatistics
+from kvfold.convert.transforms.head_norms import has_norms, project
+from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 
 _GRAM_BLOCKS = 4
 
@@ -18,11 +19,13 @@ class StatisticsAccumulator:
 
     The Gram matrices are built from the blocks on and above their diagonal (5/8 of the multiplications). Without
     ``profile`` nothing is measured of the attention: no distance profile (the result's is empty, ``[0, 0]``), and no
-    averages by received attention.
+    averages by received attention. ``weights`` are the layer's, for what is behind its norms on queries and keys.
     """
 
-    def __init__(self, profile: bool = True) -> None:
+    def __init__(self, profile: bool = True, weights: AttentionWeights | None = None) -> None:
         self._with_profile = profile
+        self._weights = weights if weights is not None and has_norms(weights) else None
+        self._normed: _NormedMoments | None = None
         self._inputs: _Moments | None = None
         self._received: _Moments | None = None
         self._profile: Tensor | None = None
@@ -39,20 +42,30 @@ class StatisticsAccumulator:
         self._inputs.add(inputs)
         self._causal = output.causal
         self._tokens += inputs.shape[0]
-        if self._with_profile:
-            self._add_attention(output, inputs)
+        received = self._add_attention(output, inputs) if self._with_profile else None
+        if self._weights is not None:
+            self._add_normed(self._weights, inputs, received)
 
     def result(self) -> LayerStatistics:
         """The averages so far. Raises ValueError before the first batch."""
         if self._inputs is None:
             raise ValueError("statistics: expected at least one batch, found none")
         gram, mean = self._inputs.averages()
-        if self._profile is None or self._received is None:
-            return LayerStatistics(gram, mean, self._tokens, gram.new_zeros(0, 0), self._causal)
-        profile = self._profile / self._sequences
-        return LayerStatistics(gram, mean, self._tokens, profile, self._causal, *self._received.averages())
+        profile = gram.new_zeros(0, 0) if self._profile is None else self._profile / self._sequences
+        result = LayerStatistics(gram, mean, self._tokens, profile, self._causal)
+        if self._received is not None:
+            received_gram, received_mean = self._received.averages()
+            result = replace(result, received_gram=received_gram, received_mean=received_mean)
+        return result if self._normed is None else self._normed.into(result)
 
-    def _add_attention(self, output: LayerOutput, inputs: Tensor) -> None:
+    def _add_normed(self, weights: AttentionWeights, inputs: Tensor, received: Tensor | None) -> None:
+        normed, divisors = project(weights, inputs)
+        if self._normed is None:
+            self._normed = _NormedMoments.zeros(normed, inputs)
+        self._normed.add(normed, divisors, inputs, received)
+
+    def _add_attention(self, output: LayerOutput, inputs: Tensor) -> Tensor:
+        """The attention that each token received ``[N]``."""
         if output.query is None or output.key is None:
             raise ValueError("statistics: a distance profile needs the layer's queries and keys, found none")
         sequences = output.query.shape[0]
@@ -65,6 +78,7 @@ class StatisticsAccumulator:
         if self._received is None:
             self._received = _Moments.zeros(inputs)
         self._received.add(inputs, received.flatten())
+        return received.flatten()
 
 
 @dataclass(frozen=True)
@@ -96,6 +110,44 @@ class _Moments:
         gram = self.gram.triu()
         gram += self.gram.triu(1).T
         return gram / self.weight, self.sum / self.weight
+
+
+@dataclass
+class _NormedMoments:
+    """Sums of ``n x~^T [H + G, D, E+1]``, of that by received attention, and of ``divisors [H + G, 3]``.
+
+    ``tokens`` and ``weight`` are what they are divided by.
+    """
+
+    cross: Tensor
+    received: Tensor
+    divisors: Tensor
+    tokens: float = 0.0
+    weight: float = 0.0
+
+    @staticmethod
+    def zeros(normed: Tensor, inputs: Tensor) -> "_NormedMoments":
+        """Of ``normed [N, H + G, D]`` and ``inputs [N, E]`` to come."""
+        cross = inputs.new_zeros(*normed.shape[1:], inputs.shape[1] + 1)
+        return _NormedMoments(cross, torch.zeros_like(cross), inputs.new_zeros(normed.shape[1], 3))
+
+    def add(self, normed: Tensor, divisors: Tensor, inputs: Tensor, received: Tensor | None) -> None:
+        rows, inputs = normed.flatten(1), torch.nn.functional.pad(inputs, (0, 1), value=1.0)
+        self.cross.flatten(0, 1).addmm_(rows.mT, inputs)
+        self.divisors.add_(torch.stack([divisors, divisors.square(), normed.square().sum(-1)], -1).sum(0))
+        self.tokens += len(rows)
+        if received is not None:
+            self.received.flatten(0, 1).addmm_((rows * received[:, None].to(rows)).mT, inputs)
+            self.weight += float(received.double().sum())
+
+    def into(self, statistics: LayerStatistics) -> LayerStatistics:
+        """``statistics`` with the averages."""
+        return replace(
+            statistics,
+            normed=self.cross / self.tokens,
+            received_normed=self.received / self.weight if self.weight else None,
+            divisors=self.divisors / self.tokens,
+        )
 
 
 def add_gram(gram: Tensor, inputs: Tensor) -> None:

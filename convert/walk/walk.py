@@ -22,7 +22,7 @@ through its layers, the student the held-out ones, and the calibration sequences
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -33,7 +33,7 @@ from kvfold.attention.drift.recording import OpenLayer
 from kvfold.attention.drift.streams import LayerOutput
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.transforms.weights import LayerStatistics
+from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 from kvfold.convert.walk.finite import check_finite
 from kvfold.convert.walk.statistics import StatisticsAccumulator
 from kvfold.convert.walk.twin import Twin
@@ -44,6 +44,7 @@ _GPU_TOKENS = 32768
 _JUDGED_TOKENS = 2048
 _ESTIMATED_TOKENS = 1024
 
+ReadLayer = Callable[[int], AttentionWeights]  # a layer's attention, from its files
 Hidden = list[Tensor]  # the residual stream of all sequences, in chunks [b, T, E] of one layer call each
 
 
@@ -136,8 +137,8 @@ class Walk:
     """Iterating yields every layer in order; each must be converted or kept by its step before the next.
 
     ``held_out [M, T]`` and ``calibration [N, T]`` are tokens. ``profile`` adds distance profiles to the statistics;
-    without ``statistics`` there are none. ``keep_calibration`` keeps what refinement needs, at four times the memory
-    for hidden states. Without ``calibration`` only the held-out sequences go through.
+    without ``statistics`` there are none; ``weights`` as in `survey`. ``keep_calibration`` keeps what refinement needs,
+    at four times the memory for hidden states. Without ``calibration`` only the held-out sequences go through.
     """
 
     def __init__(
@@ -150,8 +151,10 @@ class Walk:
         profile: bool = False,
         statistics: bool = True,
         keep_calibration: bool = False,
+        weights: ReadLayer | None = None,
     ) -> None:
         self._teacher, self._twin = source, twin
+        self._weights = weights
         self._tokens = torch.split(held_out, chunk_size(source.device, held_out.shape[1]))
         self._profile, self._statistics = profile, statistics
         self._keep = keep_calibration and calibration is not None
@@ -188,7 +191,7 @@ class Walk:
         if not self._calibration:
             return None
         if self._statistics:
-            return gather(self._teacher, layer, self._calibration, self._profile)[0]
+            return gather(self._teacher, layer, self._calibration, self._profile, self._weights)[0]
         advance(self._teacher, layer, self._calibration)
         return None
 
@@ -206,26 +209,29 @@ class Walk:
 
 
 def survey(
-    source: CheckpointStream, calibration: Tensor, *, profile: bool = True
+    source: CheckpointStream, calibration: Tensor, *, profile: bool = True, weights: ReadLayer | None = None
 ) -> Iterator[tuple[int, LayerStatistics, Tensor]]:
     """Every layer in order, the source alone: calibration for choices that concern all layers at once.
 
-    Yields its index, its statistics, and its attention's inputs for the first chunk of tokens, ``[n, E]``.
+    Yields its index, its statistics, and its attention's inputs for the first chunk of tokens, ``[n, E]``. ``weights``
+    reads a layer's attention, for the statistics of what is behind norms on queries and keys.
     """
     states = embed(source, calibration)
     for index in range(source.layers):
         with source.open_layer(index) as layer:
-            statistics, inputs = gather(source, layer, states, profile)
+            statistics, inputs = gather(source, layer, states, profile, weights)
         yield index, statistics, inputs
 
 
 @torch.no_grad()
-def gather(source: CheckpointStream, layer: OpenLayer, states: Hidden, profile: bool) -> tuple[LayerStatistics, Tensor]:
+def gather(
+    source: CheckpointStream, layer: OpenLayer, states: Hidden, profile: bool, weights: ReadLayer | None = None
+) -> tuple[LayerStatistics, Tensor]:
     """The statistics of a layer over ``states``, and its attention's inputs for the first chunk, ``[n, E]``.
 
     ``states`` are replaced by the layer's outputs. Raises InputError when these are not finite.
     """
-    accumulator = StatisticsAccumulator(profile)
+    accumulator = StatisticsAccumulator(profile, None if weights is None else weights(layer.index))
     inputs: Tensor | None = None
     for chunk, hidden in enumerate(states):
         output = layer(hidden)

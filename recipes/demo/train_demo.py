@@ -4,7 +4,9 @@ Three stages: texts (see ``demo_texts.py``), a byte-level BPE tokenizer, and a s
 multi-head attention. ``--texts shipped`` starts from the texts inside kvfold instead of those of the running Python.
 Runs that differ in nothing but ``--output`` write equal bytes, unless ``--minutes`` cuts the schedule short. It did
 for the shipped model: ``--steps`` as the ``steps_done`` of its ``training.json`` make one like it, not the same.
-``--texts-only`` stops after the first stage.
+``--texts-only`` stops after the first stage. ``--qk-norm`` trains a ``Qwen3ForCausalLM`` instead, the same but for its
+norms on queries and keys; ``--peak-rate`` sets the learning rate. ``--start MODEL`` goes on from the weights of a model
+of these sizes; norms that it lacks start with gains that keep the mean lengths of its queries and keys.
 
 DIR then holds ``{train,calibration,held_out}.txt.xz`` and ``demo/``, a complete checkpoint with ``training.json``: how
 it was trained and what it reaches on the held-out text. About 40 minutes on one core that multiplies in bfloat16.
@@ -19,6 +21,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,14 @@ import transformers
 from demo_texts import SPLITS, build_texts
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 from kvfold.convert.data import SEPARATOR, demo_folder, read_documents
 
@@ -53,11 +63,12 @@ class Recipe:
     beta2: float = 0.95
     clip: float = 1.0
     seed: int = 0
+    qk_norm: bool = False
 
 
 def main() -> None:
     options = parse_options()
-    recipe = Recipe(steps=options.steps, seed=options.seed)
+    recipe = Recipe(steps=options.steps, seed=options.seed, peak_rate=options.peak_rate, qk_norm=options.qk_norm)
     options.output.mkdir(parents=True, exist_ok=True)
     texts = {s: read_documents(s) for s in SPLITS} if options.texts == "shipped" else build_texts()
     write_texts(texts, options.output)
@@ -70,7 +81,9 @@ def main() -> None:
     print({split: len(t) for split, t in tokens.items()}, "tokens")
 
     torch.manual_seed(recipe.seed)
-    model = LlamaForCausalLM(model_config(recipe))
+    model = AutoModelForCausalLM.from_config(model_config(recipe))
+    if options.start is not None:
+        take_weights(model, options.start, windows(tokens["train"], recipe.sequence)[: recipe.batch])
     done = train(model, tokens, recipe, options.minutes, demo)
     save(model, demo)
     report = {
@@ -101,6 +114,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     parser.add_argument("--minutes", type=float, default=math.inf, help="end the schedule earlier, by the clock")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
+    parser.add_argument("--peak-rate", type=float, default=Recipe.peak_rate, help="highest learning rate")
+    parser.add_argument("--start", type=Path, help="a checkpoint of these sizes to go on from")
+    parser.add_argument("--qk-norm", action="store_true", help="normalize queries and keys, as Qwen3 does")
     return parser.parse_args()
 
 
@@ -153,8 +169,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> Tensor:
 # training
 
 
-def model_config(recipe: Recipe) -> LlamaConfig:
-    return LlamaConfig(
+def model_config(recipe: Recipe) -> PreTrainedConfig:
+    kind = Qwen3Config if recipe.qk_norm else LlamaConfig
+    return kind(
         vocab_size=recipe.vocabulary,
         hidden_size=recipe.heads * recipe.head_dim,
         intermediate_size=recipe.intermediate,
@@ -171,7 +188,27 @@ def model_config(recipe: Recipe) -> LlamaConfig:
     )
 
 
-def train(model: LlamaForCausalLM, tokens: dict[str, Tensor], recipe: Recipe, minutes: float, demo: Path) -> int:
+@torch.no_grad()
+def take_weights(model: PreTrainedModel, start: Path, batch: Tensor) -> None:
+    """Load ``model`` with the checkpoint ``start``.
+
+    Its norms on queries and keys, where ``start`` has none, get the rms over ``batch`` of what they divide as gains.
+    """
+    source = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    missing = set(model.load_state_dict(source.state_dict(), strict=False).missing_keys)
+    for layer, (given, made) in enumerate(zip(source.model.layers, model.model.layers, strict=True)):
+        for side in ("q", "k"):
+            if f"model.layers.{layer}.self_attn.{side}_norm.weight" in missing:
+                gain = getattr(made.self_attn, f"{side}_norm").weight
+                getattr(given.self_attn, f"{side}_proj").register_forward_hook(partial(note_rms, gain))
+    source(batch)
+
+
+def note_rms(gain: Tensor, module: torch.nn.Module, args: tuple[Tensor, ...], rows: Tensor) -> None:
+    gain.fill_(rows.square().mean().sqrt())
+
+
+def train(model: PreTrainedModel, tokens: dict[str, Tensor], recipe: Recipe, minutes: float, demo: Path) -> int:
     """Train in place; returns the number of steps taken. Every 400 steps a checkpoint replaces the one in ``demo``."""
     optimizer = make_optimizer(model, recipe)
     batches = batch_stream(tokens["train"], recipe)
@@ -198,7 +235,7 @@ def train(model: LlamaForCausalLM, tokens: dict[str, Tensor], recipe: Recipe, mi
     return step
 
 
-def make_optimizer(model: LlamaForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
+def make_optimizer(model: PreTrainedModel, recipe: Recipe) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.ndim > 1]
     norms = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": norms, "weight_decay": 0.0}]
@@ -228,7 +265,7 @@ def windows(stream: Tensor, sequence: int) -> Tensor:
     return stream[: len(stream) // sequence * sequence].view(-1, sequence)
 
 
-def next_token_loss(model: LlamaForCausalLM, batch: Tensor, autocast: bool = False) -> Tensor:
+def next_token_loss(model: PreTrainedModel, batch: Tensor, autocast: bool = False) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logits = model(batch).logits[:, :-1]
     return cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
@@ -237,10 +274,10 @@ def next_token_loss(model: LlamaForCausalLM, batch: Tensor, autocast: bool = Fal
 # results
 
 
-def save(model: LlamaForCausalLM, demo: Path) -> None:
+def save(model: PreTrainedModel, demo: Path) -> None:
     """Write the weights as bfloat16; the model in memory keeps float32."""
     staged = demo.with_name("demo-staged")
-    copy = LlamaForCausalLM(model.config)
+    copy = AutoModelForCausalLM.from_config(model.config)
     copy.load_state_dict(model.state_dict())
     copy.to(torch.bfloat16).save_pretrained(staged)
     for file in staged.iterdir():
@@ -250,7 +287,7 @@ def save(model: LlamaForCausalLM, demo: Path) -> None:
 
 
 @torch.no_grad()
-def window_losses(model: LlamaForCausalLM, stream: Tensor, sequence: int) -> Tensor:
+def window_losses(model: PreTrainedModel, stream: Tensor, sequence: int) -> Tensor:
     """Mean loss of every window, in nats per token; the first token of a window is not predicted."""
     return torch.stack([next_token_loss(model, batch) for batch in windows(stream, sequence).split(1)])
 

@@ -55,6 +55,20 @@ def recipe() -> Iterator[ModuleType]:
         sys.path.remove(str(RECIPES))
 
 
+# the twin with norms on queries and keys
+
+
+def test_a_twin_with_norms_starts_from_the_shipped_model(recipe, held_out):
+    model = AutoModelForCausalLM.from_config(recipe.model_config(recipe.Recipe(qk_norm=True)))
+    batch = held_out[:512].view(2, 256)
+    recipe.take_weights(model, demo_folder(), batch)
+    shipped = AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32)
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert torch.equal(model.model.layers[2].mlp.up_proj.weight, shipped.model.layers[2].mlp.up_proj.weight)
+    losses = [float(recipe.next_token_loss(each, batch)) for each in (shipped, model)]
+    assert losses[0] < losses[1] < losses[0] + 0.5  # with gains of one scores would be small: +1.1
+
+
 # the texts
 
 

@@ -54,7 +54,7 @@ def test_every_family_is_inspected(tiny_family, name):
 def test_properties_of_a_family_are_listed(tiny_family):
     assert inspect_checkpoint(str(tiny_family("qwen2"))).biases == ["q", "k", "v"]
     assert inspect_checkpoint(str(tiny_family("qwen3"))).qk_norm == "rms"
-    assert "normalizes queries and keys" in summary(inspect_checkpoint(str(tiny_family("qwen3"))))
+    assert "rms norm on queries and keys" in summary(inspect_checkpoint(str(tiny_family("qwen3"))))
 
 
 def test_windowed_layers_hold_their_window_only(tiny_family):

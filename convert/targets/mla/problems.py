@@ -71,8 +71,8 @@ def _tensor_problems(model: Model) -> Iterator[str]:
 
 def _attention_problems(model: Model) -> Iterator[str]:
     layers, longest = model.layers, context(model)
-    if model.qk_norm is not None:
-        yield "normalizes queries and keys (QK-norm), so its keys are no linear function of a latent"
+    if model.qk_norm is not None and model.qk_norm.bias:
+        yield "has norms on queries and keys with biases of their own, which no projection can hold"
     if narrow := [layer.window for layer in layers if layer.window is not None and layer.window < longest]:
         yield (
             f"has {len(narrow)} of {len(layers)} layers that see {narrow[0]} positions back, fewer than the context of "

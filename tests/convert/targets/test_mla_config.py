@@ -77,9 +77,9 @@ def test_growth_is_for_those_who_ask_for_it():
     ("model_type", "changes", "text"),
     [
         (
-            "qwen3",
-            {"head_dim": 8},
-            "--to mla: qwen3 normalizes queries and keys (QK-norm), so its keys are no linear function of a latent; "
+            "phi",
+            {"qk_layernorm": True},
+            "--to mla: phi has norms on queries and keys with biases of their own, which no projection can hold; "
             "--to gqa works",
         ),
         (

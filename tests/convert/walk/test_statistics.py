@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.drift.streams import LayerOutput
+from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm
 from kvfold.convert.walk.statistics import StatisticsAccumulator, add_gram
 
 
@@ -90,3 +91,32 @@ def test_add_gram_leaves_what_is_below_the_diagonal_blocks() -> None:
     add_gram(gram, torch.ones(3, 8, dtype=torch.float64))
     assert torch.equal(gram.triu(), torch.full((8, 8), 3.0, dtype=torch.float64).triu())
     assert not gram[2:, :2].any()
+
+
+def test_what_is_behind_norms_is_averaged_with_the_inputs() -> None:
+    torch.manual_seed(0)
+    norm = HeadNorm("rms", torch.rand(2, 4) + 0.5)
+    weights = AttentionWeights(
+        q=torch.randn(2, 4, 3), k=torch.randn(2, 4, 3), v=torch.randn(2, 4, 3), o=torch.randn(3, 2, 4), k_norm=norm
+    )
+    inputs, query, key = torch.randn(5, 9, 3), torch.randn(5, 2, 9, 4), torch.randn(5, 2, 9, 4)
+    accumulator, plain = StatisticsAccumulator(weights=weights), StatisticsAccumulator()
+    for part in (slice(0, 2), slice(2, 5)):
+        for each in (accumulator, plain):
+            each.add(output(inputs[part], query[part], key[part], scale=0.5))
+    found = accumulator.result()
+    assert plain.result().normed is None
+    assert torch.equal(found.gram, plain.result().gram)
+    x = inputs.flatten(0, 1).double()
+    queries, keys = (torch.einsum("hde,ne->nhd", weight.double(), x) for weight in (weights.q, weights.k))
+    divisors = (keys.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    rows = torch.cat([queries, keys / divisors * norm.weight.double()], 1)
+    extended = torch.cat([x, torch.ones(45, 1, dtype=torch.float64)], 1)
+    torch.testing.assert_close(found.normed, torch.einsum("nhd,ne->hde", rows, extended) / 45)
+    torch.testing.assert_close(found.divisors[:2, :2], torch.ones(2, 2, dtype=torch.float64))
+    torch.testing.assert_close(found.divisors[2:, 0], divisors[..., 0].mean(0))
+    torch.testing.assert_close(found.divisors[:, 2], rows.square().sum(-1).mean(0))
+    scores = (0.5 * query.double() @ key.double().mT).masked_fill(torch.ones(9, 9).triu(1) > 0, -torch.inf)
+    received = scores.softmax(-1).sum((1, 2)).flatten()
+    expected = torch.einsum("n,nhd,ne->hde", received / received.sum(), rows, extended)
+    torch.testing.assert_close(found.received_normed, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,127 @@
+"""What linear maps miss of norms on queries and keys: where ``transforms/head_norms.py`` gets its figures.
+
+    python recipes/benchmarks/bench_head_norms.py MODEL [--samples 32] [--layer 1]
+
+takes the attention inputs of a checkpoint with such norms over the text that ships, and prints for queries and keys of
+each layer the coefficient of variation of the divisors, and the squared error on held-out text, relative to what is
+behind the norms, of
+
+* the projection over one number per head;
+* the map of least squares;
+* a map of least squares over one divisor per token, the mean of all key heads', which is the most that the live norm of
+  a latent could add; with the error of values that go through the same divisor.
+
+Then the error of the keys of one layer over numbers of tokens and values of ``SHRINK``. The figures in the code are of
+the shipped model with norms put in: ``train_demo.py --output DIR --texts shipped --qk-norm --start MODEL --steps 1``.
+"""
+
+import argparse
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from kvfold.attention.drift.streams import LayerOutput
+from kvfold.convert.families.layout import read_layer
+from kvfold.convert.families.model import model_of
+from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.text.windows import load_calibration
+from kvfold.convert.transforms import head_norms
+from kvfold.convert.transforms.head_norms import linear_heads, project
+from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
+from kvfold.convert.walk.statistics import StatisticsAccumulator
+from kvfold.convert.walk.walk import survey
+
+TOKENS = (128, 512, 2048, 8192)
+SHRINKS = (1e-9, 0.03, 0.3, 3.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What linear maps miss of norms on queries and keys.")
+    parser.add_argument("model")
+    parser.add_argument("--samples", type=int, default=32, help="sequences of 256 tokens")
+    parser.add_argument("--layer", type=int, default=1, help="the one whose keys are fitted with other constants")
+    options = parser.parse_args()
+    for layer, (weights, fitted, seen) in enumerate(layers(options.model, options.samples)):
+        show_layer(layer, weights, fitted, seen)
+        if layer == options.layer:
+            show_constants(weights, fitted, seen)
+
+
+def layers(folder: str, samples: int) -> list[tuple[AttentionWeights, Tensor, Tensor]]:
+    """Each layer's weights, and its attention inputs ``[N, E]`` on calibration and on held-out text."""
+    checkpoint = open_checkpoint(folder)
+    model = model_of(checkpoint.config)
+    stream = CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors))
+    tokens = load_calibration(None, AutoTokenizer.from_pretrained(folder), samples, 256, 0)
+    parts = [[inputs for *_, inputs in survey_all(stream, part)] for part in (tokens.calibration, tokens.held_out)]
+    weights = (read_layer(model, layer, checkpoint.read) for layer in range(model.geometry.layers))
+    return [(each.map(Tensor.double), *pair) for each, *pair in zip(weights, *parts, strict=True)]
+
+
+def survey_all(stream: CheckpointStream, tokens: Tensor) -> list[tuple[int, Tensor]]:
+    """Every layer's inputs for all ``tokens``: a survey hands over those of one chunk."""
+    chunks = [list(survey(stream, chunk, profile=False)) for chunk in tokens.split(16)]
+    return [(layer[0][0], torch.cat([inputs.double() for *_, inputs in layer])) for layer in zip(*chunks, strict=True)]
+
+
+def gathered(weights: AttentionWeights, inputs: Tensor) -> LayerStatistics:
+    """The statistics of ``inputs [N, E]``."""
+    accumulator = StatisticsAccumulator(profile=False, weights=weights)
+    accumulator.add(LayerOutput(None, inputs[None], inputs[None]))
+    return accumulator.result()
+
+
+def missed(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).square().sum() / wanted.square().sum())
+
+
+def show_layer(layer: int, weights: AttentionWeights, inputs: Tensor, seen: Tensor) -> None:
+    statistics, (wanted, divisors) = gathered(weights, inputs), project(weights, seen)
+    one_number = project(linear_heads(weights, replace(statistics, normed=None)), seen)[0]
+    mapped = project(linear_heads(weights, statistics), seen)[0]
+    spread = divisors.std(0) / divisors.mean(0)
+    shared, held = shared_divisor(weights, inputs), shared_divisor(weights, seen)
+    rows = project(weights, inputs)[0].flatten(1)
+    divided = under(inputs, rows, shared, seen, held).view_as(wanted)
+    value = weights.v.flatten(0, 1).mT
+    values = missed(under(inputs, inputs @ value, shared, seen, held), seen @ value)
+    for name, side in (("queries", slice(weights.heads)), ("keys", slice(weights.heads, None))):
+        errors = (missed(found[:, side], wanted[:, side]) for found in (one_number, mapped, divided))
+        one, least, live = errors
+        print(
+            f"layer {layer} {name:7}: spread {spread[side].mean():.3f}; one number {one:.4f}, least squares "
+            f"{least:.4f}, under a shared divisor {live:.4f}" + (f" (values {values:.4f})" if name == "keys" else "")
+        )
+
+
+def shared_divisor(weights: AttentionWeights, inputs: Tensor) -> Tensor:
+    """The mean over key heads of what their norms divide by, each in units of its own mean; ``[N]``."""
+    divisors = project(weights, inputs)[1][:, weights.heads :]
+    return (divisors / divisors.mean(0)).mean(1)
+
+
+def under(inputs: Tensor, rows: Tensor, divisor: Tensor, seen: Tensor, seen_divisor: Tensor) -> Tensor:
+    """``rows [N, n]`` on ``seen`` by least squares for a linear map that is divided afterwards."""
+    fitted = torch.linalg.lstsq(inputs, rows * divisor[:, None]).solution
+    return seen @ fitted / seen_divisor[:, None]
+
+
+def show_constants(weights: AttentionWeights, inputs: Tensor, seen: Tensor) -> None:
+    keys = slice(weights.heads, None)
+    wanted = project(weights, seen)[0][:, keys]
+    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
+    present = head_norms.SHRINK
+    for tokens in (count for count in TOKENS if count <= len(inputs)):
+        statistics, errors = gathered(weights, inputs[order[:tokens]]), []
+        for head_norms.SHRINK in SHRINKS:
+            found = project(linear_heads(weights, statistics), seen)[0][:, keys]
+            errors.append(f"SHRINK {head_norms.SHRINK:g}: {missed(found, wanted):.4f}")
+        print(f"  {tokens} tokens, keys: {', '.join(errors)}")
+    head_norms.SHRINK = present
+
+
+if __name__ == "__main__":
+    main()

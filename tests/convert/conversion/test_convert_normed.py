@@ -1,0 +1,89 @@
+"""Models whose queries and keys are normalized become MLA, whose stock classes have no place for those norms."""
+
+import json
+
+import pytest
+import torch
+from helpers.checkpoints import add_demo_tokenizer, stock_model
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from kvfold.convert import ConvertRequest, convert_checkpoint
+
+WIDTH = 32
+TOKENS = torch.randint(0, 2048, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def save(folder, model):
+    model.save_pretrained(folder)
+    add_demo_tokenizer(folder)
+    return folder
+
+
+def qwen3(kv_heads, seed=0):
+    """Heads as wide as the model; no norm has the weights that it starts from."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=2048,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=kv_heads,
+        head_dim=WIDTH,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+                norm.weight.copy_(1.0 + 0.5 * torch.rand(WIDTH))
+    return model
+
+
+@pytest.fixture(scope="module")
+def steady(tmp_path_factory):
+    """All queries and keys have one length, so their norms do nothing: turned inputs of a norm without weights."""
+    model = qwen3(kv_heads=2)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                projection.weight.copy_(torch.linalg.qr(torch.randn(2, WIDTH, WIDTH)).Q.flatten(0, 1))
+    return save(tmp_path_factory.mktemp("steady"), model)
+
+
+@pytest.fixture(scope="module")
+def normed(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("normed"), qwen3(kv_heads=1))
+
+
+def convert(model, out, **options):
+    request = {"to": "mla", "samples": 8, "seq_len": 64, "quiet": True, **options}
+    return convert_checkpoint(ConvertRequest(model=str(model), out=str(out), **request)).record
+
+
+@torch.no_grad()
+def logits(folder):
+    return stock_model(folder)(TOKENS).logits
+
+
+@pytest.mark.parametrize(("method", "atol"), [("principal", 1e-4), ("svd", 1e-3)])
+def test_norms_without_effect_convert_exactly(steady, tmp_path, method, atol):
+    out = tmp_path / "out"
+    record = convert(steady, out, kv_rank=WIDTH + 1, rope_dim=2 * WIDTH, method=method)
+    torch.testing.assert_close(logits(out), logits(steady), rtol=0, atol=atol)
+    if method == "principal":
+        assert all(max(layer.values()) < 1e-4 for layer in record["head_norms"])
+
+
+@pytest.mark.parametrize("layout", ["free", pytest.param("engine", marks=pytest.mark.slow)])
+def test_the_record_says_what_the_norms_cost(normed, tmp_path, layout):
+    out = tmp_path / "out"
+    convert(normed, out, kv_rank=24, rope_dim=16, layout=layout)
+    layers = json.loads((out / "kvfold.json").read_text())["head_norms"]
+    assert len(layers) == 2
+    for layer in layers:
+        assert 0.02 < layer["key_spread"] < 1
+        assert 0 < layer["key_missed"] < 2 * layer["key_spread"] ** 2
+    names = stock_model(out).state_dict()
+    assert not any("q_norm" in name or "k_norm" in name for name in names)

@@ -1,0 +1,162 @@
+"""Linear maps in place of norms on queries and keys, against the norms' definition in float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvfold.convert.transforms.head_norms import linear_heads, norm_fit, project
+from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, blank_statistics
+from tests.helpers.layers import attend, normal, normalized, plain_rotary, relative_error, statistics_of
+
+E, D, H, G, TOKENS = 32, 8, 8, 4, 24
+ROTARY = plain_rotary(D)
+
+KINDS = [
+    pytest.param({"kind": "rms", "shared": True}, id="rms one row"),
+    pytest.param({"kind": "rms", "offset": 1.0}, id="rms row per head gain minus one"),
+    pytest.param({"kind": "rms", "extent": "flat"}, id="rms over all heads"),
+    pytest.param({"kind": "layer", "extent": "flat"}, id="layer over all heads"),
+    pytest.param({"kind": "layer", "eps": 1e-5}, id="layer row per head"),
+]
+
+
+def head_norm(seed: int, heads: int, kind: dict) -> HeadNorm:
+    gain = (1.5 + 0.3 * normal(seed, 1 if kind.get("shared") else heads, D)).expand(heads, D)
+    return HeadNorm(weight=gain - kind.get("offset", 0.0), **kind)
+
+
+def make(kind: dict, bias: bool = False) -> AttentionWeights:
+    return AttentionWeights(
+        q=normal(0, H, D, E),
+        k=normal(1, G, D, E),
+        v=normal(2, G, D, E),
+        o=normal(3, E, H, D),
+        q_bias=normal(4, H, D) if bias else None,
+        k_bias=normal(5, G, D) if bias else None,
+        q_norm=head_norm(6, H, kind),
+        k_norm=head_norm(7, G, kind),
+    )
+
+
+def inputs(seed: int = 11, sequences: int = 40) -> Tensor:
+    """Tokens of six sorts, some longer than others, with a little noise: what a norm divides by follows the sort."""
+    sorts = normal(12, 6, E) * torch.linspace(0.5, 3.0, 6, dtype=torch.float64)[:, None]
+    drawn = torch.randint(6, (sequences, TOKENS), generator=torch.Generator().manual_seed(seed))
+    return sorts[drawn] + 0.3 * normal(seed, sequences, TOKENS, E)
+
+
+def statistics(weights: AttentionWeights, x: Tensor) -> LayerStatistics:
+    flat = x.flatten(0, 1)
+    rows, divisors = project(weights, flat)
+    cross = torch.einsum("nhd,ne->hde", rows, torch.nn.functional.pad(flat, (0, 1), value=1.0)) / len(flat)
+    seen = torch.stack([divisors, divisors.square(), rows.square().sum(-1)], -1).mean(0)
+    return replace(statistics_of(x, H), normed=cross, divisors=seen)
+
+
+def keys(weights: AttentionWeights, x: Tensor) -> Tensor:
+    """Keys before they rotate, ``[B, G, T, D]``."""
+    y = torch.einsum("hde,bte->bhtd", weights.k, x)
+    y = y if weights.k_bias is None else y + weights.k_bias[:, None]
+    return normalized(y, weights.k_norm)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_projections_are_those_of_the_definition(kind: dict, bias: bool) -> None:
+    weights, x = make(kind, bias), inputs(sequences=2)
+    rows, _ = project(weights, x.flatten(0, 1))
+    found = rows[:, H:].unflatten(0, x.shape[:2]).transpose(1, 2)
+    torch.testing.assert_close(found, keys(weights, x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_map_misses_far_less_than_one_number_per_head(kind: dict, bias: bool) -> None:
+    """Keys of inputs that the fit has not seen."""
+    weights, x = make(kind, bias), inputs()
+    gathered = statistics(weights, x)
+    fitted = linear_heads(weights, gathered)
+    divided = linear_heads(weights, replace(gathered, normed=None))
+    assert fitted.q_norm is fitted.k_norm is None
+    assert (fitted.k_bias is None) == (weights.k_bias is None)
+    seen = inputs(13)
+    wanted = keys(weights, seen)
+    assert relative_error(keys(fitted, seen), wanted) < 0.6 * relative_error(keys(divided, seen), wanted)
+
+
+def test_short_text_draws_the_map_to_one_number_per_head() -> None:
+    """Hardly more tokens than channels, of inputs without order: least squares alone would fit their noise."""
+    weights, x = make({"kind": "rms", "shared": True}), normal(11, 1, E + 2, E)
+    gathered = statistics(weights, x)
+    seen = normal(13, 40, TOKENS, E)
+    wanted = keys(weights, seen)
+
+    def missed(found: AttentionWeights) -> float:
+        return relative_error(keys(found, seen), wanted)
+
+    plain = missed(linear_heads(weights, replace(gathered, tokens=10**9)))
+    assert missed(linear_heads(weights, gathered)) < 0.5 * plain
+
+
+def test_a_constant_for_keys_serves_them() -> None:
+    weights, x = make({"kind": "rms", "shared": True}), inputs()
+    gathered = statistics(weights, x)
+    without, with_constant = (linear_heads(weights, gathered, key_constant=given) for given in (False, True))
+    assert without.k_bias is None
+    assert with_constant.k_bias is not None
+    assert with_constant.q_bias is None
+    wanted = keys(weights, x)
+    assert relative_error(keys(with_constant, x), wanted) < 0.95 * relative_error(keys(without, x), wanted)
+
+
+def constant_length(seed: int) -> tuple[AttentionWeights, Tensor]:
+    """Norms without effect: every head sees a block of channels, turned, and every block has the length ``sqrt(D)``."""
+    blocks = torch.nn.functional.normalize(normal(seed, 6, TOKENS, G, D), dim=-1) * math.sqrt(D)
+    turns = torch.linalg.qr(normal(20, H + G, D, D)).Q
+    rows = torch.zeros(H + G, D, G, D, dtype=torch.float64)
+    for head in range(H + G):
+        rows[head, :, head % G] = turns[head]
+    rows = rows.flatten(2)
+    weights = replace(make({"kind": "rms", "shared": True, "eps": 0.0}), q=rows[:H], k=rows[H:])
+    return weights, blocks.flatten(2)
+
+
+def test_norms_without_effect_become_exact_maps() -> None:
+    weights, x = constant_length(21)
+    gathered = statistics(weights, x)
+    linear = linear_heads(weights, gathered)
+    assert relative_error(attend(linear, x, ROTARY), attend(weights, x, ROTARY)) < 1e-9
+    fit = norm_fit(weights, linear, gathered)
+    assert fit is not None
+    assert max(vars(fit).values()) < 1e-6
+
+
+def test_without_text_a_map_is_the_projection_over_one_number_per_head() -> None:
+    weights = make({"kind": "rms", "shared": True})
+    scales = torch.linspace(0.5, 2.0, E)
+    linear = linear_heads(weights, blank_statistics(E, H, scales=scales))
+    rms = (weights.k * scales).square().sum(-1).mean(-1).sqrt()
+    expected = weights.k_norm.weight[..., None] * weights.k / rms[:, None, None]
+    torch.testing.assert_close(linear.k, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_without_norms_stay_as_they_are() -> None:
+    weights = replace(make({"kind": "rms"}), q_norm=None, k_norm=None)
+    assert linear_heads(weights, statistics_of(inputs(sequences=2), H)) is weights
+
+
+def test_what_is_missed_is_the_error_of_the_maps() -> None:
+    weights, x = make({"kind": "rms", "shared": True}), inputs()
+    gathered = statistics(weights, x)
+    linear = linear_heads(weights, gathered)
+    found = norm_fit(weights, linear, gathered)
+    assert found is not None
+    wanted = keys(weights, x)
+    assert found.key_missed == pytest.approx(relative_error(keys(linear, x), wanted) ** 2, rel=1e-6)
+    divisors = torch.einsum("hde,bte->bthd", weights.k, x).square().mean(-1).sqrt().flatten(0, 1)
+    spread = divisors.std(0, correction=0) / divisors.mean(0)
+    assert found.key_spread == pytest.approx(float(spread.mean()), rel=1e-3)
+    assert found.record() == vars(found)
