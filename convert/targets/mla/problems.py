@@ -73,6 +73,8 @@ def _attention_problems(model: Model) -> Iterator[str]:
     layers, longest = model.layers, context(model)
     if model.qk_norm is not None and model.qk_norm.bias:
         yield "has norms on queries and keys with biases of their own, which no projection can hold"
+    if model.qk_norm is not None and model.qk_norm.after_rotary:
+        yield "normalizes queries and keys after their rotary embedding, for which no linear map can stand in"
     if narrow := [layer.window for layer in layers if layer.window is not None and layer.window < longest]:
         yield (
             f"has {len(narrow)} of {len(layers)} layers that see {narrow[0]} positions back, fewer than the context of "

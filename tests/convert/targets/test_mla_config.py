@@ -83,6 +83,12 @@ def test_growth_is_for_those_who_ask_for_it():
             "--to gqa works",
         ),
         (
+            "hunyuan_v1_dense",
+            {},
+            "--to mla: hunyuan_v1_dense normalizes queries and keys after their rotary embedding, for which no "
+            "linear map can stand in; --to gqa works",
+        ),
+        (
             "mistral",
             {"sliding_window": 32},
             "--to mla: mistral has 2 of 2 layers that see 32 positions back, fewer than the context of 128 "
