@@ -135,7 +135,7 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         if state.global_step >= state.max_steps:
-            control.should_save = False  # OUT follows at once, and Trainer would train on from a last checkpoint
+            control.should_save = bool(self._request.save_every)  # what fails after it must not cost the training
             control.should_evaluate = bool(self._request.eval_every)
             control.should_log = True
         if control.should_save:

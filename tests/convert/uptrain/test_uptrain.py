@@ -19,6 +19,7 @@ from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.targets.mla.constant import CONSTANT
 from kvfold.convert.training.constant import ConstantChannel
 from kvfold.convert.training.rates import default_lr, relative_groups, tensor_sizes
+from kvfold.convert.uptrain import run as uptrain_run
 from kvfold.convert.uptrain import trainer as uptrain_trainer
 from kvfold.convert.uptrain.__main__ import main
 from kvfold.convert.uptrain.command import uptrain as uptrain_command
@@ -212,6 +213,24 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_pa
     for name, value in before.items():
         torch.testing.assert_close(after[name], value, rtol=0, atol=0 if micro_batch == 8 else 1e-4, msg=name)
     assert sorted(path.name for path in work.iterdir()) == ["curve.png", "log.jsonl", "request.json"]
+
+
+def test_a_failure_while_writing_loses_no_step(converted, text, tmp_path, monkeypatch):
+    options = {"steps": 3, "save_every": 2, "eval_every": 3}
+    whole = train(converted("gqa"), tmp_path / "whole", text, **options)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(uptrain_run, "write_trained", full)
+    with pytest.raises(OSError, match="No space left"):
+        train(converted("gqa"), tmp_path / "out", text, **options)
+    monkeypatch.undo()
+    monkeypatch.setattr(uptrain_trainer.Uptrainer, "training_step", None)  # no step is trained twice
+    done = train(converted("gqa"), tmp_path / "out", text, **options, resume=True)
+    assert done.rows == whole.rows
+    before, after = tensors(tmp_path / "whole"), tensors(tmp_path / "out")
+    assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 def test_the_record_and_the_card(source, converted, text, tmp_path):
