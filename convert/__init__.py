@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvfold.convert.errors import InputError, KvfoldError
     from kvfold.convert.inspection.facts import Inspection, inspect_checkpoint
     from kvfold.convert.measure.drift import drift_checkpoints
+    from kvfold.convert.measure.verify import Verification, verify_checkpoint
     from kvfold.convert.recipes import recipe_request
     from kvfold.convert.request import ConvertRequest
     from kvfold.convert.uptrain.request import UptrainRequest
@@ -26,12 +27,14 @@ __all__ = [
     "KvfoldError",
     "UptrainRequest",
     "Uptrained",
+    "Verification",
     "__version__",
     "convert_checkpoint",
     "drift_checkpoints",
     "inspect_checkpoint",
     "recipe_request",
     "uptrain_checkpoint",
+    "verify_checkpoint",
 ]
 
 _MODULES = {
@@ -42,11 +45,13 @@ _MODULES = {
     "KvfoldError": "errors",
     "UptrainRequest": "uptrain.request",
     "Uptrained": "uptrain.run",
+    "Verification": "measure.verify",
     "convert_checkpoint": "conversion.run",
     "drift_checkpoints": "measure.drift",
     "inspect_checkpoint": "inspection.facts",
     "recipe_request": "recipes",
     "uptrain_checkpoint": "uptrain.run",
+    "verify_checkpoint": "measure.verify",
 }
 
 

@@ -23,7 +23,8 @@ class _Commands(click.Group):
 
 
 def _steps_or_auto(value: int | str) -> int | str:
-    return int(value) if str(value).isdigit() else value  # the request refuses other words
+    text = str(value)
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else value  # the request refuses others
 
 
 @click.group(
@@ -171,6 +172,21 @@ def drift(model: str, out: str, json_file: str | None, **options: Any) -> None:
     if json_file is not None:
         write_text(json_file, report.to_json())
     click.echo(drift_table(report))
+
+
+@kvfold.command()
+@click.argument("out")
+def verify(out: str) -> None:
+    """Check that OUT is as it was written: hashes, shapes, loading, finite numbers.
+
+    Reads every byte, runs nothing. Compares the hashes in kvfold.json with the files, the tensors with the class that
+    config.json names, on the meta device, and names everything that differs.
+    """
+    from kvfold.convert.measure.verify import check_verified, verify_checkpoint
+
+    done = verify_checkpoint(out)
+    check_verified(done)
+    click.echo(done.summary())
 
 
 kvfold.add_command(uptrain)

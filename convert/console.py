@@ -3,8 +3,10 @@
 Exit status: 0 done, 2 the request or the input is wrong, 1 anything else; never a traceback.
 """
 
+import errno
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -16,10 +18,11 @@ from typing import Any, NoReturn
 
 import click
 
-from kvfold.convert.errors import InputError, KvfoldError, one_line
+from kvfold.convert.errors import InputError, KvfoldError, one_line, system_failure
 
 _PLOT_KINDS = (".png", ".svg", ".pdf")
 _LEAST_PRINTED = 10  # seconds left
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 # Options by panels
@@ -57,7 +60,7 @@ def run_command(
 ) -> NoReturn:
     """Run a click command. An error becomes the last line on stderr, ``error: ...``, and the exit status.
 
-    SIGTERM, as job schedulers and containers send it, ends the command as Ctrl-C does.
+    SIGTERM, as job schedulers and containers send it, and SIGHUP end the command as Ctrl-C does.
     """
     try:
         with _terminable():
@@ -74,6 +77,8 @@ def run_command(
     except Exception as error:
         if os.environ.get("KVFOLD_TRACEBACK"):
             raise
+        if (reason := system_failure(error)) is not None:
+            _fail(reason, 1)
         advice = "set KVFOLD_TRACEBACK=1 for the details, and please report it"
         _fail(f"unexpected {type(error).__name__}: {one_line(error)} ({advice})", 1)
     raise SystemExit(0)
@@ -81,21 +86,27 @@ def run_command(
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt in the block, once: a second one does not disturb the clean-up."""
+    """Signals that end a command raise KeyboardInterrupt in the block, once: a second does not disturb the clean-up.
+
+    A signal that whoever started the process ignores or handles (``nohup``) is left to them.
+    """
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    ours = [number for number, handler in before.items() if handler in (signal.SIG_DFL, signal.default_int_handler)]
 
     def interrupt(number: int, frame: object) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for each in ours:
+            signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    previous = signal.getsignal(signal.SIGTERM)
-    if previous is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGTERM, interrupt)
+    if threading.current_thread() is not threading.main_thread():
+        ours = []
+    for each in ours:
+        signal.signal(each, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for each in ours:
+            signal.signal(each, before[each])
 
 
 def _fail(message: str, status: int) -> NoReturn:
@@ -195,3 +206,15 @@ def write_text(path: str, text: str, option: str = "--json") -> None:
 
 def _unwritable(path: str, option: str, reason: str | None) -> InputError:
     return InputError(f"{option} {path}: cannot be written ({reason}): name a file in a folder that exists")
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a text file of the user. OSError when it is a link, a pipe or another special file."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    file = os.open(path, flags, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        os.write(file, f"{line}\n".encode())
+    finally:
+        os.close(file)

@@ -1,8 +1,15 @@
 """The exceptions of kvfold. The command line turns them into its last line on stderr and its exit status."""
 
+import errno
+import os
+import re
+import reprlib
 from collections.abc import Sequence
+from typing import Any
 
 _SHOWN = 20
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxlist, _REPR.maxdict, _REPR.maxstring, _REPR.maxlong, _REPR.maxother = 3, 16, 8, 200, 60, 200
 
 
 class KvfoldError(Exception):
@@ -40,3 +47,36 @@ def first_line(error: BaseException) -> str:
 def one_line(error: BaseException) -> str:
     """The whole message of a library's error on one line, the name of its type when it has none."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def short(value: Any) -> str:
+    """The ``repr`` of a value out of a file, with the middle of what is long left out."""
+    return _REPR.repr(value)
+
+
+_ADVICE = {
+    errno.ENOSPC: "free some space, or choose another disk",
+    errno.EDQUOT: "free some of the quota, or choose another disk",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENOMEM: "free some memory, or use a larger machine",
+    errno.EIO: "check the disk",
+}
+_OUT_OF_MEMORY = re.compile(
+    r"not enough memory|out of memory|can(?:'t|not) allocate memory|bad_alloc|can't start new thread", re.I
+)
+
+
+def system_failure(error: Exception) -> str | None:
+    """What the system refused, when ``error`` of a library is such a refusal: disk, memory, files; None otherwise."""
+    text, code = one_line(error), error.errno if isinstance(error, OSError) else None
+    if stated := re.search(r"\(os error (\d+)\)", text):  # safetensors and tokenizers, which are written in Rust
+        code = int(stated[1])
+    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or _OUT_OF_MEMORY.search(text):
+        code = errno.ENOMEM
+    if code is None and "PytorchStreamWriter failed writing" in text:  # torch.save does not say why
+        return f"expected to be able to write a file, found that it failed ({text[:120]}); {_ADVICE[errno.ENOSPC]}"
+    if code is None:
+        return None
+    where = getattr(error, "filename", None) or "the system"
+    advice = _ADVICE.get(code, "check the path, its permissions and its disk")
+    return f"{where}: expected to be able to read or write it, found: {os.strerror(code)}; {advice}"

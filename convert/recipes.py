@@ -16,6 +16,7 @@ from kvfold.convert import request as rq
 from kvfold.convert.errors import InputError, one_line
 
 _FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+_LARGEST = 1 << 20  # bytes
 _OPTIONS = tuple(field.name for field in fields(rq.ConvertRequest) if field.name not in rq.RUN_ONLY)
 _ABOUT = {"model": str, "cached_before": int, "cached_after": int, "saving": float, "uptrain": str, "measured": str}
 _TYPES = {str: "text", int: "a whole number", float: "a number with a decimal point"}
@@ -87,15 +88,26 @@ def _find(recipe: str) -> tuple[Path, str]:
     return path, recipe
 
 
+def _read(path: Path, origin: str) -> bytes:
+    """The bytes of a recipe. InputError for what is no file, such as a pipe, and for one that is far too long."""
+    if not path.is_file():
+        raise InputError(f"{origin}: expected a TOML file, found something else, such as a pipe or a device")
+    with path.open("rb") as file:
+        data = file.read(_LARGEST + 1)
+    if len(data) > _LARGEST:
+        raise InputError(f"{origin}: expected a recipe of at most {_LARGEST >> 20} MiB, found a longer file")
+    return data
+
+
 def _parsed(path: Path, origin: str) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _read(path, origin).decode("utf-8")
         return tomllib.loads(text)
     except OSError as error:
         raise InputError(f"{origin}: cannot be read ({error.strerror}): check its permissions") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{origin}: expected TOML in UTF-8, found an invalid byte at {error.start}") from error
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of more digits than Python converts
         end = f"at line {len(text.splitlines())}, the end"
         reason = one_line(error).replace("at end of document", end)
         raise InputError(f"{origin}: expected TOML, found something else: {reason}") from error

@@ -1,5 +1,6 @@
 """``kvfold bench``: models side by side, each in its own process, and the table of the results."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -105,7 +106,12 @@ def run_in_process(task: "Task") -> dict[str, Any]:
         task_file, result_file = Path(folder, "task.json"), Path(folder, "result.json")
         task_file.write_text(write_task(task))
         command = [sys.executable, "-m", "kvfold.convert.bench.worker", str(task_file), str(result_file)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        alive, ours = os.pipe()  # its end tells the worker that this process was killed
+        try:
+            done = subprocess.run(command, stdin=alive, capture_output=True, text=True, check=False)
+        finally:
+            os.close(alive)
+            os.close(ours)
         if done.returncode != 0:
             last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
             why = last[0] if last else f"exit status {done.returncode} (killed for lack of memory?)"

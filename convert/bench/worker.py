@@ -6,8 +6,10 @@ values, so that no prefill is needed for it; the prefill is timed apart.
 
 import gc
 import json
+import os
 import statistics
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -192,5 +194,13 @@ def write_task(task: Task) -> str:
     return json.dumps(asdict(task))
 
 
+def end_with_parent() -> None:
+    """End this process when its standard input ends: whoever started it was killed, and nobody waits for the result."""
+    while sys.stdin.buffer.raw.read(1):  # type: ignore[attr-defined]
+        pass
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=end_with_parent, daemon=True).start()
     Path(sys.argv[2]).write_text(json.dumps(run(read_task(Path(sys.argv[1]).read_text()))))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import versions
-from kvfold.convert.io.shards import Shard, write_synced
+from kvfold.convert.io.shards import Shard, is_laid_out, write_synced
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,12 +32,12 @@ class Journal:
     def __init__(self, folder: Path, plan: Plan) -> None:
         self._folder, self._shards, self._computed = folder, plan.shards, plan.layout.computed
         self._path, self._key = folder / _NAME, run_key(plan)
-        self._layers: dict[str, Any] = _layers(self._path, self._key) or {}
+        self._layers: dict[str, Any] = self._intact(_layers(self._path, self._key) or {})
 
     @property
     def notes(self) -> list[Mapping[str, Any]]:
         """The notes of the finished layers."""
-        return list(self._layers.values())
+        return [layer["notes"] for layer in self._layers.values()]
 
     @property
     def written(self) -> list[str]:
@@ -52,10 +52,38 @@ class Journal:
 
     def note(self, layer: int, notes: Mapping[str, Any]) -> None:
         """``layer`` is finished; its tensors must be on disk."""
-        self._layers[str(layer)] = dict(notes)
+        self._layers[str(layer)] = {"notes": dict(notes), "sha256": self._digest(layer)}
         new = self._path.with_suffix(".new")
         write_synced(new, json.dumps({"run": self._key, "layers": self._layers}).encode())
         os.replace(new, self._path)
+
+    def _digest(self, layer: int) -> str:
+        """SHA-256 of the tensors of ``layer`` in the files."""
+        from kvfold.convert.io.tensors import tensor_memory
+
+        digest = hashlib.sha256()
+        for name, tensor in sorted(_read(self._folder, self._shards, self._computed[layer]).items()):
+            digest.update(name.encode())
+            digest.update(tensor_memory(tensor))
+        return digest.hexdigest()
+
+    def _intact(self, layers: dict[str, Any]) -> dict[str, Any]:
+        """The layers before the first one whose tensors are no longer those noted; none where a shard is damaged.
+
+        Without any the shards are removed, for they are laid out anew.
+        """
+        sound: dict[str, Any] = {}
+        if all(is_laid_out(self._folder / shard.file, shard) for shard in self._shards):
+            for name, layer in layers.items():
+                if not isinstance(layer, dict) or layer.get("sha256") != self._digest(int(name)):
+                    break
+                sound[name] = layer
+        if len(sound) < len(layers):
+            print(f"--resume: {len(layers) - len(sound)} layers are damaged; they are made again", file=sys.stderr)
+        if layers and not sound:
+            for shard in self._shards:
+                (self._folder / shard.file).unlink(missing_ok=True)
+        return sound
 
 
 def forget(folder: Path) -> None:

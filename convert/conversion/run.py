@@ -1,7 +1,6 @@
 """Carry out a conversion: plan, convert layer by layer, write, record."""
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.console import TimeLeft
+from kvfold.convert.console import TimeLeft, append_line
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, resumable
 from kvfold.convert.conversion.memory import check_memory, scratch_bytes
@@ -30,7 +29,9 @@ from kvfold.convert.conversion.stages import Progress, Stages
 from kvfold.convert.io.atomic import check_output, free_space_check, output_folder
 from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.io.config import dump
+from kvfold.convert.io.folder import read_bytes
 from kvfold.convert.io.shards import ShardWriter
+from kvfold.convert.measure.verify import RECORD, file_hashes
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.sizes import bytes_text
 
@@ -126,8 +127,7 @@ def _log(done: Conversion) -> None:
     line = {"finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "seconds": round(done.seconds or 0, 3)}
     path = Path(f"{Path(done.plan.request.out)}.log")
     try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**line, "request": request}) + "\n")
+        append_line(path, json.dumps({**line, "request": request}, default=str))
     except OSError as error:
         print(f"warning: {path}: the log was not written ({error.strerror})", file=sys.stderr)
 
@@ -181,8 +181,9 @@ def _write_side_files(plan: Plan, measured: Measured | None, folder: Path) -> di
     A calibrated conversion is read back first: its record holds the loss of the files on disk too.
     """
     for path in plan.checkpoint.extra_files():
-        shutil.copyfile(path, folder / path.name)
+        (folder / path.name).write_bytes(read_bytes(path))
     record = record_of(plan, {} if measured is None else measured.record(folder))
-    for name, text in {"kvfold.json": dump(record), "README.md": model_card(plan, record)}.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "README.md").write_text(model_card(plan, record), encoding="utf-8")
+    record["files"] = file_hashes(folder)
+    (folder / RECORD).write_text(dump(record), encoding="utf-8")
     return record

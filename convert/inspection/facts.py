@@ -7,6 +7,7 @@ from typing import Any
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.tensors import ROLES
+from kvfold.convert.inspection.latent import latent_faults
 from kvfold.convert.inspection.targets import CacheSize, TargetSize, cache_size, target_sizes
 from kvfold.convert.io.checkpoint import Checkpoint, open_headers
 from kvfold.convert.io.headers import FLOAT_DTYPES
@@ -17,10 +18,6 @@ from kvfold.convert.targets.results import folded_result, latent_result
 from kvfold.convert.targets.same_family import attention_kind, cache_elements
 
 _LATENT_ONLY = ("value_dim", "kv_rank", "q_rank")
-_LATENT_KEYS = (
-    *("num_hidden_layers", "num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"),
-    *("hidden_size", "v_head_dim"),
-)
 
 
 @dataclass(frozen=True)
@@ -138,8 +135,8 @@ def _inspect(checkpoint: Checkpoint) -> Inspection:
 def _inspect_latent(checkpoint: Checkpoint) -> Inspection:
     """A model whose attention is latent already. It has no targets."""
     config, dtype = checkpoint.config, _dtype(checkpoint)
-    if missing := [key for key in _LATENT_KEYS if not isinstance(config.get(key), int)]:
-        raise InputError(f"{checkpoint.origin}: config.json: {', '.join(missing)} must be whole numbers")
+    if problems := latent_faults(config, checkpoint.tensors):
+        raise InputError(f"{checkpoint.origin}: {problems[0]}", problems[1:])
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -11,6 +11,8 @@ import os
 import re
 import secrets
 import shutil
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,7 +98,7 @@ def output_folder(
     InputError as in ``check_output``, and when another process is writing the same OUT.
     """
     target = check_output(out, overwrite=overwrite, model=model)
-    with _lock(target) as locked:
+    with output_lock(target) as locked:
         stale = _stale(target) if locked else []
         for path in stale:
             _complete_replacement(path, target)
@@ -109,9 +111,30 @@ def output_folder(
             _publish(folder, target, overwrite)
             failed = False
         finally:
-            _complete_replacement(_backup(folder), target)
-            if not (failed and resume is not None and resume(folder)):
-                shutil.rmtree(folder, ignore_errors=True)  # OUT's predecessor after an exchange
+            with _undisturbed():
+                _complete_replacement(_backup(folder), target)
+                if not (failed and resume is not None and resume(folder)):
+                    shutil.rmtree(folder, ignore_errors=True)  # OUT's predecessor after an exchange
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Put off what the handlers of signals raise, such as KeyboardInterrupt, until the block has ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pending: list[int] = []
+    handled = [
+        number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if callable(signal.getsignal(number))
+    ]
+    before = {number: signal.signal(number, lambda received, _: pending.append(received)) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in pending[:1]:
+            signal.raise_signal(number)
 
 
 def free_space_check(path: str | os.PathLike[str], needed_bytes: int, purpose: str = "") -> None:
@@ -135,7 +158,7 @@ def _allocated(folder: Path) -> int:
 
 
 @contextmanager
-def _lock(target: Path) -> Iterator[bool]:
+def output_lock(target: Path) -> Iterator[bool]:
     """Hold the lock of ``target``; False where the file system has no locks. InputError when another process has it.
 
     By hand because nothing may be left beside OUT: filelock keeps its file, and without locks puts a file in their
@@ -149,8 +172,9 @@ def _lock(target: Path) -> Iterator[bool]:
     try:
         yield True
     finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
+        with _undisturbed():
+            path.unlink(missing_ok=True)
+            os.close(handle)
 
 
 def _locked(path: Path, target: Path) -> int | None:

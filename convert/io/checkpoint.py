@@ -15,6 +15,7 @@ from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.io import folder as folders
 from kvfold.convert.io import hub
 from kvfold.convert.io.headers import Header, TensorInfo
+from kvfold.convert.io.json_text import portable_name
 from kvfold.convert.io.quantized.dense import check_libraries, dequantized, plain_problems, quantization
 from kvfold.convert.io.reader import NoReader, Reader, SafetensorsReader, Weights
 from kvfold.convert.io.unchanged import FileState, changed_files, file_states
@@ -160,7 +161,7 @@ def _open_snapshot(model: hub.HubModel, reading: Reading) -> Checkpoint:
 
 
 def _open_folder(folder: Path, reading: Reading, origin: str = "") -> Checkpoint:
-    names = sorted(os.listdir(folder))
+    names = _listed(folder)
     states = file_states(folder / name for name in (folders.CONFIG, *folders.extra_names(names)))
     config, digest = folders.read_config(folder)
     entry, legacy = folders.weight_files(names, str(folder))
@@ -170,7 +171,7 @@ def _open_folder(folder: Path, reading: Reading, origin: str = "") -> Checkpoint
     headers: dict[str, Header] = {}
     paths: dict[str, Path] = {}
     aliases: dict[str, str] = {}
-    problems += folders.link_problems(folder, folders.extra_names(names))
+    problems += folders.extra_problems(folder, folders.extra_names(names))
     for file in files:
         try:
             paths[file] = folders.resolve_member(folder, file)
@@ -182,8 +183,15 @@ def _open_folder(folder: Path, reading: Reading, origin: str = "") -> Checkpoint
     stored = Weights(config, _checked(config, entry, weight_map, headers, problems), reader)
     made = dequantized(stored, reading.dtype, str(folder))
     digests = {folders.CONFIG: digest, **{file: header.digest for file, header in headers.items()}}
-    origin = origin or folder.name
+    origin = origin or portable_name(folder)
     return Checkpoint(folder, made.config, made.tensors, origin, digests, made.reader, aliases, states, made.made_of)
+
+
+def _listed(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise InputError(f"{folder}: expected to be able to list its files, found: {error.strerror}") from None
 
 
 def _open_remote(files: hub.RemoteFiles, entry: str, reading: Reading) -> Checkpoint:

@@ -9,9 +9,21 @@ copy_file_range 0.4 to 0.5; buffers of 1 MiB 0.6 to 0.8, of 8 MiB 1.7 to 1.9; 1 
 
 import os
 from collections.abc import Callable
+from io import FileIO
+from pathlib import Path
+
+from kvfold.convert.errors import InputError
 
 BUFFER = 1 << 20
 _DROP_EVERY = 8 << 20
+
+
+def open_source(path: Path) -> FileIO:
+    """An open file of a source, unbuffered. InputError when it cannot be read any more."""
+    try:
+        return path.open("rb", buffering=0)
+    except OSError as error:
+        raise InputError(f"{path}: expected to be able to read it, found: {error.strerror}") from None
 
 
 class SourceEnded(Exception):

@@ -2,15 +2,16 @@
 
 import fnmatch
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kvfold.convert.errors import InputError, first_line
+from kvfold.convert.errors import InputError, first_line, short
 from kvfold.convert.io.headers import Header, parse_header
+from kvfold.convert.io.json_text import load_json
+from kvfold.convert.sizes import bytes_text
 
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -39,6 +40,7 @@ EXTRA_PATTERNS = (
     "COPYING*",
     "USE_POLICY*",
 )
+_LARGEST_CONFIG = 16 << 20  # a thousand times the usual size
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz"}
 
 
@@ -57,7 +59,7 @@ def resolve_member(folder: Path, name: str) -> Path:
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts:
         raise InputError(f"{folder}: expected a file inside this folder, found the path {name!r}, which leaves it")
-    path = (folder / name).resolve()
+    path = _real_path(folder, name)
     if not any(path.is_relative_to(root) for root in (folder, *_own_blobs(folder))):
         raise InputError(f"{folder / name}: a link that leaves the checkpoint, to {path}; put the file itself there")
     if not path.exists():
@@ -67,17 +69,30 @@ def resolve_member(folder: Path, name: str) -> Path:
     return path
 
 
+def _real_path(folder: Path, name: str) -> Path:
+    """The real path of a member. InputError for a name that no path can have, and for links in a circle."""
+    try:
+        path = (folder / name).resolve()
+        os.stat(path)
+    except FileNotFoundError:
+        return path
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError(f"{folder}: expected a file {short(name)}, found: {reason}; fetch it again") from None
+    return path
+
+
 def _own_blobs(folder: Path) -> list[Path]:
     cached = folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
     return [folder.parent.parent / "blobs"] if cached else []
 
 
-def link_problems(folder: Path, names: Iterable[str]) -> list[str]:
-    """Problems: files to be passed on that are links out of the checkpoint, or no files."""
+def extra_problems(folder: Path, names: Iterable[str]) -> list[str]:
+    """Problems: files to be passed on that are links out of the checkpoint, no files, or not readable."""
     problems = []
     for name in names:
         try:
-            resolve_member(folder, name)
+            read_bytes(resolve_member(folder, name), limit=1)
         except InputError as error:
             problems.append(error.message)
     return problems
@@ -86,7 +101,7 @@ def link_problems(folder: Path, names: Iterable[str]) -> list[str]:
 def parse_json(path: Path, data: bytes) -> dict[str, Any]:
     """A JSON object out of a file's bytes; InputError naming the file otherwise."""
     try:
-        value = json.loads(data.decode("utf-8"))
+        value = load_json(data)
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"{path}: expected JSON, found what does not parse: {first_line(error)}; fix it or fetch it again"
@@ -102,13 +117,19 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
         raise InputError(
             f"{folder}: expected a checkpoint with a {CONFIG}, found no {CONFIG}; give the folder that holds it"
         )
-    data = read_bytes(resolve_member(folder, CONFIG))
+    data = read_bytes(resolve_member(folder, CONFIG), _LARGEST_CONFIG + 1)
+    if len(data) > _LARGEST_CONFIG:
+        raise InputError(
+            f"{folder / CONFIG}: expected at most {bytes_text(_LARGEST_CONFIG)}, found more; fetch it again"
+        )
     return parse_json(folder / CONFIG, data), hashlib.sha256(data).hexdigest()
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path, limit: int = -1) -> bytes:
+    """The bytes of a file, ``limit`` at most. InputError when it cannot be read."""
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(limit)
     except OSError as error:
         raise InputError(f"{path}: expected to be able to read it, found: {error.strerror}") from None
 

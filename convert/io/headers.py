@@ -5,14 +5,15 @@ then the tensors' bytes without gaps (https://huggingface.co/docs/safetensors).
 """
 
 import hashlib
-import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvfold.convert.errors import first_line
+from kvfold.convert.errors import first_line, short
+from kvfold.convert.io.json_text import load_json
 
 # Bits per element of every dtype the format knows.
 DTYPE_BITS = {
@@ -42,6 +43,7 @@ DTYPE_BITS = {
 TORCH_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}  # torch's spelling of floats
 FLOAT_DTYPES = frozenset(TORCH_NAMES)
 MAX_HEADER = 100_000_000  # what the reference implementation accepts
+_LARGEST = 2**63 - 1  # no tensor has more elements, and no file more bytes
 PREFIX = 8
 
 
@@ -97,7 +99,7 @@ def parse_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Hea
         return Header(problems=[f"{text}; fetch it again"])
     raw = read(PREFIX, length)
     try:
-        entries = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        entries = load_json(raw, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         return Header(problems=[f"{file}: expected a JSON header, found {first_line(error)}; fetch it again"])
     if not raw.startswith(b"{") or not isinstance(entries, dict):
@@ -111,10 +113,12 @@ def _check_entries(file: str, entries: dict[str, Any], base: int, size: int) -> 
     header = Header()
     for name, entry in entries.items():
         if name == "__metadata__":
+            if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
+                header.problems.append(f"{file}: expected __metadata__ to map names to strings, found {short(entry)}")
             continue
         problem = _entry_problem(entry)
         if problem:
-            header.problems.append(f"{file}: tensor {name!r}: {problem}")
+            header.problems.append(f"{file}: tensor {short(name)}: {problem}")
             continue
         start, end = (base + offset for offset in entry["data_offsets"])
         header.tensors.append(TensorInfo(name, entry["dtype"], tuple(entry["shape"]), file, start, end))
@@ -129,14 +133,16 @@ def _entry_problem(entry: Any) -> str:
         return "expected exactly dtype, shape and data_offsets in its header entry"
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        return f"unknown dtype {dtype!r}; expected one of {', '.join(DTYPE_BITS)}"
+        return f"unknown dtype {short(dtype)}; expected one of {', '.join(DTYPE_BITS)}"
     if not _counts(shape):
-        return f"expected a shape of whole numbers, found {shape!r}"
+        return f"expected a shape of whole numbers, found {short(shape)}"
     if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        return f"expected data_offsets [begin, end] with begin <= end, found {offsets!r}"
+        return f"expected data_offsets [begin, end] with begin <= end, found {short(offsets)}"
+    if not _possible(shape) or offsets[1] > _LARGEST:
+        return f"expected fewer than 2**63 elements and bytes, found shape {short(shape)}, offsets {short(offsets)}"
     needed, found = tensor_bytes(dtype, tuple(shape)), offsets[1] - offsets[0]
     if needed != found:
-        return f"dtype {dtype} and shape {shape} need {needed} bytes, its data_offsets span {found}"
+        return f"dtype {dtype} and shape {short(shape)} need {needed} bytes, its data_offsets span {found}"
     return ""
 
 
@@ -147,7 +153,7 @@ def _layout_problems(file: str, tensors: list[TensorInfo], base: int, size: int)
         if tensor.start != position:
             fault = "overlaps the tensor before it" if tensor.start < position else "leaves a gap before it"
             positions = f"expected to start at byte {position}, found {tensor.start}"
-            problems.append(f"{file}: tensor {tensor.name!r} {fault}: {positions}")
+            problems.append(f"{file}: tensor {short(tensor.name)} {fault}: {positions}")
         position = max(position, tensor.end)
     if position > size:
         problems.append(f"{file}: truncated: expected {position} bytes, found {size}; fetch it again")
@@ -161,10 +167,20 @@ def _counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
+def _possible(shape: list[int]) -> bool:
+    """Whether a tensor can have this shape. Stops multiplying where it cannot: products of large numbers are slow."""
+    elements = 1
+    for size in () if 0 in shape else shape:
+        elements *= size
+        if elements > _LARGEST:
+            return False
+    return all(size <= _LARGEST for size in shape)
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise _Duplicate(f"the name {twice!r} twice")
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, _ in pairs if counts[name] > 1)
+        raise _Duplicate(f"the name {short(twice)} twice")
     return result

@@ -1,6 +1,7 @@
 """``pytorch_model*.bin``: pickled tensors, read with ``weights_only=True`` and mapped into memory, a file at a time."""
 
 import hashlib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,7 +43,10 @@ class LegacyReader:
 def load_state(path: Path) -> dict[str, torch.Tensor]:
     """The pickled mapping. ValueError saying why, in one line, when it is not a plain mapping of names to tensors."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+        zipped = _is_zip(path)
+        if zipped:
+            _check_sizes(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # torch lets every kind of error of its unpickler and of its archive reader through
         raise ValueError(f"expected a whole file of plain tensors, found: {first_line(error)}") from None
     if not isinstance(state, dict):
@@ -89,6 +93,14 @@ def _digest(header: Header, path: Path) -> str:
     """Names, dtypes and shapes: what a safetensors header would hold, and the file's size."""
     entries = [f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}" for tensor in header.tensors]
     return hashlib.sha256("\n".join([*entries, str(path.stat().st_size)]).encode()).hexdigest()
+
+
+def _check_sizes(path: Path) -> None:
+    """ValueError for an archive that unpacks to more than its own size: torch.save compresses nothing."""
+    with zipfile.ZipFile(path) as archive:
+        unpacked, size = sum(entry.file_size for entry in archive.infolist()), path.stat().st_size
+    if unpacked > size:
+        raise ValueError(f"an archive of {size} bytes that unpacks to {unpacked}")
 
 
 def _is_zip(path: Path) -> bool:

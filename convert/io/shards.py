@@ -10,12 +10,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.io.copying import SourceEnded, copy_range, write_all
+from kvfold.convert.io.copying import SourceEnded, copy_range, open_source, write_all
 from kvfold.convert.io.folder import INDEX
 from kvfold.convert.io.headers import FLOAT_DTYPES, TensorInfo
 from kvfold.convert.io.shard_plan import OutputTensor, Shard, assign_shards, shard_header, shard_index
@@ -52,7 +51,7 @@ class _Move:
 
 
 class ShardWriter:
-    """The open shards of one output folder.
+    """The shards of one output folder, opened for each write: a model may have more than a process may open.
 
     Making it lays out every file at its final size (sparse) with its header. Tensors may then come in any order.
     ``resume_written`` names the tensors a killed run had already written to the same folder with the same plan.
@@ -67,21 +66,15 @@ class ShardWriter:
         if unknown:
             raise KvfoldError(f"{folder}: expected to resume tensors of this plan, found {unknown[0]!r}; start over")
         self._copying: Future[None] | None = None
-        self._files: dict[str, int] = {}
-        try:
-            for shard in self._shards:
-                self._files[shard.file] = _lay_out(folder / shard.file, shard, resumed=bool(self.written))
-        except BaseException:
-            self.close()
-            raise
+        for shard in self._shards:
+            with self._opened(shard.file, os.O_RDWR if self.written else os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
+                _lay_out(file, folder / shard.file, shard, resumed=bool(self.written))
 
     def __enter__(self) -> "ShardWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        """Nothing to close: no file is open between two writes."""
 
     def write(self, name: str, tensor: "torch.Tensor") -> None:
         """Write a computed tensor. KvfoldError when the plan has no such tensor or expects another dtype or shape."""
@@ -96,8 +89,8 @@ class ShardWriter:
             raise KvfoldError(
                 f"tensor {name!r}: expected {expected.dtype} {expected.shape}, found {actual[0]} {actual[1]}"
             )
-        with self._naming(place.shard):
-            write_all(self._files[place.shard], tensor_memory(tensor.cpu().contiguous()), place.start)
+        with self._opened(place.shard) as file:
+            write_all(file, tensor_memory(tensor.cpu().contiguous()), place.start)
         self.written.add(name)
 
     def write_all(self, tensors: Mapping[str, "torch.Tensor"]) -> int:
@@ -152,8 +145,8 @@ class ShardWriter:
 
     def sync(self) -> None:
         """Make what is written so far survive a crash of the machine; call before noting progress for a resume."""
-        for name, file in self._files.items():
-            with self._naming(name):
+        for shard in self._shards:
+            with self._opened(shard.file) as file:
                 os.fsync(file)
 
     def finish(self) -> None:
@@ -165,12 +158,6 @@ class ShardWriter:
         if len(self._shards) > 1:
             write_synced(self._folder / INDEX, shard_index(self._shards))
         self.sync()
-        self.close()
-
-    def close(self) -> None:
-        """Close the files without syncing them."""
-        while self._files:
-            os.close(self._files.popitem()[1])
 
     def _place(self, name: str) -> _Place:
         if name not in self._places:
@@ -178,13 +165,23 @@ class ShardWriter:
         return self._places[name]
 
     @contextmanager
-    def _naming(self, shard: str) -> Iterator[None]:
-        """Say which file was being written when the system fails."""
+    def _opened(self, shard: str, flags: int = os.O_RDWR) -> Iterator[int]:
+        """The open file of a shard. KvfoldError names the file when the system fails."""
+        path = self._folder / shard
         try:
-            yield
+            file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except FileNotFoundError:
+            raise KvfoldError(f"{path}: expected a shard to resume, found none; start over") from None
+        except FileExistsError:
+            raise
         except OSError as error:
-            reason = f"expected to be able to write it, found: {error.strerror or error}"
-            raise KvfoldError(f"{self._folder / shard}: {reason}") from error
+            raise _unwritable(path, error) from error
+        try:
+            yield file
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        finally:
+            os.close(file)
 
     def _sourced(self, place: _Place, checkpoint: Checkpoint) -> _Move:
         tensor = place.tensor
@@ -199,14 +196,17 @@ class ShardWriter:
 
     def _copy_run(self, run: list[_Move], checkpoint: Checkpoint, progress: OnBytes) -> None:
         first, last = run[0], run[-1]
-        target = self._files[first.place.shard]
-        with self._naming(first.place.shard):
+        with self._opened(first.place.shard) as target:
             if first.raw is None:
                 for move in run:
                     _copy_chunks(move, checkpoint, target, progress)
             else:
                 _copy_bytes(first.raw, first, last.info.end, target, progress)
         self.written.update(move.place.tensor.name for move in run)
+
+
+def _unwritable(path: Path, error: OSError) -> KvfoldError:
+    return KvfoldError(f"{path}: expected to be able to write it, found: {error.strerror or error}")
 
 
 def _source_order(move: _Move) -> tuple[str, int]:
@@ -232,7 +232,7 @@ def _follows(before: _Move, after: _Move) -> bool:
 
 
 def _copy_bytes(path: Path, first: _Move, end: int, target: int, progress: OnBytes) -> None:
-    with path.open("rb", buffering=0) as source:
+    with open_source(path) as source:
         try:
             copy_range(source.fileno(), first.info.start, target, first.place.start, end - first.info.start, progress)
         except SourceEnded:
@@ -263,26 +263,32 @@ def _places(shards: Sequence[Shard]) -> dict[str, _Place]:
     return places
 
 
-def _lay_out(path: Path, shard: Shard, resumed: bool) -> int:
-    """Open a shard at its final size with its header in place; a resumed one must already be so."""
+def _lay_out(file: int, path: Path, shard: Shard, resumed: bool) -> None:
+    """Give a new shard its final size and its header; a resumed one must have both."""
     header = shard_header(shard)
     size = len(header) + sum(tensor.nbytes for tensor in shard.tensors)
+    if not resumed:
+        os.ftruncate(file, size)
+        write_all(file, memoryview(header), 0)
+    elif not _has_layout(file, header, size):
+        raise KvfoldError(f"{path}: expected the shard of this plan to resume, found another; start over")
+
+
+def is_laid_out(path: Path, shard: Shard) -> bool:
+    """Whether the file at ``path`` has the size and the header of ``shard``, which a resumed run needs."""
+    header = shard_header(shard)
     try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if resumed else os.O_CREAT | os.O_EXCL), 0o666)
-    except FileNotFoundError:
-        raise KvfoldError(f"{path}: expected a shard to resume, found none; start over") from None
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
     try:
-        if resumed:
-            actual = os.fstat(file).st_size
-            if actual != size or os.pread(file, len(header), 0) != header:
-                raise KvfoldError(f"{path}: expected the shard of this plan to resume, found another; start over")
-        else:
-            os.ftruncate(file, size)
-            write_all(file, memoryview(header), 0)
-    except BaseException:
+        return _has_layout(file, header, len(header) + sum(tensor.nbytes for tensor in shard.tensors))
+    finally:
         os.close(file)
-        raise
-    return file
+
+
+def _has_layout(file: int, header: bytes, size: int) -> bool:
+    return os.fstat(file).st_size == size and os.pread(file, len(header), 0) == header
 
 
 def write_synced(path: Path, data: bytes) -> None:

@@ -23,6 +23,8 @@ def sync_path(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None  # fsync does not say which
     finally:
         os.close(handle)
 

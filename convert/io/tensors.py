@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.io.copying import open_source
 from kvfold.convert.io.headers import TensorInfo
 
 TORCH_DTYPES = {
@@ -52,14 +53,14 @@ def tensor_memory(tensor: torch.Tensor) -> memoryview:
 
 def read_tensor(path: Path, info: TensorInfo) -> torch.Tensor:
     """Read a whole tensor by position."""
-    with path.open("rb", buffering=0) as file:
+    with open_source(path) as file:
         return read_elements(file.fileno(), info, info.start, info.end).reshape(info.shape)
 
 
 def read_chunks(path: Path, info: TensorInfo, elements: int) -> Iterator[torch.Tensor]:
     """A tensor's elements in order, flat, at most ``elements`` at a time."""
     step = elements * torch_dtype(info.dtype).itemsize
-    with path.open("rb", buffering=0) as file:
+    with open_source(path) as file:
         for start in range(info.start, info.end, step):
             yield read_elements(file.fileno(), info, start, min(start + step, info.end))
 

@@ -9,8 +9,9 @@ from kvfold.attention.drift.report import DriftReport, floor_count, measure_drif
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
+from kvfold.convert.stream.fits import check_fits
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.text.tokenizer import load_tokenizer
+from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import load_calibration
 
 
@@ -36,6 +37,9 @@ def drift_checkpoints(
         place = choose_device(device)
         tokens = drift_tokens(text, load_tokenizer(source, trust_remote_code, "measuring drift"), samples, seq_len)
         streams = _stream(source, place, dtype), _stream(student, place, dtype)
+        for stream, checkpoint in zip(streams, (source, student), strict=True):
+            check_fits(stream.parameters.map, checkpoint.tensors, checkpoint.origin)
+        check_vocabulary(tokens, streams[0].vocabulary, source.origin)
         return measure_drift(*streams, tokens, floor_sequences=floor_count(tokens))
     finally:
         source.close()

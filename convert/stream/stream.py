@@ -58,7 +58,7 @@ class CheckpointStream:
         except ValueError as error:
             raise InputError(f"config.json: {error}") from error
         embedding = model.get_input_embeddings()
-        self._width = int(embedding.weight.shape[1])
+        self.vocabulary, self._width = map(int, embedding.weight.shape)
         self._embedding = next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
         self._recorded: tuple[int, list[Arguments]] | None = None
 

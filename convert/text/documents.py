@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Literal, Protocol
 import torch
 
 from kvfold.convert.errors import InputError, first_line
+from kvfold.convert.io.json_text import check_unicode, portable_name
 
 BUILT_IN = "the built-in standard-library text"
 _CELL = 1 << 18  # bytes
@@ -122,7 +123,7 @@ class _File:
 
     @property
     def name(self) -> str:
-        return self.path.name
+        return portable_name(self.path)
 
     @property
     def size(self) -> int:
@@ -289,17 +290,28 @@ def _json(row: str) -> Any:
         return json.loads(row)
     except json.JSONDecodeError as error:
         raise ValueError(f"expected a JSON object, found invalid JSON: {error.msg}") from None
+    except RecursionError:
+        raise ValueError("expected a JSON object, found one that is nested too deeply") from None
 
 
 def _document(row: Any, render: Render) -> Document:
     """The document in a row of a dataset. Raises ValueError that says what was expected."""
     if isinstance(row, Mapping):
         if isinstance(row.get("text"), str):
-            return Document(row["text"])
+            return Document(_unicode(row["text"]))
         if isinstance(row.get("messages"), list):
-            return Document(_rendered(row["messages"], render), rendered=True)
+            return Document(_unicode(_rendered(row["messages"], render)), rendered=True)
     actual = f"the fields {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
     raise ValueError(f"expected an object with a string `text` or a list `messages`, found {actual}")
+
+
+def _unicode(text: str) -> str:
+    """``text``. Raises ValueError when a tokenizer could not read it."""
+    try:
+        check_unicode(text)
+    except ValueError as error:
+        raise ValueError(f"expected Unicode text, found {error}; fix the row or remove it") from None
+    return text
 
 
 def _rendered(messages: list[Mapping[str, Any]], render: Render) -> str:

@@ -95,12 +95,18 @@ def open_tokens(plan: TokenPlan, folder: Path) -> RunTokens | None:
     path, record = folder / _TOKENS, folder / _RECORD
     if not (path.is_file() and record.is_file()):
         return None
-    written = json.loads(record.read_text(encoding="utf-8"))
-    shape = (written["held_out"] + written["training"], plan.length)
-    if written["made_from"] != plan.made_from() or path.stat().st_size != _TOKEN_BYTES * shape[0] * shape[1]:
+    try:
+        written = json.loads(record.read_bytes())
+        held_out, training, made_from = written["held_out"], written["training"], written["made_from"]
+        shape = (held_out + training, plan.length)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None  # damaged
+    if made_from != plan.made_from() or path.stat().st_size != _TOKEN_BYTES * shape[0] * shape[1]:
         return None
     tokens = torch.from_file(str(path), size=shape[0] * shape[1], dtype=torch.int32).view(shape)
-    return RunTokens(training=tokens[written["held_out"] :], held_out=tokens[: written["held_out"]])
+    if tokens.numel() and (tokens.min() < 0 or tokens.max() >= plan.vocabulary):
+        return None
+    return RunTokens(training=tokens[held_out:], held_out=tokens[:held_out])
 
 
 def make_tokens(plan: TokenPlan, folder: Path) -> None:

@@ -6,14 +6,22 @@ from typing import Any
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The rows of a ``log.jsonl``; a last line that was cut short is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    """The rows of a ``log.jsonl`` before the first that is none, such as a last line that was cut short."""
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not _is_row(row):
+            break
+        rows.append(row)
     return rows
+
+
+def _is_row(row: Any) -> bool:
+    numbers = isinstance(row, dict) and all(isinstance(value, int | float) for value in row.values())
+    return numbers and type(row.get("step")) is int and "tokens" in row
 
 
 def draw_curve(rows: list[dict[str, Any]], path: str, title: str) -> None:

@@ -114,6 +114,8 @@ def _least_problems(request: UptrainRequest) -> list[str]:
 
 def _other_problems(request: UptrainRequest) -> list[str]:
     problems = []
+    if request.seed >= 2**32:  # what numpy's generator takes, which transformers seeds
+        problems.append(f"--seed: expected a number below 2**32, found {request.seed}")
     if parse_size(request.max_shard_size) is None:
         problems.append(
             f"--max-shard-size: expected a size such as 5GB, 500MB or 2GiB, found {request.max_shard_size!r}"

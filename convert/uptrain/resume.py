@@ -1,21 +1,25 @@
 """The folder ``OUT.training``: the options of the run, its log, its tokens, and the checkpoints to resume from."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, one_line
 from kvfold.convert.io.atomic import free_space_check
+from kvfold.convert.io.folder import parse_json, read_bytes
+from kvfold.convert.measure.verify import file_hashes, file_problems
 from kvfold.convert.uptrain.data import RunTokens, TokenPlan, make_tokens, open_tokens, replace_file
 from kvfold.convert.uptrain.plot import read_log
 from kvfold.convert.uptrain.processes import run_on_first
 from kvfold.convert.uptrain.request import UptrainRequest, changed
 
-COMPLETE = "complete"  # the last file of a checkpoint, empty: without it a checkpoint was interrupted half written
+COMPLETE = "complete"  # the last file of a checkpoint, with the hashes of the others: without it it is half written
 LOG = "log.jsonl"
 _REQUEST = "request.json"
+_STEP = re.compile(r"checkpoint-\d{1,9}")
 
 
 def last_checkpoint(request: UptrainRequest) -> Path | None:
@@ -28,15 +32,39 @@ def last_checkpoint(request: UptrainRequest) -> Path | None:
     if work.exists() and not (work.is_dir() and (not any(work.iterdir()) or any(work.glob(f"{_REQUEST}*")))):
         raise InputError(f"{work}: the run would write its log there, found something else; name another OUT")
     if request.resume and (work / _REQUEST).is_file():
-        difference = changed(json.loads((work / _REQUEST).read_text(encoding="utf-8")), request)
+        difference = changed(parse_json(work / _REQUEST, read_bytes(work / _REQUEST)), request)
         if difference is not None:
             raise InputError(f"--resume {work}: {difference}; give the same options, or --overwrite to start over")
-        return max((path.parent for path in work.glob(f"checkpoint-*/{COMPLETE}")), key=_step, default=None)
+        return _newest_sound(work)
     if not request.overwrite and any(work.glob("checkpoint-*")):
         raise InputError(
             f"{work}: found checkpoints of an interrupted run; continue it with --resume, or use --overwrite"
         )
     return None
+
+
+def mark_complete(checkpoint: Path) -> None:
+    """Write the last file of a checkpoint, by which ``--resume`` knows that the others are whole."""
+    replace_file(checkpoint / COMPLETE, [json.dumps(file_hashes(checkpoint, COMPLETE), indent=1).encode()])
+
+
+def _newest_sound(work: Path) -> Path | None:
+    """The newest checkpoint whose files are those that were written; a line on stderr for each that is damaged."""
+    complete = (path.parent for path in work.glob("checkpoint-*/" + COMPLETE) if _STEP.fullmatch(path.parent.name))
+    for checkpoint in sorted(complete, key=_step, reverse=True):
+        problem = _damage(checkpoint)
+        if problem is None:
+            return checkpoint
+        print(f"--resume: {checkpoint.name} is damaged and left out ({problem})", file=sys.stderr, flush=True)
+    return None
+
+
+def _damage(checkpoint: Path) -> str | None:
+    try:
+        expected = parse_json(checkpoint / COMPLETE, read_bytes(checkpoint / COMPLETE))
+        return next(file_problems(checkpoint, expected, COMPLETE), None)
+    except (InputError, OSError) as error:
+        return one_line(error)
 
 
 def prepare(request: UptrainRequest, checkpoint: Path | None, plan: TokenPlan, arguments: Any) -> RunTokens:
@@ -46,8 +74,8 @@ def prepare(request: UptrainRequest, checkpoint: Path | None, plan: TokenPlan, a
     """
     if checkpoint is not None and open_tokens(plan, request.work) is None:
         raise InputError(
-            f"--resume {request.work}: the text or the tokenizer is not the one that the run was started with; "
-            "give the same, or --overwrite to start over"
+            f"--resume {request.work}: the text or the tokenizer is not the one that the run was started with, or its "
+            "tokens were damaged; give the same text, or --overwrite to start over"
         )
     arguments.distributed_state.wait_for_everyone()  # every process has looked
     run_on_first(lambda: _resume_or_start(request, checkpoint, plan))

@@ -1,6 +1,8 @@
 """A run of uptraining: checkpoint, text, teacher, trainer, and the written result."""
 
+import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,8 +12,9 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.io.atomic import check_output
+from kvfold.convert.io.atomic import check_output, output_lock
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
+from kvfold.convert.io.json_text import portable_name
 from kvfold.convert.stream.loading import hide_bars, load_config, load_model
 from kvfold.convert.text.documents import Corpus, open_corpus
 from kvfold.convert.text.tokenizer import load_tokenizer, renderer
@@ -43,13 +46,14 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
     """
     if find_spec("accelerate") is None:
         raise InputError("uptraining needs accelerate, which is not installed: pip install 'kvfold[train]'")
-    source = open_checkpoint(request.model)
+    source, locks = open_checkpoint(request.model), ExitStack()
     try:
         if source.made_of:
             raise InputError(
                 f"{source.origin}: expected plain weights to train, found {source.made_of[0]}; convert it first"
             )
         check_output(request.out, overwrite=request.overwrite, model=source.folder)
+        locks.enter_context(_only_run(request))
         beside = read_side_files(source)
         config = load_config(source, request.trust_remote_code)
         positions = getattr(config, "max_position_embeddings", None)
@@ -57,7 +61,13 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
         plan = _token_plan(request, source, config.vocab_size)
         return _train(request, source, beside, config.hidden_size, plan)
     finally:
+        locks.close()
         source.close()
+
+
+def _only_run(request: UptrainRequest) -> AbstractContextManager[object]:
+    """Held by the first process, so that no second run writes to the same folder meanwhile. InputError if one does."""
+    return output_lock(request.work.absolute()) if int(os.environ.get("RANK", "0")) == 0 else nullcontext()
 
 
 def _train(request: UptrainRequest, source: Checkpoint, beside: SideFiles, width: int, plan: TokenPlan) -> Uptrained:
@@ -119,7 +129,7 @@ def _portable(request: UptrainRequest) -> dict[str, Any]:
 
 
 def _origin(path: str | None) -> str | None:
-    return Path(path).resolve().name if path is not None and Path(path).exists() else path
+    return portable_name(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 
 def _token_plan(request: UptrainRequest, source: Checkpoint, vocabulary: int) -> TokenPlan:

@@ -20,7 +20,7 @@ from kvfold.convert.training.loss import distillation_loss, next_token_loss
 from kvfold.convert.training.rates import relative_groups, tensor_sizes
 from kvfold.convert.uptrain.data import TrainingOrder
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.resume import COMPLETE, LOG
+from kvfold.convert.uptrain.resume import LOG, mark_complete
 
 
 class Uptrainer(Trainer):  # type: ignore[misc]
@@ -162,7 +162,7 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
         if dist.is_initialized():
             dist.barrier()  # each process has written its random state
         if state.is_world_process_zero:
-            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
+            mark_complete(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
 
 def log_line(row: dict[str, Any], steps: int) -> str:

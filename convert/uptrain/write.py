@@ -11,7 +11,9 @@ from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.atomic import output_folder
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.config import dump
+from kvfold.convert.io.json_text import portable_name
 from kvfold.convert.io.tensors import torch_dtype
+from kvfold.convert.measure.verify import RECORD, file_hashes, non_finite
 from kvfold.convert.sizes import parse_size
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.side_files import SideFiles
@@ -65,8 +67,12 @@ def _check(source: Checkpoint, folder: Path, trained: Mapping[str, Tensor]) -> N
         before, after = (
             {name: (info.dtype, info.shape) for name, info in opened.tensors.items()} for opened in (source, written)
         )
+        damaged = list(non_finite(written, written.tensors))
     finally:
         written.close()
+    if damaged:
+        what = f"{len(damaged)} tensors with NaN or infinity; nothing was kept: lower --relative-lr"
+        raise KvfoldError(f"{source.origin}: expected finite weights after the training, found {what}", damaged)
     for name in sorted(before.keys() | after.keys()):
         dropped = name not in after and (name == "lm_head.weight" or name not in trained)
         if before.get(name) != after.get(name) and not dropped:
@@ -82,9 +88,10 @@ def _write_records(beside: SideFiles, folder: Path, request: UptrainRequest, tra
     if "drift" in record:
         record["drift_before_uptraining"] = record.pop("drift")
     record["uptraining"] = {**training, "versions": versions()}
-    (folder / "kvfold.json").write_text(dump(record), encoding="utf-8")
-    text = f"# {Path(request.out).name}\n" if beside.card is None else beside.card
+    text = f"# {portable_name(Path(request.out))}\n" if beside.card is None else beside.card
     (folder / "README.md").write_text(text.rstrip("\n") + "\n" + _section(request, training), encoding="utf-8")
+    record["files"] = file_hashes(folder)
+    (folder / RECORD).write_text(dump(record), encoding="utf-8")
 
 
 def _section(request: UptrainRequest, training: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from kvfold.convert import cli
 from kvfold.convert.data import demo_folder
 
 HEAVY = ("torch", "transformers", "numpy", "huggingface_hub", "safetensors")
-COMMANDS = ("inspect", "convert", "drift", "bench", "demo", "uptrain")
+COMMANDS = ("inspect", "convert", "drift", "verify", "bench", "demo", "uptrain")
 
 
 @pytest.fixture

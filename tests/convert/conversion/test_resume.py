@@ -10,6 +10,7 @@ from helpers.processes import run_python
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.conversion import journal
 from kvfold.convert.data import demo_folder
+from kvfold.convert.io.folder import read_header
 
 OPTIONS = {
     "mqa": {"to": "mqa", "group": "contiguous", "refine": 3},
@@ -50,6 +51,11 @@ def child(options, layers):
 
 def request(tmp_path, name, **options):
     return {"model": str(demo_folder()), "out": str(tmp_path / "out"), **QUICK, **OPTIONS[name], **options}
+
+
+def layer_start(path, name):
+    """Where the bytes of a tensor begin in a safetensors file."""
+    return next(info.start for info in read_header(path, path.name).tensors if info.name == name)
 
 
 def contents(folder):
@@ -121,6 +127,33 @@ def test_an_error_during_a_resumable_run_keeps_what_was_done(tmp_path, monkeypat
     convert_checkpoint(ConvertRequest(**request(tmp_path, "mqa", resume=True)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.log"]
     assert not [name for name in contents(tmp_path / "out") if "journal" in name]
+
+
+@pytest.mark.parametrize("damage", ["bytes", "size"])
+def test_finished_layers_that_were_damaged_are_made_again(tmp_path, monkeypatch, capsys, damage):
+    from kvfold.convert.conversion import run
+
+    def fail(*arguments):
+        raise RuntimeError("the disk went away")
+
+    options = request(tmp_path, "mqa", resume=True) | {"refine": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_write_side_files", fail)
+        with pytest.raises(RuntimeError, match="went away"):
+            convert_checkpoint(ConvertRequest(**options))
+    (left,) = tmp_path.glob(".out.kvfold-*/model.safetensors")
+    with left.open("r+b") as file:
+        if damage == "size":
+            file.truncate(left.stat().st_size - 1)
+        else:
+            file.seek(layer_start(left, "model.layers.2.self_attn.k_proj.weight"))
+            file.write(b"\x01\x02\x03")
+    capsys.readouterr()
+    convert_checkpoint(ConvertRequest(**options))
+    damaged = {"bytes": 2, "size": 4}[damage]
+    assert capsys.readouterr().err.startswith(f"--resume: {damaged} layers are damaged; they are made again")
+    convert_checkpoint(ConvertRequest(**{**options, "out": str(tmp_path / "unbroken"), "resume": False}))
+    assert contents(tmp_path / "out") == contents(tmp_path / "unbroken")
 
 
 def test_a_method_without_layers_to_go_on_from_says_so_and_starts(tmp_path, capsys):

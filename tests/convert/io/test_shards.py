@@ -395,7 +395,7 @@ def test_a_disk_that_fills_up(checkpoint: Checkpoint, out: Path, monkeypatch: py
 
 
 def test_existing_files_are_not_overwritten(out: Path) -> None:
-    plan_of_two(out).close()
+    plan_of_two(out)
     with pytest.raises(FileExistsError):
         plan_of_two(out)
 

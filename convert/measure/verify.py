@@ -1,0 +1,124 @@
+"""``kvfold verify``: whether a checkpoint is what was written, complete, loadable and finite.
+
+``kvfold.json`` holds the SHA-256 of every other file. What a checkpoint without it can be asked is whether its tensors
+are those of its config's class, and whether they are finite.
+"""
+
+import hashlib
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvfold.convert.errors import InputError, short
+from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
+from kvfold.convert.io.folder import parse_json, read_bytes, resolve_member
+
+RECORD = "kvfold.json"
+_ELEMENTS = 1 << 24  # of a tensor at once
+_THREADS = 4  # a disk is slower than so many processors
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was compared: files by hash (0 where no record has hashes), tensors and their elements; and what differs."""
+
+    origin: str
+    files: int
+    tensors: int
+    elements: int
+    problems: list[str]
+
+    def summary(self) -> str:
+        """The result of a sound checkpoint in a line."""
+        hashed = f"{self.files} files as recorded" if self.files else f"no hashes in {RECORD}"
+        return (
+            f"{self.origin}: {hashed}; {self.tensors} tensors with the shapes of config.json, "
+            f"{self.elements:,} numbers, all finite"
+        )
+
+
+def verify_checkpoint(out: str) -> Verification:
+    """Compare a checkpoint with its record and its config; ``problems`` of the result name all that differs.
+
+    Raises InputError when it cannot be opened at all.
+    """
+    checkpoint = open_checkpoint(out)
+    try:
+        files, problems = recorded_problems(checkpoint.folder)
+        problems += content_problems(checkpoint)
+        elements = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+        checkpoint.check_unchanged()
+    finally:
+        checkpoint.close()
+    return Verification(checkpoint.origin, files, len(checkpoint.tensors), elements, problems)
+
+
+def check_verified(done: Verification) -> None:
+    """Raises InputError with everything that differs."""
+    if done.problems:
+        found = f"{len(done.problems)} difference{'s' * (len(done.problems) > 1)}; make it again"
+        raise InputError(f"{done.origin}: expected what {RECORD} and config.json say, found {found}", done.problems)
+
+
+def content_problems(checkpoint: Checkpoint) -> list[str]:
+    """A line for every tensor that the class of config.json does not take as it is, or that is not finite."""
+    from kvfold.convert.stream.fits import misfits
+
+    return [*misfits(checkpoint.config, checkpoint.tensors), *non_finite(checkpoint, checkpoint.tensors)]
+
+
+def non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
+    """A line for every tensor among ``names`` with NaN or infinity in it; reads in bounded memory."""
+    from kvfold.convert.io.tensors import count_non_finite
+
+    for name in names:
+        if bad := sum(map(count_non_finite, checkpoint.chunks(name, _ELEMENTS))):
+            yield f"tensor {name!r} in {checkpoint.info(name).file}: {bad} numbers are NaN or infinite"
+
+
+def file_hashes(folder: Path, record: str = RECORD) -> dict[str, str]:
+    """The SHA-256 of every file below ``folder`` by its path there, but for ``record``, which will hold them."""
+    names = _names(folder, record)
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(lambda name: _sha256(folder / name), names), strict=True))
+
+
+def file_problems(folder: Path, expected: Mapping[str, str], record: str = RECORD) -> Iterator[str]:
+    """A line for every file that is missing, changed or new since ``file_hashes`` gave ``expected``."""
+    for name in sorted(set(_names(folder, record)) - expected.keys()):
+        yield f"{name}: not a file that was written"
+    for name, digest in expected.items():
+        try:
+            found = _sha256(resolve_member(folder, name))
+        except InputError as error:
+            yield error.message
+        else:
+            if found != digest:
+                yield f"{name}: changed since it was written: its SHA-256 is {found}, expected {short(digest)}"
+
+
+def _names(folder: Path, record: str) -> list[str]:
+    """The files below ``folder``, without ``record`` and without what is hidden at its top, such as ``.git``."""
+    files = (Path(root, name).relative_to(folder) for root, _, names in os.walk(folder) for name in names)
+    return sorted(str(file) for file in files if str(file) != record and not file.parts[0].startswith("."))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def recorded_problems(folder: Path) -> tuple[int, list[str]]:
+    """How many files the record has hashes of, and what differs from them."""
+    if not (folder / RECORD).exists():
+        return 0, []
+    record = parse_json(folder / RECORD, read_bytes(resolve_member(folder, RECORD)))
+    expected = record.get("files")
+    if expected is None:
+        return 0, []
+    if not isinstance(expected, dict) or not all(isinstance(value, str) for value in expected.values()):
+        return 0, [f"{RECORD}: expected files to map names to hashes, found {short(expected)}"]
+    return len(expected), list(file_problems(folder, expected))

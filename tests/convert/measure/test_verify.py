@@ -1,0 +1,94 @@
+"""``kvfold verify``: what was written is sound; everything that differs later is named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.checkpoints import tensors
+from safetensors.torch import save_file
+
+from kvfold.convert import ConvertRequest, InputError, convert_checkpoint, verify_checkpoint
+from kvfold.convert.data import demo_folder
+from kvfold.convert.measure.verify import check_verified
+
+TARGETS = {
+    "fold": {"to": "gqa", "kv_heads": 4, "method": "mean"},
+    "latent": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd"},
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    parent = tmp_path_factory.mktemp("written")
+    for name, options in TARGETS.items():
+        convert_checkpoint(ConvertRequest(str(demo_folder()), str(parent / name), **options, quiet=True))
+    return parent
+
+
+@pytest.fixture
+def out(written, tmp_path):
+    return Path(shutil.copytree(written / "latent", tmp_path / "out"))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_was_written_is_sound(written, name):
+    done = verify_checkpoint(str(written / name))
+    assert done.problems == []
+    check_verified(done)
+    record = json.loads((written / name / "kvfold.json").read_text())
+    assert set(record["files"]) == {path.name for path in (written / name).iterdir()} - {"kvfold.json"}
+    assert done.files == len(record["files"])
+    assert done.summary().endswith(f"{done.elements:,} numbers, all finite")
+
+
+def test_a_source_has_no_hashes(tmp_path):
+    done = verify_checkpoint(str(demo_folder()))
+    assert (done.problems, done.files) == ([], 0)
+    assert "no hashes in kvfold.json" in done.summary()
+
+
+def test_files_that_changed(out):
+    (out / "tokenizer.json").write_text("{}")
+    (out / "generation_config.json").unlink()
+    (out / "thesis.tex").touch()
+    found = verify_checkpoint(str(out)).problems
+    assert [line.split(":")[0] for line in found] == ["thesis.tex", str(out), "tokenizer.json"]
+    assert found[0] == "thesis.tex: not a file that was written"
+    assert found[1].endswith("expected the file generation_config.json, found none; fetch it again")
+    assert "changed since it was written: its SHA-256 is 44136fa3" in found[2]
+
+
+def test_one_bit(out):
+    with (out / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)[0]
+        file.seek(-1, 2)
+        file.write(bytes([last ^ 1]))
+    (found,) = verify_checkpoint(str(out)).problems
+    assert found.startswith("model.safetensors: changed since it was written")
+
+
+def test_tensors_that_are_not_the_configs_or_not_finite(out):
+    (out / "kvfold.json").unlink()
+    stored = tensors(out)
+    del stored["model.norm.weight"]
+    stored["model.layers.1.self_attn.o_proj.weight"] = torch.zeros(3, 5)
+    stored["model.layers.0.self_attn.kv_a_layernorm.weight"][3] = torch.nan
+    save_file(stored, out / "model.safetensors")
+    done = verify_checkpoint(str(out))
+    assert len(done.problems) == 3
+    assert done.problems[0] == "missing: model.norm.weight"
+    assert "o_proj.weight has shape [256, 256] by config.json" in done.problems[1]
+    where = "tensor 'model.layers.0.self_attn.kv_a_layernorm.weight' in model.safetensors"
+    assert done.problems[2] == f"{where}: 1 numbers are NaN or infinite"
+    with pytest.raises(InputError, match=r"what kvfold.json and config.json say, found 3 differences; make it again"):
+        check_verified(done)
+
+
+@pytest.mark.parametrize("content", ["[", '{"files": 3}', '{"files": {"x": 1}}', '{"files": {"../x": "a"}}'])
+def test_a_record_that_is_none(out, content):
+    (out / "kvfold.json").write_text(content)
+    with pytest.raises(InputError, match=r"kvfold\.json"):
+        check_verified(verify_checkpoint(str(out)))

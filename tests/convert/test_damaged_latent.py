@@ -1,0 +1,77 @@
+"""Damaged latent (MLA) checkpoints: inspect believes no config against its tensors, drift none against its class."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.checkpoints import tensors
+from safetensors.torch import save_file
+
+from kvfold.convert import ConvertRequest, InputError, convert_checkpoint, drift_checkpoints, inspect_checkpoint
+from kvfold.convert.data import demo_folder
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    out = tmp_path_factory.mktemp("written") / "out"
+    options = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd"}
+    convert_checkpoint(ConvertRequest(str(demo_folder()), str(out), **options, quiet=True))
+    return out
+
+
+@pytest.fixture
+def out(written, tmp_path):
+    return Path(shutil.copytree(written, tmp_path / "out"))
+
+
+def change(folder, **values):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"num_hidden_layers": -1}, "config.json: num_hidden_layers must be a positive whole number, found -1"),
+        ({"num_hidden_layers": True}, "config.json: num_hidden_layers must be a positive whole number, found True"),
+        ({"num_hidden_layers": 10**9}, "config.json: num_hidden_layers is 1000000000, but the files hold 50 tensors"),
+        ({"num_hidden_layers": 5}, "missing: model.layers.4.self_attn.kv_a_proj_with_mqa.weight [32, 256]"),
+        (
+            {"kv_lora_rank": 25},
+            "wrong shape: model.layers.0.self_attn.kv_a_proj_with_mqa.weight is [32, 256]",
+        ),
+        ({"num_attention_heads": 0}, "config.json: num_attention_heads must be a positive whole number, found 0"),
+        ({"rope_parameters": 7}, "config.json: rope_parameters must be an object whose rope_type is a string, found 7"),
+        ({"architectures": {"a": 1}}, "config.json: architectures must be a list of strings, found {'a': 1}"),
+        ({"max_position_embeddings": "x"}, "config.json: max_position_embeddings must be a positive whole number"),
+        ({"q_lora_rank": -3}, "config.json: q_lora_rank must be a positive whole number, found -3"),
+    ],
+)
+def test_inspect_names_what_is_wrong(out, values, problem):
+    change(out, **values)
+    with pytest.raises(InputError) as raised:
+        inspect_checkpoint(str(out))
+    assert raised.value.message.startswith(f"out: {problem}")
+
+
+def test_drift_checks_shapes_before_it_runs(out):
+    stored = tensors(out)
+    stored["model.embed_tokens.weight"] = stored["model.embed_tokens.weight"][:-1].clone()
+    stored["model.layers.3.mlp.up_proj.weight"] = torch.zeros(3, 5)
+    save_file(stored, out / "model.safetensors")
+    with pytest.raises(InputError, match=r"^out: its tensors are not those of its config.json") as raised:
+        drift_checkpoints(str(demo_folder()), str(out))
+    assert len(raised.value.details) == 2
+
+
+def test_drift_checks_tokens_before_it_runs(tmp_path):
+    model = Path(shutil.copytree(demo_folder(), tmp_path / "model"))
+    stored = tensors(model)
+    stored["model.embed_tokens.weight"] = stored["model.embed_tokens.weight"][:100].clone()
+    stored |= {name: value[:100].clone() for name, value in stored.items() if name == "lm_head.weight"}
+    save_file(stored, model / "model.safetensors")
+    change(model, vocab_size=100)
+    with pytest.raises(InputError, match=r"its tokenizer gives token \d+, but the model knows 100 tokens"):
+        drift_checkpoints(str(model), str(model), samples=1, seq_len=16)

@@ -1,0 +1,72 @@
+"""Signals end a command once; what cleans up after it is not disturbed by a second one."""
+
+import io
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from kvfold.convert.bench import worker
+from kvfold.convert.console import _terminable
+from kvfold.convert.io import atomic
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_a_second_signal_is_ignored(number):
+    before = [signal.getsignal(each) for each in ENDING]
+    cleaned = []
+
+    def work():
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            for each in ENDING:
+                os.kill(os.getpid(), each)
+                cleaned.append(each)
+
+    with pytest.raises(KeyboardInterrupt), _terminable():
+        work()
+    assert cleaned == [*ENDING]
+    assert [signal.getsignal(each) for each in ENDING] == before
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _terminable():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_while_cleaning_up_waits(tmp_path, monkeypatch):
+    removed = atomic.shutil.rmtree
+
+    def disturbed(path: Path, **options: bool) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        removed(path, **options)
+
+    monkeypatch.setattr(atomic.shutil, "rmtree", disturbed)
+
+    def work():
+        with atomic.output_folder(tmp_path / "out") as folder:
+            (folder / "file").touch()
+            raise ValueError
+
+    with pytest.raises(KeyboardInterrupt), _terminable():
+        work()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_ends_with_the_process_that_started_it(monkeypatch):
+    ended = []
+    monkeypatch.setattr(worker.os, "_exit", ended.append)
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as pipe:
+        monkeypatch.setattr(worker.sys, "stdin", io.TextIOWrapper(pipe))
+        os.close(writer)
+        worker.end_with_parent()
+    assert ended == [1]

@@ -1,0 +1,270 @@
+"""Random files in the place of a checkpoint's: each is read, or refused in words within seconds, and nothing else.
+
+``python -m pytest tests/fuzz`` draws 600 inputs, ``KVFOLD_INPUTS=20000`` before it as many. An input fails when kvfold
+raises anything but its own errors, takes more than five seconds, or writes a file.
+"""
+
+import copy
+import json
+import os
+import shutil
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fuzz.conftest import INPUTS, TESTS, drawn
+
+from kvfold.convert.data import demo_folder
+from kvfold.convert.errors import KvfoldError
+from kvfold.convert.inspection.facts import inspect_checkpoint
+from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.io.headers import parse_header
+from kvfold.convert.recipes import read_recipe
+from kvfold.convert.text.documents import open_corpus
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
+
+SECONDS = 5  # of CPU, for one input
+many = hypothesis.settings(
+    max_examples=max(1, INPUTS // TESTS),
+    deadline=None,
+    database=None,
+    derandomize=True,
+    print_blob=False,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+
+odd_numbers = st.sampled_from([0, -1, 1, 2, 3, 7, 2**31, 2**63, 2**64, 10**30, -(2**63), 1e308, -0.5, 1e-320])
+words = st.sampled_from(
+    ["", " ", "llama", "../x", "/etc/passwd", "a\0b", "\ud800", "\u202e", "x" * 300, "NaN", "{layer}", "F32", "I64"]
+)
+scalars = st.one_of(st.none(), st.booleans(), odd_numbers, st.integers(), st.floats(), words, st.text(max_size=8))
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(words | st.text(max_size=6), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+def survives(read: Callable[[], object], where: Path) -> bool:
+    """Whether ``read`` returns; False when it raises an error of kvfold. Anything else fails."""
+    drawn["inputs"] += 1
+    before, began = listing(where), time.process_time()
+    lines = []
+    try:
+        read()
+    except KvfoldError as error:
+        drawn["refused"] += 1
+        lines = [error.message, *error.details]
+        shown(lines)
+    assert time.process_time() - began < SECONDS
+    assert listing(where) == before
+    return not lines
+
+
+def shown(lines: list[str]) -> None:
+    """An error's lines are lines, and short enough to be read."""
+    assert lines[0].strip()
+    assert not any("\n" in line for line in lines)
+    assert max(map(len, lines)) < 20_000
+
+
+def listing(folder: Path) -> list[tuple[str, int]]:
+    return sorted((entry.name, entry.stat(follow_symlinks=False).st_mtime_ns) for entry in os.scandir(folder))
+
+
+def replaced(value: Any, path: list[int], new: Any) -> Any:
+    """``value`` with the part at ``path`` (numbers, taken modulo what there is) replaced by ``new``."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    if not path or not keys:
+        return new
+    result, key = copy.copy(value), keys[path[0] % len(keys)]
+    result[key] = replaced(value[key], path[1:], new)
+    return result
+
+
+paths = st.lists(st.integers(0, 200), min_size=1, max_size=3)
+changes = st.lists(st.tuples(paths, values), min_size=1, max_size=3)
+
+
+def changed(value: Any, made: list[tuple[list[int], Any]]) -> Any:
+    for path, new in made:
+        value = replaced(value, path, new)
+    return value
+
+
+def encoded(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose files the tests write over."""
+    return Path(shutil.copytree(demo_folder(), tmp_path_factory.mktemp("fuzz") / "model"))
+
+
+CONFIG = json.loads((demo_folder() / "config.json").read_bytes())
+LATENT = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "hidden_size": 256,
+    "vocab_size": 2048,
+    "first_k_dense_replace": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "q_lora_rank": None,
+}
+
+
+@many
+@hypothesis.given(changes)
+def test_configs(folder: Path, made: Any) -> None:
+    (folder / "config.json").write_bytes(encoded(changed(CONFIG, made)))
+    survives(lambda: inspect_checkpoint(str(folder)), folder)
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tensors of a latent model that its config is compared with, all zeros."""
+    folder = tmp_path_factory.mktemp("latent")
+    size, names = 4 * 32 * 256, [f"model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight" for i in range(4)]
+    header = {
+        name: {"dtype": "F32", "shape": [32, 256], "data_offsets": [i * size, (i + 1) * size]}
+        for i, name in enumerate(names)
+    }
+    (folder / "model.safetensors").write_bytes(file_of(encoded(header), None)[:-40] + bytes(4 * size))
+    (folder / "config.json").write_bytes(encoded(LATENT))
+    assert inspect_checkpoint(str(folder)).kv_rank == 24
+    return folder
+
+
+@many
+@hypothesis.given(changes)
+def test_configs_of_latent_models(latent: Path, made: Any) -> None:
+    (latent / "config.json").write_bytes(encoded(changed(LATENT, made)))
+    survives(lambda: inspect_checkpoint(str(latent)), latent)
+
+
+@many
+@hypothesis.given(st.binary(max_size=60), st.integers(0, 1500), st.integers(0, 40))
+def test_bytes_of_configs(folder: Path, some: bytes, at: int, skipped: int) -> None:
+    text = encoded(CONFIG)
+    (folder / "config.json").write_bytes(text[:at] + some + text[at + skipped :])
+    survives(lambda: inspect_checkpoint(str(folder)), folder)
+
+
+ENTRIES = {
+    "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+    "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
+    "c": {"dtype": "I64", "shape": [], "data_offsets": [32, 40]},
+    "__metadata__": {"format": "pt"},
+}
+lengths = st.one_of(st.none(), st.sampled_from([0, 1, 2**31, 2**63, 2**64 - 1]), st.integers(0, 400))
+
+
+def file_of(header: bytes, length: int | None) -> bytes:
+    return struct.pack("<Q", len(header) if length is None else length) + header + bytes(40)
+
+
+@many
+@hypothesis.given(changes, lengths, st.integers(0, 400))
+def test_headers_as_the_safetensors_library_reads_them(tmp_path_factory: Any, made: Any, length: Any, cut: int) -> None:
+    """What the library takes is taken, and what it refuses refused."""
+    data = file_of(encoded(changed(ENTRIES, made)), length)
+    data = data if cut > 300 else data[: len(data) - cut // 6]
+    folder = empty(tmp_path_factory)
+    survives(lambda: agrees_with_the_library(data), folder)
+
+
+def empty(tmp_path_factory: Any) -> Path:
+    folder = Path(tmp_path_factory.getbasetemp()) / "empty"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def agrees_with_the_library(data: bytes) -> None:
+    from safetensors import SafetensorError, deserialize
+
+    header = parse_header("x", len(data), lambda start, count: data[start : start + count])
+    try:
+        taken = sorted(name for name, _ in deserialize(data))
+    except (SafetensorError, UnicodeError, OverflowError):
+        taken = None
+    if not header.problems:
+        assert taken is not None, "the library refuses what kvfold takes"
+        assert taken == sorted(tensor.name for tensor in header.tensors)
+    elif taken is not None:
+        allowed = ("expected exactly dtype, shape and data_offsets", "the name", "surrogate", "unknown dtype")
+        assert any(reason in problem for problem in header.problems for reason in allowed), header.problems
+
+
+@many
+@hypothesis.given(changes)
+def test_indices(folder: Path, made: Any) -> None:
+    names = [f"model-{i:05}-of-00002.safetensors" for i in (1, 2)]
+    index = {"metadata": {"total_size": 40}, "weight_map": {"a": names[0], "b": names[0], "c": names[1]}}
+    sharded = folder.parent / "sharded"
+    sharded.mkdir(exist_ok=True)
+    shutil.copyfile(demo_folder() / "config.json", sharded / "config.json")
+    for name in names:
+        (sharded / name).write_bytes(file_of(encoded({key: ENTRIES[key] for key in "abc"}), None))
+    (sharded / "model.safetensors.index.json").write_bytes(encoded(changed(index, made)))
+    survives(lambda: open_checkpoint(sharded), sharded)
+
+
+TOML = b'to = "mla"\nkv_rank = 48\nrope_dim = 16\nrefine = "auto"\n[about]\nmodel = "a/b"\nsaving = 0.5\n'
+pieces = st.one_of(
+    st.binary(max_size=20),
+    st.sampled_from(
+        [b"\n", b"=", b"[[a]]", b'"""', b"1979-05-27", b"9" * 5000, b"nan", b"[", b"\xff", b"{a={a=", b"#"]
+    ),
+)
+
+
+@many
+@hypothesis.given(st.lists(st.tuples(st.integers(0, len(TOML)), pieces), min_size=1, max_size=3))
+def test_recipes(folder: Path, made: list[tuple[int, bytes]]) -> None:
+    text = TOML
+    for at, some in made:
+        text = text[:at] + some + text[at + len(some) // 2 :]
+    path = folder.parent / "recipe.toml"
+    path.write_bytes(text)
+    survives(lambda: read_recipe(str(path)), folder)
+
+
+@many
+@hypothesis.given(st.lists(st.one_of(values.map(encoded), pieces), max_size=4))
+def test_rows_of_text(folder: Path, rows: list[bytes]) -> None:
+    path = folder.parent / "rows.jsonl"
+    path.write_bytes(b"\n".join([b'{"text": "a"}', *rows]))
+    survives(lambda: open_corpus(str(path), str, 0).documents(10**6), folder)
+
+
+@many
+@hypothesis.given(st.lists(values, max_size=3))
+def test_rows_of_messages(folder: Path, messages: list[Any]) -> None:
+    path = folder.parent / "rows.jsonl"
+    path.write_bytes(encoded({"messages": messages}))
+    survives(lambda: open_corpus(str(path), lambda given: given[0]["content"], 0).documents(10**6), folder)
+
+
+@many
+@hypothesis.given(changes, st.booleans())
+def test_records(folder: Path, made: Any, is_bytes: bool) -> None:
+    from kvfold.convert.measure.verify import recorded_problems
+
+    record = {"format": 3, "files": {"config.json": "0" * 64, "x": "y"}, "tensors": {}}
+    content = b"\xff" + encoded(record) if is_bytes else encoded(changed(record, made))
+    (folder / "kvfold.json").write_bytes(content)
+    survives(lambda: recorded_problems(folder), folder)
+    (folder / "kvfold.json").unlink()

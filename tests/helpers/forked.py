@@ -1,0 +1,112 @@
+"""Command lines of kvfold in forked children, in which one call of the system fails, is killed, or meets a change.
+
+A fork of a process that has imported torch starts in milliseconds, so that hundreds of cases run in a minute.
+"""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+PATIENCE = 120  # seconds of wall time: a child that takes longer hangs
+
+# The calls of a conversion that reach the disk. ``preadv`` and ``pread`` read the source, the others write OUT.
+CALLS = ("open", "close", "mkdir", "rename", "fsync", "ftruncate", "pwrite", "unlink", "write", "preadv", "pread")
+WRITES = ("mkdir", "rename", "fsync", "ftruncate", "pwrite", "write")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child ended: its exit status, or minus the signal that killed it; what it printed; its CPU seconds."""
+
+    status: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def start(folder: Path, work: Callable[[], object]) -> int:
+    """Fork a child that does ``work`` and leaves what it prints in ``folder``. Returns its process id."""
+    child = os.fork()
+    if child == 0:
+        _become(folder, work)
+    return child
+
+
+def ended(folder: Path, child: int) -> Ended:
+    """Wait for a child of ``start``. AssertionError when it hangs."""
+    limit = time.monotonic() + PATIENCE
+    while (waited := os.wait4(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > limit:
+            os.kill(child, signal.SIGKILL)
+            os.wait4(child, 0)
+            raise AssertionError(f"a child hung for {PATIENCE} s: {(folder / 'stderr').read_text()}")
+        time.sleep(0.005)
+    usage = waited[2]
+    out, err = ((folder / name).read_text(errors="replace") for name in ("stdout", "stderr"))
+    return Ended(os.waitstatus_to_exitcode(waited[1]), out, err, usage.ru_utime + usage.ru_stime)
+
+
+def run(folder: Path, work: Callable[[], object]) -> Ended:
+    """``start`` and ``ended``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return ended(folder, start(folder, work))
+
+
+def _become(folder: Path, work: Callable[[], object]) -> NoReturn:
+    status = 70
+    try:
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        work()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def at_call(number: int, action: Callable[[], object], calls: tuple[str, ...] = CALLS) -> Callable[[], int]:
+    """From now on do ``action`` before the ``number``-th of ``calls`` in this process; returns a count of them."""
+    count = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == number:
+                action()
+            return function(*arguments, **options)
+
+        return call
+
+    for name in calls:
+        setattr(os, name, counted(getattr(os, name)))
+    return lambda: count
+
+
+@contextmanager
+def unchanged(*folders: Path) -> Iterator[None]:
+    """Asserts that the block changes nothing in ``folders``."""
+    before = [snapshot(folder) for folder in folders]
+    yield
+    for folder, files in zip(folders, before, strict=True):
+        assert snapshot(folder) == files, folder
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """The contents of every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
