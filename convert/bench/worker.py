@@ -196,7 +196,7 @@ def write_task(task: Task) -> str:
 
 def end_with_parent() -> None:
     """End this process when its standard input ends: whoever started it was killed, and nobody waits for the result."""
-    while sys.stdin.buffer.raw.read(1):  # type: ignore[attr-defined]
+    while os.read(sys.stdin.fileno(), 1):
         pass
     os._exit(1)
 

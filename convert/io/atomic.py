@@ -133,8 +133,8 @@ def _undisturbed() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in pending[:1]:
-            signal.raise_signal(number)
+        for received in pending[:1]:
+            signal.raise_signal(received)
 
 
 def free_space_check(path: str | os.PathLike[str], needed_bytes: int, purpose: str = "") -> None:
