@@ -10,6 +10,7 @@ from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.tensors import Role
 from kvfold.convert.io.checkpoint import Checkpoint, Reading
+from kvfold.convert.io.headers import FLOAT_DTYPES
 from kvfold.convert.io.shards import Shard, assign_shards
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.targets.engines import Verdict, alternatives, verdicts
@@ -141,7 +142,7 @@ def reading(request: ConvertRequest) -> Reading:
 def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
     """Raises InputError when the checkpoint is not one of its family, or cannot be converted to the target."""
     model = model_of(checkpoint.config)
-    problems = model.tensor_problems(checkpoint.tensors)
+    problems = model.tensor_problems(checkpoint.tensors) or _dtype_problems(model, checkpoint)
     if problems:
         raise InputError(
             f"{checkpoint.origin}: its tensors are not those of a {model.family.model_type} model with this "
@@ -153,6 +154,17 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
         target = latent_targets(request, model)[-1]  # of a budget the largest: calibration resolves it later
         return _latent_plan(request, checkpoint, model, target, [1.0] * (target.rope_dim // 2))
     return _fold_plan(request, checkpoint, model)
+
+
+def _dtype_problems(model: Model, checkpoint: Checkpoint) -> list[str]:
+    """Weights and biases that hold whole numbers; buffers beside them may."""
+    stored = {name: checkpoint.tensors[name].dtype for name in model.tensors}
+    expected = ", ".join(sorted(FLOAT_DTYPES))
+    return [
+        f"wrong dtype: {name} is {dtype}, expected one of {expected}"
+        for name, dtype in stored.items()
+        if dtype not in FLOAT_DTYPES
+    ]
 
 
 def resolved(plan: Plan, target: LatentTarget, theta: Sequence[float]) -> Plan:

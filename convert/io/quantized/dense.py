@@ -121,7 +121,7 @@ def is_quantized(tensor: TensorInfo) -> bool:
     """Low-precision floats always; integers only as weights (masks and positions are integer buffers)."""
     if tensor.dtype == "F4" or tensor.dtype.startswith(("F8_", "F6_")):
         return True
-    packed = (".weight", ".bias", ".qweight", ".qzeros", ".weight_packed", ".SCB")
+    packed = (".weight", ".qweight", ".qzeros", ".weight_packed", ".SCB")
     return tensor.dtype[0] in "IU" and tensor.name.endswith(packed)
 
 

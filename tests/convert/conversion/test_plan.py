@@ -1,11 +1,13 @@
 """A plan's work grows with the number of layers and no faster, counted and not timed."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvfold.convert.conversion.plan import make_plan
+from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
 from kvfold.convert.families.tensors import StoredTensor
 from kvfold.convert.families.values import Values
@@ -66,3 +68,12 @@ def test_a_plan_is_linear_in_depth(options, monkeypatch):
         few, some, many = (found[kind] for found in seen)
         assert few < some
         assert many - some == 2 * (some - few), f"{kind.__name__}: {few}, {some}, {many} at 4, 8 and 16 layers"
+
+
+def test_weights_of_whole_numbers_are_refused():
+    checkpoint = headers(2)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    checkpoint.tensors[name] = replace(checkpoint.tensors[name], dtype="I16")
+    with pytest.raises(InputError) as raised:
+        make_plan(ConvertRequest("m", "o", "gqa", kv_heads=2), checkpoint)
+    assert raised.value.details == (f"wrong dtype: {name} is I16, expected one of BF16, F16, F32, F64",)

@@ -246,12 +246,6 @@ def test_recipes_that_never_end(tmp_path: Path) -> None:
         read_recipe(str(tmp_path / "large.toml"))
 
 
-def test_whole_numbers_among_the_biases(folder: Path) -> None:
-    header = json.dumps({"q.bias": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
-    assert "tensor 'q.bias' is quantized: expected F16, BF16, F32 or F64, found I64" in refused(folder)[0]
-
-
 @pytest.mark.parametrize("steps", ["\N{SUPERSCRIPT TWO}", "9" * 5000])
 def test_steps_that_are_no_number(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
