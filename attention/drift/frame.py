@@ -142,8 +142,10 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     config = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if config is not None else None
     count = getattr(text, "num_hidden_layers", None)
+    decoder = getattr(model, "get_decoder", lambda: None)() or model  # a wrapper's vision tower may be as deep
+    inside = {id(module) for module in decoder.modules()}
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count and count:
+        if isinstance(module, nn.ModuleList) and len(module) == count and count and id(module) in inside:
             attention_of(module[0])
             return path, module
     raise ValueError(f"model: expected a list of {count} decoder layers in {type(model).__name__}, found none")

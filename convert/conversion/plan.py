@@ -141,7 +141,7 @@ def reading(request: ConvertRequest) -> Reading:
 
 def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
     """Raises InputError when the checkpoint is not one of its family, or cannot be converted to the target."""
-    model = model_of(checkpoint.config)
+    model = model_of(checkpoint.config, checkpoint.tensors)
     problems = model.tensor_problems(checkpoint.tensors) or _dtype_problems(model, checkpoint)
     if problems:
         raise InputError(

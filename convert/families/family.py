@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.refusals import REASONS
 from kvfold.convert.families.schema import Family, parse_family, read_table
 from kvfold.convert.families.values import TYPES
+from kvfold.convert.families.wrappers import INNER, WRAPPERS, text_type
 
 _FOLDER = Path(__file__).parent
 _TOWERS = re.compile(r"(text|vision|audio|speech|image|video|decoder|encoder|thinker|talker|llm)_config$")
@@ -17,13 +19,13 @@ _TOWERS = re.compile(r"(text|vision|audio|speech|image|video|decoder|encoder|thi
 
 @lru_cache
 def supported() -> tuple[str, ...]:
-    """The model types that have a family file, sorted."""
-    return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+    """The model types of plain decoders that have a family file, sorted."""
+    return tuple(sorted({path.stem for path in _FOLDER.glob("*.json")} - {*INNER}))
 
 
 @lru_cache
 def load_family(name: str) -> Family:
-    """The family called ``name``, which must be one of ``supported()``.
+    """The family called ``name``, which must be one of ``supported()`` or ``INNER``.
 
     Raises ``ValueError`` naming file, place and key when its file does not fit the schema.
     """
@@ -32,13 +34,18 @@ def load_family(name: str) -> Family:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a decoded config.json, by its ``model_type``. Raises ``InputError`` when it is not supported."""
+    """The family of a decoded config.json, by its ``model_type``; of a wrapper that of its language model.
+
+    Raises ``InputError`` when it is not supported.
+    """
     model_type = config.get("model_type")
+    if (inner := text_type(config)) is not None:
+        return _wrapped_family(str(model_type), inner, config)
     known = ", ".join(supported())
     if towers := sorted(key for key in config if _TOWERS.search(key) and config[key] is not None):
         raise InputError(
             f"config.json: model_type {model_type!r} is not supported: it wraps a language model "
-            f"({', '.join(towers)}); expected a plain decoder of one of: {known}"
+            f"({', '.join(towers)}); expected a plain decoder of one of: {known}; or a wrapper: {', '.join(WRAPPERS)}"
         )
     if reason := REASONS.get(str(model_type)):
         raise InputError(f"config.json: model_type {model_type!r} is not supported: {reason}")
@@ -46,6 +53,19 @@ def family_of(config: Mapping[str, Any]) -> Family:
         raise InputError(f"config.json: model_type {model_type!r} is not supported; expected one of: {known}")
     family = load_family(model_type)
     _check_architecture(family, config.get("architectures"))
+    return family
+
+
+def _wrapped_family(model_type: str, inner: str, config: Mapping[str, Any]) -> Family:
+    if inner not in (*supported(), *INNER):
+        reason = REASONS.get(inner, f"expected one of: {', '.join(supported())}")
+        raise InputError(
+            f"config.json: model_type {model_type!r} wraps a language model of model_type {inner!r}, which is not "
+            f"supported: {reason}"
+        )
+    family = load_family(inner)
+    architecture = WRAPPERS[model_type].architecture
+    _check_architecture(replace(family, model_type=model_type, architecture=architecture), config.get("architectures"))
     return family
 
 

@@ -27,6 +27,7 @@ from kvfold.convert.families.tensors import (
     present,
 )
 from kvfold.convert.families.values import Values
+from kvfold.convert.families.wrappers import place_of, placed, text_config, text_type
 
 _MOST_UNCHECKED = 4096  # layers or experts that may be listed one by one whatever the files hold
 
@@ -40,11 +41,15 @@ class HasShape(Protocol):
 class Model:
     """A decoded config.json read by the rules of its family. Every property is computed once, on first use.
 
-    Each may raise ``InputError`` naming the config key that is missing or wrong.
+    Of a multimodal wrapper it is the language model: ``config`` is the inner one, and the names of all tensors of the
+    language model but its head begin with ``tower``, which is None for plain models.
+
+    Each property may raise ``InputError`` naming the config key that is missing or wrong.
     """
 
     family: Family
     config: Mapping[str, Any]
+    tower: str | None = None
 
     @cached_property
     def values(self) -> Values:
@@ -136,7 +141,7 @@ class Model:
         extra = [
             f"unexpected: {name} {list(stored[name].shape)}"
             for name in stored
-            if name not in self.tensors and not self._tolerates(name)
+            if name not in self.tensors and self._owns(name) and not self._tolerates(name)
         ]
         return missing + misshaped + extra
 
@@ -150,6 +155,10 @@ class Model:
             return f"missing: config.json says {widest} experts, the files hold {count} tensors in all"
         return None
 
+    def _owns(self, name: str) -> bool:
+        """Whether a tensor called ``name`` is the language model's: what else a wrapper holds is its own affair."""
+        return self.tower is None or name.startswith(self.tower)
+
     def _tolerates(self, name: str) -> bool:
         """Whether a tensor called ``name`` may be in the files although the class does not read it."""
         patterns = (item.name for item in self.family.tolerated if evaluate(item.when, self.values))
@@ -160,6 +169,13 @@ class Model:
         return tuple(layer_values(self.values, index) for index in range(self.geometry.layers))
 
 
-def model_of(config: Mapping[str, Any]) -> Model:
-    """The model of a decoded config.json. Raises ``InputError`` when its family is not supported."""
-    return Model(family_of(config), config)
+def model_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Model:
+    """The model of a decoded config.json, whose files hold tensors ``names``; of a wrapper its language model.
+
+    Only for wrappers the names matter. Raises ``InputError`` when the family is not supported.
+    """
+    family = family_of(config)
+    if text_type(config) is None:
+        return Model(family, config)
+    place = place_of(names)
+    return Model(placed(family, config["model_type"], place), text_config(config, names), place.tower)

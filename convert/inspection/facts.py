@@ -100,7 +100,7 @@ def inspect_checkpoint(model: str) -> Inspection:
 
 
 def _inspect(checkpoint: Checkpoint) -> Inspection:
-    model = model_of(checkpoint.config)
+    model = model_of(checkpoint.config, checkpoint.tensors)
     problems = model.tensor_problems(checkpoint.tensors)
     if problems:
         raise InputError(f"{checkpoint.origin}: its tensors are not those of its config.json", problems)

@@ -15,10 +15,18 @@ def edit_config(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     return {**config, **changes}
 
 
-def dtype_changes(config: Mapping[str, Any], dtype: str) -> dict[str, str]:
-    """The dtype keys to set so that readers of either spelling find ``dtype`` (those present, else the new one)."""
+def dtype_changes(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The dtype keys to set so that readers of either spelling find ``dtype`` (those present, else the new one).
+
+    Configs within the config that state one are set too.
+    """
     present = [key for key in _DTYPE_KEYS if key in config]
-    return dict.fromkeys(present or ["dtype"], dtype)
+    inner = {
+        name: {**value, **dtype_changes(value, dtype)}
+        for name, value in config.items()
+        if isinstance(value, Mapping) and any(key in value for key in _DTYPE_KEYS)
+    }
+    return {**inner, **dict.fromkeys(present or ["dtype"], dtype)}
 
 
 def dump(value: Mapping[str, Any]) -> str:

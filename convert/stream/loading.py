@@ -12,17 +12,19 @@ from kvfold.convert.io.checkpoint import Checkpoint
 
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """A causal language model in ``dtype``. Raises InputError when transformers cannot load it."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    """A causal language model, or the wrapper of one, in ``dtype``. Raises InputError when it cannot be loaded."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    from kvfold.convert.stream.skeleton import auto_class
+
     with _loading(checkpoint):
+        classes = auto_class(checkpoint.config)
         if checkpoint.made_of:  # the files hold something else than the model's tensors
             config = CONFIG_MAPPING[checkpoint.config["model_type"]].from_dict(checkpoint.config)
             tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
-            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            model = classes._model_mapping[type(config)]
             return model.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
-        return AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=dtype, trust_remote_code=trust_remote_code)
+        return classes.from_pretrained(checkpoint.folder, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:

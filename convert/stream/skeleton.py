@@ -4,22 +4,28 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvfold.attention.drift.softcap import BLOCKWISE
 from kvfold.convert.errors import InputError, one_line
+from kvfold.convert.families.wrappers import WRAPPERS
 
 Built = TypeVar("Built")
 _LONGEST = 200  # characters of another library's error text
 
 
 def empty_model(config: dict[str, Any], dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
-    """The stock causal language model of ``config`` in eval mode, on the meta device but for what no checkpoint holds.
+    """The stock causal language model of ``config``, or its wrapper; on the meta device but for what no file holds.
 
     Raises InputError that names the key of config.json for which transformers cannot build it.
     """
     return build_checked(config, lambda values: _build(values, dtype, torch.device(device)))
+
+
+def auto_class(config: dict[str, Any]) -> Any:
+    """The class of transformers that loads a model of ``config``: a plain language model's or a wrapper's."""
+    return AutoModelForImageTextToText if config.get("model_type") in WRAPPERS else AutoModelForCausalLM
 
 
 def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
@@ -32,7 +38,7 @@ def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
     with torch.device("meta"):
         # torch's grouped matrix product, which experts use by default, has no float64
         experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=BLOCKWISE, **experts)
+        model = auto_class(config).from_config(hf_config, dtype=dtype, attn_implementation=BLOCKWISE, **experts)
     embedding = model.get_input_embeddings()
     embedding.padding_idx = None  # it only concerns gradients, and must lie inside a table of which few rows are loaded
     materialize_buffers(model, device)

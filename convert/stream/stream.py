@@ -164,10 +164,11 @@ class CheckpointStream:
             return self._frame.enter(tensors, **inputs)
 
     def _ends(self, head: bool) -> dict[str, Tensor]:
-        """The parameters outside the layers but for the embeddings: with the output head, or without."""
-        base = "" if head else f"{self._frame.model.base_model_prefix}."
+        """The decoder's parameters outside its layers but for the embeddings: with the output head, or without."""
+        base, decoder = f"{self._frame.model.base_model_prefix}.", f"{self._frame.path.rpartition('.')[0]}."
         outside = [name for name in self.parameters.map.expected if not name.startswith(f"{self._frame.path}.")]
-        return self.parameters.named(name for name in outside if name != self._embedding and name.startswith(base))
+        wanted = [name for name in outside if name.startswith(decoder) or (head and not name.startswith(base))]
+        return self.parameters.named(name for name in wanted if name != self._embedding)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.targets.mla.config import KERNEL_CACHES, KERNEL_HEADS
 from kvfold.convert.targets.results import Result
 
@@ -87,10 +88,16 @@ def _current(way: Callable[[Result], Way]) -> Callable[[Result], Way]:
     return lambda result: dropped if result.kind == "biased" else way(result)
 
 
+def _plain(way: Callable[[Result], Way]) -> Callable[[Result], Way]:
+    """``way`` for plain language models: what engines make of multimodal wrappers was not looked at."""
+    unknown = Way(False, "how it serves multimodal wrappers was neither run nor read")
+    return lambda result: unknown if result.family in WRAPPERS else way(result)
+
+
 WAYS: dict[str, Callable[[Result], Way]] = {
     "transformers": _transformers,
-    "vLLM": _current(_vllm),
-    "SGLang": _current(_sglang),
-    "llama.cpp": _current(_llama_cpp),
-    "mlx-lm": _current(_mlx_lm),
+    "vLLM": _plain(_current(_vllm)),
+    "SGLang": _plain(_current(_sglang)),
+    "llama.cpp": _plain(_current(_llama_cpp)),
+    "mlx-lm": _plain(_current(_mlx_lm)),
 }

@@ -7,6 +7,7 @@ from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rope import older_rope_keys
 from kvfold.convert.families.tensors import ROLES, Role
+from kvfold.convert.families.wrappers import edit_text
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.config import dtype_changes, edit_config
 from kvfold.convert.io.headers import FLOAT_DTYPES, TORCH_NAMES
@@ -31,10 +32,10 @@ def folded_layout(
 
     ``dtype`` is the stored dtype in torch's spelling, or None to keep each tensor's own.
     """
-    config = edit_config(checkpoint.config, source.kv_config(kv_heads) | older_rope_keys(checkpoint.config))
+    target = Model(source.family, {**source.config, **source.kv_config(kv_heads)}, source.tower)
+    config = edit_config(checkpoint.config, _changes(source, checkpoint, kv_heads))
     if dtype is not None:
         config = edit_config(config, dtype_changes(config, dtype))
-    target = Model(source.family, config)
     computed = tuple(target.attention_names(layer, roles) for layer in range(target.geometry.layers))
     tensors = _output_tensors(source, target, checkpoint, {name for names in computed for name in names}, dtype)
 
@@ -45,6 +46,12 @@ def folded_layout(
 
     kind, cached = attention_label(target.geometry), cache_elements(target.geometry)
     return TargetLayout(kind, config, tensors, computed, cached, encode)
+
+
+def _changes(source: Model, checkpoint: Checkpoint, kv_heads: int) -> dict[str, Any]:
+    if source.tower is not None:
+        return edit_text(checkpoint.config, source.kv_config(kv_heads))
+    return source.kv_config(kv_heads) | older_rope_keys(checkpoint.config)
 
 
 def _output_tensors(

@@ -26,6 +26,9 @@ def latent_problems(model: Model, target: LatentTarget, *, allow_growth: bool = 
 
 def model_problems(model: Model) -> list[str]:
     """Properties of the model that no latent target of any size or layout can express."""
+    if model.tower is not None:
+        kind = model.family.model_type
+        return [f"--to mla: {kind} wraps a language model, and only plain decoders become MLA; {_INSTEAD}"]
     problems = [
         *_block_problems(model.block),
         *_tensor_problems(model),

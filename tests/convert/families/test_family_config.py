@@ -130,8 +130,8 @@ def test_an_unsupported_family_lists_the_supported_ones(model_type):
 @pytest.mark.parametrize(
     ("config", "towers"),
     [
-        ({"model_type": "gemma3", "text_config": {}, "vision_config": {}}, "text_config, vision_config"),
-        ({"model_type": "qwen2_5_vl", "vision_config": {}}, "vision_config"),
+        ({"model_type": "idefics3", "text_config": {}, "vision_config": {}}, "text_config, vision_config"),
+        ({"model_type": "cogvlm", "vision_config": {}}, "vision_config"),
         ({"model_type": "llama", "text_config": {"model_type": "llama"}}, "text_config"),
         ({"model_type": "qwen2_audio", "audio_config": {}, "text_config": {}}, "audio_config, text_config"),
     ],

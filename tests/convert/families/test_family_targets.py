@@ -52,6 +52,7 @@ LATENT = {
     },
     "seed_oss": {"mlp_bias": False},
 }
+APPROXIMATED = ("qwen3",)  # linear maps stand in for its norms on queries and keys: never without loss
 COMPARE = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
@@ -73,8 +74,15 @@ print(json.dumps({name: float((logits(out) - logits(source)).abs().max()) for na
 
 def test_the_latent_class_expresses_no_other_family():
     """Whatever their options: tiny models of them have a problem that no option removes."""
-    lasting = ("LayerNorm", "another kind of RMSNorm", "no gate", "placed as", "experts", "QK-norm")
-    for name in set(supported()) - set(LATENT):
+    lasting = (
+        "LayerNorm",
+        "another kind of RMSNorm",
+        "no gate",
+        "placed as",
+        "experts",
+        "after their rotary embedding",
+    )
+    for name in set(supported()) - {*LATENT, *APPROXIMATED}:
         config = json.loads(tiny_config(name, {}).to_json_string(use_diff=False))
         found = " ".join(latent_problems(model_of(config), LatentTarget(8, 4)))
         assert any(word in found for word in lasting), (name, found)

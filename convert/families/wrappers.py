@@ -1,0 +1,111 @@
+"""Multimodal wrappers: where their language model is, in the config and in the files. The rest of them is copied."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvfold.convert.families.schema import Family
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A model type that wraps a language model: its class, and the language model's type where the config is silent."""
+
+    architecture: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the names of a wrapper's files have in place of ``model.`` and ``lm_head.``."""
+
+    tower: str
+    head: str
+
+
+WRAPPERS = {
+    "aya_vision": Wrapper("AyaVisionForConditionalGeneration", "cohere2"),
+    "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text"),
+    "internvl": Wrapper("InternVLForConditionalGeneration", "qwen2"),
+    "llava": Wrapper("LlavaForConditionalGeneration", "llama"),
+    "llava_next": Wrapper("LlavaNextForConditionalGeneration", "llama"),
+    "llava_onevision": Wrapper("LlavaOnevisionForConditionalGeneration", "qwen2"),
+    "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral"),
+    "qwen2_5_vl": Wrapper("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text"),
+    "qwen2_vl": Wrapper("Qwen2VLForConditionalGeneration", "qwen2_vl_text"),
+    "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
+}
+# Language models that no class of their own runs: their files extend a family, and only wrappers hold them.
+INNER = ("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_text")
+
+# Older spellings are in files written before transformers 5, and in those that it writes for the same classes.
+_PLACES = (
+    Place("language_model.model.", "language_model.lm_head."),
+    Place("model.language_model.", "lm_head."),
+    Place("model.", "lm_head."),
+)
+# A wrapper's config leaves out what is the default of the language model's class: (vocab_size, hidden_size,
+# intermediate_size, num_hidden_layers, num_attention_heads), transformers 5.23.0.
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+DEFAULT_SIZES = {
+    "cohere2": (256000, 8192, 22528, 40, 64),
+    "gemma3_text": (262208, 2304, 9216, 26, 8),
+    "llama": (32000, 4096, 11008, 32, 32),
+    "mistral": (32000, 4096, 14336, 32, 32),
+    "qwen2": (151936, 4096, 22016, 32, 32),
+    "qwen2_5_vl_text": (152064, 8192, 29568, 80, 64),
+    "qwen2_vl_text": (152064, 8192, 29568, 80, 64),
+    "qwen3": (151936, 4096, 22016, 32, 32),
+    "qwen3_vl_text": (151936, 4096, 22016, 32, 32),
+}
+
+
+def text_type(config: Mapping[str, Any]) -> str | None:
+    """The model type of the language model that ``config`` wraps, None for a plain model."""
+    wrapper = WRAPPERS.get(str(config.get("model_type")))
+    if wrapper is None:
+        return None
+    return str((config.get("text_config") or {}).get("model_type") or wrapper.text)
+
+
+def text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The config of the language model of a wrapper whose files hold tensors ``names``, its class's sizes filled in.
+
+    Whether the head is the embedding is the wrapper's to say, in ways that differ; the files show it.
+    """
+    inner = config.get("text_config") or config  # before transformers 5 some wrappers held it flat
+    model_type = text_type(config)
+    sizes = dict(zip(_SIZES, DEFAULT_SIZES.get(model_type or "", ()), strict=False))
+    tied = f"{place_of(names).head}weight" not in names
+    return {**sizes, **inner, "model_type": model_type, "architectures": None, "tie_word_embeddings": tied}
+
+
+def edit_text(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a wrapper's ``config`` to set so that its language model's have ``changes``."""
+    inner = config.get("text_config")
+    return {"text_config": {**inner, **changes}} if inner else dict(changes)
+
+
+def place_of(names: Collection[str]) -> Place:
+    """Where the language model is in files that hold tensors ``names``; the newest spelling where none shows it."""
+    return next((place for place in _PLACES if f"{place.tower}embed_tokens.weight" in names), _PLACES[1])
+
+
+def placed(family: Family, model_type: str, place: Place) -> Family:
+    """The language model's ``family`` under the wrapper's name, with the names that its tensors have in the files."""
+
+    def moved(name: str) -> str:
+        for old, new in (("model.", place.tower), ("lm_head.", place.head)):
+            if name.startswith(old):
+                return new + name.removeprefix(old)
+        return name
+
+    return replace(
+        family,
+        model_type=model_type,
+        architecture=WRAPPERS[model_type].architecture,
+        also=(),
+        attention=replace(family.attention, module=moved(family.attention.module)),
+        tensors={role: replace(spec, name=moved(spec.name)) for role, spec in family.tensors.items()},
+        tolerated=tuple(replace(item, name=moved(item.name)) for item in family.tolerated),
+    )

@@ -1,0 +1,198 @@
+"""Multimodal wrappers: the language model inside is folded, everything else keeps its bytes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import wrappers
+from helpers.checkpoints import add_demo_tokenizer, tensors
+from helpers.processes import run_python
+from transformers import AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from kvfold.convert import ConvertRequest, convert_checkpoint, drift_checkpoints, inspect_checkpoint
+from kvfold.convert.errors import InputError
+from kvfold.convert.families.family import family_of
+from kvfold.convert.families.model import model_of
+from kvfold.convert.families.wrappers import _SIZES, DEFAULT_SIZES, WRAPPERS
+from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.stream.stream import CheckpointStream
+
+
+@pytest.fixture(scope="module")
+def wrapper(tmp_path_factory):
+    """``wrapper("llava")``: a folder with a tiny random wrapper, made once."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            wrappers.make_wrapper(name, made[name])
+        return made[name]
+
+    return folder
+
+
+def convert(source, out, kv_heads, **options):
+    options = {"to": "gqa", "kv_heads": kv_heads, "method": "mean", **options}
+    request = ConvertRequest(model=str(source), out=str(out), allow_growth=True, quiet=True, **options)
+    convert_checkpoint(request)
+    return out
+
+
+def test_every_wrapper_is_tested():
+    assert set(wrappers.MODELS) == set(WRAPPERS)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_only_keys_and_values_of_the_language_model_change(name, wrapper, tmp_path):
+    source, out = wrapper(name), convert(wrapper(name), tmp_path / "out", 2)
+    before, after = tensors(source), tensors(out)
+    assert set(before) == set(after)
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    model = model_of(json.loads((source / "config.json").read_text()), before)
+    assert changed == {key for layer in range(2) for key in model.attention_names(layer, {"k", "v"})} & changed
+    assert {key for key in before if before[key].shape != after[key].shape} == {
+        key for key in changed if "norm" not in key
+    }
+    old, new = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
+    assert new == {**old, "text_config": {**old["text_config"], "num_key_value_heads": 2}}
+
+
+@pytest.mark.slow  # loads every wrapper three times
+def test_images_and_text_give_the_logits_of_the_source(wrapper, tmp_path):
+    for name in WRAPPERS:
+        given = wrappers.inputs(name)
+        expected = wrappers.logits(wrapper(name), given)
+        same = wrappers.logits(convert(wrapper(name), tmp_path / f"{name}-same", 4), given)
+        torch.testing.assert_close(same, expected, rtol=1e-4, atol=1e-4)
+        folded = wrappers.logits(convert(wrapper(name), tmp_path / f"{name}-two", 2), given)
+        assert folded.isfinite().all()
+        assert (folded - expected).abs().max() > 1e-2, "folding changed nothing to see"
+
+
+def test_an_image_reaches_the_folded_model(wrapper, tmp_path):
+    out, given = convert(wrapper("qwen2_5_vl"), tmp_path / "out", 2), wrappers.inputs("qwen2_5_vl")
+    other = {**given, "pixel_values": given["pixel_values"] + 1}
+    assert (wrappers.logits(out, given) - wrappers.logits(out, other)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_stream_is_the_wrapper_on_text(name, wrapper):
+    tokens = torch.randint(3, 80, (2, 17), generator=torch.Generator().manual_seed(1))
+    checkpoint = open_checkpoint(str(wrapper(name)))
+    read: list[str] = []
+
+    def reading(key):
+        read.append(key)
+        return checkpoint.read(key)
+
+    stream = CheckpointStream(checkpoint.config, reading, list(checkpoint.tensors))
+    hidden = stream.embed(tokens)
+    for index in range(stream.layers):
+        with stream.open_layer(index) as layer, torch.no_grad():
+            hidden = layer(hidden).hidden
+    found = stream.logits(hidden)
+    checkpoint.close()
+    stock = AutoModelForImageTextToText.from_pretrained(wrapper(name), dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(found, stock.eval()(tokens).logits, rtol=1e-4, atol=1e-4)
+    model = model_of(checkpoint.config, checkpoint.tensors)
+    assert set(read) <= set(model.tensors), "the tower of images was read"
+
+
+def test_a_wrapper_is_calibrated_on_text_alone(tmp_path):
+    source = tmp_path / "source"
+    wrappers.make_wrapper("llava", source, vocab_size=2048)
+    add_demo_tokenizer(source)
+    text = tmp_path / "text.txt"
+    text.write_text("def function(argument): return a value of the list. " * 300)
+    options = {"method": "principal", "calibration": str(text), "samples": 8, "seq_len": 32, "refine": 1}
+    out = convert(source, tmp_path / "out", 4, **options)
+    given = wrappers.inputs("llava")
+    torch.testing.assert_close(wrappers.logits(out, given), wrappers.logits(source, given), rtol=1e-4, atol=1e-4)
+    folded = convert(source, tmp_path / "two", 2, **{**options, "calibration": "self"})
+    report = drift_checkpoints(str(source), str(folded), text=str(text), samples=4, seq_len=32)
+    assert 0 < report.measured.kl < 10
+
+
+def test_the_older_flat_config_of_qwen2_vl(wrapper, tmp_path):
+    source = Path(shutil.copytree(wrapper("qwen2_vl"), tmp_path / "flat"))
+    config = json.loads((source / "config.json").read_text())
+    inner = config.pop("text_config")
+    table = inner.pop("rope_parameters")
+    inner |= {"rope_theta": table["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    (source / "config.json").write_text(json.dumps({**inner, **config}))
+    given = wrappers.inputs("qwen2_vl")
+    torch.testing.assert_close(wrappers.logits(source, given), wrappers.logits(wrapper("qwen2_vl"), given))
+    out = convert(source, tmp_path / "out", 2)
+    assert json.loads((out / "config.json").read_text()) == {**inner, **config, "num_key_value_heads": 2}
+    nested = wrappers.logits(convert(wrapper("qwen2_vl"), tmp_path / "nested", 2), given)
+    torch.testing.assert_close(wrappers.logits(out, given), nested)
+
+
+def test_names_of_files_written_by_transformers_5_too(wrapper, tmp_path):
+    """transformers reads the language model of LLaVA under the names of its modules as well."""
+    source = tmp_path / "modules"
+    shutil.copytree(wrapper("llava"), source)
+    renamed = {
+        "language_model.model.": "model.language_model.",
+        "language_model.lm_head.": "lm_head.",
+        "vision_tower.": "model.vision_tower.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+    }
+    from safetensors.torch import save_file
+
+    def moved(key):
+        return next(new + key.removeprefix(old) for old, new in renamed.items() if key.startswith(old))
+
+    save_file({moved(key): value for key, value in tensors(source).items()}, source / "model.safetensors")
+    given = wrappers.inputs("llava")
+    expected = wrappers.logits(convert(wrapper("llava"), tmp_path / "old", 2), given)
+    torch.testing.assert_close(wrappers.logits(convert(source, tmp_path / "new", 2), given), expected)
+
+
+def test_dtype_is_that_of_all_parts(wrapper, tmp_path):
+    out = convert(wrapper("gemma3"), tmp_path / "out", 2, dtype="bfloat16")
+    config = json.loads((out / "config.json").read_text())
+    assert {config["dtype"], *(config[part]["dtype"] for part in ("text_config", "vision_config"))} == {"bfloat16"}
+    assert {value.dtype for value in tensors(out).values()} == {torch.bfloat16}
+
+
+def test_inspect_names_the_wrapper_and_what_it_cannot_become(wrapper):
+    facts = inspect_checkpoint(str(wrapper("mistral3")))
+    assert (facts.family, facts.architecture) == ("mistral3", "Mistral3ForConditionalGeneration")
+    assert (facts.kv_heads, facts.heads) == (4, 8)
+    assert facts.latent.to_dict()["because"] == [
+        "--to mla: mistral3 wraps a language model, and only plain decoders become MLA; --to gqa works"
+    ]
+    assert {verdict.engine for target in facts.targets for verdict in target.engines if verdict.serves} == {
+        "transformers"
+    }
+
+
+def test_a_language_model_that_is_no_family_is_refused_with_its_reason():
+    with pytest.raises(InputError) as caught:
+        family_of({"model_type": "llava", "text_config": {"model_type": "mamba"}, "vision_config": {}})
+    assert str(caught.value) == (
+        "config.json: model_type 'llava' wraps a language model of model_type 'mamba', which is not supported: it "
+        "keeps a recurrent state and no KV cache"
+    )
+
+
+def test_sizes_left_out_are_those_of_the_stock_class():
+    for name, sizes in DEFAULT_SIZES.items():
+        stock = CONFIG_MAPPING[name]()
+        assert sizes == tuple(getattr(stock, key) for key in _SIZES), name
+    for name, each in WRAPPERS.items():
+        assert CONFIG_MAPPING[name]().get_text_config().model_type == each.text, name
+
+
+def test_reading_wrappers_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys; from kvfold.convert.families.model import model_of; model_of({'model_type': 'llava', "
+        "'text_config': {}, 'vision_config': {}}).tensors; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    run_python("-c", code)

@@ -1,0 +1,172 @@
+"""Tiny random multimodal wrappers, made by the stock classes, and inputs with an image for them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IMAGE, VIDEO, START, END = 90, 91, 92, 93
+TEXT: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+PATCHES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+}
+GRID: dict[str, Any] = {"depth": 2, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
+WIDE_MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [3, 3, 2], "rope_theta": 1e4}}
+QWEN = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+SIZES = torch.tensor([[32, 32]])
+# The config of each wrapper, and how many tokens its image takes.
+MODELS: dict[str, tuple[dict[str, Any], int]] = {
+    "aya_vision": (
+        {
+            "text_config": {"model_type": "cohere2", **TEXT, "sliding_window": 8},
+            "vision_config": {"model_type": "siglip_vision_model", **PATCHES},
+            "image_token_index": IMAGE,
+            "downsample_factor": 2,
+        },
+        1,
+    ),
+    "gemma3": (
+        {
+            "text_config": {**TEXT, "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 2},
+            "vision_config": PATCHES,
+            "mm_tokens_per_image": 4,
+            "image_token_index": IMAGE,
+        },
+        4,
+    ),
+    "internvl": (
+        {
+            "text_config": {"model_type": "qwen2", **TEXT},
+            "vision_config": {"model_type": "internvl_vision", **PATCHES, "image_size": [16, 16], "patch_size": [8, 8]},
+            "image_token_id": IMAGE,
+        },
+        1,
+    ),
+    "llava": (
+        {
+            "text_config": {"model_type": "llama", **TEXT},
+            "vision_config": {"model_type": "clip_vision_model", **PATCHES},
+            "image_token_index": IMAGE,
+        },
+        4,
+    ),
+    "llava_next": (
+        {
+            "text_config": {"model_type": "mistral", **TEXT, "head_dim": 8},
+            "vision_config": {"model_type": "clip_vision_model", **PATCHES},
+            "image_token_index": IMAGE,
+            "image_grid_pinpoints": [[16, 16]],
+        },
+        0,
+    ),
+    "llava_onevision": (
+        {
+            "text_config": {"model_type": "qwen2", **TEXT},
+            "vision_config": {"model_type": "siglip_vision_model", **PATCHES},
+            "image_token_index": IMAGE,
+            "image_grid_pinpoints": [[16, 16]],
+        },
+        0,
+    ),
+    "mistral3": (
+        {
+            "text_config": {"model_type": "mistral", **TEXT, "head_dim": 8},
+            "vision_config": {"model_type": "pixtral", **PATCHES, "image_size": 32},
+            "image_token_index": IMAGE,
+            "spatial_merge_size": 2,
+        },
+        4,
+    ),
+    "qwen2_vl": (
+        {
+            "text_config": {**TEXT, **MROPE},
+            "vision_config": {**GRID, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+            **QWEN,
+        },
+        4,
+    ),
+    "qwen2_5_vl": (
+        {
+            "text_config": {**TEXT, **MROPE},
+            "vision_config": {**GRID, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
+            | {"window_size": 16, "fullatt_block_indexes": [1]},
+            **QWEN,
+        },
+        4,
+    ),
+    "qwen3_vl": (
+        {
+            "text_config": {**TEXT, **WIDE_MROPE, "head_dim": 16},
+            "vision_config": {**GRID, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
+            | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+            **QWEN,
+        },
+        4,
+    ),
+}
+
+
+def make_wrapper(name: str, folder: Path, **text: Any) -> None:
+    """Saves a random wrapper called ``name`` in float32; ``text`` are changes to its language model's config."""
+    from transformers import AutoModelForImageTextToText
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    torch.manual_seed(17)
+    config = dict(MODELS[name][0])
+    config["text_config"] = {**config["text_config"], **text}
+    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[name](**config), dtype=torch.float32)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if "norm" in path or path.endswith("bias") or parameter.dim() < 2:
+                parameter += 0.3 * torch.randn_like(parameter)
+            else:
+                parameter.copy_(torch.randn_like(parameter) * parameter.flatten(1).shape[-1] ** -0.5)
+    model.save_pretrained(folder)
+
+
+def inputs(name: str) -> dict[str, Tensor]:
+    """Text with an image in it, or without one for a wrapper that cuts its images into tiles."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(3, 80, (1, 24), generator=generator)
+    count = MODELS[name][1]
+    if count == 0:
+        return {"input_ids": tokens}
+    tokens[:, 6 : 6 + count] = IMAGE
+    given = {"input_ids": tokens}
+    if name.startswith("qwen"):
+        tokens[:, 5], tokens[:, 6 + count] = START, END
+        given["mm_token_type_ids"] = (tokens == IMAGE).int()
+        patches = torch.randn(16, 3 * 2 * 4 * 4, generator=generator)
+        return {**given, "pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    if name == "mistral3":  # its class takes no image of one token
+        return {**given, "pixel_values": torch.randn(1, 3, 32, 32, generator=generator), "image_sizes": SIZES}
+    return {**given, "pixel_values": torch.randn(1, 3, 16, 16, generator=generator)}
+
+
+def logits(folder: Path, given: dict[str, Tensor]) -> Tensor:
+    """The logits of the wrapper in ``folder`` as transformers loads it; no tensor missing or left over."""
+    from transformers import AutoModelForImageTextToText
+
+    model, info = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]} == {}
+    with torch.no_grad():
+        result: Tensor = model.eval()(**given).logits
+    return result
