@@ -9,7 +9,16 @@ import click
 from click.core import ParameterSource
 
 from kvfold.convert import request as rq
-from kvfold.convert.console import PanelCommand, PanelOption, check_plot, check_writable, run_command, write_text
+from kvfold.convert.console import (
+    STDOUT,
+    Choice,
+    PanelCommand,
+    PanelOption,
+    check_plot,
+    check_writable,
+    run_command,
+    write_text,
+)
 from kvfold.convert.uptrain.command import uptrain
 
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
@@ -60,15 +69,20 @@ def inspect(model: str, as_json: bool) -> None:
 
 _device = click.option(
     "--device",
-    type=click.Choice(rq.DEVICES),
+    type=Choice(rq.DEVICES),
     default="auto",
     show_default=True,
     help="auto: the GPU where there is one.",
 )
 _compute_dtype = click.option(
-    "--dtype", type=click.Choice(rq.DTYPES), default="auto", show_default=True, help="Dtype to compute in."
+    "--dtype", type=Choice(rq.DTYPES), default="auto", show_default=True, help="Dtype to compute in."
 )
-_json_file = click.option("--json", "json_file", metavar="FILE", help="Also write the numbers to FILE.")
+_json_file = click.option(
+    "--json",
+    "json_file",
+    metavar="FILE|-",
+    help="Also write the numbers to FILE; -: to stdout, and nothing else there.",
+)
 
 _target = partial(click.option, cls=PanelOption, panel="Target")
 _calibration = partial(click.option, cls=PanelOption, panel="Calibration", show_default=True)
@@ -80,14 +94,14 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
 @kvfold.command(cls=PanelCommand)
 @click.argument("model")
 @click.argument("out")
-@_target("--to", type=click.Choice(rq.TARGETS), help="Attention kind to convert to; required without --recipe.")
+@_target("--to", type=Choice(rq.TARGETS), help="Attention kind to convert to; required without --recipe.")
 @_target("--kv-heads", type=int, metavar="N", help="Key/value heads to keep (gqa).")
 @_target("--kv-rank", type=int, metavar="R", help="Rank of the latent: R cache elements per token per layer (mla).")
 @_target("--rope-dim", type=int, metavar="P", help="Rotary key dims: P cache elements per token per layer (mla).")
 @_target("--budget", type=int, metavar="N", help="Choose R + P = N by measured drift (mla).")
 @_target("--q-rank", type=int, metavar="N", help="Also factor the queries through a latent of rank N (mla).")
 @_target("--method", metavar="NAME", help="principal (calibrated; default), mean, first, random; mla: principal, svd.")
-@_target("--group", type=click.Choice(rq.GROUPINGS), help="Heads that share: similar ones, or neighbors.")
+@_target("--group", type=Choice(rq.GROUPINGS), help="Heads that share: similar ones, or neighbors.")
 @_target("--layout", metavar="|".join(rq.LAYOUTS), help=f"Layout of an MLA checkpoint (default {rq.DEFAULT_LAYOUT}).")
 @_target("--recipe", metavar="NAME|FILE.toml", help="Defaults from a recipe; options on the command line override it.")
 @_target("--allow-growth", is_flag=True, help="Allow targets whose cache is not smaller than the source's.")
@@ -109,14 +123,14 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
 )
 @_running(
     "--device",
-    type=click.Choice(rq.DEVICES),
+    type=Choice(rq.DEVICES),
     default=rq.ConvertRequest.device,
     show_default=True,
     help="auto: the GPU where there is one.",
 )
 @_running(
     "--dtype",
-    type=click.Choice(rq.DTYPES),
+    type=Choice(rq.DTYPES),
     default=rq.ConvertRequest.dtype,
     show_default=True,
     help="Stored dtype; auto keeps the source's.",
@@ -171,7 +185,7 @@ def drift(model: str, out: str, json_file: str | None, **options: Any) -> None:
     report = drift_checkpoints(model, out, **options)
     if json_file is not None:
         write_text(json_file, report.to_json())
-    click.echo(drift_table(report))
+    click.echo(drift_table(report), err=json_file == STDOUT)
 
 
 @kvfold.command()
@@ -201,7 +215,7 @@ kvfold.add_command(uptrain)
 @_device
 @_compute_dtype
 @click.option(
-    "--cache", type=click.Choice(["dynamic", "static"]), default="dynamic", show_default=True, help="Kind of KV cache."
+    "--cache", type=Choice(["dynamic", "static"]), default="dynamic", show_default=True, help="Kind of KV cache."
 )
 @click.option(
     "--prefill-tokens", type=click.IntRange(0), metavar="N", help="Tokens to prefill at most; 0 skips the prefill."
@@ -238,7 +252,15 @@ def bench(
         write_text(json_file, json.dumps(report, indent=2) + "\n")
     if plot is not None:
         draw(report, plot)
-    click.echo(run.bench_table(report))
+    click.echo(run.bench_table(report), err=json_file == STDOUT)
+
+
+@kvfold.command()
+def recipes() -> None:
+    """List the recipes that ship, for `kvfold convert --recipe`."""
+    from kvfold.convert.recipes import recipe_table
+
+    click.echo(recipe_table())
 
 
 @kvfold.command()

@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 
 import click
 
-from kvfold.convert.errors import InputError, KvfoldError, one_line, system_failure
+from kvfold.convert.errors import InputError, KvfoldError, did_you_mean, one_line, system_failure
 
+STDOUT = "-"  # in place of the name of a file to write
 _PLOT_KINDS = (".png", ".svg", ".pdf")
 _LEAST_PRINTED = 10  # seconds left
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -34,6 +35,14 @@ class PanelOption(click.Option):
     def __init__(self, *args: Any, panel: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.panel = panel
+
+
+class Choice(click.Choice[str]):
+    """One of some words; an error names the one that was probably meant."""
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        message = super().get_invalid_choice_message(value, ctx)
+        return message.removesuffix(".") + did_you_mean(value, list(self.choices))
 
 
 class PanelCommand(click.Command):
@@ -177,8 +186,10 @@ def duration(seconds: float) -> str:
 
 
 def check_writable(path: str, option: str = "--json") -> None:
-    """Raise InputError when ``path`` cannot be written; ``option`` is the one that named it."""
+    """Raise InputError when ``path`` (`STDOUT` never) cannot be written; ``option`` is the one that named it."""
     file = Path(path)
+    if path == STDOUT:
+        return
     if file.is_dir():
         raise _unwritable(path, option, "it is a folder")
     if not file.parent.is_dir():
@@ -197,7 +208,10 @@ def check_plot(path: str) -> None:
 
 
 def write_text(path: str, text: str, option: str = "--json") -> None:
-    """Write ``text``. Raises InputError when that fails."""
+    """Write ``text``, to the terminal where ``path`` is `STDOUT`. Raises InputError when that fails."""
+    if path == STDOUT:
+        click.echo(text, nl=False)
+        return
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

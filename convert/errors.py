@@ -4,12 +4,15 @@ import errno
 import os
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 _SHOWN = 20
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict, _REPR.maxstring, _REPR.maxlong, _REPR.maxother = 3, 16, 8, 200, 60, 200
+# What values are often called elsewhere.
+_USUAL = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "gpu": "cuda"}
 
 
 class KvfoldError(Exception):
@@ -80,3 +83,17 @@ def system_failure(error: Exception) -> str | None:
     where = getattr(error, "filename", None) or "the system"
     advice = _ADVICE.get(code, "check the path, its permissions and its disk")
     return f"{where}: expected to be able to read or write it, found: {os.strerror(code)}; {advice}"
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """`` (did you mean NAME?)`` for the one of ``known`` that ``name`` resembles most; empty when none does."""
+    spellings = {_plain(item): item for item in known}
+    usual = _USUAL.get(_plain(name))
+    if usual in spellings.values():
+        return f" (did you mean {usual}?)"
+    close = get_close_matches(_plain(name), spellings, 1)
+    return f" (did you mean {spellings[close[0]]}?)" if close else ""
+
+
+def _plain(text: Any) -> str:
+    return str(text).strip().lower().replace("-", "_")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert import request as rq
-from kvfold.convert.errors import InputError, one_line
+from kvfold.convert.errors import InputError, did_you_mean, one_line
 
 _FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 _LARGEST = 1 << 20  # bytes
@@ -37,6 +37,19 @@ class Recipe:
 def recipe_names() -> list[str]:
     """The recipes that ship, sorted."""
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
+
+
+def recipe_table() -> str:
+    """The recipes that ship, a line each: name, model, and the KV-cache elements per token per layer of both."""
+    rows = [["recipe", "model", "cached before", "after"]]
+    for name in recipe_names():
+        about = read_recipe(name).about
+        rows.append([name, *(str(about.get(key, "")) for key in ("model", "cached_before", "cached_after"))])
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    lines = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>13}  {row[3]:>6}" for row in rows]
+    return "\n".join(
+        [*lines, "", "kvfold convert MODEL OUT --recipe NAME; cached: KV-cache elements per token per layer"]
+    )
 
 
 def recipe_request(recipe: str, **overrides: Any) -> rq.ConvertRequest:
@@ -76,7 +89,7 @@ def _find(recipe: str) -> tuple[Path, str]:
     if recipe in known:
         return _FOLDER / f"{recipe}.toml", f"recipe {recipe}"
     if path.suffix != ".toml" and len(path.parts) < 2 and not (recipe.strip() and os.path.exists(path)):
-        hint = rq.did_you_mean(recipe, known)
+        hint = did_you_mean(recipe, known)
         raise InputError(
             f"--recipe {recipe!r}: no recipe of that name{hint}; those that ship: {', '.join(known)}; or a FILE.toml"
         )
@@ -126,7 +139,7 @@ def _unknown(key: str, value: Any) -> str:
         return f"{key}: belongs on the command line: a recipe says what to make, not where or how to run"
     if isinstance(value, dict):
         return f"unknown table [{key}]: options stand above all tables, and [about] is the only one"
-    return f"unknown key {key!r}{rq.did_you_mean(key, _OPTIONS)}; expected keys: {', '.join(_OPTIONS)}"
+    return f"unknown key {key!r}{did_you_mean(key, _OPTIONS)}; expected keys: {', '.join(_OPTIONS)}"
 
 
 def _about_problems(about: Mapping[str, Any]) -> Iterator[str]:
@@ -134,7 +147,7 @@ def _about_problems(about: Mapping[str, Any]) -> Iterator[str]:
         if key in _OPTIONS:
             yield f"{key} in [about]: is an option: it goes above [about], which changes nothing"
         elif key not in _ABOUT:
-            yield f"unknown key {key!r} in [about]{rq.did_you_mean(key, _ABOUT)}; expected keys: {', '.join(_ABOUT)}"
+            yield f"unknown key {key!r} in [about]{did_you_mean(key, _ABOUT)}; expected keys: {', '.join(_ABOUT)}"
         elif type(value) is not _ABOUT[key]:
             yield f"{key} in [about]: expected {_TYPES[_ABOUT[key]]}, found {value!r}"
 

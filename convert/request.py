@@ -1,11 +1,11 @@
 """The options of a conversion and the values that they take. No checkpoint is opened, torch is not imported."""
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, did_you_mean
 from kvfold.convert.sizes import parse_size
 
 Target = Literal["gqa", "mqa", "mla"]
@@ -35,6 +35,7 @@ GOES_WITH: dict[str, tuple[str, ...]] = {"kv_heads": ("gqa",), "group": ("gqa", 
     ("kv_rank", "rope_dim", "budget", "q_rank", "layout"), ("mla",)
 )
 
+_LEAST_BARE_SIZE = 1000  # bytes without a unit: fewer are gigabytes whose unit was forgotten
 _CHOICES = {
     "to": TARGETS,
     "method": METHODS,
@@ -60,8 +61,8 @@ class ConvertRequest:
     """One conversion. Field names are the options of ``kvfold convert`` with underscores.
 
     ``method`` and ``group`` left at None take the best there is for the target (see ``resolved_method``); ``refine``
-    is a number of steps per layer, ``polish`` one of steps of all layers together, or each ``"auto"``. Raises
-    InputError, with every problem at once.
+    is a number of steps per layer, ``polish`` one of steps of all layers together, or each ``"auto"``. ``model``,
+    ``out`` and ``calibration`` may be path objects; they become text. Raises InputError, with every problem at once.
     """
 
     model: str
@@ -92,6 +93,9 @@ class ConvertRequest:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("model", "out", "calibration"):
+            if isinstance(value := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
         problems = [*_path_problems(self), *_value_problems(self), *_combination_problems(self)]
         if problems:
             raise InputError(problems[0], problems[1:])
@@ -141,6 +145,8 @@ def expected(name: str, value: Any) -> str | None:
     if name in ("refine", "polish"):
         return None if value == "auto" or _is_whole(value, 0) else "a number of steps or auto"
     if name == "max_shard_size":
+        if isinstance(value, str) and value.strip().isdigit() and 0 < int(value) < _LEAST_BARE_SIZE:
+            return f"a size with its unit (did you mean {value.strip()}GB?)"
         return None if parse_size(value) else "a size such as 5GB, 500MB or 2GiB"
     if name == "calibration":
         return None if isinstance(value, str) and value.strip() else "the name of a text file or dataset"
@@ -149,17 +155,6 @@ def expected(name: str, value: Any) -> str | None:
 
 def _is_whole(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """`` (did you mean NAME?)`` for the one of ``known`` that ``name`` resembles most; empty when none does."""
-    spellings = {_plain(item): item for item in known}
-    close = get_close_matches(_plain(name), spellings, 1)
-    return f" (did you mean {spellings[close[0]]}?)" if close else ""
-
-
-def _plain(text: Any) -> str:
-    return str(text).strip().lower().replace("-", "_")
 
 
 def _path_problems(request: ConvertRequest) -> Iterator[str]:

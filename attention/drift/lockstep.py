@@ -56,7 +56,9 @@ class Measurement:
     """A student against a teacher, over ``predictions`` predicted tokens.
 
     ``kl`` is the mean KL(p || p') of next-token distributions, losses are mean negative log likelihoods, both in nats;
-    ``agreement`` is the top-1 agreement: the fraction of positions with the same most likely token.
+    ``agreement`` is the top-1 agreement: the fraction of positions with the same most likely token. The margins are
+    half the widths of the 95 % intervals of ``kl`` and ``excess`` over texts like these: sequences are independent
+    draws, tokens of one are not, and both models see the same. None for a single sequence.
     """
 
     predictions: int
@@ -65,6 +67,8 @@ class Measurement:
     teacher_loss: float
     student_loss: float
     layers: tuple[LayerDrift, ...]
+    kl_margin: float | None = None
+    excess_margin: float | None = None
 
     @property
     def excess(self) -> float:
@@ -208,20 +212,37 @@ def compare_predictions(
     parts: Sequence[Tensor],
 ) -> Measurement:
     """Next-token distributions after the last layer, a few positions at a time: ``[N, T, V]`` never exists."""
-    sums = torch.zeros(4, dtype=torch.float64, device=teacher.device)
-    count = 0
+    sums, count = [], 0
     for hidden, student_hidden, tokens in zip(expected, actual, parts, strict=True):
         labels = tokens[:, 1:].to(teacher.device)
         step = _positions(teacher, student, hidden, student_hidden)
+        of_part = torch.zeros(4, len(tokens), dtype=torch.float64, device=teacher.device)
         for start in range(0, labels.shape[1], step):
             span = slice(start, min(start + step, labels.shape[1]))
             logits = teacher.logits(hidden[:, span])
             same = student is teacher and student_hidden is hidden  # a model alone, for its loss
             other = logits if same else student.logits(student_hidden[:, span]).to(teacher.device)
-            sums += _distances(logits, other, labels[:, span])
+            of_part += _distances(logits, other, labels[:, span])
+        sums.append(of_part)
         count += labels.numel()
-    kl, agreement, loss, student_loss = (sums / count).tolist()
-    return Measurement(count, kl, agreement, loss, student_loss, ())
+    each = torch.cat(sums, 1)  # [4, N], by sequence
+    kl, agreement, loss, student_loss = (each.sum(1) / count).tolist()
+    length = count / each.shape[1]
+    margins = margin(each[0] / length), margin((each[3] - each[2]) / length)
+    return Measurement(count, kl, agreement, loss, student_loss, (), *margins)
+
+
+def margin(values: Tensor) -> float | None:
+    """Half the width of the 95 % confidence interval of the mean of independent ``values [N]``; None for one value.
+
+    By Student's t, its quantile from the normal one (Abramowitz and Stegun, 1964, 26.7.5): 0.4 % low for N = 8.
+    """
+    count = len(values)
+    if count < 2:
+        return None
+    z, freedom = 1.959964, count - 1
+    quantile = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return quantile * float(values.std()) / math.sqrt(count)
 
 
 def _positions(teacher: LayerStream, student: LayerStream, hidden: Tensor, student_hidden: Tensor) -> int:
@@ -234,14 +255,14 @@ def _positions(teacher: LayerStream, student: LayerStream, hidden: Tensor, stude
 
 
 def _distances(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
-    """Sums over positions of KL, equal argmax and both negative log likelihoods: ``[4]``, float64."""
+    """Sums over positions of KL, equal argmax and both negative log likelihoods: ``[4, B]``, float64."""
     wide = torch.promote_types(torch.promote_types(logits.dtype, other.dtype), torch.float32)
     log_p, log_q = logits.to(wide).log_softmax(-1), other.to(wide).log_softmax(-1)
     return torch.stack(
         [
-            divergence(log_p, log_q).sum(-1).sum(dtype=torch.float64),
-            (log_p.argmax(-1) == log_q.argmax(-1)).sum(dtype=torch.float64),
-            -log_p.gather(-1, labels[..., None]).sum(dtype=torch.float64),
-            -log_q.gather(-1, labels[..., None]).sum(dtype=torch.float64),
+            divergence(log_p, log_q).sum(-1).sum(-1, dtype=torch.float64),
+            (log_p.argmax(-1) == log_q.argmax(-1)).sum(-1, dtype=torch.float64),
+            -log_p.gather(-1, labels[..., None])[..., 0].sum(-1, dtype=torch.float64),
+            -log_q.gather(-1, labels[..., None])[..., 0].sum(-1, dtype=torch.float64),
         ]
     )

@@ -56,7 +56,10 @@ class DriftReport:
         return measured.agreement == 1 and not any([measured.kl, measured.excess, *values])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, each drift as ``{"value": ..., "floor": ...}``; not-a-number and infinity become ``None``."""
+        """Plain values, each drift as ``{"value": ..., "floor": ...}``, with a ``margin`` where one is known.
+
+        Not-a-number and infinity become ``None``.
+        """
         measured, floor = self.measured, None if self.floor is None else self.floor.measured
         source, student = perplexity(measured.teacher_loss), perplexity(measured.student_loss)
         return {
@@ -67,9 +70,12 @@ class DriftReport:
             "dtype": {"source": self.source_dtype, "student": self.student_dtype},
             "floor": None if self.floor is None else {k: v for k, v in asdict(self.floor).items() if k != "measured"},
             "identical": self.identical,
-            "kl": _pair(measured.kl, None if floor is None else floor.kl),
+            "kl": {**_pair(measured.kl, None if floor is None else floor.kl), "margin": _finite(measured.kl_margin)},
             "agreement": _pair(measured.agreement, None if floor is None else floor.agreement),
-            "excess": _pair(measured.excess, None if floor is None else abs(floor.excess)),
+            "excess": {
+                **_pair(measured.excess, None if floor is None else abs(floor.excess)),
+                "margin": _finite(measured.excess_margin),
+            },
             "perplexity": {
                 "source": _finite(source),
                 "student": _finite(student),

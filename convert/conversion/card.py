@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.record import engine_cost, rank_sizes, versions
+from kvfold.convert.conversion.record import engine_cost, rank_sizes, text_name, versions
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.hub import parse_hub_id
-from kvfold.convert.request import SELF
 from kvfold.convert.targets.engines import Verdict
 
 _CARD = """---
@@ -93,15 +92,14 @@ def _engine_row(verdict: Verdict) -> str:
 
 def _measured(record: Mapping[str, Any]) -> str:
     """Rows of the card's table, and the text that they were measured on."""
-    drift, text = record["drift"], record["calibration"]
-    source = "text that the source wrote itself" if text["source"] == SELF else text["source"]
+    drift = record["drift"]
     perplexity, size = drift["perplexity"], drift["cache_bytes_per_token"]
     return f"""| cache, bytes per token | {size["source"]} | {size["student"]} |
 | perplexity | {perplexity["source"]:.3f} | {perplexity["student"]:.3f} |
 | KL of next-token distributions, nats | | {drift["kl"]["value"]:.4f} |
 | top-1 agreement | | {100 * drift["agreement"]["value"]:.1f} % |
 
-Measured on {drift["sequences"]} x {drift["length"]} held-out tokens of {source}.
+Measured on {drift["sequences"]} x {drift["length"]} held-out tokens of {text_name(record)}.
 {engine_cost(record)}
 """
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvfold.convert.conversion.memory import memory_lines
 from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.request import SELF
 from kvfold.convert.sizes import bytes_text
 from kvfold.convert.targets.results import folded_result
 
@@ -57,12 +58,48 @@ def saving(plan: Plan) -> float:
 
 def headline(plan: Plan) -> str:
     """The conversion in a line: source, target, method, and the cache of both."""
+    return _headline(plan, plan.layout.kind)
+
+
+def _headline(plan: Plan, kind: str) -> str:
     saved = saving(plan)
     return (
-        f"{plan.source_name}: {plan.source_kind} -> {plan.layout.kind}, method {plan.request.resolved_method}: "
+        f"{plan.source_name}: {plan.source_kind} -> {kind}, method {plan.request.resolved_method}: "
         f"{plan.cache_elements} -> {plan.layout.cache_elements} KV-cache elements per token per layer "
         f"({100 * abs(saved):.1f} % {'more' if saved < 0 else 'less'})"
     )
+
+
+def cost_text(record: Mapping[str, Any]) -> str:
+    """What the conversion cost on held-out text, in a line; empty where nothing was measured."""
+    if (drift := record.get("drift")) is None:
+        return ""
+    excess, both = drift["excess"], drift["perplexity"]
+    if None in (excess["value"], excess["margin"], both["source"], both["student"]):
+        return "on held-out text the converted model gives numbers that are not finite, or there is one sequence only"
+    low, high = (100 * math.expm1(excess["value"] + side * excess["margin"]) for side in (-1, 1))
+    return (
+        f"on {drift['sequences']} x {drift['length']} held-out tokens of {text_name(record)}: perplexity "
+        f"{both['source']:.2f} -> {both['student']:.2f} ({100 * math.expm1(excess['value']):+.1f} %, 95 % interval "
+        f"{low:+.1f} to {high:+.1f}), KL {drift['kl']['value']:.4f} nats, top-1 agreement "
+        f"{100 * drift['agreement']['value']:.1f} %"
+    )
+
+
+def text_name(record: Mapping[str, Any]) -> str:
+    """The name of the calibration text for users."""
+    source: str = record["calibration"]["source"]
+    return "text that the source wrote itself" if source == SELF else source
+
+
+def chosen_text(plan: Plan, record: Mapping[str, Any]) -> str:
+    """The split that a budget got, and among how many; empty where the request named it."""
+    if plan.request.budget is None or "splits" not in record:
+        return ""
+    target = plan.latent_target()
+    split = f"{target.kv_rank}+{target.rope_dim}"
+    least = "" if "preferred_for_engines" in record else ", which drifts least"
+    return f"--budget {plan.request.budget}: took {split} of {len(record['splits'])} splits tried{least}"
 
 
 def rank_sizes(record: Mapping[str, Any]) -> list[tuple[str, int, int]]:
@@ -115,7 +152,7 @@ def plan_text(plan: Plan) -> str:
     first = [tensor for tensor in plan.layout.tensors if tensor.name in plan.layout.computed[0]]
     before = plan.checkpoint.tensors
     lines = [
-        headline(plan),
+        _headline(plan, "MLA, split by measured drift" if plan.request.budget is not None else plan.layout.kind),
         *(f"source: {line}" for line in plan.checkpoint.made_of),
         *filter(None, [padding_text(plan)]),
         f"tensors: {len(plan.layout.tensors) - len(computed)} copied, {len(computed)} computed; in layer 0:",

@@ -16,6 +16,8 @@ from kvfold.convert.conversion.memory import check_memory, scratch_bytes
 from kvfold.convert.conversion.method import Measured, Method
 from kvfold.convert.conversion.plan import Plan, make_plan, reading
 from kvfold.convert.conversion.record import (
+    chosen_text,
+    cost_text,
     engine_cost,
     engines_text,
     headline,
@@ -56,15 +58,18 @@ class Conversion:
         """The plan of a dry run; otherwise the conversion in a line, the cost of its layout, and what was written."""
         if self.written is None or self.seconds is None:
             return plan_text(self.plan)
-        size = sum(tensor.nbytes for tensor in self.plan.layout.tensors)
+        request, size = self.plan.request, sum(tensor.nbytes for tensor in self.plan.layout.tensors)
         lines = [
             headline(self.plan),
+            cost_text(self.record),
+            chosen_text(self.plan, self.record),
             ranks_text(self.record),
             preference_text(self.record),
             padding_text(self.plan),
             engine_cost(self.record),
             f"wrote {self.written}: {bytes_text(size)} in {self.seconds:.1f} s",
             engines_text(self.plan),
+            f"next: kvfold drift {request.model} {request.out} --text FILE measures it on text of yours",
         ]
         return "\n".join(filter(None, lines))
 

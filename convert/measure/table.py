@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from kvfold.attention.drift.report import DriftReport, HeadDrift, LayerDrift, perplexity
+from kvfold.attention.drift.report import DriftReport, HeadDrift, LayerDrift, Measurement, perplexity
 
 _COLUMNS = (
     ("attention_local", "attention,", "local"),
@@ -61,7 +61,15 @@ def _totals(report: DriftReport) -> list[str]:
             "exact",
         ),
     ]
-    return [f"{name:<36} {a:>12} {b:>12} {drift:>12} {low or '-':>12}".rstrip() for name, a, b, drift, low in rows]
+    lines = [f"{name:<36} {a:>12} {b:>12} {drift:>12} {low or '-':>12}".rstrip() for name, a, b, drift, low in rows]
+    return [*lines, *_interval(measured)]
+
+
+def _interval(measured: Measurement) -> list[str]:
+    if measured.excess_margin is None:
+        return []
+    low, high = (_percent(measured.excess + side * measured.excess_margin) for side in (-1, 1))
+    return [f"95 % interval of the perplexity's drift, by sequence: {low} to {high}"]
 
 
 def _layers(report: DriftReport) -> list[str]:

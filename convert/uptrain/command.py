@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from kvfold.convert.console import PanelCommand, PanelOption, check_plot
+from kvfold.convert.console import Choice, PanelCommand, PanelOption, check_plot
 from kvfold.convert.request import DEVICES
 from kvfold.convert.uptrain import request as ur
 
@@ -50,7 +50,7 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
     help="Weight of the distillation in the loss, 0 to 1; default with --teacher: 1.",
 )
 @_distillation("--temperature", type=float, default=1.0, help="Temperature of both distributions in the distillation.")
-@_training("--train", type=click.Choice(ur.TRAINED), default="all", help="All weights, or those of attention only.")
+@_training("--train", type=Choice(ur.TRAINED), default="all", help="All weights, or those of attention only.")
 @_training("--steps", type=int, default=1000, help="Optimizer steps.")
 @_training("--batch-tokens", type=int, default=65536, help="Tokens per step, over all processes.")
 @_training(
@@ -61,7 +61,7 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
     metavar="RATE",
     help="Peak learning rate (AdamW) relative to the size of each tensor; default: 0.05 / sqrt(model width).",
 )
-@_training("--schedule", type=click.Choice(ur.SCHEDULES), default="cosine", help="Learning-rate schedule.")
+@_training("--schedule", type=Choice(ur.SCHEDULES), default="cosine", help="Learning-rate schedule.")
 @_training("--warmup", type=float, default=0.05, help="Warmup, as a fraction of the steps.")
 @_training(
     "--weight-decay", type=float, default=0.0, help="Weight decay (not of biases and norms), times the learning rate."
@@ -73,10 +73,10 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
 @_measurement("--eval-sequences", type=int, default=64, help="Held-out sequences.")
 @_measurement("--log-every", type=int, default=10, metavar="N", help="Steps between rows of the log.")
 @_measurement("--plot", metavar="FILE", help="Curve to draw (PNG, SVG, PDF); default: OUT.training/curve.png.")
-@_running("--device", type=click.Choice(DEVICES), default="auto")
+@_running("--device", type=Choice(DEVICES), default="auto")
 @_running(
     "--precision",
-    type=click.Choice(ur.PRECISIONS),
+    type=Choice(ur.PRECISIONS),
     default="auto",
     help="Compute dtype; master weights stay float32. auto: bfloat16 on a GPU, float32 on a CPU.",
 )

@@ -13,9 +13,10 @@ from helpers.processes import run_python
 
 from kvfold.convert import cli
 from kvfold.convert.data import demo_folder
+from kvfold.convert.recipes import recipe_names
 
 HEAVY = ("torch", "transformers", "numpy", "huggingface_hub", "safetensors")
-COMMANDS = ("inspect", "convert", "drift", "verify", "bench", "demo", "uptrain")
+COMMANDS = ("inspect", "convert", "drift", "verify", "bench", "recipes", "demo", "uptrain")
 
 
 @pytest.fixture
@@ -112,6 +113,20 @@ def test_exit_status_and_error_of_a_process():
             "error: --layout kvfold does not exist yet: use --layout free or --layout engine",
         ),
         (["melt"], "error: kvfold: no such command 'melt'"),
+        (
+            ["convert", "a", "b", "--to", "GQA"],
+            "error: kvfold convert: invalid value for '--to': 'GQA' is not one of 'gqa', 'mqa', 'mla' (did you mean "
+            "gqa?); see",
+        ),
+        (
+            ["convert", "a", "b", "--to", "mqa", "--dtype", "bf16"],
+            "error: kvfold convert: invalid value for '--dtype': 'bf16' is not one of 'auto', 'float32', 'bfloat16', "
+            "'float16' (did you mean bfloat16?); see",
+        ),
+        (
+            ["convert", "a", "b", "--to", "mqa", "--max-shard-size", "5"],
+            "error: --max-shard-size: expected a size with its unit (did you mean 5GB?), found '5'",
+        ),
         (["inspect", "--colour"], "error: kvfold inspect: no such option '--colour'"),
         (["inspect", "nowhere/at/all"], "error: "),
     ],
@@ -158,6 +173,20 @@ def test_numbers_that_could_not_be_written_are_refused_before_measuring(kvfold, 
 
 
 @pytest.mark.slow
+def test_numbers_can_go_to_stdout_alone(kvfold):
+    done = kvfold("drift", demo_folder(), demo_folder(), "--samples", 2, "--seq-len", 16, "--json", "-")
+    assert json.loads(done.stdout)["sequences"] == 2
+    assert "top-1 agreement" in done.stderr
+
+
+def test_recipes_are_listed_with_their_models_and_caches(kvfold):
+    lines = kvfold("recipes").stdout.splitlines()
+    assert lines[0].split() == ["recipe", "model", "cached", "before", "after"]
+    row = next(line for line in lines if line.startswith("llama-2-7b-mqa "))
+    assert row.split() == ["llama-2-7b-mqa", "meta-llama/Llama-2-7b-hf", "8192", "256"]
+    assert len(lines) == len(recipe_names()) + 3
+
+
 def test_drift_runs_a_tokenizers_code_only_when_allowed(kvfold, tmp_path, monkeypatch):
     from transformers import dynamic_module_utils
 

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from kvfold.convert import ConvertRequest
@@ -23,6 +25,11 @@ def test_bad_sizes(text):
     assert parse_size(text) is None
     message = f"--max-shard-size: expected a size such as 5GB, 500MB or 2GiB, found {text!r}"
     assert message in refused(max_shard_size=text)
+
+
+def test_paths_may_be_path_objects():
+    request = ConvertRequest(model=Path("a") / "b", out=Path("c"), to="mqa", calibration=Path("text.txt"))
+    assert (request.model, request.out, request.calibration) == (str(Path("a") / "b"), "c", "text.txt")
 
 
 def test_the_default_layout_is_one_word(monkeypatch):

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvfold.attention.drift.loaded import as_stream
+from kvfold.attention.drift.lockstep import margin
 from kvfold.attention.drift.report import measure_drift
 
 VOCABULARY = 61
@@ -303,7 +304,8 @@ def test_reports_are_deterministic_and_valid_json():
     assert first == second
     assert first.to_json() == second.to_json()
     content = json.loads(first.to_json())
-    assert content["kl"] == {"value": first.measured.kl, "floor": first.floor.measured.kl}
+    margin = first.measured.kl_margin
+    assert content["kl"] == {"value": first.measured.kl, "floor": first.floor.measured.kl, "margin": margin}
     assert content["layers"][2]["attention_local"]["value"] == first.measured.layers[2].attention_local
     assert content["layers"][2]["heads"][3]["error"]["floor"] == first.floor.measured.layers[2].heads[3].error
     assert content["predictions"] == 55
@@ -318,7 +320,25 @@ def test_a_broken_student_is_reported_in_valid_json():
     report = measure_drift(source, student, tokens, floor=False)
     assert math.isnan(report.measured.kl)
     assert not report.identical
-    assert json.loads(report.to_json())["kl"] == {"value": None, "floor": None}
+    assert json.loads(report.to_json())["kl"] == {"value": None, "floor": None, "margin": None}
+
+
+def test_margins_are_those_of_the_sequences():
+    source, tokens = tiny(), some_tokens()
+    student = disturbed(source)
+    whole = measure_drift(source, student, tokens, floor=False, batch=2).measured
+    alone = [measure_drift(source, student, row[None], floor=False).measured for row in tokens]
+    assert [each.excess_margin for each in alone] == [None] * len(tokens)
+    for name in ("kl", "excess"):
+        values = torch.tensor([getattr(each, name) for each in alone], dtype=torch.float64)
+        assert getattr(whole, name) == pytest.approx(values.mean().item())
+        assert getattr(whole, f"{name}_margin") == pytest.approx(margin(values))
+
+
+@pytest.mark.parametrize(("count", "quantile"), [(8, 2.3646), (16, 2.1314), (101, 1.9840)])
+def test_a_margin_is_by_students_t(count, quantile):
+    values = torch.arange(count, dtype=torch.float64)
+    assert margin(values) == pytest.approx(quantile * values.std().item() / math.sqrt(count), rel=5e-3)
 
 
 def test_only_one_layer_of_each_model_is_open_at_a_time():

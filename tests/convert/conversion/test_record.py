@@ -1,0 +1,58 @@
+"""The closing lines of a conversion: what it cost, and what was chosen."""
+
+from unittest.mock import Mock
+
+import pytest
+
+from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.conversion.record import chosen_text, cost_text
+from kvfold.convert.data import demo_folder
+
+RECORD = {
+    "calibration": {"source": "text.txt"},
+    "drift": {
+        "sequences": 8,
+        "length": 256,
+        "perplexity": {"source": 40.0, "student": 44.2068},
+        "excess": {"value": 0.1, "margin": 0.02},
+        "kl": {"value": 0.12345},
+        "agreement": {"value": 0.765},
+    },
+}
+
+
+def test_the_cost_is_told_with_its_interval():
+    assert cost_text(RECORD) == (
+        "on 8 x 256 held-out tokens of text.txt: perplexity 40.00 -> 44.21 (+10.5 %, 95 % interval +8.3 to +12.7), "
+        "KL 0.1235 nats, top-1 agreement 76.5 %"
+    )
+    assert cost_text({}) == ""
+
+
+def test_a_cost_that_is_not_finite_is_told():
+    broken = RECORD["drift"] | {"excess": {"value": None, "margin": None}}
+    assert "not finite" in cost_text(RECORD | {"drift": broken})
+
+
+def test_the_split_of_a_budget_is_told():
+    plan = Mock(**{"request.budget": 32, "latent_target.return_value": Mock(kv_rank=24, rope_dim=8)})
+    splits = {"splits": [{}, {}, {}]}
+    assert chosen_text(plan, splits) == "--budget 32: took 24+8 of 3 splits tried, which drifts least"
+    assert chosen_text(plan, {**splits, "preferred_for_engines": {}}) == "--budget 32: took 24+8 of 3 splits tried"
+    assert chosen_text(Mock(**{"request.budget": None}), splits) == ""
+
+
+def test_a_dry_run_of_a_budget_names_no_split(tmp_path):
+    request = ConvertRequest(demo_folder(), tmp_path / "out", to="mla", budget=64, dry_run=True)
+    first = convert_checkpoint(request).summary().splitlines()[0]
+    assert "MHA -> MLA, split by measured drift, method principal: 512 -> 64 KV-cache elements" in first
+
+
+@pytest.mark.slow
+def test_a_conversion_ends_with_its_cost_and_the_next_command(tmp_path):
+    options = {"kv_rank": 24, "rope_dim": 8, "samples": 8, "seq_len": 32, "quiet": True}
+    lines = convert_checkpoint(ConvertRequest(demo_folder(), tmp_path / "out", to="mla", **options)).summary()
+    assert "\non 8 x 32 held-out tokens of the built-in standard-library text: perplexity " in lines
+    assert lines.endswith(
+        f"next: kvfold drift {demo_folder()} {tmp_path / 'out'} --text FILE measures it on text of yours"
+    )
