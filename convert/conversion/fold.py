@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.method import Converted, Method, Notes
+from kvfold.convert.conversion.norms import NORMS, norms_note
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.pooled import pooled_layer
 from kvfold.convert.conversion.refinement import refinement_record
@@ -43,12 +45,16 @@ class Fold(Method):
             yield self._walk.convert(step, folded, notes)
 
     def measured(self, notes: Sequence[Notes]) -> Calibrated:
-        choices = {name: [note[name] for note in notes] for name in _notes(())}
+        names = [name for name in (*_notes(()), NORMS) if all(name in note for note in notes)]
+        choices = {name: [note[name] for note in notes] for name in names}
         return self._walk.measured({**choices, **refinement_record(notes)})
 
 
 def fold_layer(plan: Plan, step: Step) -> tuple[AttentionWeights, Notes]:
-    """The layer with its key/value heads folded; noted is which of them share, and how tokens were counted."""
+    """The layer with its key/value heads folded.
+
+    Noted are which of them share, how tokens were counted, and how much norms on queries and keys vary.
+    """
     plain = grouping.contiguous(plan.geometry.kv_heads, plan.kv_heads)
     if plan.request.resolved_method in WEIGHTS_ONLY:  # a start for refinement
         return pooled_layer(plan, step.index), _notes(plain)
@@ -63,11 +69,24 @@ def fold_layer(plan: Plan, step: Step) -> tuple[AttentionWeights, Notes]:
     def fit(counted: LayerStatistics) -> grouping.Choice:
         if grouping_of(plan) == "contiguous":
             folded = principal.fold(weights, counted, rotary, plain, context)
-            return grouping.Choice(plain, folded, {plain: error(folded)})
-        return grouping.similar(weights, counted, rotary, plan.kv_heads, error, context)
+            choice = grouping.Choice(plain, folded, {plain: error(folded)})
+        else:
+            choice = grouping.similar(weights, counted, rotary, plan.kv_heads, error, context)
+        if counted.normed is None:
+            return choice
+        other = principal.fold(weights, replace(counted, normed=None), rotary, choice.groups, context)
+        return _better(choice, other, error(other))
 
     best = judged(statistics, fit, lambda choice: choice.errors[choice.groups])
-    return best.weights.weights, _notes(best.weights.groups, best.share)
+    notes = _notes(best.weights.groups, best.share)
+    return best.weights.weights, {**notes, **norms_note(weights, statistics)}
+
+
+def _better(choice: grouping.Choice, other: AttentionWeights, error: float) -> grouping.Choice:
+    """``choice``, or the same groups as ``other`` where that has the smaller error: it is exact for identical heads."""
+    if error >= choice.errors[choice.groups]:
+        return choice
+    return replace(choice, weights=other, errors={**choice.errors, choice.groups: error})
 
 
 def _notes(groups: grouping.Partition, share: float = 0.0) -> Notes:

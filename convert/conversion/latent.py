@@ -14,8 +14,9 @@ from typing import Self
 import torch
 
 from kvfold.convert.conversion.journal import Journal
-from kvfold.convert.conversion.latent_layer import DAMPERS, NORMS, SHARE, Candidate, Survey, latent_layer
+from kvfold.convert.conversion.latent_layer import DAMPERS, SHARE, Candidate, Survey, latent_layer
 from kvfold.convert.conversion.method import Converted, Method, Notes
+from kvfold.convert.conversion.norms import NORMS
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.refinement import refinement_record
 from kvfold.convert.conversion.source import source_layer, source_rotary

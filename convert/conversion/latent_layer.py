@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.conversion.method import Notes
+from kvfold.convert.conversion.norms import norms_note
 from kvfold.convert.conversion.plan import Plan, resolved
 from kvfold.convert.conversion.source import source_layer, source_rotary
 from kvfold.convert.conversion.svd import svd_layer, svd_plan, svd_slots
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.text.windows import CalibrationTokens
-from kvfold.convert.transforms.head_norms import linear_heads, norm_fit
+from kvfold.convert.transforms.head_norms import linear_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.damper import with_damper
 from kvfold.convert.transforms.latent.latent import to_latent
@@ -27,7 +28,7 @@ from kvfold.convert.transforms.sinks import judged
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 from kvfold.convert.walk.walk import Step
 
-SHARE, DAMPERS, NORMS = "received_attention_share", "damper_channels", "head_norms"
+SHARE, DAMPERS = "received_attention_share", "damper_channels"
 
 
 @dataclass(frozen=True)
@@ -120,11 +121,8 @@ def latent_layer(chosen: Candidate, step: Step, surveyed: Survey) -> tuple[Laten
 
     best = judged(statistics, fit, error)
     latent, dampers = best.weights
-    notes: dict[str, object] = {SHARE: best.share, **({} if target.constant else {DAMPERS: dampers})}
-    linear = linear_heads(weights, statistics, key_constant=target.constant)
-    if (norms := norm_fit(weights, linear, statistics)) is not None:
-        notes[NORMS] = norms.record()
-    return latent, notes
+    notes = {SHARE: best.share, **({} if target.constant else {DAMPERS: dampers})}
+    return latent, {**notes, **norms_note(weights, statistics, key_constant=target.constant)}
 
 
 def fitted_layer(

@@ -1,6 +1,6 @@
 """What linear maps miss of norms on queries and keys: where ``transforms/head_norms.py`` gets its figures.
 
-    python recipes/benchmarks/bench_head_norms.py MODEL [--samples 32] [--layer 1]
+    python recipes/benchmarks/bench_head_norms.py MODEL [--samples 32] [--layer 1] [--folds KV_HEADS]
 
 takes the attention inputs of a checkpoint with such norms over the text that ships, and prints for queries and keys of
 each layer the coefficient of variation of the divisors, and the squared error on held-out text, relative to what is
@@ -13,22 +13,33 @@ behind the norms, of
 
 Then the error of the keys of one layer over numbers of tokens and values of ``SHRINK``. The figures in the code are of
 the shipped model with norms put in: ``train_demo.py --output DIR --texts shipped --qk-norm --start MODEL --steps 1``.
+``--folds`` prints the error of the attention's output instead, for neighboring key/value heads folded from keys over
+one number per head and from those of least squares.
 """
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from kvfold.attention.drift.streams import LayerOutput
+from kvfold.convert import ConvertRequest
+from kvfold.convert.conversion.fold import fold_context, fold_rotary
+from kvfold.convert.conversion.plan import make_plan
+from kvfold.convert.conversion.source import source_layer
+from kvfold.convert.conversion.stages import Stages
+from kvfold.convert.conversion.steps import StudentWalk, load_tokens, source_stream
 from kvfold.convert.families.layout import read_layer
 from kvfold.convert.families.model import model_of
 from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import load_calibration
 from kvfold.convert.transforms import head_norms
+from kvfold.convert.transforms.fold import grouping, principal
 from kvfold.convert.transforms.head_norms import linear_heads, project
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 from kvfold.convert.walk.statistics import StatisticsAccumulator
@@ -43,7 +54,11 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--samples", type=int, default=32, help="sequences of 256 tokens")
     parser.add_argument("--layer", type=int, default=1, help="the one whose keys are fitted with other constants")
+    parser.add_argument("--folds", type=int, metavar="KV_HEADS", help="the error of folds to so many heads instead")
     options = parser.parse_args()
+    if options.folds is not None:
+        show_folds(options.model, options.samples, options.folds)
+        return
     for layer, (weights, fitted, seen) in enumerate(layers(options.model, options.samples)):
         show_layer(layer, weights, fitted, seen)
         if layer == options.layer:
@@ -121,6 +136,24 @@ def show_constants(weights: AttentionWeights, inputs: Tensor, seen: Tensor) -> N
             errors.append(f"SHRINK {head_norms.SHRINK:g}: {missed(found, wanted):.4f}")
         print(f"  {tokens} tokens, keys: {', '.join(errors)}")
     head_norms.SHRINK = present
+
+
+def show_folds(folder: str, samples: int, kv_heads: int) -> None:
+    request = ConvertRequest(
+        model=folder, out=f"{folder}-folds", to="gqa", kv_heads=kv_heads, samples=samples, seq_len=256, quiet=True
+    )
+    plan, stages = make_plan(request, open_checkpoint(folder)), Stages(None, quiet=True)
+    with TemporaryDirectory() as scratch:
+        walk = StudentWalk(plan, source_stream(plan), load_tokens(plan, Path(scratch), stages), statistics=True)
+    groups = grouping.contiguous(plan.geometry.kv_heads, kv_heads)
+    for step in walk.steps():
+        weights, errors = source_layer(plan, step.index), []
+        for statistics in (replace(step.statistics, normed=None), step.statistics):
+            rotary, context = fold_rotary(plan, step.index), fold_context(plan, step.index)
+            folded = principal.fold(weights, statistics, rotary, groups, context)
+            errors.append(step.attention_error(plan.layout.encode(step.index, folded)))
+        step.keep()
+        print(f"layer {step.index}: keys over one number {errors[0]:.4f}, of least squares {errors[1]:.4f}")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ Shapes: inputs ``x [B, T, E]``, rotated rows ``[..., T, D]``, weights as ``Atten
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from kvfold.convert.transforms.head_norms import project
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, Rotary
 
 
@@ -34,6 +36,15 @@ def statistics_of(x: Tensor, heads: int) -> LayerStatistics:
     flat = x.flatten(0, 1)
     profile = torch.full((heads, x.shape[1]), 1 / x.shape[1], dtype=torch.float64)
     return LayerStatistics(flat.T @ flat / len(flat), flat.mean(0), len(flat), profile)
+
+
+def normed_statistics(weights: AttentionWeights, x: Tensor) -> LayerStatistics:
+    """The same, with those of what is behind the norms of ``weights`` on queries and keys."""
+    flat = x.flatten(0, 1)
+    rows, divisors = project(weights, flat)
+    cross = torch.einsum("nhd,ne->hde", rows, torch.nn.functional.pad(flat, (0, 1), value=1.0)) / len(flat)
+    seen = torch.stack([divisors, divisors.square(), rows.square().sum(-1)], -1).mean(0)
+    return replace(statistics_of(x, weights.heads), normed=cross, divisors=seen)
 
 
 def normalized(y: Tensor, norm: HeadNorm | None) -> Tensor:

@@ -1,12 +1,13 @@
 """Second moments of a layer, the same for every partition of its heads: computed once, used for every one tried."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import normed
 from kvfold.convert.transforms.fold.score_fit import distance_moments
+from kvfold.convert.transforms.head_norms import linear_heads
 from kvfold.convert.transforms.linalg import head_moments, input_moment, joint_moment, output_metric, with_bias
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
@@ -51,7 +52,7 @@ def layer_moments(
     """All moments, on the device of ``weights``. ``context``: how many positions the result must serve."""
     statistics = statistics.to(weights.q.device)
     moment = input_moment(statistics)
-    keys = normed.linearize(with_bias(weights.k, weights.k_bias), weights.k_norm, moment)
+    keys = _linear_keys(weights, statistics, moment)
     queries = normed.linearize(with_bias(weights.q, weights.q_bias), weights.q_norm, moment)
     amplitude = moment.new_ones(weights.head_dim)
     amplitude[: rotary.dims] = rotary.amplitude
@@ -70,3 +71,16 @@ def layer_moments(
         metric=output_metric(weights.o, weights.kv_heads),
         amplitude=amplitude,
     )
+
+
+def _linear_keys(weights: AttentionWeights, statistics: LayerStatistics, moment: Tensor) -> normed.Linear:
+    """Keys as linear maps: of least squares where the statistics know what is behind the norm, else as on average.
+
+    Members of a group then share keys that are divided already, and the norm of the shared head finds less to divide.
+    """
+    keys = normed.linearize(with_bias(weights.k, weights.k_bias), weights.k_norm, moment)
+    norm = weights.k_norm
+    if norm is None or norm.bias is not None or statistics.normed is None:
+        return keys
+    fitted = linear_heads(weights, statistics)
+    return replace(keys, rows=with_bias(fitted.k, fitted.k_bias))

@@ -4,15 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.layers import attend, normed_statistics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.transforms import distances, linalg
-from kvfold.convert.transforms.fold import grouping, heads, score_fit
+from kvfold.convert.transforms.fold import grouping, heads, principal, score_fit
 from kvfold.convert.transforms.fold.moments import layer_moments
 from kvfold.convert.transforms.latent import als, norm, slots
 from kvfold.convert.transforms.latent.latent import to_latent
-from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
+from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, Rotary
 
 LAYER, LENGTH, CONTEXT = 1, 128, 512
 HEADS, DIMS = 8, 32
@@ -176,3 +177,22 @@ def test_live_norm_looks_at_32768_tokens():
     found, first, fewer = (norm.constant_length(down, inputs[:count])[0] for count in (32769, 32768, 32767))
     assert torch.equal(found, first)
     assert not torch.equal(found, fewer)
+
+
+def test_shared_keys_of_a_trained_layer_lose_less_when_their_members_are_divided_already(layer):
+    """With norms put in, whose divisors follow the inputs."""
+    weights, statistics, rotary, x = layer
+
+    def norm(rows):
+        return HeadNorm("rms", (rows @ statistics.gram * rows).sum(-1).mean().sqrt().expand(HEADS, DIMS), shared=True)
+
+    weights = replace(weights, q_norm=norm(weights.q), k_norm=norm(weights.k))
+    gathered = normed_statistics(weights, x)
+    gathered = replace(statistics, normed=gathered.normed, divisors=gathered.divisors)
+    wanted = attend(weights, x, rotary)
+
+    def lost(seen):
+        folded = principal.fold(weights, seen, rotary, [[0, 1, 2, 3], [4, 5, 6, 7]], CONTEXT)
+        return relative(attend(folded, x, rotary), wanted)
+
+    assert lost(gathered) < 0.9 * lost(statistics)

@@ -8,8 +8,16 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.head_norms import linear_heads, norm_fit, project
-from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, blank_statistics
-from tests.helpers.layers import attend, normal, normalized, plain_rotary, relative_error, statistics_of
+from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, blank_statistics
+from tests.helpers.layers import (
+    attend,
+    normal,
+    normalized,
+    normed_statistics,
+    plain_rotary,
+    relative_error,
+    statistics_of,
+)
 
 E, D, H, G, TOKENS = 32, 8, 8, 4, 24
 ROTARY = plain_rotary(D)
@@ -48,14 +56,6 @@ def inputs(seed: int = 11, sequences: int = 40) -> Tensor:
     return sorts[drawn] + 0.3 * normal(seed, sequences, TOKENS, E)
 
 
-def statistics(weights: AttentionWeights, x: Tensor) -> LayerStatistics:
-    flat = x.flatten(0, 1)
-    rows, divisors = project(weights, flat)
-    cross = torch.einsum("nhd,ne->hde", rows, torch.nn.functional.pad(flat, (0, 1), value=1.0)) / len(flat)
-    seen = torch.stack([divisors, divisors.square(), rows.square().sum(-1)], -1).mean(0)
-    return replace(statistics_of(x, H), normed=cross, divisors=seen)
-
-
 def keys(weights: AttentionWeights, x: Tensor) -> Tensor:
     """Keys before they rotate, ``[B, G, T, D]``."""
     y = torch.einsum("hde,bte->bhtd", weights.k, x)
@@ -77,7 +77,7 @@ def test_projections_are_those_of_the_definition(kind: dict, bias: bool) -> None
 def test_the_map_misses_far_less_than_one_number_per_head(kind: dict, bias: bool) -> None:
     """Keys of inputs that the fit has not seen."""
     weights, x = make(kind, bias), inputs()
-    gathered = statistics(weights, x)
+    gathered = normed_statistics(weights, x)
     fitted = linear_heads(weights, gathered)
     divided = linear_heads(weights, replace(gathered, normed=None))
     assert fitted.q_norm is fitted.k_norm is None
@@ -90,7 +90,7 @@ def test_the_map_misses_far_less_than_one_number_per_head(kind: dict, bias: bool
 def test_short_text_draws_the_map_to_one_number_per_head() -> None:
     """Hardly more tokens than channels, of inputs without order: least squares alone would fit their noise."""
     weights, x = make({"kind": "rms", "shared": True}), normal(11, 1, E + 2, E)
-    gathered = statistics(weights, x)
+    gathered = normed_statistics(weights, x)
     seen = normal(13, 40, TOKENS, E)
     wanted = keys(weights, seen)
 
@@ -103,7 +103,7 @@ def test_short_text_draws_the_map_to_one_number_per_head() -> None:
 
 def test_a_constant_for_keys_serves_them() -> None:
     weights, x = make({"kind": "rms", "shared": True}), inputs()
-    gathered = statistics(weights, x)
+    gathered = normed_statistics(weights, x)
     without, with_constant = (linear_heads(weights, gathered, key_constant=given) for given in (False, True))
     assert without.k_bias is None
     assert with_constant.k_bias is not None
@@ -126,7 +126,7 @@ def constant_length(seed: int) -> tuple[AttentionWeights, Tensor]:
 
 def test_norms_without_effect_become_exact_maps() -> None:
     weights, x = constant_length(21)
-    gathered = statistics(weights, x)
+    gathered = normed_statistics(weights, x)
     linear = linear_heads(weights, gathered)
     assert relative_error(attend(linear, x, ROTARY), attend(weights, x, ROTARY)) < 1e-9
     fit = norm_fit(weights, linear, gathered)
@@ -150,7 +150,7 @@ def test_layers_without_norms_stay_as_they_are() -> None:
 
 def test_what_is_missed_is_the_error_of_the_maps() -> None:
     weights, x = make({"kind": "rms", "shared": True}), inputs()
-    gathered = statistics(weights, x)
+    gathered = normed_statistics(weights, x)
     linear = linear_heads(weights, gathered)
     found = norm_fit(weights, linear, gathered)
     assert found is not None
