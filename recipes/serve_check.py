@@ -43,7 +43,9 @@ class Reference:
     """transformers' float32 model of a checkpoint, and its greedy tokens."""
 
     def __init__(self, checkpoint: Path) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
+
+        from kvfold.convert.stream.auto import AutoModelForCausalLM
 
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()

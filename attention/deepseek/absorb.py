@@ -1,4 +1,4 @@
-"""``absorb(model)``: a loaded DeepSeek or Youtu model decodes over its latent cache, inside plain transformers.
+"""``absorb(model)``: a loaded DeepSeek, Youtu or Mistral4 model decodes over its latent cache, in plain transformers.
 
 Stock transformers expands every cached token into every head's keys and values at every step, ``S H (Dn + Dv) R``
 multiplications a layer. After ``absorb`` a decoding step attends over the cached latents themselves
@@ -23,7 +23,7 @@ _STOCK = {absorbed: stock for stock, absorbed in FORMS.items()}
 
 
 def absorb(model: Model) -> Model:
-    """Swap the attention of every DeepSeek-V2/V3 and Youtu layer in ``model``, in place; returns ``model``.
+    """Swap the attention of every DeepSeek-V2/V3, Youtu and Mistral4 layer in ``model``, in place; returns ``model``.
 
     Absorbing twice changes nothing. Raises ValueError when ``model`` has no such attention.
     """

@@ -1,10 +1,13 @@
-"""Latent attention of transformers' DeepSeek classes (Youtu has DeepSeek-V3's), decoding over the latent cache.
+"""Latent attention of transformers' DeepSeek classes and their kin, decoding over the latent cache.
+
+Youtu has DeepSeek-V3's attention, Mistral4 too but for a scale of its queries.
 
 Shapes: ``hidden [B, T, E]``; the cache holds per layer the normed latent ``[B, 1, S, R]`` as keys and the rotated
 key ``[B, 1, S, P]`` as values. A call is absorbed when it reads a cache for few queries and no gradient is needed;
 otherwise keys and values are expanded and go to the attention function that the model is configured with.
 """
 
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, cast
 
@@ -42,6 +45,7 @@ class _Absorbed(nn.Module):
         nope, rope = _query(this, hidden_states)
         latent, key_rope = _latent(this, hidden_states)
         rope, key_rope = _rotate(this, rope, key_rope, position_embeddings)
+        nope, rope = self.scaled(nope, rope, kwargs.get("position_ids"))
         if past_key_values is not None:
             latent, key_rope = past_key_values.update(latent, key_rope, this.layer_idx)
         has_past = latent.shape[2] > hidden_states.shape[1]
@@ -50,6 +54,10 @@ class _Absorbed(nn.Module):
         else:
             z, weights = _explicit(this, nope, rope, latent, key_rope, attention_mask, kwargs)
         return this.o_proj(z.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def scaled(self, nope: Tensor, rope: Tensor, positions: Any) -> tuple[Tensor, Tensor]:
+        """Queries as the class scales them by their ``positions [B, T]``: most do not."""
+        return nope, rope
 
 
 class AbsorbedDeepseekV2Attention(_Absorbed, DeepseekV2Attention):  # type: ignore[misc]  # transformers has no types
@@ -75,6 +83,24 @@ FORMS: dict[type[nn.Module], type[nn.Module]] = {
     DeepseekV3Attention: AbsorbedDeepseekV3Attention,
     YoutuAttention: AbsorbedYoutuAttention,
 }
+
+if find_spec("transformers.models.mistral4"):  # transformers 5.4 on
+    from transformers.models.mistral4 import modeling_mistral4
+    from transformers.models.mistral4.modeling_mistral4 import Mistral4Attention
+
+    class AbsorbedMistral4Attention(_Absorbed, Mistral4Attention):  # type: ignore[misc]  # transformers has no types
+        """Stock weights, absorbed decoding; queries grow with the logarithm of their position, as in Llama 4."""
+
+        home = modeling_mistral4
+
+        def scaled(self, nope: Tensor, rope: Tensor, positions: Any) -> tuple[Tensor, Tensor]:
+            table = cast(Any, self).config.rope_parameters
+            beta, length = table["llama_4_scaling_beta"], table["original_max_position_embeddings"]
+            factor = 1 + beta * torch.log(1 + torch.floor(positions / length))
+            factor = factor[:, None, :, None].to(nope.dtype)
+            return nope * factor, rope * factor
+
+    FORMS[Mistral4Attention] = AbsorbedMistral4Attention
 
 
 def _query(this: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:

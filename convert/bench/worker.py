@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoConfig, DynamicCache, StaticCache
 
 from kvfold.convert.bench.clock import Clock, free_memory, peak_memory, repeat, reset_peak
 from kvfold.convert.bench.costs import Weights, costs
 from kvfold.convert.bench.machine import processor
 from kvfold.convert.bench.shapes import Subject
+from kvfold.convert.stream.auto import AutoModelForCausalLM
 
 _SEED = 0
 

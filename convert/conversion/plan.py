@@ -125,10 +125,11 @@ class Plan:
         """
         names: dict[str, tuple[str, tuple[str, ...]]] = {}
         for tensor in self.layout.tensors:
-            if tensor.source is not None:
-                info = self.checkpoint.tensors[tensor.source]
-                kind = "cast" if tensor.dtype != info.dtype else "copied"
-                names[tensor.name] = (info.made or kind, (tensor.source,))
+            if not tensor.computed:
+                infos = [self.checkpoint.tensors[name] for name in tensor.sources]
+                changed = any(tensor.dtype != info.dtype for info in infos)
+                kind = next((info.made for info in infos if info.made), "cast" if changed else "copied")
+                names[tensor.name] = (kind if infos else "zeros", tensor.sources)
         for layer, computed in enumerate(self.layout.computed):
             names.update({name: (self.request.resolved_method, self.read_names(layer)) for name in computed})
         return {tensor.name: names[tensor.name] for tensor in self.layout.tensors}

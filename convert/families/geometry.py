@@ -49,12 +49,23 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """Tokens go to the ``per_token`` experts of the largest softmax, weighted by it, to a sum of one if
+    ``renormalized``.
+    """
+
+    per_token: int
+    renormalized: bool
+
+
+@dataclass(frozen=True)
 class Block:
     """The parts of a decoder layer and of the model around the attention.
 
     ``order``: ``pre`` x + f(norm(x)); ``post`` x + norm(f(x)); ``sandwich`` both; ``parallel`` x + attention(n) +
     mlp(n) with one n = norm(x). ``mlp``: ``gated``, ``gated_fused`` (gate and up in one tensor) or ``plain``. The gain
-    of a norm is weight + ``norm_offset``. ``residual_scale`` multiplies what each sublayer adds.
+    of a norm is weight + ``norm_offset``. ``residual_scale`` multiplies what each sublayer adds. ``routing`` is None
+    where tokens come to their experts in another way.
     """
 
     norm: Literal["rms", "layer"]
@@ -66,6 +77,7 @@ class Block:
     mlp: Literal["gated", "gated_fused", "plain"]
     order: str
     sparse: bool  # any layer with experts
+    routing: Routing | None
     residual_scale: float
     embedding_scale: float
     logit_scale: float
@@ -146,9 +158,17 @@ def block_of(values: Values, *, sparse: bool) -> Block:
         mlp=block.mlp,
         order=evaluate(block.order, values),
         sparse=sparse,
+        routing=_routing_of(values),
         residual_scale=float(evaluate(block.residual_scale, values)),
         embedding_scale=float(evaluate(block.embedding_scale, values)),
         logit_scale=float(evaluate(block.logit_scale, values)),
         logit_softcap=evaluate(block.logit_softcap, values),
         tied=bool(evaluate(block.tied, values)),
     )
+
+
+def _routing_of(values: Values) -> Routing | None:
+    spec = values.family.block.routing
+    if spec is None:
+        return None
+    return Routing(int(evaluate(spec.per_token, values)), bool(evaluate(spec.renormalized, values)))

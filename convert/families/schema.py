@@ -117,6 +117,18 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class RoutingSpec:
+    """How tokens come to their experts, where the softmax of the router's logits says so.
+
+    Each goes to the ``per_token`` experts of the largest probabilities, which weigh the outputs: as they are, or
+    divided by their sum where ``renormalized``. Both are evaluated once per model.
+    """
+
+    per_token: Expression
+    renormalized: Expression
+
+
+@dataclass(frozen=True)
 class BlockSpec:
     """The rest of a decoder layer and of the model, as far as another class must be able to express it."""
 
@@ -129,6 +141,7 @@ class BlockSpec:
     norm_bias: bool = False
     norm_weight: bool = True
     sparse: Expression = False
+    routing: RoutingSpec | None = None  # of layers with experts; None: in another way than these
     tied: Expression = False
     residual_scale: Expression = 1.0
     embedding_scale: Expression = 1.0
@@ -216,18 +229,20 @@ def _merged(base: Any, value: Any, where: str) -> Any:
 def parse_family(table: Any, where: str) -> Family:
     """A merged family file; ``where`` begins the message of the ``ValueError`` raised for what does not fit."""
     spec = build(Family, table, where)
-    attention, rotary = dict(spec.attention), dict(spec.rotary)  # type: ignore[call-overload]
+    attention, rotary, block = dict(spec.attention), dict(spec.rotary), dict(spec.block)  # type: ignore[call-overload]
     if attention.get("norm") is not None:
         attention["norm"] = build(Norm, attention["norm"], f"{where}: attention.norm")
     if rotary.get("by_type") is not None:
         rotary["by_type"] = _each(RopeOfType, rotary["by_type"], f"{where}: rotary.by_type")
+    if block.get("routing") is not None:
+        block["routing"] = build(RoutingSpec, block["routing"], f"{where}: block.routing")
     return replace(
         spec,
         config=_each(Key, spec.config, f"{where}: config"),
         sizes=build(Sizes, spec.sizes, f"{where}: sizes"),
         attention=build(Attention, attention, f"{where}: attention"),
         rotary=build(Rope, rotary, f"{where}: rotary"),
-        block=build(BlockSpec, spec.block, f"{where}: block"),
+        block=build(BlockSpec, block, f"{where}: block"),
         tensors=_each(TensorSpec, spec.tensors, f"{where}: tensors"),
         tolerated=tuple(build(Tolerated, item, f"{where}: tolerated[{i}]") for i, item in enumerate(spec.tolerated)),
     )

@@ -18,13 +18,24 @@ class OutputTensor:
     """A tensor to be written.
 
     ``source`` names the source tensor whose bytes are copied, or cast when the dtype differs; None when the tensor is
-    computed.
+    computed. Of several names the bytes follow one another, as experts do that the source stores one by one; without
+    any, ``()``, the tensor is zero.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    source: str | None
+    source: str | tuple[str, ...] | None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The source tensors that are copied, in the order of their bytes."""
+        return (self.source,) if isinstance(self.source, str) else self.source or ()
+
+    @property
+    def computed(self) -> bool:
+        """Whether it is made by a transform, not copied."""
+        return self.source is None
 
     @property
     def nbytes(self) -> int:

@@ -5,6 +5,7 @@ What a transform did not touch goes from file to file as bytes, never decoded, i
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.copying import SourceEnded, copy_range, open_source, write_all
 from kvfold.convert.io.folder import INDEX
-from kvfold.convert.io.headers import FLOAT_DTYPES, TensorInfo
+from kvfold.convert.io.headers import FLOAT_DTYPES, TensorInfo, tensor_bytes
 from kvfold.convert.io.shard_plan import OutputTensor, Shard, assign_shards, shard_header, shard_index
 
 if TYPE_CHECKING:
@@ -42,12 +43,20 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Move:
-    """A source tensor and where it goes; ``raw`` is the file whose bytes are copied, None where they are not."""
+    """A source tensor and where its bytes go: to the whole of a ``place`` or to a part of it.
+
+    ``raw`` is the file whose bytes are copied, None where they are not.
+    """
 
     place: _Place
     info: TensorInfo
+    start: int
     cast: bool
     raw: Path | None
+
+    @property
+    def end(self) -> int:
+        return self.start + tensor_bytes(self.place.tensor.dtype, self.info.shape)
 
 
 class ShardWriter:
@@ -69,6 +78,8 @@ class ShardWriter:
         for shard in self._shards:
             with self._opened(shard.file, os.O_RDWR if self.written else os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
                 _lay_out(file, folder / shard.file, shard, resumed=bool(self.written))
+        zeros = (name for name, place in self._places.items() if place.tensor.source == ())
+        self.written.update(zeros)  # a sparse file holds them
 
     def __enter__(self) -> "ShardWriter":
         return self
@@ -103,16 +114,15 @@ class ShardWriter:
 
     def copy(self, name: str, checkpoint: Checkpoint, progress: OnBytes = _ignore) -> None:
         """Copy one tensor from its source: its bytes, or cast in bounded chunks when the dtype differs."""
-        self._copy_run([self._sourced(self._place(name), checkpoint)], checkpoint, progress)
+        self._copy_all([self._place(name)], checkpoint, progress)
 
     def copy_rest(self, checkpoint: Checkpoint, progress: OnBytes = _ignore) -> None:
         """Copy every tensor that has a source and is not yet written, in the order of the source's bytes.
 
         ``progress`` is called with the number of source bytes of every step.
         """
-        rest = [place for name, place in self._places.items() if name not in self.written and place.tensor.source]
-        for run in _runs(sorted((self._sourced(place, checkpoint) for place in rest), key=_source_order)):
-            self._copy_run(run, checkpoint, progress)
+        rest = [place for name, place in self._places.items() if name not in self.written and not place.tensor.computed]
+        self._copy_all(rest, checkpoint, progress)
 
     @contextmanager
     def copying_rest(self, checkpoint: Checkpoint, progress: OnBytes = _ignore) -> Iterator[None]:
@@ -183,16 +193,13 @@ class ShardWriter:
         finally:
             os.close(file)
 
-    def _sourced(self, place: _Place, checkpoint: Checkpoint) -> _Move:
-        tensor = place.tensor
-        if tensor.source is None:
-            raise KvfoldError(f"tensor {tensor.name!r}: expected a source to copy from, found a computed tensor")
-        info = checkpoint.info(tensor.source)
-        cast = info.dtype != tensor.dtype
-        if info.shape != tensor.shape or (cast and not {info.dtype, tensor.dtype} <= FLOAT_DTYPES):
-            actual = f"{info.dtype} {info.shape} in {info.file}"
-            raise KvfoldError(f"tensor {tensor.name!r}: expected {tensor.dtype} {tensor.shape}, found {actual}")
-        return _Move(place, info, cast, None if cast else checkpoint.raw_path(info))
+    def _copy_all(self, places: Iterable[_Place], checkpoint: Checkpoint, progress: OnBytes) -> None:
+        moves = [move for place in places for move in _moves(place, checkpoint)]
+        left = Counter(move.place.tensor.name for move in moves)
+        for run in _runs(sorted(moves, key=_source_order)):
+            self._copy_run(run, checkpoint, progress)
+            left.subtract(move.place.tensor.name for move in run)
+            self.written.update(name for move in run if left[name := move.place.tensor.name] == 0)
 
     def _copy_run(self, run: list[_Move], checkpoint: Checkpoint, progress: OnBytes) -> None:
         first, last = run[0], run[-1]
@@ -202,7 +209,27 @@ class ShardWriter:
                     _copy_chunks(move, checkpoint, target, progress)
             else:
                 _copy_bytes(first.raw, first, last.info.end, target, progress)
-        self.written.update(move.place.tensor.name for move in run)
+
+
+def _moves(place: _Place, checkpoint: Checkpoint) -> list[_Move]:
+    """Where each source of a tensor goes: one to all of it, several to one part each, in their order."""
+    tensor = place.tensor
+    if tensor.computed:
+        raise KvfoldError(f"tensor {tensor.name!r}: expected a source to copy from, found a computed tensor")
+    moves, start = [], place.start
+    for name in tensor.sources:
+        info = checkpoint.info(name)
+        cast = info.dtype != tensor.dtype
+        whole = info.shape == tensor.shape or len(tensor.sources) > 1
+        if not whole or (cast and not {info.dtype, tensor.dtype} <= FLOAT_DTYPES):
+            actual = f"{info.dtype} {info.shape} in {info.file}"
+            raise KvfoldError(f"tensor {tensor.name!r}: expected {tensor.dtype} {tensor.shape}, found {actual}")
+        moves.append(_Move(place, info, start, cast, None if cast else checkpoint.raw_path(info)))
+        start = moves[-1].end
+    if start != place.end and moves:
+        expected, found = place.end - place.start, start - place.start
+        raise KvfoldError(f"tensor {tensor.name!r}: expected parts of {expected} bytes in all, found {found}")
+    return moves
 
 
 def _unwritable(path: Path, error: OSError) -> KvfoldError:
@@ -227,14 +254,14 @@ def _runs(moves: list[_Move]) -> Iterator[list[_Move]]:
 
 def _follows(before: _Move, after: _Move) -> bool:
     same_files = (before.info.file, before.place.shard) == (after.info.file, after.place.shard)
-    touching = before.info.end == after.info.start and before.place.end == after.place.start
+    touching = before.info.end == after.info.start and before.end == after.start
     return same_files and touching and before.raw is not None and after.raw is not None
 
 
 def _copy_bytes(path: Path, first: _Move, end: int, target: int, progress: OnBytes) -> None:
     with open_source(path) as source:
         try:
-            copy_range(source.fileno(), first.info.start, target, first.place.start, end - first.info.start, progress)
+            copy_range(source.fileno(), first.info.start, target, first.start, end - first.info.start, progress)
         except SourceEnded:
             expected = f"expected {end} bytes, found the end of the file"
             raise InputError(f"{path}: {expected}: it changed while it was read; run again") from None
@@ -243,7 +270,7 @@ def _copy_bytes(path: Path, first: _Move, end: int, target: int, progress: OnByt
 def _copy_chunks(move: _Move, checkpoint: Checkpoint, target: int, progress: OnBytes) -> None:
     from kvfold.convert.io.tensors import cast_chunk, tensor_memory, torch_dtype
 
-    dtype, position = torch_dtype(move.place.tensor.dtype), move.place.start
+    dtype, position = torch_dtype(move.place.tensor.dtype), move.start
     for chunk in checkpoint.chunks(move.info.name, CAST_ELEMENTS):
         data = tensor_memory(cast_chunk(chunk, dtype, move.info.name) if move.cast else chunk)
         write_all(target, data, position)

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvfold.attention.drift.softcap import BLOCKWISE
 from kvfold.convert.errors import InputError, one_line
 from kvfold.convert.families.wrappers import WRAPPERS
+from kvfold.convert.stream.auto import AutoModelForCausalLM
 
 Built = TypeVar("Built")
 _LONGEST = 200  # characters of another library's error text

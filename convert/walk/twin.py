@@ -47,7 +47,7 @@ class Twin:
 
         Raises KvfoldError for names that the conversion does not compute.
         """
-        unplanned = sorted(name for name in tensors if name not in self._planned or self._planned[name].source)
+        unplanned = sorted(name for name in tensors if name not in self._planned or not self._planned[name].computed)
         if unplanned:
             raise KvfoldError(f"the converted checkpoint computes no tensors {', '.join(unplanned)}")
         self._put = dict(tensors)
@@ -58,9 +58,16 @@ class Twin:
 
     def _read(self, name: str) -> Tensor:
         """The tensor that the converted checkpoint will hold under ``name``."""
-        source = self._planned[name].source
-        if source is not None:
-            return self._read_source(source).to(self._dtypes[name])
+        planned = self._planned[name]
+        if not planned.computed:
+            return self._copied(planned).to(self._dtypes[name])
         if name not in self._put:
             raise KvfoldError(f"tensor {name!r} was read before its layer was converted")
         return self._put[name].to(self._dtypes[name])
+
+    def _copied(self, planned: OutputTensor) -> Tensor:
+        """A tensor of the source, or several whose elements follow one another; without any zeros."""
+        if isinstance(planned.source, str):
+            return self._read_source(planned.source)
+        parts = [self._read_source(name).flatten() for name in planned.sources]
+        return torch.cat(parts).view(planned.shape) if parts else torch.zeros(planned.shape)

@@ -7,6 +7,8 @@ names.
 
 Layout ``engine`` is the ``DeepseekV3ForCausalLM`` that those loaders read right: no bias, plain RoPE, a head of its
 own, every layer dense (``first_k_dense_replace`` is the number of layers).
+
+A model with experts is a ``Mistral4ForCausalLM`` in both layouts (``experts.py``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +17,15 @@ from typing import Any, Literal
 
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
-from kvfold.convert.targets.mla.rope import engine_rope, part_of_head, rope_config
+from kvfold.convert.targets.mla.experts import (
+    EXPERT_CLASS,
+    EXPERT_TYPE,
+    Source,
+    dense_config,
+    expert_config,
+    expert_shapes,
+)
+from kvfold.convert.targets.mla.rope import engine_rope, expert_rope, part_of_head, rope_config
 
 NORM_EPS = 1e-6  # of both latent norms, as the stock class hard-codes it
 _NAMES = {
@@ -32,7 +42,7 @@ _NAMES = {
 # Sizes that vLLM's MLA kernels take: cached elements R + P, and dims of a head (unrotated, rotary, value).
 KERNEL_CACHES = (576, 512, 320)
 KERNEL_HEADS = ((128, 64, 128), (64, 64, 128), (192, 64, 256), (256, 0, 256))
-LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "youtu")
+LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "youtu", EXPERT_TYPE)
 _CLASSES: dict[str, dict[str, Any]] = {
     "free": {"architectures": ["YoutuForCausalLM"], "model_type": "youtu"},
     "engine": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
@@ -67,6 +77,11 @@ class LatentTarget:
     def channels(self) -> int:
         """Latent channels without the constant one."""
         return self.kv_rank - self.constant
+
+    @property
+    def shared_experts(self) -> int:
+        """Shared experts of zeros beside the routed ones: as many as the loaders of engines expect."""
+        return int(self.layout == "engine")
 
     @property
     def has_kernels(self) -> bool:
@@ -110,18 +125,19 @@ def query_rank(model: Model, target: LatentTarget) -> int | None:
     return target.q_rank
 
 
-def mla_shapes(model: Model, target: LatentTarget) -> dict[str, tuple[Shape, str | None]]:
-    """Every output tensor: its shape, and the source tensor whose bytes it repeats (None where it is computed)."""
+def mla_shapes(model: Model, target: LatentTarget) -> dict[str, tuple[Shape, Source]]:
+    """Every output tensor: its shape, and the source tensors whose bytes it repeats, as an ``OutputTensor`` says."""
     shapes = dict(_outer(model, target))
     for layer in range(model.geometry.layers):
         shapes |= layer_shapes(model, target, layer)
     return shapes
 
 
-def layer_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, tuple[Shape, str | None]]:
+def layer_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, tuple[Shape, Source]]:
     """The tensors of one layer, as ``mla_shapes`` gives them."""
     attention = attention_shapes(model, target, layer)
-    return {name: (shape, None) for name, shape in attention.items()} | dict(_block(model, layer))
+    experts = expert_shapes(model, layer, target.shared_experts) if model.layers[layer].sparse else ()
+    return {name: (shape, None) for name, shape in attention.items()} | dict(_block(model, layer)) | dict(experts)
 
 
 def attention_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, Shape]:
@@ -164,7 +180,7 @@ def split_gate_up(model: Model, layer: int) -> tuple[str, str, str] | None:
     return None if source is None else (source[0], _name("gate", layer), _name("up", layer))
 
 
-def _outer(model: Model, target: LatentTarget) -> Iterator[tuple[str, tuple[Shape, str | None]]]:
+def _outer(model: Model, target: LatentTarget) -> Iterator[tuple[str, tuple[Shape, Source]]]:
     (embedding,), (norm,) = model.names["embedding", None], model.names["final_norm", None]
     (head,) = model.names.get(("head", None), (embedding,))
     yield _NAMES["embedding"], (model.tensors[embedding].shape, embedding)
@@ -173,7 +189,7 @@ def _outer(model: Model, target: LatentTarget) -> Iterator[tuple[str, tuple[Shap
         yield _NAMES["head"], (model.tensors[head].shape, head)
 
 
-def _block(model: Model, layer: int) -> Iterator[tuple[str, tuple[Shape, str | None]]]:
+def _block(model: Model, layer: int) -> Iterator[tuple[str, tuple[Shape, Source]]]:
     fused = split_gate_up(model, layer)
     if fused is not None:
         rows, width = model.tensors[fused[0]].shape
@@ -207,7 +223,7 @@ def mla_config(
     if target.layout == "free":  # transformers 5.23: loading a Youtu model zeroes the embedding of its pad token
         special["pad_token_id"] = None
     return {
-        **_CLASSES[target.layout],
+        **(EXPERT_CLASS if block.sparse else _CLASSES[target.layout]),
         "attention_bias": target.constant,
         "attention_dropout": config.get("attention_dropout", 0.0),
         **special,
@@ -229,50 +245,38 @@ def mla_config(
         "tie_word_embeddings": block.tied and target.layout != "engine",
         "use_cache": True,
         "rope_interleave": True,
-        **(_dense_only(size.layers, _intermediate(model)) if target.layout == "engine" else {}),
-        **_rope(target, theta, longest),
+        **_expert_keys(model, target),
+        **_rope(model, target, theta, longest),
         "dtype": dtype,
         "torch_dtype": dtype,
     }
 
 
-def _rope(target: LatentTarget, theta: Sequence[float], positions: int) -> dict[str, Any]:
+def _rope(model: Model, target: LatentTarget, theta: Sequence[float], positions: int) -> dict[str, Any]:
     """Rotary keys.
 
-    vLLM's Transformers backend takes ``head_dim`` for the size of the latent cache. Youtu rotates a part of its
-    ``head_dim`` dims and ignores it otherwise, so where kernels take the cache, layout ``free`` has values that both
-    read right.
+    vLLM's Transformers backend takes ``head_dim`` for the size of the latent cache. Youtu and Mistral4 rotate a part of
+    their ``head_dim`` dims and ignore it otherwise, so where kernels take the cache there are values that all read
+    right.
     """
+    cached = target.kv_rank + target.rope_dim
+    if model.block.sparse:
+        head_dim = cached if target.has_kernels else target.head_dims(model.geometry.head_dim)[0] + target.rope_dim
+        return {"head_dim": head_dim, **expert_rope(theta, positions, head_dim)}
     if target.layout == "engine":
         return engine_rope(theta, positions)
     if not target.has_kernels:
         return rope_config(theta, positions)
-    cached = target.kv_rank + target.rope_dim
     return {"head_dim": cached, **part_of_head(theta, positions, cached)}
 
 
 def _intermediate(model: Model) -> int:
-    """Width of the MLPs."""
-    return model.tensors[model.names["down", 0][0]].shape[1]
+    """Width of the MLPs, or of the experts where all layers have them."""
+    down = model.names.get(("down", 0)) or model.names["expert_down", 0]
+    return model.tensors[down[0]].shape[1]
 
 
-def _dense_only(layers: int, intermediate: int) -> dict[str, Any]:
-    """Keys about experts, which no layer has: the smallest numbers that the readers of these keys accept.
-
-    Two experts: llama.cpp refuses a model with as many groups of experts as experts.
-    """
-    return {
-        "first_k_dense_replace": layers,
-        "moe_layer_freq": 1,
-        "moe_intermediate_size": intermediate,
-        "n_routed_experts": 2,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "scoring_func": "sigmoid",
-        "num_nextn_predict_layers": 0,
-    }
+def _expert_keys(model: Model, target: LatentTarget) -> dict[str, Any]:
+    if model.block.sparse:
+        return expert_config(model, target.shared_experts)
+    return dense_config(model.geometry.layers, _intermediate(model)) if target.layout == "engine" else {}

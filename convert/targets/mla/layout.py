@@ -9,12 +9,12 @@ from kvfold.convert.io.headers import TORCH_NAMES
 from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.targets.mla.config import (
     LatentTarget,
-    Shape,
     layer_shapes,
     mla_config,
     mla_shapes,
     split_gate_up,
 )
+from kvfold.convert.targets.mla.experts import Source
 from kvfold.convert.targets.mla.problems import context
 from kvfold.convert.targets.same_family import stored_dtype
 from kvfold.convert.targets.target import TargetLayout
@@ -33,17 +33,18 @@ def latent_layout(
     """
     computed_dtype = checkpoint.tensors[model.attention_names(0)[0]].dtype
 
-    def output(name: str, shape: Shape, source: str | None) -> OutputTensor:
-        present = computed_dtype if source is None else checkpoint.tensors[source].dtype
-        return OutputTensor(name, stored_dtype(present, dtype), shape, source)
+    def stored(source: Source) -> str:
+        first = source if isinstance(source, str) else next(iter(source or ()), None)
+        return stored_dtype(computed_dtype if first is None else checkpoint.tensors[first].dtype, dtype)
 
-    tensors = tuple(output(name, shape, source) for name, (shape, source) in mla_shapes(model, target).items())
+    tensors = tuple(
+        OutputTensor(name, stored(source), shape, source) for name, (shape, source) in mla_shapes(model, target).items()
+    )
     computed = tuple(
         tuple(name for name, (_, source) in layer_shapes(model, target, layer).items() if source is None)
         for layer in range(model.geometry.layers)
     )
-    stored = dtype or TORCH_NAMES[computed_dtype]
-    config = mla_config(model, target, theta, dtype=stored, positions=context(model))
+    config = mla_config(model, target, theta, dtype=dtype or TORCH_NAMES[computed_dtype], positions=context(model))
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
         from kvfold.convert.targets.mla.tensors import mla_tensors, mlp_tensors

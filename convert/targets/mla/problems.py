@@ -9,10 +9,12 @@ from kvfold.convert.families.geometry import Block, Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.tensors import ROLES
 from kvfold.convert.targets.mla.config import LatentTarget, full_query_rank
+from kvfold.convert.targets.mla.experts import EXPERT_ROLES, expert_problems, is_shared
 from kvfold.convert.targets.same_family import cache_elements
 
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
-_ROLES = frozenset({"embedding", "final_norm", "head", "attention_norm", "mlp_norm", "gate", "up", "gate_up", "down"})
+_OUTER = frozenset({"embedding", "final_norm", "head"})
+_ROLES = _OUTER | EXPERT_ROLES | {"attention_norm", "mlp_norm", "gate", "up", "gate_up", "down"}
 _MLP_BIASES = frozenset({"gate_bias", "up_bias", "gate_up_bias", "down_bias"})
 _INSTEAD = "--to gqa works"
 
@@ -32,6 +34,7 @@ def model_problems(model: Model) -> list[str]:
     problems = [
         *_block_problems(model.block),
         *_tensor_problems(model),
+        *(expert_problems(model) if model.block.sparse else ()),
         *_attention_problems(model),
         *_rope_problems(model),
     ]
@@ -54,8 +57,6 @@ def _block_problems(block: Block) -> Iterator[str]:
         yield "MLPs have no gate, those of the stock MLA class do"
     if block.order != "pre":
         yield f"norms are placed as {block.order!r}, the stock MLA class has them before attention and MLP"
-    if block.sparse:
-        yield "layers hold experts, only dense models can become MLA"
     scales = {"residual": block.residual_scale, "embedding": block.embedding_scale, "logit": block.logit_scale}
     for name, value in scales.items():
         if value != 1.0:
@@ -65,7 +66,7 @@ def _block_problems(block: Block) -> Iterator[str]:
 
 
 def _tensor_problems(model: Model) -> Iterator[str]:
-    roles = {role for role, _ in model.names} - {*ROLES}
+    roles = {role for role, _ in model.names if not is_shared(role)} - {*ROLES}
     if biases := sorted(roles & _MLP_BIASES):
         yield f"has biases in its MLPs ({', '.join(biases)}), the stock MLA class has none"
     if other := sorted(roles - _ROLES - _MLP_BIASES):
