@@ -39,6 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**WINDOW, "head_dim": 16},
     "qwen2_moe": {**EXPERTS, **WINDOW, "shared_expert_intermediate_size": 32},
     "qwen3_moe": {**EXPERTS, "head_dim": 16, "use_sliding_window": True, "sliding_window": 8},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True},
     "gemma": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24},
     "gemma3_text": {"head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},

@@ -26,9 +26,9 @@ Converted from `{name}` by kvfold {version}: {before} attention became {kind}.
 ## Use
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {loader}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("PATH", dtype="auto")
+model = {loader}.from_pretrained("PATH", dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained("PATH")
 ```
 {usage}
@@ -57,6 +57,17 @@ absorb(model)
 ```
 """
 
+_UNKNOWN = """
+`AutoModelForCausalLM` of transformers 5.23 does not know this stock class yet. One line tells it, for programs that
+load by it:
+
+```python
+from transformers import AutoModelForCausalLM, Mistral4Config
+
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM)
+```
+"""
+
 _METHODS = {
     "mean": "Keys and values are the mean of the heads that they replace (Ainslie et al., 2023); it needs uptraining",
     "first": "Each group keeps its first head (a baseline of Ainslie et al., 2023); it needs uptraining",
@@ -80,7 +91,7 @@ def _rest(plan: Plan) -> str:
 
 
 def _usage(plan: Plan) -> str:
-    return _ABSORB if plan.request.to == "mla" else ""
+    return (_UNKNOWN if plan.result.experts else "") + (_ABSORB if plan.request.to == "mla" else "")
 
 
 def _engine_row(verdict: Verdict) -> str:
@@ -123,6 +134,7 @@ def model_card(plan: Plan, record: Mapping[str, Any]) -> str:
         cached_now=plan.layout.cache_elements,
         measured=_measured(record) if "drift" in record else "",
         ranks=_rank_table(record),
+        loader="Mistral4ForCausalLM" if plan.result.experts else "AutoModelForCausalLM",
         usage=_usage(plan),
         engines="\n".join(map(_engine_row, plan.engines)),
         method=_METHODS[plan.request.resolved_method],

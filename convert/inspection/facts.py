@@ -171,7 +171,8 @@ def _inspect_latent(checkpoint: Checkpoint) -> Inspection:
 def _engines(config: dict[str, Any]) -> list[Verdict]:
     """What engines make of a latent model as kvfold writes it; none for other models of these classes."""
     kind, dense = config["model_type"], config.get("first_k_dense_replace") == config["num_hidden_layers"]
-    written = (kind == "youtu" and config.get("attention_bias")) or (kind == "deepseek_v3" and dense)
+    unscaled = (config.get("rope_parameters") or {}).get("llama_4_scaling_beta") == 0
+    written = {"youtu": config.get("attention_bias"), "deepseek_v3": dense, "mistral4": unscaled}.get(kind)
     return verdicts(latent_result(config)) if written else []
 
 

@@ -93,14 +93,18 @@ def _proposed(model: Model) -> dict[str, Result]:
     best: dict[int, LatentTarget] = {}
     for target in proposals(model):
         best.setdefault(target.kv_rank, target)
-    return {latent_options(target): target_result(model.geometry, target) for target in best.values()}
+    return {latent_options(target): _result(model, target) for target in best.values()}
 
 
 def _budgets(model: Model) -> dict[str, Result]:
     """Parts of the present cache that are no split of ``_proposed``, in the default layout."""
     budgets = [cache_elements(model.geometry) // part for part in _PARTS]
     return {
-        f"--to mla --budget {budget}": target_result(model.geometry, LatentTarget(budget - 2, 2, layout=DEFAULT_LAYOUT))
+        f"--to mla --budget {budget}": _result(model, LatentTarget(budget - 2, 2, layout=DEFAULT_LAYOUT))
         for budget in budgets
         if budget >= 4 and budget not in KERNEL_CACHES  # engines look at the sum of a split
     }
+
+
+def _result(model: Model, target: LatentTarget) -> Result:
+    return target_result(model.geometry, target, experts=model.block.sparse)

@@ -1,6 +1,6 @@
 """The parameters of a stock model, read from a checkpoint when they are needed and dropped after."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ class Parameters:
 
     Parameters stay loaded until ``release``. ``teacher`` are those of a model over the same files: what it has
     loaded is shared, but for what is made of stored tensors named in ``changed``, which ``read`` gives otherwise.
+    ``origins``: what ``read`` puts together or renames, with the teacher's stored tensors that it is made of.
     """
 
     def __init__(
@@ -26,11 +27,12 @@ class Parameters:
         dtype: torch.dtype,
         teacher: "Parameters | None" = None,
         changed: Collection[str] = (),
+        origins: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self.map = WeightMap(model, names)
         self.read, self.device, self.dtype = read, device, dtype
         self._teacher = teacher if teacher is not None and teacher.dtype == dtype else None
-        self._changed = changed
+        self._changed, self._origins = changed, origins or {}
         self._loaded: dict[WeightSource, dict[str, Tensor]] = {}
         self._tables: dict[str, Tensor] = {}
 
@@ -80,7 +82,9 @@ class Parameters:
     def _shared(self, source: WeightSource) -> dict[str, Tensor] | None:
         if self._teacher is None or any(name in self._changed for name in source.names):
             return None
-        loaded = self._teacher._loaded.get(source)
-        if loaded is None or any(tensor.shape != self.map.expected[name].shape for name, tensor in loaded.items()):
-            return None
-        return loaded
+        made_of = {origin for name in source.names for origin in self._origins.get(name, (name,))}
+        for other, loaded in self._teacher._loaded.items():
+            same = other.target == source.target and made_of == set(other.names)
+            if same and all(tensor.shape == self.map.expected[name].shape for name, tensor in loaded.items()):
+                return loaded
+        return None

@@ -11,7 +11,7 @@ Every arrow is the way that loading the finished file will take: renaming, conve
 casting to the dtype of the computation. So what is trained is exactly what will be stored (``walk/refine.py``).
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,8 +32,8 @@ class CheckpointStream:
     ``config`` is config.json's content, ``read(name)`` gives a stored tensor and ``names`` are those there are. A
     converted model is the same class with its own config and a ``read`` that looks among the new tensors first.
     ``teacher`` is a stream over the same files: tensors that its open layer has in memory are shared, but for those
-    named in ``changed``, which ``read`` gives otherwise. Raises InputError for a config that transformers cannot build
-    a decoder of.
+    named in ``changed``, which ``read`` gives otherwise; ``origins`` names what those are made of that ``read`` renames
+    or puts together. Raises InputError for a config that transformers cannot build a decoder of.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class CheckpointStream:
         dtype: torch.dtype = torch.float32,
         teacher: "CheckpointStream | None" = None,
         changed: Collection[str] = (),
+        origins: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
@@ -52,7 +53,7 @@ class CheckpointStream:
         self._config, self._names = config, names
         model = empty_model(config, dtype, self.device)
         shared = None if teacher is None else teacher.parameters
-        self.parameters: Parameters = Parameters(model, read, names, self.device, dtype, shared, changed)
+        self.parameters: Parameters = Parameters(model, read, names, self.device, dtype, shared, changed, origins)
         try:
             self._frame = Frame(model)
         except ValueError as error:

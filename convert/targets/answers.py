@@ -19,6 +19,8 @@ class Way:
 
 def _transformers(result: Result) -> Way:
     absorb = "kvfold.attention.absorb(model) decodes over the latent cache"
+    if result.experts:
+        return Way(True, f"from 5.4 on, loaded by Mistral4ForCausalLM; {absorb}")
     return Way(True, {"fold": "", "free": f"from 5.1 on; {absorb}"}.get(result.kind, absorb))
 
 
@@ -30,7 +32,7 @@ def _vllm(result: Result) -> Way:
         return Way(False, f"its MLA kernels take {sizes} cached elements, found {result.elements()}")
     if result.kind == "engine" and not result.yarn:
         return Way(False, "on CPUs it rotates the queries of DeepSeek models with plain RoPE wrongly: convert again")
-    backend = "" if result.kind == "engine" else "by its Transformers backend, "
+    backend = "by its Transformers backend, " if result.experts or result.kind == "free" else ""
     on_cpu = result.split == (512, 64)  # the only size of the CPU's kernel, which takes heads of any size
     if result.heads in KERNEL_HEADS:
         where = "on CPUs with AMX float32 needs --attention-backend CPU_MLA" if on_cpu else "on GPUs only"
@@ -49,8 +51,9 @@ _NOT_IN_SGLANG = ("nemotron", "smollm3")  # families whose class no EntryClass o
 
 
 def _sglang(result: Result) -> Way:
-    if result.kind == "free":
-        return Way(False, "it has no Youtu model; whether it runs transformers' code of one is not known")
+    if result.experts or result.kind == "free":
+        name = "Mistral4" if result.experts else "Youtu"
+        return Way(False, f"it has no {name} model; whether it runs transformers' code of one is not known")
     if result.family in _NOT_IN_SGLANG:
         return Way(False, f"it has no {result.family} model; whether it runs transformers' code of one is not known")
     if result.family in ("phi", "olmo") and result.kv_heads != result.query_heads:
@@ -64,20 +67,23 @@ def _llama_cpp(result: Result) -> Way:
     if result.kind == "fold":
         return Way(True, "where its converter knows the tokenizer")
     if result.kind == "free":
-        return Way(False, "it refuses attention biases (wrong number of tensors)")
+        converter = "its converter knows no Mistral4ForCausalLM, and no attention biases in one"
+        return Way(False, converter if result.experts else "it refuses attention biases (wrong number of tensors)")
     if result.lite and result.q_rank is not None:
         return Way(False, f"in models of {result.layers} layers it takes queries for ones without a latent")
-    edit = 'with "q_lora_rank": 0 in the copy of config.json that is converted'
-    needs_none = result.q_rank is not None or result.lite
-    return Way(True, ", ".join(filter(None, ["" if needs_none else edit, "BPE tokenizers only"])))
+    edits = [] if result.q_rank is not None or result.lite else ['"q_lora_rank": 0']
+    edits += ['"architectures": ["Mistral3ForConditionalGeneration"]'] if result.experts else []
+    edit = f"with {' and '.join(edits)} in the copy of config.json that is converted" if edits else ""
+    return Way(True, ", ".join(filter(None, [edit, "BPE tokenizers only"])))
 
 
 def _mlx_lm(result: Result) -> Way:
     if result.kind == "free":
-        return Way(False, "Model type youtu not supported")
+        refusal = "it needs a shared expert of some width" if result.experts else "Model type youtu not supported"
+        return Way(False, refusal)
     if result.family == "olmo":
         return Way(False, "it reads the older checkpoints of OLMo only, those of hf_olmo")
-    if not result.older_rope:
+    if not (result.older_rope or result.experts):
         return Way(False, 'it ignores "rope_parameters" in config.json, and "rope_theta" is nowhere else')
     return Way(True)
 

@@ -21,14 +21,15 @@ class Engine:
     """An engine: the version and the files that the facts are from, and which results were run there.
 
     A run compared greedy tokens with those of transformers in float32: ``fold`` is GQA or MQA of a llama (folds of
-    other families count as read), ``free`` and ``engine`` are the layouts of MLA. What is not in ``ran`` was read in
-    the sources only.
+    other families count as read), ``free`` and ``engine`` are the layouts of MLA, and in ``ran_experts`` those of a
+    model with experts. What is in neither was read in the sources only.
     """
 
     name: str
     version: str
     sources: str
     ran: tuple[str, ...]
+    ran_experts: tuple[str, ...] = ()
 
 
 ENGINES = (
@@ -105,7 +106,8 @@ def _verdict(engine: Engine, result: Result, alternatives: Mapping[str, Result])
         None if way.serves else next((options for options, other in alternatives.items() if ask(other).serves), None)
     )
     cache = result.elements() if way.serves else None
-    ran = result.kind in engine.ran and result.family in ("", "llama") and not way.read
+    runs = engine.ran_experts if result.experts else engine.ran
+    ran = result.kind in runs and result.family in ("", "llama") and not way.read
     return Verdict(engine.name, engine.version, way.serves, cache, way.how, instead, ran)
 
 
@@ -119,7 +121,11 @@ def alternatives(model: Model, target: LatentTarget | None = None) -> dict[str, 
     """What ``model`` could become, by its options: ``target`` in layout ``engine``, ``proposals``, a fold."""
     same = [] if target is None else [replace(target, layout="engine")]
     possible = [each for each in same if not latent_problems(model, each, allow_growth=True)]
-    results = {latent_options(each): target_result(model.geometry, each) for each in [*possible, *proposals(model)]}
+    experts = model.block.sparse
+    results = {
+        latent_options(each): target_result(model.geometry, each, experts=experts)
+        for each in [*possible, *proposals(model)]
+    }
     fold = {"--to mqa": folded_result(model, 1)} if model.geometry.kv_heads > 1 else {}
     return results | fold
 

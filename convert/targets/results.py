@@ -8,6 +8,7 @@ from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rope import older_rope_keys
 from kvfold.convert.targets.mla.config import LatentTarget
+from kvfold.convert.targets.mla.experts import EXPERT_TYPE
 from kvfold.convert.targets.mla.rope import changes_no_frequency
 
 RANKS = (1, 2, 4, 8)  # of tensor parallelism
@@ -20,6 +21,7 @@ class Result:
     ``family`` is the ``model_type`` of a fold. ``older_rope``: the config has ``rope_theta`` beside
     ``rope_parameters``, as before transformers 5, or does not need it. ``lite``: llama.cpp expects queries without a
     latent. ``yarn``: plain RoPE is spelled as YaRN of factor 1, which layout engine was not always.
+    ``experts``: a latent model with experts, a Mistral4.
     ``biased`` is a DeepSeek model with attention biases or scaled RoPE, as kvfold wrote it once: no result any more.
     """
 
@@ -35,6 +37,7 @@ class Result:
     older_rope: bool = True
     vocabulary: int = 0
     yarn: bool = True
+    experts: bool = False
 
     @property
     def lite(self) -> bool:
@@ -72,20 +75,21 @@ def _older_rope(family: str, config: Mapping[str, Any]) -> bool:
     return not table or "rope_theta" in config or assumed
 
 
-def target_result(geometry: Geometry, target: LatentTarget) -> Result:
-    """Of a model that becomes ``target``."""
+def target_result(geometry: Geometry, target: LatentTarget, *, experts: bool = False) -> Result:
+    """Of a model that becomes ``target``, with ``experts`` or not."""
     nope, value = target.head_dims(geometry.head_dim)
     split, heads = (target.kv_rank, target.rope_dim), (nope, target.rope_dim, value)
     sizes: Any = {"split": split, "heads": heads, "q_rank": target.q_rank, "vocabulary": geometry.vocabulary}
-    return Result(target.layout, geometry.layers, geometry.heads, **sizes)
+    return Result(target.layout, geometry.layers, geometry.heads, experts=experts, **sizes)
 
 
 def latent_result(config: Mapping[str, Any]) -> Result:
     """Of the ``config.json`` of a latent model."""
     nope, rope, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
-    kind: Any = "free" if config["model_type"] == "youtu" else "engine"
+    experts, biased = config["model_type"] == EXPERT_TYPE, bool(config.get("attention_bias"))
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if kind == "engine" and (config.get("attention_bias") or not changes_no_frequency(table)):
+    kind: Any = "free" if config["model_type"] == "youtu" or (experts and biased) else "engine"
+    if kind == "engine" and (biased or not changes_no_frequency(table)):
         kind = "biased"
     return Result(
         kind,
@@ -97,4 +101,5 @@ def latent_result(config: Mapping[str, Any]) -> Result:
         vocabulary=config.get("vocab_size", 0),
         older_rope=_older_rope(config["model_type"], config),
         yarn=table.get("rope_type") == "yarn",
+        experts=experts,
     )

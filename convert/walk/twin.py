@@ -37,9 +37,17 @@ class Twin:
         self._read_source = source.read
         self._put: Mapping[str, Tensor] = {}
         self._dtypes = {name: torch_dtype(tensor.dtype) for name, tensor in self._planned.items()}
-        changed = {name for name, tensor in self._planned.items() if recast or tensor.source != name}
+        origins = {name: tensor.sources for name, tensor in self._planned.items() if tensor.sources}
+        changed = self._planned.keys() if recast else self._planned.keys() - origins.keys()
         self.stream = CheckpointStream(
-            config, self._read, list(self._planned), source.device, source.dtype, teacher=source, changed=changed
+            config,
+            self._read,
+            list(self._planned),
+            source.device,
+            source.dtype,
+            teacher=source,
+            changed=changed,
+            origins=origins,
         )
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:

@@ -262,7 +262,7 @@ def _rope(model: Model, target: LatentTarget, theta: Sequence[float], positions:
     cached = target.kv_rank + target.rope_dim
     if model.block.sparse:
         head_dim = cached if target.has_kernels else target.head_dims(model.geometry.head_dim)[0] + target.rope_dim
-        return {"head_dim": head_dim, **expert_rope(theta, positions, head_dim)}
+        return {"head_dim": head_dim, **expert_rope(theta, positions, target.rope_dim, head_dim)}
     if target.layout == "engine":
         return engine_rope(theta, positions)
     if not target.has_kernels:

@@ -15,7 +15,8 @@ def rope_config(theta: Sequence[float], positions: int) -> dict[str, Any]:
 
 def part_of_head(theta: Sequence[float], positions: int, head_dim: int) -> dict[str, Any]:
     """The same for a reader that rotates the fraction ``partial_rotary_factor`` of ``head_dim`` dims, rounded down."""
-    return {"rope_parameters": {**_longrope(theta, positions), "partial_rotary_factor": _part(theta, head_dim)}}
+    part = _part(2 * len(theta), head_dim)
+    return {"rope_parameters": {**_longrope(theta, positions), "partial_rotary_factor": part}}
 
 
 def engine_rope(theta: Sequence[float], positions: int) -> dict[str, Any]:
@@ -34,11 +35,13 @@ def engine_rope(theta: Sequence[float], positions: int) -> dict[str, Any]:
     }
 
 
-def expert_rope(theta: Sequence[float], positions: int, head_dim: int) -> dict[str, Any]:
-    """The same for Mistral4, which has no plain RoPE for a part of ``head_dim`` dims, and scales no query by place."""
+def expert_rope(theta: Sequence[float], positions: int, rope_dim: int, head_dim: int) -> dict[str, Any]:
+    """For Mistral4, which rotates ``rope_dim`` of ``head_dim`` dims, but not by plain RoPE; it scales no queries."""
     base = plain_base(theta)
     table = _longrope(theta, positions) if base is None else _yarn(base, positions)
-    return {"rope_parameters": {**table, "partial_rotary_factor": _part(theta, head_dim), "llama_4_scaling_beta": 0.0}}
+    return {
+        "rope_parameters": {**table, "partial_rotary_factor": _part(rope_dim, head_dim), "llama_4_scaling_beta": 0.0}
+    }
 
 
 def changes_no_frequency(table: Mapping[str, Any]) -> bool:
@@ -47,9 +50,9 @@ def changes_no_frequency(table: Mapping[str, Any]) -> bool:
     return kind == "default" or (kind == "yarn" and table.get("factor") == 1.0)
 
 
-def _part(theta: Sequence[float], head_dim: int) -> float:
-    """The fraction of ``head_dim`` that readers round down to the rotary dims."""
-    return (2 * len(theta) + 0.5) / head_dim
+def _part(rope_dim: int, head_dim: int) -> float:
+    """The fraction of ``head_dim`` that readers round down to ``rope_dim``."""
+    return (rope_dim + 0.5) / head_dim
 
 
 def _plain(base: float) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     StaticCache,
     YoutuConfig,
     YoutuForCausalLM,
@@ -47,12 +49,14 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 0.7,
 }
+GROWING = {**YARN, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5}
 VARIANTS = {
     "v3": (DeepseekV3ForCausalLM, DeepseekV3Config, {"q_lora_rank": None}),
     "v3-query-latent": (DeepseekV3ForCausalLM, DeepseekV3Config, {"q_lora_rank": 20, "attention_bias": True}),
     "v3-half": (DeepseekV3ForCausalLM, DeepseekV3Config, {"q_lora_rank": None, "rope_interleave": False}),
     "v3-yarn": (DeepseekV3ForCausalLM, DeepseekV3Config, {"q_lora_rank": 20, "rope_parameters": YARN}),
     "youtu": (YoutuForCausalLM, YoutuConfig, {"q_lora_rank": 20, "attention_bias": True}),
+    "mistral4": (Mistral4ForCausalLM, Mistral4Config, {"q_lora_rank": 20, "rope_parameters": GROWING}),
     "v2": (DeepseekV2ForCausalLM, DeepseekV2Config, {"q_lora_rank": None, "attention_bias": True}),
     "v2-query-latent-yarn": (DeepseekV2ForCausalLM, DeepseekV2Config, {"q_lora_rank": 20, "rope_parameters": YARN}),
 }

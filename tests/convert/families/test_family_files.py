@@ -19,7 +19,7 @@ FOLDER = Path(schema.__file__).parent
 
 PROMISED = [
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
-    *("phi", "phi3", "olmo", "olmo2", "stablelm", "starcoder2", "granite", "smollm3", "cohere", "nemotron"),
+    *("phi", "phi3", "olmo", "olmo2", "olmoe", "stablelm", "starcoder2", "granite", "smollm3", "cohere", "nemotron"),
     *("apertus", "arcee", "cohere2", "cwm", "ernie4_5", "exaone4", "glm", "glm4", "helium", "hunyuan_v1_dense"),
     *("hyperclovax", "internlm3", "iquestcoder", "jais2", "ministral", "ministral3", "olmo3", "seed_oss", "vaultgemma"),
 ]
@@ -92,6 +92,7 @@ def test_every_option_of_the_schema_is_used_by_some_family():
         schema.RopeOfType: [own for family in families for own in (family.rotary.by_type or {}).values()],
         schema.Rope: [family.rotary for family in families],
         schema.BlockSpec: [family.block for family in families],
+        schema.RoutingSpec: [family.block.routing for family in families if family.block.routing is not None],
         schema.TensorSpec: [tensor for family in families for tensor in family.tensors.values()],
         schema.Tolerated: [extra for family in families for extra in family.tolerated],
     }
@@ -160,7 +161,7 @@ def test_every_key_of_every_file_is_read(name, tiny_family, monkeypatch):
     family = schema.parse_family(data, name)
     for spec in (schema.Family, schema.Key, schema.Sizes, schema.Norm, schema.Attention, schema.Rope):
         record(spec, read, monkeypatch)
-    for spec in (schema.RopeOfType, schema.BlockSpec, schema.TensorSpec, schema.Tolerated):
+    for spec in (schema.RopeOfType, schema.BlockSpec, schema.RoutingSpec, schema.TensorSpec, schema.Tolerated):
         record(spec, read, monkeypatch)
     get = Values.__getitem__
     monkeypatch.setattr(Values, "__getitem__", lambda self, key: (read["config"].add(key), get(self, key))[1])
@@ -187,6 +188,7 @@ def test_every_key_of_every_file_is_read(name, tiny_family, monkeypatch):
     assert not unread(data["rotary"], schema.Rope)
     assert not any(unread(own, schema.RopeOfType) for own in data["rotary"].get("by_type", {}).values())
     assert not unread(data["block"], schema.BlockSpec)
+    assert not unread(data["block"].get("routing", {}), schema.RoutingSpec)
     assert not any(unread(tensor, schema.TensorSpec) for tensor in data["tensors"].values())
     assert not any(unread(extra, schema.Tolerated) for extra in data["tolerated"])
 
@@ -228,7 +230,8 @@ def test_expressions_refer_to_keys_of_the_file(name):
         *(value for key, value in data["attention"].items() if key not in literal and isinstance(value, str)),
         *(value for key, value in data["attention"].get("norm", {}).items() if key not in literal),
         data["rotary"].get("rotates"),
-        *(value for key, value in data["block"].items() if key not in ("norm", "mlp")),
+        *(value for key, value in data["block"].items() if key not in ("norm", "mlp", "routing")),
+        *data["block"].get("routing", {}).values(),
         *(key["otherwise"] for key in data["config"].values() if "otherwise" in key),
         *(size for tensor in data["tensors"].values() for size in tensor["shape"]),
         *(tensor.get(key) for tensor in data["tensors"].values() for key in ("when", "each")),

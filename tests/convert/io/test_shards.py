@@ -169,6 +169,27 @@ def test_renamed_tensors_and_single_copies(checkpoint: Checkpoint, out: Path) ->
     assert all(torch.equal(tensor, checkpoint.read("b")) for tensor in loaded(out).values())
 
 
+def test_tensors_put_together_of_several_and_zeros(checkpoint: Checkpoint, out: Path) -> None:
+    """Their parts are copied in the order of the source's bytes, in one run with what lies beside them or cast."""
+    outputs = [
+        OutputTensor("stack", "BF16", (2, 16, 8), ("d", "a")),
+        OutputTensor("cast", "F32", (3, 16, 8), ("b", "a", "c")),
+        OutputTensor("b", "BF16", (16, 8), "b"),
+        OutputTensor("zeros", "BF16", (4, 4), ()),
+        OutputTensor("empty", "BF16", (0, 8), ()),
+    ]
+    with ShardWriter(out, assign_shards(outputs, GB)) as writer:
+        writer.copy_rest(checkpoint)
+        assert writer.written == {tensor.name for tensor in outputs}
+        writer.finish()
+    made, read = loaded(out), checkpoint.read
+    assert torch.equal(made["stack"], torch.stack([read("d"), read("a")]))
+    assert torch.equal(made["cast"], torch.stack([read("b"), read("a"), read("c")]).float())
+    assert torch.equal(made["b"], read("b"))
+    assert not made["zeros"].any()
+    assert made["empty"].shape == (0, 8)
+
+
 def with_computed(checkpoint: Checkpoint, name: str) -> list[OutputTensor]:
     """Outputs that are all copied but one."""
     return [replace(tensor, source=None) if tensor.name == name else tensor for tensor in copies(checkpoint)]
@@ -328,6 +349,8 @@ def test_a_plan_that_names_a_tensor_twice(out: Path) -> None:
         (OutputTensor("a", "BF16", (16, 8), None), "expected a source to copy from, found a computed tensor"),
         (OutputTensor("a", "BF16", (8, 16), "a"), "expected BF16 (8, 16), found BF16 (16, 8) in model-0.safetensors"),
         (OutputTensor("a", "I64", (16, 8), "a"), "expected I64 (16, 8), found BF16 (16, 8) in model-0.safetensors"),
+        (OutputTensor("a", "BF16", (3, 16, 8), ("a", "b")), "expected parts of 768 bytes in all, found 512"),
+        (OutputTensor("a", "BF16", (16, 8), ("a", "b")), "expected parts of 256 bytes in all, found 512"),
     ],
 )
 def test_copies_that_cannot_be(checkpoint: Checkpoint, out: Path, output: OutputTensor, expected: str) -> None:

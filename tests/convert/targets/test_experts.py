@@ -1,0 +1,234 @@
+"""Models with experts as stock ``Mistral4ForCausalLM``: all but the attention is the source's, byte for byte."""
+
+import json
+
+import pytest
+import torch
+from helpers.checkpoints import add_demo_tokenizer, tensors
+from helpers.processes import run_python
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvfold.attention import absorb
+from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
+from kvfold.convert.conversion.plan import make_plan
+from kvfold.convert.families.model import model_of
+from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.stream.auto import AutoModelForCausalLM as CompletedAuto
+from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.targets.engines import alternatives, verdicts
+from kvfold.convert.targets.mla.config import LatentTarget, mla_config, mla_shapes
+from kvfold.convert.targets.mla.problems import model_problems
+from kvfold.convert.targets.results import latent_result, target_result
+from kvfold.convert.walk.twin import Twin
+
+MIXTRAL = {"sliding_window": None, "num_key_value_heads": 4}
+NOT_RENORMALIZED = {"num_key_value_heads": 4, "norm_topk_prob": False}
+LOSSLESS = {"to": "mla", "kv_rank": 65, "rope_dim": 32, "method": "svd", "allow_growth": True, "quiet": True}
+TOKENS = torch.randint(3, 97, (2, 30), generator=torch.Generator().manual_seed(2))
+SPLIT = LatentTarget(40, 8)
+
+
+def config_of(name, **changes):
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
+    experts = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 24}
+    values = {**sizes, **experts, "num_hidden_layers": 3, "vocab_size": 50, "intermediate_size": 40, **changes}
+    known = {key: value for key, value in values.items() if hasattr(AutoConfig.for_model(name), key)}
+    return json.loads(AutoConfig.for_model(name, **known).to_json_string(use_diff=False))
+
+
+def greedy(model, tokens=TOKENS):
+    return model.generate(tokens, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+
+@pytest.fixture(scope="module")
+def mixtral(tiny_family, tmp_path_factory):
+    """A tiny Mixtral, and what it becomes at full rank."""
+    source, out = tiny_family("mixtral", **MIXTRAL), tmp_path_factory.mktemp("experts") / "out"
+    convert_checkpoint(ConvertRequest(model=str(source), out=str(out), **LOSSLESS))
+    return source, out
+
+
+# A fresh process without kvfold: the stock class, and AutoModelForCausalLM told of it by its public way.
+STOCK = """
+import sys, torch
+from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+
+out, tokens, saved = sys.argv[1], torch.tensor(eval(sys.argv[2])), sys.argv[3]
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+found = []
+for loader in (Mistral4ForCausalLM, AutoModelForCausalLM):
+    model, info = loader.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        found.append(model.eval()(tokens).logits)
+assert torch.equal(*found)
+assert "kvfold" not in sys.modules
+torch.save(found[0], saved)
+"""
+
+
+def test_a_lossless_conversion_has_the_logits_of_its_source_in_stock_transformers(mixtral, tmp_path):
+    source, out = mixtral
+    run_python("-c", STOCK, out, TOKENS.tolist(), tmp_path / "logits.pt")
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()(TOKENS).logits
+    assert expected.abs().max() > 1
+    assert (torch.load(tmp_path / "logits.pt") - expected).abs().max() < 1e-4
+
+
+def test_it_generates_the_same_tokens_with_absorbed_decoding_and_without(mixtral):
+    source, out = mixtral
+    expected = greedy(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval())
+    stock = CompletedAuto.from_pretrained(out, dtype=torch.float32).eval()
+    assert torch.equal(greedy(stock), expected)
+    assert torch.equal(greedy(absorb(stock)), expected)
+    assert type(stock.model.layers[0].self_attn).__name__ == "AbsorbedMistral4Attention"
+
+
+def test_experts_are_the_bytes_of_the_source(mixtral):
+    source, out = mixtral
+    stored, made = tensors(source), tensors(out)
+    name = "model.layers.1.block_sparse_moe"
+    each = [[stored[f"{name}.experts.{i}.{part}.weight"] for part in ("w1", "w3", "w2")] for i in range(4)]
+    experts = "model.layers.1.mlp.experts"
+    assert torch.equal(made[f"{experts}.gate_up_proj"], torch.stack([torch.cat([g, u]) for g, u, _ in each]))
+    assert torch.equal(made[f"{experts}.down_proj"], torch.stack([down for *_, down in each]))
+    assert torch.equal(made["model.layers.1.mlp.gate.weight"], stored[f"{name}.gate.weight"])
+    origins = json.loads((out / "kvfold.json").read_text())["tensors"]
+    assert origins[f"{experts}.down_proj"] == {
+        "origin": "copied",
+        "from": [f"{name}.experts.{i}.w2.weight" for i in range(4)],
+    }
+    assert origins["model.layers.1.mlp.shared_experts.up_proj.weight"] == {"origin": "zeros", "from": []}
+
+
+def test_experts_are_read_once_for_source_and_student(mixtral):
+    source, out = mixtral
+    checkpoint = open_checkpoint(str(source))
+    layout = make_plan(ConvertRequest(model=str(source), out=str(out), **LOSSLESS), checkpoint).layout
+    stream = CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors))
+    twin, made = Twin(stream, json.loads((out / "config.json").read_text()), layout.tensors), tensors(out)
+    twin.put({name: made[name] for name in layout.computed[0]})
+    with stream.open_layer(0) as before, twin.stream.open_layer(0) as after:
+        for name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight", "input_layernorm.weight"):
+            assert after.tensors[name] is before.tensors[name]
+    checkpoint.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["free", "engine"])
+def test_a_calibrated_conversion_trains_attention_only(layout, tiny_family, tmp_path):
+    source = tmp_path / "source"
+    source.symlink_to(tiny_family("mixtral", **MIXTRAL, vocab_size=2048))
+    add_demo_tokenizer(source)
+    request = {"to": "mla", "kv_rank": 40, "rope_dim": 8, "layout": layout, "samples": 4, "seq_len": 64, "refine": 2}
+    done = convert_checkpoint(ConvertRequest(model=str(source), out=str(tmp_path / "out"), quiet=True, **request))
+    assert done.record["drift"]["kl"]["value"] < 0.5
+    assert {tensor["origin"] for name, tensor in done.record["tensors"].items() if "self_attn" not in name} == {
+        "copied",
+        "zeros",
+    }
+    stock = CompletedAuto.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    assert torch.equal(greedy(stock), greedy(absorb(stock)))
+
+
+@pytest.mark.parametrize("layout", ["free", "engine"])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mixtral", {}),
+        ("mixtral", {"tie_word_embeddings": True}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1], "norm_topk_prob": True}),
+        ("olmoe", {"norm_topk_prob": False}),
+    ],
+)
+def test_shapes_and_routing_are_those_of_the_stock_class(name, changes, layout):
+    source, target = model_of(config_of(name, **changes)), LatentTarget(40, 8, layout=layout)
+    config = AutoConfig.for_model(**mla_config(source, target, [1.0, 0.1, 0.01, 0.001], dtype="float32"))
+    with torch.device("meta"):
+        stock = CompletedAuto.from_config(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in stock.state_dict().items()}
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    shapes = mla_shapes(source, target)
+    assert {name: shape for name, (shape, _) in shapes.items()} == {
+        name: shape for name, shape in expected.items() if name not in tied
+    }
+    router = stock.model.layers[-1].mlp.gate
+    assert router.norm_topk_prob is changes.get("norm_topk_prob", True)
+    assert router.top_k == source.values["num_experts_per_tok"]
+    assert stock.model.rotary_emb.inv_freq.shape == (4,)
+    assert config.n_shared_experts == (layout == "engine")
+    assert all(source == () for name, (_, source) in shapes.items() if "shared_experts" in name)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        (
+            "qwen2_moe",
+            {},
+            "--to mla: qwen2_moe weighs its shared expert by a gate of its own, the stock MLA class with experts adds "
+            "them as they are; --to gqa works",
+        ),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [1]},
+            "--to mla: qwen3_moe has no experts in layer 1, after layers that have some; the stock MLA class has "
+            "layers without experts before all others only; --to gqa works",
+        ),
+        (
+            "mixtral",
+            {"num_local_experts": 1},
+            "--to mla: mixtral has layers with one expert, the stock MLA class routes to 2 at least; --to gqa works",
+        ),
+    ],
+)
+def test_experts_that_the_stock_class_cannot_hold(name, changes, text):
+    problems = model_problems(model_of(config_of(name, **changes)))
+    assert text in problems
+    assert not any("tensors that the stock MLA class lacks" in problem for problem in problems)
+
+
+def test_a_mixtral_can_become_mla():
+    assert model_problems(model_of(config_of("mixtral"))) == []
+
+
+def serving(split, layout, **changes):
+    source = model_of(config_of("mixtral", hidden_size=4096, head_dim=128, **changes))
+    target = LatentTarget(*split, layout=layout)
+    result = target_result(source.geometry, target, experts=True)
+    theta = [1e4 ** (-index / 32) for index in range(target.rope_dim // 2)]
+    assert latent_result(mla_config(source, target, theta, dtype="bfloat16")) == result
+    return {each.engine: each for each in verdicts(result, alternatives(source, target))}
+
+
+@pytest.mark.parametrize(
+    ("split", "layout", "served"),
+    [
+        ((512, 64), "free", {"transformers", "vLLM"}),
+        ((512, 64), "engine", {"transformers", "vLLM", "llama.cpp", "mlx-lm"}),
+        ((96, 32), "engine", {"transformers", "llama.cpp", "mlx-lm"}),
+    ],
+)
+def test_who_serves_experts(split, layout, served):
+    found = serving(split, layout)
+    assert {name for name, verdict in found.items() if verdict.serves} == served
+    assert "Mistral4" in found["SGLang"].how
+    assert "Mistral4ForCausalLM" in found["transformers"].how
+    if layout == "engine":
+        assert '"architectures": ["Mistral3ForConditionalGeneration"]' in found["llama.cpp"].how
+
+
+def test_inspection_and_card_know_the_result(mixtral):
+    source, out = mixtral
+    facts = inspect_checkpoint(str(out))
+    assert (facts.family, facts.attention, facts.kv_rank) == ("mistral4", "MLA", 65)
+    assert [each.engine for each in facts.engines if each.serves] == ["transformers"]
+    assert inspect_checkpoint(str(source)).latent.possible
+    config = json.loads((out / "config.json").read_text())
+    config["rope_parameters"]["llama_4_scaling_beta"] = 0.1  # a Mistral's own
+    (out / "config.json").write_text(json.dumps(config))
+    assert inspect_checkpoint(str(out)).engines == []
+    card = (out / "README.md").read_text()
+    assert "from transformers import Mistral4ForCausalLM, AutoTokenizer" in card
+    assert "AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM)" in card
