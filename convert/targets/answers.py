@@ -83,7 +83,7 @@ def _mlx_lm(result: Result) -> Way:
         return Way(False, refusal)
     if result.family == "olmo":
         return Way(False, "it reads the older checkpoints of OLMo only, those of hf_olmo")
-    if not (result.older_rope or result.experts):
+    if not result.older_rope:
         return Way(False, 'it ignores "rope_parameters" in config.json, and "rope_theta" is nowhere else')
     return Way(True)
 

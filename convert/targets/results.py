@@ -99,7 +99,7 @@ def latent_result(config: Mapping[str, Any]) -> Result:
         heads=(nope, rope, value),
         q_rank=config.get("q_lora_rank"),
         vocabulary=config.get("vocab_size", 0),
-        older_rope=_older_rope(config["model_type"], config),
+        older_rope=experts or _older_rope(config["model_type"], config),
         yarn=table.get("rope_type") == "yarn",
         experts=experts,
     )

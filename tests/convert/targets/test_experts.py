@@ -178,7 +178,7 @@ def test_shapes_and_routing_are_those_of_the_stock_class(name, changes, layout):
         ),
         (
             "mixtral",
-            {"num_local_experts": 1},
+            {"num_local_experts": 1, "num_experts": 1},
             "--to mla: mixtral has layers with one expert, the stock MLA class routes to 2 at least; --to gqa works",
         ),
     ],
