@@ -46,7 +46,7 @@ _TYPES = {
     _SINKS: "flint gpt_oss granite_swa granitemoe_swa",
     _EXPERTS: (
         "aria_text cohere2_moe dbrx dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe granitemoe granitemoeshared "
-        "hunyuan_v1_moe hy_v3 kolibri1 llama4_text mellum minimax_m2 olmoe phimoe solar_open"
+        "hunyuan_v1_moe hy_v3 kolibri1 llama4_text mellum minimax_m2 phimoe solar_open"
     ),
     _TOWER: "cohere_compass_text",
     _FUSED: "falcon gpt_bigcode nanochat",

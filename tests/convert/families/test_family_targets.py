@@ -27,6 +27,7 @@ FULL = ["full_attention", "full_attention"]
 LATENT = {
     "llama": {"mlp_bias": False},
     "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None},
     "qwen2": {"use_sliding_window": False},
     "phi3": {"sliding_window": None},
     "smollm3": {"use_sliding_window": False, "no_rope_layers": [1, 1]},
@@ -55,8 +56,9 @@ LATENT = {
 APPROXIMATED = ("qwen3",)  # linear maps stand in for its norms on queries and keys: never without loss
 COMPARE = """
 import json, sys, torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 tokens = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(5))
 
 def logits(folder):
