@@ -53,7 +53,11 @@ LATENT = {
     },
     "seed_oss": {"mlp_bias": False},
 }
-APPROXIMATED = ("qwen3",)  # linear maps stand in for its norms on queries and keys: never without loss
+APPROXIMATED = (
+    "qwen3",
+    "qwen3_moe",
+    "olmoe",
+)  # linear maps stand in for its norms on queries and keys: never without loss
 COMPARE = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM

@@ -22,10 +22,9 @@ from kvfold.convert.targets.results import latent_result, target_result
 from kvfold.convert.walk.twin import Twin
 
 MIXTRAL = {"sliding_window": None, "num_key_value_heads": 4}
-NOT_RENORMALIZED = {"num_key_value_heads": 4, "norm_topk_prob": False}
 LOSSLESS = {"to": "mla", "kv_rank": 65, "rope_dim": 32, "method": "svd", "allow_growth": True, "quiet": True}
 TOKENS = torch.randint(3, 97, (2, 30), generator=torch.Generator().manual_seed(2))
-SPLIT = LatentTarget(40, 8)
+NORMED = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(3))
 
 
 def config_of(name, **changes):
@@ -83,6 +82,28 @@ def test_it_generates_the_same_tokens_with_absorbed_decoding_and_without(mixtral
     assert torch.equal(greedy(stock), expected)
     assert torch.equal(greedy(absorb(stock)), expected)
     assert type(stock.model.layers[0].self_attn).__name__ == "AbsorbedMistral4Attention"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True, "num_hidden_layers": 2},
+        ),
+        ("olmoe", {"clip_qkv": None}),
+    ],
+)
+def test_experts_beside_normed_queries_and_keys_generate_alike_absorbed_and_not(name, changes, tiny_family, tmp_path):
+    """The norms are fitted, which is another matter; what the router and the experts do is the source's."""
+    source = tiny_family(name, num_key_value_heads=4, sliding_window=None, use_sliding_window=False, **changes)
+    request = LOSSLESS | {"kv_rank": 40, "rope_dim": 8, "out": str(tmp_path / "out")}
+    convert_checkpoint(ConvertRequest(model=str(source), **request))
+    stock = CompletedAuto.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    for before, after in zip(original.model.layers, stock.model.layers, strict=True):
+        torch.testing.assert_close(after.mlp(NORMED), before.mlp(NORMED), rtol=1e-4, atol=1e-5)
+    assert torch.equal(greedy(stock), greedy(absorb(stock)))
 
 
 def test_experts_are_the_bytes_of_the_source(mixtral):
