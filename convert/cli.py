@@ -133,8 +133,10 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
     type=Choice(rq.DTYPES),
     default=rq.ConvertRequest.dtype,
     show_default=True,
-    help="Stored dtype; auto keeps the source's.",
+    help="Stored dtype; auto keeps the source's (bfloat16 where that is quantized).",
 )
+@_running("--gguf", metavar="FILE", help="Read this GGUF file of MODEL, dequantized to --dtype.")
+@_running("--adapter", metavar="DIR", help="Merge the LoRA adapter (PEFT) in DIR into MODEL first.")
 @_running(
     "--max-shard-size",
     default=rq.ConvertRequest.max_shard_size,

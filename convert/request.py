@@ -28,7 +28,19 @@ SELF = "self"  # --calibration: the source writes the text
 WEIGHTS_ONLY = frozenset({"mean", "first", "random", "svd"})
 # Options that say where and how to run; they do not change the result.
 RUN_ONLY = frozenset(
-    ("model", "out", "device", "dry_run", "resume", "overwrite", "quiet", "allow_growth", "trust_remote_code")
+    (
+        "model",
+        "out",
+        "gguf",
+        "adapter",
+        "device",
+        "dry_run",
+        "resume",
+        "overwrite",
+        "quiet",
+        "allow_growth",
+        "trust_remote_code",
+    )
 )
 # The targets that an option belongs to; all others belong to every target.
 GOES_WITH: dict[str, tuple[str, ...]] = {"kv_heads": ("gqa",), "group": ("gqa", "mqa")} | dict.fromkeys(
@@ -61,8 +73,9 @@ class ConvertRequest:
     """One conversion. Field names are the options of ``kvfold convert`` with underscores.
 
     ``method`` and ``group`` left at None take the best there is for the target (see ``resolved_method``); ``refine``
-    is a number of steps per layer, ``polish`` one of steps of all layers together, or each ``"auto"``. ``model``,
-    ``out`` and ``calibration`` may be path objects; they become text. Raises InputError, with every problem at once.
+    is a number of steps per layer, ``polish`` one of steps of all layers together, or each ``"auto"``. ``gguf`` is the
+    GGUF file of the folder to read, ``adapter`` the folder of a LoRA adapter to merge. Paths may be path objects; they
+    become text. Raises InputError, with every problem at once.
     """
 
     model: str
@@ -91,9 +104,11 @@ class ConvertRequest:
     quiet: bool = False
     allow_growth: bool = False
     trust_remote_code: bool = False
+    gguf: str | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("model", "out", "calibration"):
+        for name in ("model", "out", "calibration", "gguf", "adapter"):
             if isinstance(value := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(value))
         problems = [*_path_problems(self), *_value_problems(self), *_combination_problems(self)]

@@ -119,7 +119,8 @@ def run_key(plan: Plan) -> str:
 
     request, folder = plan.request, plan.checkpoint.folder
     files = {info.file for info in plan.checkpoint.tensors.values()} | {"config.json", "tokenizer.json"}
-    paths = [*(folder / name for name in sorted(files)), Path(request.calibration or "")]
+    outside = sorted(path for path in plan.checkpoint.states if path.parent != folder)  # an adapter's
+    paths = [*(folder / name for name in sorted(files)), *outside, Path(request.calibration or "")]
     settings = {
         "options": request.result_options(),
         "device": [request.device, torch.cuda.is_available(), torch.get_num_threads()],

@@ -137,7 +137,7 @@ class Plan:
 
 def reading(request: ConvertRequest) -> Reading:
     """How the source of ``request`` is read: dequantized weights in the dtype that they will be stored in."""
-    return Reading(dtype=stored_dtype("BF16", _stored_dtype(request)))
+    return Reading(stored_dtype("BF16", _stored_dtype(request)), request.gguf, request.adapter)
 
 
 def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:

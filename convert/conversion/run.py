@@ -97,6 +97,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             resume=resumable(plan) if _resumes(request) else None,
         ) as folder:
             free_space_check(folder, plan.disk_bytes + scratch_bytes(plan))
+            _write_tokenizer(plan, folder)
             stages = Stages(progress, request.quiet)
             plan, measured = _write_weights(plan, folder, stages)
             (folder / "config.json").write_text(dump(plan.layout.config), encoding="utf-8")
@@ -178,6 +179,18 @@ def _polished(plan: Plan, measured: Measured | None, folder: Path, stages: Stage
 
     assert isinstance(measured, Calibrated)  # a request to polish is calibrated
     return polish(plan, measured, folder, stages)
+
+
+def _write_tokenizer(plan: Plan, folder: Path) -> None:
+    """Files of the tokenizer where the source has it in a GGUF file; one that does not load must end a run early."""
+    if plan.checkpoint.tokenizer_file is None:
+        return
+    from kvfold.convert.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(plan.checkpoint, plan.request.trust_remote_code, "the result")
+    if plan.geometry.positions is not None:
+        tokenizer.model_max_length = plan.geometry.positions
+    tokenizer.save_pretrained(folder)
 
 
 def _write_side_files(plan: Plan, measured: Measured | None, folder: Path) -> dict[str, Any]:

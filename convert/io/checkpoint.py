@@ -7,13 +7,15 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.io import folder as folders
 from kvfold.convert.io import hub
+from kvfold.convert.io.adapter import adapted, is_adapter, open_adapter
+from kvfold.convert.io.gguf import gguf_file, read_gguf
 from kvfold.convert.io.headers import Header, TensorInfo
 from kvfold.convert.io.json_text import portable_name
 from kvfold.convert.io.quantized.dense import check_libraries, dequantized, plain_problems, quantization
@@ -28,9 +30,15 @@ __all__ = ["Checkpoint", "Reading", "TensorInfo", "open_checkpoint", "open_heade
 
 @dataclass(frozen=True)
 class Reading:
-    """How a checkpoint is read: ``dtype`` is the safetensors dtype that dequantized weights are given in."""
+    """How a checkpoint is read.
+
+    ``dtype`` is the safetensors dtype that dequantized weights are given in, ``gguf`` the GGUF file of a folder to read
+    in place of other weights, ``adapter`` the folder of a LoRA adapter to merge.
+    """
 
     dtype: str = "BF16"
+    gguf: str | None = None
+    adapter: str | None = None
 
 
 _PLAINLY = Reading()
@@ -43,7 +51,7 @@ class Checkpoint:
     ``tensors`` are in the order of their bytes, file by file. ``aliases`` maps a tensor that shares its storage with an
     earlier one of the same shape to that one (legacy files only; both are in ``tensors``). ``origin`` names the source
     without a machine path: ``id@commit`` for a hub model, else the folder's name. ``made_of``: what dense weights were
-    made from that are not stored as such, a line for each step.
+    made from that are not stored as such, a line for each step. ``gguf``: the GGUF file that they are from.
     """
 
     folder: Path
@@ -55,6 +63,13 @@ class Checkpoint:
     aliases: dict[str, str]
     states: dict[Path, FileState] = field(default_factory=dict)  # of every local file, from before it was read
     made_of: tuple[str, ...] = ()
+    gguf: str | None = None
+
+    @property
+    def tokenizer_file(self) -> str | None:
+        """The GGUF file that the tokenizer is in too, None where the folder has files of one."""
+        names = {path.name for path in self.extra_files()}
+        return None if names & {"tokenizer.json", "tokenizer.model", "vocab.json"} else self.gguf
 
     @property
     def hub_id(self) -> str | None:
@@ -112,14 +127,14 @@ class Checkpoint:
 def open_checkpoint(model: str | os.PathLike[str], reading: Reading = _PLAINLY) -> Checkpoint:
     """Open a folder or a hub id (``id@revision``; downloaded whole, or taken from the cache) and check every header.
 
-    Quantized weights are seen as the dense ones that they stand for. Raises InputError: no such folder or id, no or bad
-    config.json, truncated or inconsistent files, links that leave the folder, a quantization that is not read here or
-    whose library is not installed. All problems of the files are reported at once.
+    Quantized weights are seen as the dense ones that they stand for, an adapter as merged into them. Raises InputError:
+    no such folder or id, no or bad config.json, truncated or inconsistent files, links that leave the folder, a
+    quantization that is not read here or whose library is not installed. All problems of files are reported at once.
     """
     place = _locate(model)
     checkpoint = _open_folder(place, reading) if isinstance(place, Path) else _open_snapshot(place, reading)
     check_libraries(checkpoint.reader)
-    return checkpoint
+    return _with_adapter(checkpoint, reading)
 
 
 def open_headers(model: str | os.PathLike[str], reading: Reading = _PLAINLY) -> Checkpoint:
@@ -128,15 +143,34 @@ def open_headers(model: str | os.PathLike[str], reading: Reading = _PLAINLY) -> 
     A legacy checkpoint on the hub has no headers to fetch and is downloaded whole, as is anything when the hub's
     library is offline (out of its cache).
     """
-    place = _locate(model)
+    return _with_adapter(_headers(_locate(model), reading), reading)
+
+
+def _headers(place: Path | hub.HubModel, reading: Reading) -> Checkpoint:
     if isinstance(place, Path):
         return _open_folder(place, reading)
-    if not hub.is_offline():
+    if reading.gguf is None and not hub.is_offline():
         files = hub.remote_files(place)
         entry, legacy = folders.weight_files(files.names, str(place))
         if not legacy:
             return _open_remote(files, entry, reading)
     return _open_snapshot(place, reading)
+
+
+def _with_adapter(checkpoint: Checkpoint, reading: Reading) -> Checkpoint:
+    if reading.adapter is None:
+        return checkpoint
+    adapter = open_adapter(Path(reading.adapter))
+    weights = Weights(checkpoint.config, checkpoint.tensors, checkpoint.reader, checkpoint.made_of)
+    merged = adapted(weights, adapter)
+    return replace(
+        checkpoint,
+        tensors=merged.tensors,
+        reader=merged.reader,
+        made_of=merged.made_of,
+        digests=checkpoint.digests | adapter.digests,
+        states=checkpoint.states | file_states(adapter.paths),
+    )
 
 
 def _locate(model: str | os.PathLike[str]) -> Path | hub.HubModel:
@@ -148,7 +182,8 @@ def _locate(model: str | os.PathLike[str]) -> Path | hub.HubModel:
     if is_folder:
         return folder.resolve()
     if is_folder is not None:
-        raise InputError(f"{folder}: expected a checkpoint's folder, found a file; give the folder it lies in")
+        hint = f", and --gguf {folder.name}" if folder.suffix == ".gguf" else ""
+        raise InputError(f"{folder}: expected a checkpoint's folder, found a file; give the folder it lies in{hint}")
     named = hub.parse_hub_id(str(model))
     if named is None:
         raise InputError(f"{model}: expected a checkpoint's folder or a hub id (owner/name), found no such folder")
@@ -156,12 +191,18 @@ def _locate(model: str | os.PathLike[str]) -> Path | hub.HubModel:
 
 
 def _open_snapshot(model: hub.HubModel, reading: Reading) -> Checkpoint:
-    folder = hub.download(model).resolve()
+    folder = hub.download(model, reading.gguf).resolve()
     return _open_folder(folder, reading, f"{model.id}@{folder.name}")
 
 
 def _open_folder(folder: Path, reading: Reading, origin: str = "") -> Checkpoint:
     names = _listed(folder)
+    if is_adapter(names):
+        raise InputError(
+            f"{folder}: expected a model, found a PEFT adapter; give its base model as MODEL, and --adapter {folder}"
+        )
+    if (gguf := gguf_file(names, reading.gguf, folder)) is not None:
+        return _open_gguf(folder, gguf, reading, origin)
     states = file_states(folder / name for name in (folders.CONFIG, *folders.extra_names(names)))
     config, digest = folders.read_config(folder)
     entry, legacy = folders.weight_files(names, str(folder))
@@ -192,6 +233,20 @@ def _listed(folder: Path) -> list[str]:
         return sorted(os.listdir(folder))
     except OSError as error:
         raise InputError(f"{folder}: expected to be able to list its files, found: {error.strerror}") from None
+
+
+def _open_gguf(folder: Path, file: str, reading: Reading, origin: str) -> Checkpoint:
+    """A GGUF file: with the config.json beside it if that describes a model, else what transformers makes of it."""
+    names = _listed(folder)
+    folders.raise_problems(folders.extra_problems(folder, folders.extra_names(names)))
+    path = folders.resolve_member(folder, file)
+    beside = (folders.CONFIG, *folders.extra_names(names))
+    states = file_states([path, *(folder / name for name in beside)])
+    config, digest = folders.read_config(folder) if folders.CONFIG in names else ({}, "")
+    described = config if config.get("num_hidden_layers") else None  # hubs ask for a config.json, with as little as {}
+    made, header = read_gguf(path, file, described, reading.dtype)
+    digests, origin = {folders.CONFIG: digest, file: header}, origin or portable_name(folder)
+    return Checkpoint(folder, made.config, made.tensors, origin, digests, made.reader, {}, states, made.made_of, file)
 
 
 def _open_remote(files: hub.RemoteFiles, entry: str, reading: Reading) -> Checkpoint:

@@ -15,7 +15,7 @@ from kvfold.convert.io.headers import MAX_HEADER, Header, parse_header
 
 _Result = TypeVar("_Result")
 _ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[^@\s]+))?")
-_SMALL = [CONFIG, "*.py", *EXTRA_PATTERNS]
+_SMALL = [CONFIG, "adapter_config.json", "*.py", *EXTRA_PATTERNS]
 _SAFETENSORS = [SINGLE, INDEX, "model-*-of-*.safetensors"]
 _LEGACY = [LEGACY_SINGLE, LEGACY_INDEX, "pytorch_model-*-of-*.bin"]
 _FIRST_BYTES = 1 << 17  # nearly every header fits, so that one request per file is enough
@@ -56,8 +56,11 @@ def parse_hub_id(text: str) -> HubModel | None:
     return HubModel(match["id"], match["revision"]) if match else None
 
 
-def download(model: HubModel) -> Path:
-    """The folder of the snapshot in the hub's cache; what is not there yet is downloaded. InputError otherwise."""
+def download(model: HubModel, gguf: str | None = None) -> Path:
+    """The folder of the snapshot in the hub's cache; what is not there yet is downloaded. InputError otherwise.
+
+    ``gguf`` names the GGUF file that is wanted in place of other weights.
+    """
     import huggingface_hub
 
     def fetch(patterns: list[str]) -> Path:
@@ -66,8 +69,8 @@ def download(model: HubModel) -> Path:
 
     try:
         with _bars_on_terminals_only():
-            folder = _ask(model, lambda: fetch([*_SMALL, *_SAFETENSORS]))
-            if not any((folder / name).exists() for name in (SINGLE, INDEX)):
+            folder = _ask(model, lambda: fetch([*_SMALL, *(_SAFETENSORS if gguf is None else [gguf])]))
+            if gguf is None and not any((folder / name).exists() for name in (SINGLE, INDEX)):
                 folder = _ask(model, lambda: fetch([*_SMALL, *_LEGACY]))
     except InputError:
         config = huggingface_hub.try_to_load_from_cache(model.id, CONFIG, revision=model.revision)

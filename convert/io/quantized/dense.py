@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.config import dtype_changes, edit_config
 from kvfold.convert.io.headers import FLOAT_DTYPES, TORCH_NAMES, TensorInfo, tensor_bytes
+from kvfold.convert.io.quantized.bitsandbytes import bitsandbytes_formats
+from kvfold.convert.io.quantized.compressed_tensors import compressed_formats
 from kvfold.convert.io.quantized.format import Format, Packed, dropped, pack
 from kvfold.convert.io.quantized.fp8 import fp8_formats
+from kvfold.convert.io.quantized.packed import awq_formats, gptq_formats
 from kvfold.convert.io.reader import Reader, Weights, flat_chunks
 
 if TYPE_CHECKING:
@@ -24,6 +27,10 @@ _KEYS = ("quantization_config", "compression_config")
 _FORMATS: dict[str, Callable[[Mapping[str, Any]], tuple[Format, ...]]] = {
     "fp8": fp8_formats,
     "fbgemm_fp8": fp8_formats,
+    "compressed-tensors": compressed_formats,
+    "gptq": gptq_formats,
+    "awq": awq_formats,
+    "bitsandbytes": bitsandbytes_formats,
 }
 _ADVICE = "convert the unquantized weights, then quantize the result"
 
@@ -47,7 +54,7 @@ def dequantized(weights: Weights, dtype: str, where: str) -> Weights:
     tensors: dict[str, TensorInfo] = {}
     for name, each in packed.items():
         try:
-            tensors[name] = _dense(name, dtype, each.format.shape(each.infos), each.root)
+            tensors[name] = _dense(name, dtype, each.format.shape(each.infos, weights.reader.read), each.root)
         except ValueError as error:
             problems.append(f"{each.root.file}: tensor {each.root.name!r} is quantized: {error}")
     problems += [

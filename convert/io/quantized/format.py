@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 Infos = Mapping[str, TensorInfo]  # the stored tensors of a weight, by the end of their names (".weight_scale")
 Shape = tuple[int, ...]
+Read = Callable[[TensorInfo], "torch.Tensor"]
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,9 @@ class Format:
     """One way to store the weight ``NAME.weight``: as ``NAME`` + ``root``, one of ``dtypes``, and others beside it.
 
     ``needs`` and ``takes`` are the ends of the names of tensors that must or may be beside the root; ``drops`` those of
-    tensors that concern activations or the cache. ``shape(infos)`` is the dense shape ``[out, in]``; it raises
+    tensors that concern activations or the cache. ``shape(infos, read)`` is the dense shape ``[out, in]``; it raises
     ValueError when the stored shapes do not fit together. ``dequantize(parts, shape, dtype)`` makes the dense tensor.
-    ``library`` is the module that it needs, and what to install for it.
+    ``library`` is the module that it needs, and what to install for it. ``modules(NAME)``: which it is used for.
     """
 
     label: str
@@ -29,13 +30,15 @@ class Format:
     needs: tuple[str, ...]
     takes: tuple[str, ...]
     drops: tuple[str, ...]
-    shape: Callable[[Infos], Shape]
+    shape: Callable[[Infos, Read], Shape]
     dequantize: "Callable[[Mapping[str, torch.Tensor], Shape, torch.dtype], torch.Tensor]"
     library: tuple[str, str]
+    modules: Callable[[str], bool] = lambda module: True
 
     def holds(self, info: TensorInfo) -> bool:
         """Whether the stored tensor ``info`` is the root of a weight."""
-        return info.name.endswith(self.root) and info.dtype in self.dtypes
+        fits = info.name.endswith(self.root) and info.dtype in self.dtypes
+        return fits and self.modules(info.name.removesuffix(self.root))
 
 
 @dataclass(frozen=True)

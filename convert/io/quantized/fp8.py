@@ -5,7 +5,7 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.io.quantized.format import Format, Infos, Shape
+from kvfold.convert.io.quantized.format import Format, Infos, Read, Shape
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -40,7 +40,7 @@ def fp8_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
     )
 
 
-def _shape(scale: str, block: tuple[int, int] | None, infos: Infos) -> Shape:
+def _shape(scale: str, block: tuple[int, int] | None, infos: Infos, read: Read) -> Shape:
     shape, scales = infos[".weight"].shape, infos[scale].shape
     if len(shape) != 2:
         raise ValueError(f"expected a matrix, found {list(shape)}")
