@@ -68,7 +68,13 @@ class Recipe:
 
 def main() -> None:
     options = parse_options()
-    recipe = Recipe(steps=options.steps, seed=options.seed, peak_rate=options.peak_rate, qk_norm=options.qk_norm)
+    recipe = Recipe(
+        steps=options.steps,
+        warmup=options.warmup,
+        peak_rate=options.peak_rate,
+        seed=options.seed,
+        qk_norm=options.qk_norm,
+    )
     options.output.mkdir(parents=True, exist_ok=True)
     texts = {s: read_documents(s) for s in SPLITS} if options.texts == "shipped" else build_texts()
     write_texts(texts, options.output)
@@ -115,6 +121,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=math.inf, help="end the schedule earlier, by the clock")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--peak-rate", type=float, default=Recipe.peak_rate, help="highest learning rate")
+    parser.add_argument("--warmup", type=int, default=Recipe.warmup, help="steps until the highest learning rate")
     parser.add_argument("--start", type=Path, help="a checkpoint of these sizes to go on from")
     parser.add_argument("--qk-norm", action="store_true", help="normalize queries and keys, as Qwen3 does")
     return parser.parse_args()

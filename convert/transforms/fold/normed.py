@@ -17,7 +17,7 @@ Exact: groups of one; identical heads. Approximate otherwise:
 * A shared key is divided by its own length, token by token, where its members had one each. This costs most (four
   fifths of the error where norms were put into a trained model without training it further), and no choice of gains
   removes it. Keys from the map of least squares, whose members are divided already, lose less: squared errors of
-  the output of the four layers, 8 -> 2 heads, 0.058, 0.194, 0.165, 0.195 and 0.048, 0.166, 0.089, 0.118 (the shipped
+  the output of the four layers, 8 -> 2 heads, 0.058, 0.215, 0.165, 0.195 and 0.048, 0.173, 0.093, 0.118 (the shipped
   model with norms put in and trained on, recipes/benchmarks/bench_head_norms.py --folds). Queries from such a map lost
   more in three layers of four.
 * Queries take their maps before their norm. A norm with a row of its own per head holds the moduli afterwards, so that
