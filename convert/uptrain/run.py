@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.errors import InputError
+from kvfold.convert.families.wrappers import text_type
 from kvfold.convert.io.atomic import check_output, output_lock
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.json_text import portable_name
@@ -51,6 +52,11 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
         if source.made_of:
             raise InputError(
                 f"{source.origin}: expected plain weights to train, found {source.made_of[0]}; convert it first"
+            )
+        if (inner := text_type(source.config)) is not None:
+            raise InputError(
+                f"{source.origin}: expected a plain language model to train, found a {source.config['model_type']} "
+                f"that wraps one ({inner}); train it with a trainer for multimodal models"
             )
         check_output(request.out, overwrite=request.overwrite, model=source.folder)
         locks.enter_context(_only_run(request))

@@ -12,7 +12,14 @@ from helpers.processes import run_python
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvfold.convert import ConvertRequest, convert_checkpoint, drift_checkpoints, inspect_checkpoint
+from kvfold.convert import (
+    ConvertRequest,
+    UptrainRequest,
+    convert_checkpoint,
+    drift_checkpoints,
+    inspect_checkpoint,
+    uptrain_checkpoint,
+)
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import family_of
 from kvfold.convert.families.model import model_of
@@ -171,6 +178,16 @@ def test_inspect_names_the_wrapper_and_what_it_cannot_become(wrapper):
     assert {verdict.engine for target in facts.targets for verdict in target.engines if verdict.serves} == {
         "transformers"
     }
+
+
+def test_uptraining_refuses_a_wrapper_before_it_begins(wrapper, tmp_path):
+    request = UptrainRequest(model=str(wrapper("llava")), out=str(tmp_path / "out"), text=str(tmp_path / "none.txt"))
+    with pytest.raises(InputError) as caught:
+        uptrain_checkpoint(request)
+    assert str(caught.value) == (
+        f"{wrapper('llava').name}: expected a plain language model to train, found a llava that wraps one (llama); "
+        "train it with a trainer for multimodal models"
+    )
 
 
 def test_a_language_model_that_is_no_family_is_refused_with_its_reason():
