@@ -113,7 +113,8 @@ def _check_entries(file: str, entries: dict[str, Any], base: int, size: int) -> 
     header = Header()
     for name, entry in entries.items():
         if name == "__metadata__":
-            if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
+            texts = isinstance(entry, dict) and all(isinstance(value, str) for value in entry.values())
+            if not texts and entry is not None:  # null is what the safetensors library takes for no metadata
                 header.problems.append(f"{file}: expected __metadata__ to map names to strings, found {short(entry)}")
             continue
         problem = _entry_problem(entry)

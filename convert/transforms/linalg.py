@@ -24,7 +24,8 @@ def input_moment(statistics: LayerStatistics, ridge: float | None = None) -> Ten
     size = gram.shape[0]
     moment = gram.new_empty(size + 1, size + 1)
     moment[:size, :size] = gram
-    isotropic = gram.trace().clamp(min=torch.finfo(gram.dtype).tiny) / size
+    isotropic = gram.trace() / size
+    isotropic = torch.where(isotropic > 0, isotropic, 1.0)  # inputs that are all zero say nothing: any scale serves
     moment[:size, :size].diagonal().add_((RIDGE if ridge is None else ridge) * isotropic)
     moment[:size, size] = moment[size, :size] = mean
     moment[size, size] = 1.0

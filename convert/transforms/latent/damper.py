@@ -33,7 +33,8 @@ def sink_row(statistics: LayerStatistics) -> Tensor:
     if statistics.received_gram is None:
         raise ValueError("statistics: expected averages by received attention, found none")
     gram = statistics.gram.clone()
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    energy = gram.diagonal().mean()
+    gram.diagonal().add_(RIDGE * torch.where(energy > 0, energy, 1.0))  # inputs that are all zero have no sinks
     root = torch.linalg.cholesky(gram)
     half = torch.linalg.solve_triangular(root, statistics.received_gram, upper=False)
     _, vectors = torch.linalg.eigh(torch.linalg.solve_triangular(root, half.mT, upper=False))

@@ -71,7 +71,8 @@ def _whole_input(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
     if len(squares) < 2 * width:
         return None
     gram = squares.mT @ squares
-    gram.diagonal().add_(1e-12 * gram.diagonal().mean())
+    energy = gram.diagonal().mean()
+    gram.diagonal().add_(1e-12 * torch.where(energy > 0, energy, 1.0))
     scales = torch.linalg.solve(gram, squares.sum(0))
     uneven = float((squares @ scales - 1).square().mean().sqrt())
     if not (uneven < _EXACT and scales.min() > 0):
@@ -95,6 +96,7 @@ def constant_length(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
     root = stretch.clamp_min(stretch[0] * FLATTEST).sqrt()
     forth, back = (root[:, None] * axes.mT) @ white, undo @ (axes / root)
     rms = (latent @ forth.mT).square().mean(-1).sqrt().mean()
+    rms = torch.where(rms > 0, rms, 1.0)  # a latent that is always zero stays so
     return forth / rms, back * rms
 
 

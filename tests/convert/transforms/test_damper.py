@@ -70,3 +70,8 @@ def test_a_live_norm_leaves_the_sink_short() -> None:
 def test_without_received_attention_no_sink_is_known() -> None:
     with pytest.raises(ValueError, match="expected averages by received attention, found none"):
         sink_row(statistics_of(inputs(), H))
+
+
+def test_inputs_that_are_all_zero_have_no_sinks():
+    silent = replace(measured(), gram=torch.zeros(E, E).double(), received_gram=torch.zeros(E, E).double())
+    assert sink_row(silent).isfinite().all()

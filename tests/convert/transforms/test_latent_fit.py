@@ -142,6 +142,29 @@ def test_enough_rank_is_exact(kv_heads, bias, rotary):
     assert rotary.dims or not latent.rope_key.any()
 
 
+LOUDNESS = {f"no {name}": {name: 0.0} for name in "qkvo"} | {
+    "no keys and values": {"k": 0.0, "v": 0.0},
+    "nothing": dict.fromkeys("qkvo", 0.0),
+    "loud values": {"v": 1e15},
+    "loud keys": {"k": 1e15, "q": 1e-15},
+}
+
+
+@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("inputs", ["usual", "zero", "one vector"])
+@pytest.mark.parametrize("factors", LOUDNESS.values(), ids=LOUDNESS)
+def test_layers_that_say_nothing_or_shout_are_finite_and_exact(factors, inputs, centered):
+    weights, statistics, x = random_layer()
+    weights = replace(weights, **{name: getattr(weights, name) * factor for name, factor in factors.items()})
+    x = {"usual": x, "zero": 0 * x, "one vector": x[:1].expand_as(x)}[inputs]
+    statistics = replace(statistics, gram=x.T @ x / len(x), mean=x.mean(0))
+    slots = rope_slots.Slots((2,) * 4, THETA.repeat_interleave(2))
+    latent = to_latent(weights, statistics, Rotary(THETA), slots, 24, centered=centered)
+    assert all(value.isfinite().all() for value in vars(latent).values() if isinstance(value, torch.Tensor))
+    result, expected = latent_output(latent, x), source_output(weights, THETA, x)
+    assert (result - expected).norm() <= 1e-5 * expected.norm()
+
+
 def test_rank_above_what_there_is_leaves_channels_empty():
     weights, statistics, x = random_layer(model=64, kv_heads=2)
     slots = rope_slots.Slots((2,) * 4, THETA.repeat_interleave(2))

@@ -1,5 +1,7 @@
 """Latents of constant length, which a live norm leaves alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -102,3 +104,12 @@ def test_centered_latents_are_refused():
     latent = LatentWeights(**{**vars(random_latent()), "down_bias": torch.zeros(6)})
     with pytest.raises(ValueError, match=r"expected one that is not centered .* found down_bias"):
         live_norm(latent, torch.randn(10, 16))
+
+
+@pytest.mark.parametrize("rank", [6, 16])
+@pytest.mark.parametrize("silent", ["weights", "inputs"])
+def test_a_latent_that_is_always_zero_stays_so(rank, silent):
+    latent, inputs = random_latent(rank), normed_inputs(torch.ones(16, dtype=torch.float64), 64)
+    latent = replace(latent, down=0 * latent.down) if silent == "weights" else latent
+    normed = live_norm(latent, 0 * inputs if silent == "inputs" else inputs)
+    assert all(value.isfinite().all() for value in vars(normed).values() if isinstance(value, torch.Tensor))
