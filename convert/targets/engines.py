@@ -36,15 +36,17 @@ ENGINES = (
     Engine(
         "transformers",
         "5.23.0",
-        "models/youtu/modeling_youtu.py, models/deepseek_v3/modeling_deepseek_v3.py",
+        "models/youtu/modeling_youtu.py, models/deepseek_v3/modeling_deepseek_v3.py, "
+        "models/mistral4/modeling_mistral4.py (experts)",
         ("fold", "free", "engine"),
+        ("free", "engine"),
     ),
     Engine(
         "vLLM",
         "0.32.0",
         "model_executor/layers/attention/mla_attention.py (sizes of the cache), v1/attention/backends/mla/prefill/"
         "flash_attn.py (sizes of heads), v1/attention/backends/mla/cpu_mla.py and amx_mla.py (512+64 only), "
-        "model_executor/models/transformers/base.py (layout free)",
+        "model_executor/models/transformers/base.py (layout free), moe.py and fusers/moe.py beside it (experts)",
         ("fold", "free", "engine"),
     ),
     Engine(
@@ -58,14 +60,16 @@ ENGINES = (
         "llama.cpp",
         "b11739",
         "conversion/deepseek.py, conversion/phi.py (key/value heads), src/models/deepseek2.cpp (query rank), "
-        "src/llama-model.cpp (number of tensors)",
+        "src/llama-model.cpp (number of tensors), conversion/mistral3.py and src/models/mistral4.cpp (experts)",
         ("fold", "free", "engine"),
     ),
     Engine(
         "mlx-lm",
         "0.32.2",
-        "utils.py (model types), models/deepseek_v3.py, models/llama.py (rope_theta), models/olmo.py (config keys)",
+        "utils.py (model types), models/deepseek_v3.py, models/llama.py (rope_theta), models/olmo.py (config keys), "
+        "models/mistral4.py (shared experts)",
         ("fold", "free", "engine"),
+        ("free", "engine"),
     ),
 )
 

@@ -2,9 +2,9 @@
 
 ``options["sources"]`` is a folder of llama.cpp's sources: its ``convert_hf_to_gguf.py`` writes the GGUF file, float32.
 A DeepSeek model without a latent for its queries is converted from a copy whose config says ``"q_lora_rank": 0``, a key
-that llama.cpp demands. Attention is computed without flash attention, whose rounding on a CPU moves logits by some
-hundredths; ``options["flash_attention"]`` true leaves the choice to llama.cpp. The size of the cache is the one that
-it logs.
+that llama.cpp demands, and a Mistral4 under the name of its wrapper, the only one that the converter knows. Attention
+is computed without flash attention, whose rounding on a CPU moves logits by some hundredths;
+``options["flash_attention"]`` true leaves the choice to llama.cpp. The size of the cache is the one that it logs.
 """
 
 import json
@@ -28,6 +28,8 @@ def copy_for_gguf(model: Path, place: Path) -> Path:
     config = json.loads((model / "config.json").read_text())
     if "kv_lora_rank" in config and config.get("q_lora_rank") is None:
         config["q_lora_rank"] = 0
+    if config.get("model_type") == "mistral4":
+        config["architectures"] = ["Mistral3ForConditionalGeneration"]
     place.mkdir()
     for file in model.iterdir():
         if file.name != "config.json":
