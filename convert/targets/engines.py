@@ -62,6 +62,7 @@ ENGINES = (
         "conversion/deepseek.py, conversion/phi.py (key/value heads), src/models/deepseek2.cpp (query rank), "
         "src/llama-model.cpp (number of tensors), conversion/mistral3.py and src/models/mistral4.cpp (experts)",
         ("fold", "free", "engine"),
+        ("engine",),
     ),
     Engine(
         "mlx-lm",

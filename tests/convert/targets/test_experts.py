@@ -235,7 +235,7 @@ def test_who_serves_experts(split, layout, served):
     found = serving(split, layout)
     assert {name for name, verdict in found.items() if verdict.serves} == served
     assert "Mistral4" in found["SGLang"].how
-    assert {name for name in served if found[name].ran} >= {"transformers", "mlx-lm"} & served
+    assert {name for name in served if found[name].ran} >= {"transformers", "llama.cpp", "mlx-lm"} & served
     assert "Mistral4ForCausalLM" in found["transformers"].how
     if layout == "engine":
         assert '"architectures": ["Mistral3ForConditionalGeneration"]' in found["llama.cpp"].how
