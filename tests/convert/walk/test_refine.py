@@ -39,7 +39,7 @@ AFTER_ATTENTION = {
 }
 REACHED = (
     0.899902,
-    0.407219,
+    0.400023,
 )  # errors of the first layer of the model that ships, pooled to MQA: before and after 20 steps
 
 
@@ -238,7 +238,7 @@ def run_auto(errors_by_round):
 
 
 def test_weights_that_are_nearly_right_learn_slowly():
-    assert [first_lr(256, error) for error in (16, 1, 0.0625, 0)] == pytest.approx([0.05, 0.05, 0.05 / 8, 0])
+    assert [first_lr(256, error) for error in (16, 1, 0.0625, 0)] == pytest.approx([0.05, 0.05, 0.05 / 4, 0])
 
 
 def test_learning_rates_by_width():
