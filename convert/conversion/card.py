@@ -85,9 +85,9 @@ Then all of it was trained together for {steps} steps to give the source's next-
 
 def _rest(plan: Plan) -> str:
     """How tensors that no transform touches are stored."""
-    if plan.request.dtype != "auto" or plan.checkpoint.made_of:
-        return f"stored as {plan.layout.config['dtype']}"
-    return "byte for byte"
+    if plan.request.dtype != "auto":
+        return f"stored as {plan.request.dtype}"
+    return f"stored as {plan.layout.config['dtype']}" if plan.checkpoint.made_of else "byte for byte"
 
 
 def _usage(plan: Plan) -> str:

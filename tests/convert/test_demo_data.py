@@ -254,7 +254,7 @@ def start(recipe, small):
     documents = read_documents("held_out")[5:8]
     made = recipe.train_tokenizer(documents, small)
     torch.manual_seed(small.seed)
-    model = recipe.LlamaForCausalLM(recipe.model_config(small))
+    model = AutoModelForCausalLM.from_config(recipe.model_config(small))
     return model, {split: recipe.encode(made, documents) for split in recipe.SPLITS}
 
 

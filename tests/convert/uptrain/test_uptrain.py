@@ -238,6 +238,8 @@ def test_the_record_and_the_card(source, converted, text, tmp_path):
     train(start, out, text, teacher=str(source), steps=2, eval_every=1)
     before, after = (json.loads((folder / "kvfold.json").read_text()) for folder in (start, out))
     assert after["drift_before_uptraining"] == before.pop("drift")
+    assert after["files"].keys() == before["files"].keys()
+    assert after["files"]["model.safetensors"] != before.pop("files")["model.safetensors"]
     assert {name: after[name] for name in before} == before
     found = after["uptraining"]
     assert found["request"]["text"] == "words.txt"
@@ -326,8 +328,9 @@ def test_the_file_of_the_curve(tmp_path, name, start):
 
 def test_a_log_that_was_cut_short(tmp_path):
     log = tmp_path / "log.jsonl"
-    log.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert read_log(log) == [{"step": 1}, {"step": 2}]
+    rows = [{"step": step, "tokens": 512 * step} for step in (1, 2)]
+    log.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + '{"st')
+    assert read_log(log) == rows
 
 
 @pytest.mark.parametrize(
