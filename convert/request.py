@@ -26,7 +26,7 @@ DEFAULT_LAYOUT: Layout = "free"
 
 SELF = "self"  # --calibration: the source writes the text
 WEIGHTS_ONLY = frozenset({"mean", "first", "random", "svd"})
-# Options that say where and how to run; they do not change the result.
+# Options that name the source and OUT, which records name otherwise, or say how to run: no part of a recipe.
 RUN_ONLY = frozenset(
     (
         "model",

@@ -7,7 +7,6 @@ are in a scratch folder beside the shards; in memory are small tables only.
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -19,7 +18,7 @@ from kvfold.convert.conversion.method import Converted, Method, Notes
 from kvfold.convert.conversion.norms import NORMS
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.refinement import refinement_record
-from kvfold.convert.conversion.source import source_layer, source_rotary
+from kvfold.convert.conversion.source import normed_layers, source_layer, source_rotary
 from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.conversion.steps import Calibrated, StudentWalk, load_tokens, print_start, source_stream
 from kvfold.convert.conversion.trials import resolve
@@ -65,9 +64,8 @@ def survey_source(plan: Plan, folder: Path, stages: Stages) -> Survey:
     source = source_stream(plan)
     print_start(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration, passes=3))
     layers = []
-    calibrated = stages.over(
-        "survey", survey(source, tokens.calibration, weights=partial(source_layer, plan)), plan.geometry.layers, "layer"
-    )
+    surveyed = survey(source, tokens.calibration, weights=normed_layers(plan))
+    calibrated = stages.over("survey", surveyed, plan.geometry.layers, "layer")
     for index, statistics, inputs in calibrated:
         weights = linear_heads(source_layer(plan, index), statistics)
         rotary = source_rotary(plan, index)

@@ -1,6 +1,7 @@
 """The source's attention layers, read from its files."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,14 @@ from kvfold.convert.transforms.weights import AttentionWeights, Rotary
 def source_layer(plan: Plan, layer: int) -> AttentionWeights:
     """The source's attention in ``layer``. Raises InputError when a weight is not finite."""
     return read_layer(plan.model, layer, reader(plan, layer))
+
+
+def normed_layers(plan: Plan) -> Callable[[int], AttentionWeights] | None:
+    """What reads a layer for the statistics behind its norms on queries and keys; None for models without such norms.
+
+    Their layers are not read once more for nothing.
+    """
+    return None if plan.model.qk_norm is None else partial(source_layer, plan)
 
 
 def source_rotary(plan: Plan, layer: int) -> Rotary:

@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from kvfold.convert.conversion.method import Converted, Measured, Notes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.refinement import OUTPUT_FIT, Refiner, attention_update
 from kvfold.convert.conversion.self_text import write_tokens
-from kvfold.convert.conversion.source import source_layer
+from kvfold.convert.conversion.source import normed_layers
 from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import KvfoldError
@@ -100,7 +99,7 @@ class StudentWalk:
             profile=statistics,
             statistics=statistics,
             keep_calibration=keep,
-            weights=partial(source_layer, plan),
+            weights=normed_layers(plan),
         )
 
     def steps(self, journal: Journal | None = None) -> Iterator[Step]:

@@ -202,7 +202,7 @@ def _open_folder(folder: Path, reading: Reading, origin: str = "") -> Checkpoint
             f"{folder}: expected a model, found a PEFT adapter; give its base model as MODEL, and --adapter {folder}"
         )
     if (gguf := gguf_file(names, reading.gguf, folder)) is not None:
-        return _open_gguf(folder, gguf, reading, origin)
+        return _open_gguf(folder, names, gguf, reading, origin)
     states = file_states(folder / name for name in (folders.CONFIG, *folders.extra_names(names)))
     config, digest = folders.read_config(folder)
     entry, legacy = folders.weight_files(names, str(folder))
@@ -235,9 +235,8 @@ def _listed(folder: Path) -> list[str]:
         raise InputError(f"{folder}: expected to be able to list its files, found: {error.strerror}") from None
 
 
-def _open_gguf(folder: Path, file: str, reading: Reading, origin: str) -> Checkpoint:
+def _open_gguf(folder: Path, names: list[str], file: str, reading: Reading, origin: str) -> Checkpoint:
     """A GGUF file: with the config.json beside it if that describes a model, else what transformers makes of it."""
-    names = _listed(folder)
     folders.raise_problems(folders.extra_problems(folder, folders.extra_names(names)))
     path = folders.resolve_member(folder, file)
     beside = (folders.CONFIG, *folders.extra_names(names))

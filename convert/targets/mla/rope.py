@@ -25,8 +25,7 @@ def engine_rope(theta: Sequence[float], positions: int) -> dict[str, Any]:
     In the newer spelling and in that of transformers before 5, which engines have read longer. YaRN is the way of
     DeepSeek-V3 itself; for plain interleaved RoPE vLLM 0.32 has a kernel on CPUs that rotates several heads wrongly.
     """
-    base = plain_base(theta)
-    table = _longrope(theta, positions) if base is None else _yarn(base, positions)
+    table = _scaled(theta, positions)
     scaling = {name: value for name, value in table.items() if name != "rope_theta"}
     return {
         "rope_theta": table["rope_theta"],
@@ -37,8 +36,7 @@ def engine_rope(theta: Sequence[float], positions: int) -> dict[str, Any]:
 
 def expert_rope(theta: Sequence[float], positions: int, rope_dim: int, head_dim: int) -> dict[str, Any]:
     """For Mistral4, which rotates ``rope_dim`` of ``head_dim`` dims, but not by plain RoPE; it scales no queries."""
-    base = plain_base(theta)
-    table = _longrope(theta, positions) if base is None else _yarn(base, positions)
+    table = _scaled(theta, positions)
     return {
         "rope_parameters": {**table, "partial_rotary_factor": _part(rope_dim, head_dim), "llama_4_scaling_beta": 0.0}
     }
@@ -57,6 +55,12 @@ def _part(rope_dim: int, head_dim: int) -> float:
 
 def _plain(base: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": base}
+
+
+def _scaled(theta: Sequence[float], positions: int) -> dict[str, Any]:
+    """YaRN of factor 1 where ``theta`` is plain RoPE, else longrope."""
+    base = plain_base(theta)
+    return _longrope(theta, positions) if base is None else _yarn(base, positions)
 
 
 def _yarn(base: float, positions: int) -> dict[str, Any]:
