@@ -97,8 +97,10 @@ def uptrain(**options: Any) -> None:
     request = ur.UptrainRequest(**options)
     if request.plot is not None:
         check_plot(request.plot)
+    from kvfold.convert.uptrain.processes import leave_processes
     from kvfold.convert.uptrain.run import summary, uptrain_checkpoint
 
     done = uptrain_checkpoint(request)
+    leave_processes()
     if done.rows and not request.quiet:
         click.echo(summary(request, done))

@@ -34,3 +34,12 @@ def run_on_first(work: Callable[[], Result]) -> Result | None:
     if failure[0] is not None:
         raise failure[0]
     return result
+
+
+def leave_processes() -> None:
+    """Close the connections to the other processes at the end of a run; every process calls this.
+
+    Threads of gloo that still wait when the interpreter ends would abort the process after all its work.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()

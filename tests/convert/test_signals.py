@@ -1,4 +1,7 @@
-"""Signals end a command once; what cleans up after it is not disturbed by a second one."""
+"""Signals end a command once; what cleans up after it is not disturbed by a second one.
+
+They are raised in the thread itself: one that is sent to the process may reach another thread first, and come late.
+"""
 
 import io
 import os
@@ -21,10 +24,10 @@ def test_a_second_signal_is_ignored(number):
 
     def work():
         try:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
         finally:
             for each in ENDING:
-                os.kill(os.getpid(), each)
+                signal.raise_signal(each)
                 cleaned.append(each)
 
     with pytest.raises(KeyboardInterrupt), _terminable():
@@ -37,7 +40,7 @@ def test_a_signal_that_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with _terminable():
-            os.kill(os.getpid(), signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -46,7 +49,7 @@ def test_a_signal_while_cleaning_up_waits(tmp_path, monkeypatch):
     removed = atomic.shutil.rmtree
 
     def disturbed(path: Path, **options: bool) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         removed(path, **options)
 
     monkeypatch.setattr(atomic.shutil, "rmtree", disturbed)

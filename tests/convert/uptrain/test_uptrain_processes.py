@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 import torch.distributed as dist
 from kvfold.convert.errors import InputError
-from kvfold.convert.uptrain.processes import run_on_first
+from kvfold.convert.uptrain.processes import leave_processes, run_on_first
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 (folder / f"started{rank}").touch()
@@ -45,6 +45,8 @@ try:
     run_on_first(wrong)
 except InputError as error:
     print(json.dumps({"result": result, "calls": calls, "waited": seconds > 6, "error": str(error)}))
+leave_processes()
+print(dist.is_initialized(), file=sys.stderr)
 """
 
 
@@ -61,6 +63,7 @@ def test_the_others_wait_longer_than_the_timeout_of_the_training_and_share_its_e
     ]
     ended = [process.communicate(timeout=PATIENCE) for process in started]
     assert [process.returncode for process in started] == [0, 0], [error for _, error in ended]
+    assert all(error.endswith("False\n") for _, error in ended)
     same = {"waited": True, "error": "no text\n  a detail"}
     assert json.loads(ended[0][0]) == {"result": "done", "calls": [0], **same}
     assert json.loads(ended[1][0]) == {"result": None, "calls": [], **same}

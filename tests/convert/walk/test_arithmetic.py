@@ -1,5 +1,7 @@
 """A training step in bfloat16: its attention, when it pays, and that it reaches what float32 reaches."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -59,15 +61,16 @@ def test_an_attention_in_bfloat16_is_that_of_float32_but_for_rounding(tiny_famil
     assert step.teacher.module.self_attn.config._attn_implementation == implementation
 
 
-def in_bfloat16(folder):
+def in_bfloat16(folder, copy):
+    folder = shutil.copytree(folder, copy)
     path = folder / "model.safetensors"
     save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
     return folder
 
 
 @pytest.mark.parametrize("target", [{"to": "mqa"}, {"to": "mla", "kv_rank": 12, "rope_dim": 4, "method": "svd"}])
-def test_steps_in_bfloat16_reach_what_those_in_float32_do(tiny_family, monkeypatch, target):
-    plan = plan_of(in_bfloat16(tiny_family("llama")))
+def test_steps_in_bfloat16_reach_what_those_in_float32_do(tiny_family, tmp_path, monkeypatch, target):
+    plan = plan_of(in_bfloat16(tiny_family("llama"), tmp_path / "llama"))
     errors, dtypes = {}, []
     attend = arithmetic.blocked_attention
     monkeypatch.setattr(arithmetic, "blocked_attention", lambda *args: dtypes.append(args[0].dtype) or attend(*args))
