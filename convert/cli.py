@@ -1,7 +1,8 @@
 """The ``kvfold`` command. Heavy modules are imported inside the commands: ``--help`` and ``inspect`` must be quick."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn
 
@@ -52,10 +53,26 @@ def kvfold(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-@kvfold.command()
-@click.argument("model")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the summary.")
-def inspect(model: str, as_json: bool) -> None:
+def _tell(json_file: str | None, value: Callable[[], Any], text: str) -> None:
+    """Print ``text``; where ``json_file`` is given write ``value`` there, and where that is stdout nothing else."""
+    if json_file is not None:
+        write_text(json_file, json.dumps(value(), indent=2) + "\n")
+    if text:
+        click.echo(text, err=json_file == STDOUT)
+
+
+@kvfold.command(short_help="What MODEL is, what it can become, and what that saves.")
+@click.argument("model", required=False, metavar="MODEL")
+@click.option(
+    "--json",
+    "json_file",
+    is_flag=False,
+    flag_value=STDOUT,
+    metavar="[FILE|-]",
+    help="Write the facts as JSON to FILE; without FILE, or with -, to stdout, and nothing else there.",
+)
+@click.option("--gguf", metavar="FILE", help="Read this GGUF file of MODEL.")
+def inspect(model: str | None, json_file: str | None, gguf: str | None) -> None:
     """Show MODEL's attention kind, heads and cache bytes per token, and the targets it can be converted to.
 
     Reads the headers and the config only: a hub id is not downloaded.
@@ -63,8 +80,14 @@ def inspect(model: str, as_json: bool) -> None:
     from kvfold.convert.inspection.facts import inspect_checkpoint
     from kvfold.convert.inspection.text import summary
 
-    facts = inspect_checkpoint(model)
-    click.echo(json.dumps(facts.to_dict(), indent=2) if as_json else summary(facts))
+    if model is None:  # `--json MODEL`: the file may be left out, so MODEL was taken for it
+        if json_file in (None, STDOUT):
+            raise click.UsageError("missing argument 'MODEL'", click.get_current_context())
+        model, json_file = json_file, STDOUT
+    if json_file is not None:
+        check_writable(json_file)
+    facts = inspect_checkpoint(model, gguf=gguf)
+    _tell(json_file, facts.to_dict, summary(facts))
 
 
 _device = click.option(
@@ -91,7 +114,7 @@ _steps = partial(_refinement, type=_steps_or_auto, metavar="STEPS|auto")
 _running = partial(click.option, cls=PanelOption, panel="Running")
 
 
-@kvfold.command(cls=PanelCommand)
+@kvfold.command(cls=PanelCommand, short_help="Convert MODEL to a smaller KV cache, into the folder OUT.")
 @click.argument("model")
 @click.argument("out")
 @_target("--to", type=Choice(rq.TARGETS), help="Attention kind to convert to; required without --recipe.")
@@ -107,8 +130,10 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
 @_target("--allow-growth", is_flag=True, help="Allow targets whose cache is not smaller than the source's.")
 @_calibration(
     "--calibration",
+    multiple=True,
     metavar="FILE|DATASET|self",
-    help="Text that resembles the model's use: .txt, .jsonl, or a datasets name; self: MODEL writes it.",
+    help="Text like that of the model's use: plain text, .jsonl rows, a datasets name; self: MODEL writes it. "
+    "Repeated: equal shares of each.",
 )
 @_calibration("--samples", type=int, default=rq.ConvertRequest.samples, help="Calibration sequences.")
 @_calibration("--seq-len", type=int, default=rq.ConvertRequest.seq_len, help="Tokens per sequence.")
@@ -148,8 +173,9 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
 @_running("--resume", is_flag=True, help="Resume an interrupted calibrated run at its last finished layer.")
 @_running("--overwrite", is_flag=True, help="Replace OUT; the old one stays intact until the new one is on disk.")
 @_running("--quiet", is_flag=True, help="No progress, no summary.")
+@_running("--json", "json_file", metavar="FILE|-", help="Also write the result to FILE; -: to stdout alone.")
 @_running("--trust-remote-code", is_flag=True, help="Allow code in the checkpoint to run.")
-def convert(recipe: str | None, **options: Any) -> None:
+def convert(recipe: str | None, json_file: str | None, **options: Any) -> None:
     """Convert MODEL and write the result to the folder OUT."""
     from kvfold.convert.recipes import recipe_request
 
@@ -158,14 +184,15 @@ def convert(recipe: str | None, **options: Any) -> None:
         raise click.UsageError("missing option '--to': gqa, mqa or mla; or name a --recipe", ctx)
     explicit = {name: value for name, value in options.items() if ctx.get_parameter_source(name) in _GIVEN}
     request = rq.ConvertRequest(**options) if recipe is None else recipe_request(recipe, **explicit)
+    if json_file is not None:
+        check_writable(json_file)
     from kvfold.convert.conversion.run import convert_checkpoint
 
     result = convert_checkpoint(request)
-    if request.dry_run or not request.quiet:
-        click.echo(result.summary())
+    _tell(json_file, result.to_dict, result.summary() if request.dry_run or not request.quiet else "")
 
 
-@kvfold.command()
+@kvfold.command(short_help="How far OUT is from MODEL, layer by layer and at the end.")
 @click.argument("model")
 @click.argument("out")
 @click.option(
@@ -179,20 +206,24 @@ def convert(recipe: str | None, **options: Any) -> None:
 @click.option("--trust-remote-code", is_flag=True, help="Allow the tokenizer code in MODEL to run.")
 def drift(model: str, out: str, json_file: str | None, **options: Any) -> None:
     """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and at the end."""
-    from kvfold.convert.measure.drift import drift_checkpoints
-    from kvfold.convert.measure.table import drift_table
+    from kvfold.convert.text.sources import check_sources
 
     if json_file is not None:
         check_writable(json_file)
+    check_sources(filter(None, [options["text"]]), "--text")
+    from kvfold.convert.measure.drift import drift_checkpoints
+    from kvfold.convert.measure.table import drift_table
+
     report = drift_checkpoints(model, out, **options)
     if json_file is not None:
         write_text(json_file, report.to_json())
     click.echo(drift_table(report), err=json_file == STDOUT)
 
 
-@kvfold.command()
+@kvfold.command(short_help="Whether OUT is what was written: hashes, shapes, finite numbers.")
 @click.argument("out")
-def verify(out: str) -> None:
+@_json_file
+def verify(out: str, json_file: str | None) -> None:
     """Check that OUT is as it was written: hashes, shapes, loading, finite numbers.
 
     Reads every byte, runs nothing. Compares the hashes in kvfold.json with the files, the tensors with the class that
@@ -200,15 +231,17 @@ def verify(out: str) -> None:
     """
     from kvfold.convert.measure.verify import check_verified, verify_checkpoint
 
+    if json_file is not None:
+        check_writable(json_file)
     done = verify_checkpoint(out)
+    _tell(json_file, lambda: asdict(done), "" if done.problems else done.summary())
     check_verified(done)
-    click.echo(done.summary())
 
 
 kvfold.add_command(uptrain)
 
 
-@kvfold.command()
+@kvfold.command(short_help="Decode speed, cache and memory of MODELs side by side.")
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @click.option("--context", default="2048", show_default=True, metavar="N,N", help="Tokens in the cache.")
 @click.option("--batch", default="1", show_default=True, metavar="N,N", help="Sequences decoded at once.")
@@ -257,15 +290,16 @@ def bench(
     click.echo(run.bench_table(report), err=json_file == STDOUT)
 
 
-@kvfold.command()
-def recipes() -> None:
+@kvfold.command(short_help="The recipes that ship, for `kvfold convert --recipe`.")
+@_json_file
+def recipes(json_file: str | None) -> None:
     """List the recipes that ship, for `kvfold convert --recipe`."""
-    from kvfold.convert.recipes import recipe_table
+    from kvfold.convert.recipes import recipe_list, recipe_table
 
-    click.echo(recipe_table())
+    _tell(json_file, recipe_list, recipe_table())
 
 
-@kvfold.command()
+@kvfold.command(short_help="Convert the small model that ships to every target; measure.")
 @click.argument("folder", metavar="[DIR]", required=False)
 def demo(folder: str | None) -> None:
     """Convert the small trained model that ships with kvfold to every target, and measure each.

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 _SHOWN = 20
+_OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict, _REPR.maxstring, _REPR.maxlong, _REPR.maxother = 3, 16, 8, 200, 60, 200
 # What values are often called elsewhere.
@@ -18,7 +19,8 @@ _USUAL = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "flo
 class KvfoldError(Exception):
     """An error that kvfold explains: what was wrong, where, what was expected, what was found and what to do.
 
-    ``message`` is that sentence. ``details`` are further problems of the same kind, one short line each; the first 20
+    ``message`` is that sentence. Where it names options of the command line, a note of the exception, which a traceback
+    shows, names them as keywords. ``details`` are further problems of the same kind, one short line each; the first 20
     are shown, then a count.
     """
 
@@ -28,6 +30,10 @@ class KvfoldError(Exception):
         super().__init__(message)
         self.message = message
         self.details = tuple(details)
+        options = dict.fromkeys(_OPTION.findall(" ".join([message, *self.details])))
+        if options:
+            keywords = ", ".join(f"--{name} is {name.replace('-', '_')}=" for name in options)
+            self.add_note(f"from Python: {keywords}")
 
     def __str__(self) -> str:
         lines = [self.message, *(f"  {detail}" for detail in self.details[:_SHOWN])]

@@ -39,6 +39,12 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
+def recipe_list() -> list[dict[str, Any]]:
+    """The recipes that ship, as plain JSON values: name, ``options``, and what is said about each."""
+    read = {name: read_recipe(name) for name in recipe_names()}
+    return [{"name": name, "options": dict(recipe.options), **recipe.about} for name, recipe in read.items()]
+
+
 def recipe_table() -> str:
     """The recipes that ship, a line each: name, model, and the KV-cache elements per token per layer of both."""
     rows = [["recipe", "model", "cached before", "after"]]

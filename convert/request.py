@@ -1,7 +1,7 @@
 """The options of a conversion and the values that they take. No checkpoint is opened, torch is not imported."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -74,8 +74,9 @@ class ConvertRequest:
 
     ``method`` and ``group`` left at None take the best there is for the target (see ``resolved_method``); ``refine``
     is a number of steps per layer, ``polish`` one of steps of all layers together, or each ``"auto"``. ``gguf`` is the
-    GGUF file of the folder to read, ``adapter`` the folder of a LoRA adapter to merge. Paths may be path objects; they
-    become text. Raises InputError, with every problem at once.
+    GGUF file of the folder to read, ``adapter`` the folder of a LoRA adapter to merge. ``calibration`` may be several
+    texts, which are mixed in equal shares. Paths may be path objects; they become text. Raises InputError, with
+    every problem at once.
     """
 
     model: str
@@ -89,7 +90,7 @@ class ConvertRequest:
     budget: int | None = None
     q_rank: int | None = None
     layout: Layout | None = None
-    calibration: str | None = None
+    calibration: str | tuple[str, ...] | None = None
     samples: int = 128
     seq_len: int = 512
     seed: int = 0
@@ -109,8 +110,7 @@ class ConvertRequest:
 
     def __post_init__(self) -> None:
         for name in ("model", "out", "calibration", "gguf", "adapter"):
-            if isinstance(value := getattr(self, name), os.PathLike):
-                object.__setattr__(self, name, os.fspath(value))
+            object.__setattr__(self, name, _as_text(getattr(self, name)))
         problems = [*_path_problems(self), *_value_problems(self), *_combination_problems(self)]
         if problems:
             raise InputError(problems[0], problems[1:])
@@ -129,6 +129,13 @@ class ConvertRequest:
     def calibrated(self) -> bool:
         """Whether the conversion runs the model over calibration text."""
         return self.resolved_method not in WEIGHTS_ONLY or bool(self.refine) or bool(self.polish)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The names in ``calibration``."""
+        if self.calibration is None or isinstance(self.calibration, str):
+            return () if self.calibration is None else (self.calibration,)
+        return self.calibration
 
     @property
     def shard_bytes(self) -> int:
@@ -164,8 +171,24 @@ def expected(name: str, value: Any) -> str | None:
             return f"a size with its unit (did you mean {value.strip()}GB?)"
         return None if parse_size(value) else "a size such as 5GB, 500MB or 2GiB"
     if name == "calibration":
-        return None if isinstance(value, str) and value.strip() else "the name of a text file or dataset"
+        return _calibration_expected(value if isinstance(value, (list, tuple)) else [value])
     return None
+
+
+def _calibration_expected(names: Sequence[Any]) -> str | None:
+    if not all(isinstance(name, str) and name.strip() for name in names):
+        return "the name of a text file or dataset"
+    if len(set(names)) < len(names):
+        return "different texts"
+    return f"either {SELF} or names of texts" if SELF in names and len(names) > 1 else None
+
+
+def _as_text(value: Any) -> Any:
+    """Path objects as text, also in a list, which becomes a tuple; one without elements is None, with one its own."""
+    if isinstance(value, (list, tuple)):
+        texts = tuple(map(_as_text, value))
+        return texts if len(texts) > 1 else next(iter(texts), None)
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _is_whole(value: Any, least: int) -> bool:

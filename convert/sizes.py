@@ -7,16 +7,15 @@ _BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _BY_NAME = {"": 1} | {unit.upper(): size for unit, size in (_DECIMAL | _BINARY).items()}
 
 
-def bytes_text(count: int, *, binary: bool = False) -> str:
-    """``count`` bytes in the largest unit that keeps the number at 1 or more: "5.2 GB"; with ``binary`` "4.8 GiB"."""
-    unit, size = bytes_unit(count, binary=binary)
+def bytes_text(count: int) -> str:
+    """``count`` bytes in the largest decimal unit that keeps the number at 1 or more: "5.2 GB"."""
+    unit, size = bytes_unit(count)
     return f"{count} B" if size == 1 else f"{count / size:.1f} {unit}"
 
 
-def bytes_unit(count: float, *, binary: bool = False) -> tuple[str, int]:
-    """The largest unit that is at most ``count`` bytes, and its bytes."""
-    units = (_BINARY if binary else _DECIMAL).items()
-    return next(((unit, size) for unit, size in reversed(units) if count >= size), ("B", 1))
+def bytes_unit(count: float) -> tuple[str, int]:
+    """The largest decimal unit that is at most ``count`` bytes, and its bytes."""
+    return next(((unit, size) for unit, size in reversed(_DECIMAL.items()) if count >= size), ("B", 1))
 
 
 def parse_size(text: str | int) -> int | None:

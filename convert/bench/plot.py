@@ -24,7 +24,7 @@ def figure(report: dict[str, Any]) -> Any:
     FigureCanvasAgg(drawn)
     speed, cache = drawn.subplots(2, 1)
     largest = max((row.get("cache_bytes", 0) for row in rows.values()), default=0)
-    unit, size = bytes_unit(largest, binary=True)
+    unit, size = bytes_unit(largest)
     for axes, key, scale, title in (
         (speed, "decode_tokens_per_s", 1, "decoding, tokens per second"),
         (cache, "cache_bytes", size, f"cache, {unit}"),

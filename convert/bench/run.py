@@ -161,7 +161,7 @@ def _pad(cell: str, column: int, width: int) -> str:
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     start = (row["model"], str(row["context"]), str(row["batch"]))
     if "needed_bytes" in row:
-        needed, free = (bytes_text(row[key], binary=True) for key in ("needed_bytes", "free_bytes"))
+        needed, free = (bytes_text(row[key]) for key in ("needed_bytes", "free_bytes"))
         return (*start, f"does not fit: needs {needed}, {free} free")
     if "failed" in row:
         return (*start, f"does not run: {row['failed'].split(': ', 1)[-1]}")
@@ -172,7 +172,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['decode_tokens_per_s']:.1f}",
         f"{row['step_ms']:.1f}",
         f"{row['attention_ms']:.1f}",
-        bytes_text(row["cache_bytes"], binary=True),
-        bytes_text(row["peak_bytes"], binary=True),
+        bytes_text(row["cache_bytes"]),
+        bytes_text(row["peak_bytes"]),
         "-" if ratio is None else f"{ratio:.2f}",
     )

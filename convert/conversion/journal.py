@@ -120,7 +120,7 @@ def run_key(plan: Plan) -> str:
     request, folder = plan.request, plan.checkpoint.folder
     files = {info.file for info in plan.checkpoint.tensors.values()} | {"config.json", "tokenizer.json"}
     outside = sorted(path for path in plan.checkpoint.states if path.parent != folder)  # an adapter's
-    paths = [*(folder / name for name in sorted(files)), *outside, Path(request.calibration or "")]
+    paths = [*(folder / name for name in sorted(files)), *outside, *map(Path, request.texts)]
     settings = {
         "options": request.result_options(),
         "device": [request.device, torch.cuda.is_available(), torch.get_num_threads()],

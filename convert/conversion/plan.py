@@ -183,7 +183,8 @@ def _latent_plan(
 def _fold_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
     if model.qk_norm is not None and model.qk_norm.after_rotary and request.resolved_method == "principal":
         raise InputError(
-            f"--method principal: {model.family.model_type} normalizes queries and keys after their rotary embedding, "
+            f"{'--method principal' if request.method else 'the default method, principal'}: "
+            f"{model.family.model_type} normalizes queries and keys after their rotary embedding, "
             "where keys of two heads cannot be weighed against each other; use --method mean, with --refine auto"
         )
     kv_heads = 1 if request.kv_heads is None else request.kv_heads

@@ -34,8 +34,9 @@ from kvfold.convert.io.config import dump
 from kvfold.convert.io.folder import read_bytes
 from kvfold.convert.io.shards import ShardWriter
 from kvfold.convert.measure.verify import RECORD, file_hashes
-from kvfold.convert.request import ConvertRequest
+from kvfold.convert.request import SELF, ConvertRequest
 from kvfold.convert.sizes import bytes_text
+from kvfold.convert.text.sources import check_sources
 
 _METHODS = {  # (to MLA, reads text) -> module and class; imported when used: torch and transformers take seconds
     (False, False): ("pooled", "Pooled"),
@@ -53,6 +54,18 @@ class Conversion:
     written: Path | None
     seconds: float | None
     record: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values: the record without its lists of tensors and files, or the plan of a dry run."""
+        plan, size = self.plan, sum(tensor.nbytes for tensor in self.plan.layout.tensors)
+        if self.written is None:
+            files = {shard.file: sum(tensor.nbytes for tensor in shard.tensors) for shard in plan.shards}
+            disk = {"disk_bytes": plan.disk_bytes, "free_bytes": plan.free_bytes}
+            facts = {"out": None, "dry_run": True, "files": files, **disk, **record_of(plan, {})}
+        else:
+            facts = {"out": str(self.written), "seconds": self.seconds, "weight_bytes": size, **self.record}
+            facts.pop("files", None)
+        return {name: value for name, value in facts.items() if name != "tensors"}
 
     def summary(self) -> str:
         """The plan of a dry run; otherwise the conversion in a line, the cost of its layout, and what was written."""
@@ -83,6 +96,8 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     is written).
     """
     started = time.monotonic()
+    check_output(request.out, overwrite=request.overwrite)
+    check_sources(text for text in request.texts if text != SELF)
     checkpoint = open_checkpoint(request.model, reading(request))
     try:
         plan = make_plan(request, checkpoint)

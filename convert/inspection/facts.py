@@ -1,6 +1,7 @@
 """``kvfold inspect``: facts about a checkpoint from its config and headers. Imports neither torch nor transformers."""
 
 import math
+import os
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -9,7 +10,7 @@ from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.tensors import ROLES
 from kvfold.convert.inspection.latent import latent_faults
 from kvfold.convert.inspection.targets import CacheSize, TargetSize, cache_size, target_sizes
-from kvfold.convert.io.checkpoint import Checkpoint, open_headers
+from kvfold.convert.io.checkpoint import Checkpoint, Reading, open_headers
 from kvfold.convert.io.headers import FLOAT_DTYPES
 from kvfold.convert.targets.engines import Verdict, verdicts
 from kvfold.convert.targets.mla.config import is_latent
@@ -87,12 +88,14 @@ class Inspection:
         }
 
 
-def inspect_checkpoint(model: str) -> Inspection:
+def inspect_checkpoint(model: str | os.PathLike[str], *, gguf: str | None = None) -> Inspection:
     """Facts about ``model`` (a folder or hub id; only headers are read). Cache sizes are those of one sequence.
+
+    ``gguf`` names the GGUF file of the folder to read.
 
     Raises InputError when there is no such checkpoint, its files are damaged, or its family is not supported.
     """
-    checkpoint = open_headers(model)
+    checkpoint = open_headers(model, Reading(gguf=gguf))
     try:
         return _inspect_latent(checkpoint) if is_latent(checkpoint.config) else _inspect(checkpoint)
     finally:

@@ -66,6 +66,16 @@ def is_adapter(names: list[str]) -> bool:
     return CONFIG in names and folders.CONFIG not in names
 
 
+def base_model_hint(folder: Path) -> str:
+    """The command that converts the base model of the adapter in ``folder``, where that names one; else empty."""
+    try:
+        config = folders.parse_json(folder / CONFIG, folders.read_bytes(folders.resolve_member(folder, CONFIG)))
+    except InputError:
+        return ""
+    base = config.get("base_model_name_or_path")
+    return f": kvfold convert {base} OUT --adapter {folder} ..." if isinstance(base, str) and base.strip() else ""
+
+
 def open_adapter(folder: Path) -> Adapter:
     """The LoRA adapter in ``folder``. Raises InputError when there is none, or one that is not plain LoRA."""
     folder = folder.resolve()

@@ -14,12 +14,12 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.folder import replaceable_problem
-from kvfold.convert.io.swap import place, put_back, replace, sync_tree
+from kvfold.convert.io.swap import place, put_back, replace, sync_path, sync_tree
 from kvfold.convert.sizes import bytes_text
 
 _LOCKLESS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -32,20 +32,22 @@ def check_output(
 ) -> Path:
     """The real path of OUT, when it may be written; touches nothing.
 
-    InputError: OUT exists and ``overwrite`` is off, or it is no folder, a mount point, or a folder with something in it
-    that is no part of a checkpoint (which ``overwrite`` must not throw away); OUT and MODEL inside each other; a parent
-    that is missing, no folder or not writable.
+    InputError: OUT exists, is no empty folder, and ``overwrite`` is off, or it is no folder, a mount point, or a folder
+    with something in it that is no part of a checkpoint (which ``overwrite`` must not throw away); OUT and MODEL inside
+    each other; a parent (those that are missing will be made) that is no folder or not writable.
     """
     target = _resolved(out)
     if model is not None:
         _check_apart(target, Path(model).resolve())
     if os.path.lexists(target):
         _check_replaceable(target, overwrite)
-    if not target.parent.is_dir():
-        actual = "something else" if os.path.lexists(target.parent) else "none"
-        raise InputError(f"{target}: expected a folder {target.parent} to write it in, found {actual}; make it first")
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise InputError(f"{target}: expected to be allowed to write in {target.parent}, found it not writable")
+    parent = next(path for path in target.parents if os.path.lexists(path))
+    if not parent.is_dir():
+        raise InputError(
+            f"{target}: expected a folder {parent} to write it in, found something else; choose another OUT"
+        )
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError(f"{target}: expected to be allowed to write in {parent}, found it not writable")
     return target
 
 
@@ -72,7 +74,7 @@ def _check_apart(target: Path, model: Path) -> None:
 
 
 def _check_replaceable(target: Path, overwrite: bool) -> None:
-    if not overwrite:
+    if not overwrite and not _is_empty_folder(target):
         raise InputError(f"{target}: expected no such path, found that it exists; choose another OUT or --overwrite")
     if not target.is_dir():
         raise InputError(f"{target}: expected a folder to overwrite, found a file; choose another OUT")
@@ -80,6 +82,32 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
         raise InputError(f"{target}: expected a folder that can be replaced, found a mount point; choose one inside it")
     if found := replaceable_problem(target):
         raise InputError(f"{target}: expected a checkpoint to overwrite, {found}; remove it yourself if it can go")
+
+
+def _is_empty_folder(path: Path) -> bool:
+    try:
+        return not os.listdir(path)
+    except OSError:  # a file, or a folder that nothing may list
+        return False
+
+
+@contextmanager
+def _parents(target: Path) -> Iterator[None]:
+    """Make the missing folders above ``target``; when the block raises, those that are empty are removed again."""
+    missing = [path for path in target.parents if not path.exists()]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            sync_path(path.parent)
+    except OSError as error:
+        raise _not_writable(target, error) from None
+    try:
+        yield
+    except BaseException:
+        for path in missing:
+            with suppress(OSError):  # not empty: a run that can be resumed, or someone else's files
+                path.rmdir()
+        raise
 
 
 @contextmanager
@@ -98,7 +126,7 @@ def output_folder(
     InputError as in ``check_output``, and when another process is writing the same OUT.
     """
     target = check_output(out, overwrite=overwrite, model=model)
-    with output_lock(target) as locked:
+    with _parents(target), output_lock(target) as locked:
         stale = _stale(target) if locked else []
         for path in stale:
             _complete_replacement(path, target)
@@ -262,6 +290,8 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
         replace(folder, target, _backup(folder))
         return
     try:
+        if _is_empty_folder(target):
+            target.rmdir()
         place(folder, target)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):

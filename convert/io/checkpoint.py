@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.io import folder as folders
 from kvfold.convert.io import hub
-from kvfold.convert.io.adapter import adapted, is_adapter, open_adapter
+from kvfold.convert.io.adapter import adapted, base_model_hint, is_adapter, open_adapter
 from kvfold.convert.io.gguf import gguf_file, read_gguf
 from kvfold.convert.io.headers import Header, TensorInfo
 from kvfold.convert.io.json_text import portable_name
@@ -200,6 +200,7 @@ def _open_folder(folder: Path, reading: Reading, origin: str = "") -> Checkpoint
     if is_adapter(names):
         raise InputError(
             f"{folder}: expected a model, found a PEFT adapter; give its base model as MODEL, and --adapter {folder}"
+            f"{base_model_hint(folder)}"
         )
     if (gguf := gguf_file(names, reading.gguf, folder)) is not None:
         return _open_gguf(folder, names, gguf, reading, origin)

@@ -115,7 +115,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     """``config.json`` and the sha256 of its bytes."""
     if not os.path.lexists(folder / CONFIG):
         raise InputError(
-            f"{folder}: expected a checkpoint with a {CONFIG}, found no {CONFIG}; give the folder that holds it"
+            f"{folder}: expected a checkpoint with a {CONFIG}, found no {CONFIG}; {_instead_of_config(folder)}"
         )
     data = read_bytes(resolve_member(folder, CONFIG), _LARGEST_CONFIG + 1)
     if len(data) > _LARGEST_CONFIG:
@@ -123,6 +123,17 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
             f"{folder / CONFIG}: expected at most {bytes_text(_LARGEST_CONFIG)}, found more; fetch it again"
         )
     return parse_json(folder / CONFIG, data), hashlib.sha256(data).hexdigest()
+
+
+def _instead_of_config(folder: Path) -> str:
+    """What to do about a folder without a config: it is further down, or was not saved with the weights."""
+    inside = sorted(path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{CONFIG}"))
+    if inside:
+        others = f", or one of {len(inside) - 1} more" if len(inside) > 1 else ""
+        return f"did you mean {inside[0]}{others}?"
+    if any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir()):
+        return f"put the model's {CONFIG} beside its weights, or save it with save_pretrained"
+    return "give the folder that holds it"
 
 
 def read_bytes(path: Path, limit: int = -1) -> bytes:

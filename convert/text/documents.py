@@ -1,4 +1,4 @@
-"""Documents of a .txt or .jsonl file, of a ``datasets`` name, or of the text that ships with kvfold.
+"""Documents of a file of text or .jsonl rows, of a ``datasets`` name, or of the text that ships with kvfold.
 
 A file is read in cells: stretches of about equal size between two line breaks, in an order drawn from the seed. What a
 run does not need of a large file is not read.
@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
-import torch
-
 from kvfold.convert.errors import InputError, first_line
 from kvfold.convert.io.json_text import check_unicode, portable_name
+from kvfold.convert.text.sources import ROWS, check_source, missing_library, wrong_source
 
 BUILT_IN = "the built-in standard-library text"
 _CELL = 1 << 18  # bytes
@@ -81,12 +80,9 @@ def open_corpus(
 
         return _Memory(BUILT_IN, [Document(text) for text in read_documents(split)])
     path = Path(spec)
-    if path.suffix in (".txt", ".jsonl") and not path.is_dir():
-        if not path.is_file():
-            raise InputError(f"{option}: no file {spec}")
+    if path.is_file() or (path.suffix in (".txt", ROWS) and not path.is_dir()):
+        check_source(spec, option)
         return _File(path, render, seed)
-    if path.is_file():
-        raise InputError(f"{option} {spec}: expected a .txt or .jsonl file or the name of a dataset")
     return _Dataset(spec, render, seed, option)
 
 
@@ -115,7 +111,7 @@ class _Memory:
 
 @dataclass(frozen=True)
 class _File:
-    """A .txt is one document, or one per cell; every line of a .jsonl is one."""
+    """A .txt, as every other plain text, is one document, or one per cell; every line of a .jsonl is one."""
 
     path: Path
     render: Render
@@ -156,6 +152,8 @@ class _File:
 
     def _order(self, size: int) -> list[int]:
         """The numbers of the file's cells of ``size`` bytes, as the seed draws them."""
+        import torch
+
         cells = -(-self.size // size)
         order: list[int] = torch.randperm(cells, generator=torch.Generator().manual_seed(self.seed)).tolist()
         return order
@@ -185,7 +183,7 @@ class _File:
         if offset == 0:
             return 0
         file.seek(offset - 1)
-        if self.path.suffix == ".jsonl":
+        if self.path.suffix == ROWS:
             file.readline()
             return file.tell()
         raw = file.read(size)
@@ -206,7 +204,7 @@ class _File:
                 f"{self.path}, line {line}: expected UTF-8 text, found byte 0x{raw[error.start]:02x}; "
                 "convert the file to UTF-8"
             ) from None
-        if self.path.suffix == ".txt":
+        if self.path.suffix != ROWS:
             yield Document(text)
             return
         for number, row in enumerate(text.split("\n")):
@@ -268,21 +266,15 @@ class _Dataset:
         try:
             import datasets
         except ImportError:
-            raise InputError(
-                f"{self._problem()}, and datasets, by name or in a folder, need the datasets package: "
-                "pip install 'kvfold[data]'"
-            ) from None
+            raise missing_library(self.spec, self.option) from None
         name, _, config = self.spec.partition(":")
         try:
             rows = datasets.load_dataset(name, config or None, split="train", streaming=True)
         except Exception as error:  # datasets raises many kinds, all about the request
-            raise InputError(f"{self._problem()}, and no dataset: {first_line(error)}") from error
+            problem = wrong_source(self.spec, self.option)
+            raise InputError(f"{problem}, and no dataset: {first_line(error)}") from error
         shuffled: Iterable[Any] = rows.shuffle(seed=self.seed, buffer_size=1000)
         return shuffled
-
-    def _problem(self) -> str:
-        actual = "a folder" if Path(self.spec).is_dir() else "no such file"
-        return f"{self.option} {self.spec}: expected a .txt or .jsonl file or the name of a dataset, found {actual}"
 
 
 def _json(row: str) -> Any:

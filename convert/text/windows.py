@@ -1,6 +1,8 @@
 """Sequences of tokens cut from text: each begins with the tokenizer's prefix, and none overlaps another."""
 
+import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +43,7 @@ def held_out_count(samples: int) -> int:
 
 
 def load_calibration(
-    spec: str | None,
+    spec: str | Sequence[str] | None,
     tokenizer: Any,
     samples: int,
     seq_len: int,
@@ -55,13 +57,56 @@ def load_calibration(
 
     After them ``further`` ones, or as many as the text has that was read for the others.
 
-    ``spec`` is a .txt file (one document), a .jsonl file (``text`` or ``messages`` per line), the name of a dataset, or
-    None for a ``split`` of the text that ships with kvfold. No sequence crosses a document's end, except that
-    documents shorter than a sequence, and what is left of longer ones, are packed with the tokenizer's EOS token
-    between them where it has one.
+    ``spec`` is a file of plain text (one document), a .jsonl file (``text`` or ``messages`` per line), the name of a
+    dataset, or None for a ``split`` of the text that ships with kvfold. Several give equal shares of each part, in an
+    order drawn from the seed. No sequence crosses a document's end, except that documents shorter than a sequence, and
+    what is left of longer ones, are packed with the tokenizer's EOS token between them where it has one.
     Raises InputError, which names the ``option`` that gave ``spec``, for text that is unreadable or too short.
     """
-    count = samples + (held_out_count(samples) if held_out is None else held_out)
+    kept = held_out_count(samples) if held_out is None else held_out
+    if spec is None or isinstance(spec, str):
+        return _load(spec, tokenizer, (samples, kept, further), seq_len, seed, split, option)
+    if len(spec) > samples:
+        raise InputError(f"--samples: expected {len(spec)} or more, one for each {option}, found {samples}")
+    counts = zip(*(_shares(count, len(spec)) for count in (samples, kept, further)), strict=True)
+    parts = [
+        _load(each, tokenizer, count, seq_len, seed, split, option) for each, count in zip(spec, counts, strict=True)
+    ]
+    return _mixed(parts, seed)
+
+
+def _shares(count: int, texts: int) -> list[int]:
+    """``count`` as ``texts`` whole numbers that differ by 1 at most."""
+    return [count // texts + (number < count % texts) for number in range(texts)]
+
+
+def _mixed(parts: Sequence[CalibrationTokens], seed: int) -> CalibrationTokens:
+    """The sequences of several texts, shuffled within each part."""
+
+    def shuffled(tokens: Sequence[Tensor]) -> Tensor:
+        joined = torch.cat(list(tokens))
+        return joined[torch.randperm(len(joined), generator=torch.Generator().manual_seed(seed))]
+
+    return CalibrationTokens(
+        shuffled([part.calibration for part in parts]),
+        shuffled([part.held_out for part in parts]),
+        " + ".join(part.source for part in parts),
+        hashlib.sha256(" ".join(part.digest for part in parts).encode()).hexdigest(),
+        shuffled([part.further for part in parts]),
+    )
+
+
+def _load(
+    spec: str | None,
+    tokenizer: Any,
+    counts: tuple[int, int, int],
+    seq_len: int,
+    seed: int,
+    split: Split,
+    option: str,
+) -> CalibrationTokens:
+    """Sequences of one text; ``counts`` of calibration, held-out and further ones."""
+    samples, count = counts[0], counts[0] + counts[1]
     prefix = prefix_tokens(tokenizer)
     if seq_len <= len(prefix):
         raise InputError(
@@ -69,7 +114,7 @@ def load_calibration(
         )
     corpus = open_corpus(spec, renderer(tokenizer), seed, split, option)
     windows = _enough_windows(corpus, tokenizer, prefix, seq_len, count)
-    drawn = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[: count + further]]
+    drawn = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[: sum(counts)]]
     tokens = torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(drawn), -1), drawn], dim=1)
     parts = tokens[:samples], tokens[samples:count], tokens[count:]
     return CalibrationTokens(parts[0], parts[1], corpus.name, corpus.digest(), parts[2])

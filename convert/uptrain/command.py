@@ -19,7 +19,9 @@ from typing import Any
 import click
 
 from kvfold.convert.console import Choice, PanelCommand, PanelOption, check_plot
+from kvfold.convert.io.atomic import check_output
 from kvfold.convert.request import DEVICES
+from kvfold.convert.text.sources import check_sources
 from kvfold.convert.uptrain import request as ur
 
 INTERRUPTED = "OUT was not written; continue with --resume"
@@ -34,6 +36,7 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
 
 @click.command(
     cls=PanelCommand,
+    short_help="Train a converted checkpoint a little further.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @click.argument("model")
@@ -97,6 +100,9 @@ def uptrain(**options: Any) -> None:
     request = ur.UptrainRequest(**options)
     if request.plot is not None:
         check_plot(request.plot)
+    check_output(request.out, overwrite=request.overwrite)
+    check_sources([request.text], "--text")
+    check_sources(filter(None, [request.eval_text]), "--eval-text")
     from kvfold.convert.uptrain.processes import leave_processes
     from kvfold.convert.uptrain.run import summary, uptrain_checkpoint
 

@@ -73,6 +73,7 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
 
 def _only_run(request: UptrainRequest) -> AbstractContextManager[object]:
     """Held by the first process, so that no second run writes to the same folder meanwhile. InputError if one does."""
+    request.work.parent.mkdir(parents=True, exist_ok=True)
     return output_lock(request.work.absolute()) if int(os.environ.get("RANK", "0")) == 0 else nullcontext()
 
 

@@ -38,6 +38,15 @@ def test_no_arguments_prints_help(kvfold):
     assert all(f"  {command} " in done.stdout for command in COMMANDS)
 
 
+def test_the_first_page_of_help_is_whole_at_80_columns(kvfold, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = kvfold("--help").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line for line in lines if re.match(r"  [a-z]+ {2,}", line)]
+    assert len(rows) == len(COMMANDS)
+    assert all(row.endswith(".") and not row.endswith("..") for row in rows)
+
+
 def test_help_and_inspect_import_nothing_heavy():
     """In one process of its own: what they import is imported once."""
     lines = [[], *([command, "--help"] for command in COMMANDS), ["inspect", str(demo_folder()), "--json"]]
@@ -65,7 +74,7 @@ def test_help_of_convert_lists_options_by_panels(kvfold):
     assert all(option in calibration for option in ("--calibration ", "--samples ", "--seq-len ", "--seed "))
     assert all(option in refinement for option in ("--refine STEPS|auto", "--polish STEPS|auto"))
     assert all(option in running for option in ("--device ", "--gguf ", "--adapter ", "--resume ", "-h, --help"))
-    assert text.count("\n  --") == 27
+    assert text.count("\n  --") == 28
     assert "kvfold|" not in text
     assert "|kvfold" not in text
 
@@ -139,12 +148,19 @@ def test_a_wrong_command_line_ends_in_one_error_line(kvfold, arguments, message)
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_inspect_prints_a_summary_and_json(kvfold):
+def test_inspect_prints_a_summary_and_json(kvfold, tmp_path):
     text = kvfold("inspect", demo_folder()).stdout
     assert "MHA: 8 query heads, 8 key/value heads, head dim 32" in text
     assert "--to mqa" in text
-    facts = json.loads(kvfold("inspect", demo_folder(), "--json").stdout)
-    assert (facts["heads"], facts["kv_heads"], facts["attention"]) == (8, 8, "MHA")
+    for line in ([demo_folder(), "--json"], ["--json", demo_folder()], [demo_folder(), "--json", "-"]):
+        done = kvfold("inspect", *line)
+        facts = json.loads(done.stdout)
+        assert (facts["heads"], facts["kv_heads"], facts["attention"]) == (8, 8, "MHA")
+        assert done.stderr == text
+    assert kvfold("inspect", "--json").stderr.startswith("error: kvfold inspect: missing argument 'MODEL'")
+    done = kvfold("inspect", demo_folder(), "--json", tmp_path / "facts.json")
+    assert done.stdout == text
+    assert json.loads((tmp_path / "facts.json").read_text()) == facts
 
 
 def test_dry_run_writes_nothing(kvfold, tmp_path):
@@ -170,6 +186,53 @@ def test_numbers_that_could_not_be_written_are_refused_before_measuring(kvfold, 
     done = kvfold("drift", demo_folder(), "no/such/model", "--json", tmp_path / name)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: --json {tmp_path / name}: cannot be written ({reason}")
+
+
+def test_the_other_commands_write_json_too(kvfold, tmp_path):
+    pooled = ("convert", demo_folder(), tmp_path / "some" / "out", "--to", "mqa", "--method", "mean")
+    plan = kvfold(*pooled, "--dry-run", "--json", "-")
+    found = json.loads(plan.stdout)
+    assert (found["out"], found["attention"]) == (None, {"from": "MHA", "to": "MQA"})
+    assert "nothing was written (--dry-run)" in plan.stderr
+    assert not list(tmp_path.iterdir())
+    done = kvfold(*pooled, "--quiet", "--json", tmp_path / "done.json")
+    assert done.stdout == ""
+    made = json.loads((tmp_path / "done.json").read_text())
+    assert made["out"] == str(tmp_path / "some" / "out")
+    assert made["cache_elements_per_token_per_layer"] == {"from": 512, "to": 64}
+    checked = json.loads(kvfold("verify", tmp_path / "some" / "out", "--json", "-").stdout)
+    assert checked["problems"] == []
+    assert checked["tensors"] > 0
+    listed = {recipe["name"]: recipe for recipe in json.loads(kvfold("recipes", "--json", "-").stdout)}
+    assert listed["llama-2-7b-mqa"]["options"]["to"] == "mqa"
+    assert listed["llama-2-7b-mqa"]["cached_after"] == 256
+
+
+def test_wrong_inputs_end_before_torch_is_imported(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\0")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    demo, to = str(demo_folder()), ["--to", "mqa"]
+    lines = {
+        "found that it exists": ["convert", demo, "out", *to],
+        "no file nothing.txt": ["convert", demo, "new", *to, "--calibration", "nothing.txt"],
+        "no UTF-8 text": ["convert", demo, "new", *to, "--calibration", "binary"],
+        "found something else": ["convert", demo, "binary/out", *to],
+        "--text: no file": ["drift", demo, demo, "--text", "nothing.txt"],
+        "--text: no file nothing": ["uptrain", demo, "new", "--text", "nothing.txt"],
+    }
+    script = f"""
+import sys
+from kvfold.convert import cli
+for line in {list(lines.values())!r}:
+    try:
+        cli.main(line)
+    except SystemExit as end:
+        assert end.code == 2, line
+assert "torch" not in sys.modules
+"""
+    errors = run_python("-c", script, cwd=tmp_path).stderr.splitlines()
+    assert [text in line for text, line in zip(lines, errors, strict=True)] == [True] * len(lines), errors
 
 
 @pytest.mark.slow

@@ -36,6 +36,13 @@ def test_errors_can_be_caught_without_importing_a_module_path():
         ConvertRequest(model="m", out="o", to="gqa")
 
 
+def test_errors_name_keywords_beside_options():
+    with pytest.raises(InputError) as caught:
+        ConvertRequest(model="m", out="o", to="gqa", kv_rank=4)
+    assert caught.value.__notes__ == ["from Python: --to is to=, --kv-heads is kv_heads=, --kv-rank is kv_rank="]
+    assert "from Python" not in str(caught.value)
+
+
 def test_importing_the_packages_imports_nothing_heavy():
     script = (
         "import sys, kvfold.convert, kvfold.attention; dir(kvfold.convert); dir(kvfold.attention);"

@@ -32,6 +32,16 @@ def test_paths_may_be_path_objects():
     assert (request.model, request.out, request.calibration) == (str(Path("a") / "b"), "c", "text.txt")
 
 
+def test_several_texts_are_a_tuple_and_one_is_itself():
+    def texts(calibration):
+        request = ConvertRequest(model="m", out="o", to="mqa", calibration=calibration)
+        return request.calibration, request.texts
+
+    assert texts([Path("a.txt"), "b.md"]) == (("a.txt", "b.md"), ("a.txt", "b.md"))
+    assert texts(["a.txt"]) == ("a.txt", ("a.txt",))
+    assert texts(()) == (None, ())
+
+
 def test_the_default_layout_is_one_word(monkeypatch):
     def layout(**options):
         request = ConvertRequest(model="m", out="o", to="mla", kv_rank=8, rope_dim=8, **options)
@@ -93,6 +103,8 @@ def test_every_problem_is_reported_at_once():
         ),
         ({"device": "cude"}, "--device: expected one of auto, cpu, cuda (did you mean cuda?), found 'cude'"),
         ({"calibration": " "}, "--calibration: expected the name of a text file or dataset, found ' '"),
+        ({"calibration": ["a.txt", "a.txt"]}, "--calibration: expected different texts, found"),
+        ({"calibration": ["a.txt", "self"]}, "--calibration: expected either self or names of texts, found"),
         ({"seq_len": 1}, "--seq-len: expected a whole number of at least 2, found 1"),
     ],
 )
@@ -123,14 +135,8 @@ def test_a_seed_is_recorded_where_something_is_drawn(options, recorded):
 
 
 @pytest.mark.parametrize(
-    ("count", "decimal", "binary"),
-    [
-        (0, "0 B", "0 B"),
-        (999, "999 B", "999 B"),
-        (1000, "1.0 kB", "1000 B"),
-        (5_250_000_000, "5.2 GB", "4.9 GiB"),
-        (10**12, "1.0 TB", "931.3 GiB"),
-    ],
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (5_250_000_000, "5.2 GB"), (10**12, "1.0 TB")],
 )
-def test_bytes_are_shown_in_the_largest_unit_that_fits(count, decimal, binary):
-    assert (bytes_text(count), bytes_text(count, binary=True)) == (decimal, binary)
+def test_bytes_are_shown_in_the_largest_unit_that_fits(count, text):
+    assert bytes_text(count) == text

@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_a_row_that_says_so(in_process, monkeypatch):
     report = bench.bench(chosen, options, lambda text: None)
     assert ["decode_tokens_per_s" in row for row in report["rows"]] == [True, False]
     assert ["ratio" in row for row in report["rows"]] == [True, False]
-    texts = [bytes_text(count, binary=True) for count in (needed[1], needed[0])]
+    texts = [bytes_text(count) for count in (needed[1], needed[0])]
     assert "does not fit: needs {}, {} free".format(*texts) in bench.bench_table(report)
 
 

@@ -139,3 +139,6 @@ def test_folders_that_are_no_adapter_or_no_model(source: Path, tmp_path: Path) -
     folder = make(tmp_path / "a", pair(Q))
     with pytest.raises(InputError, match=r"found a PEFT adapter; give its base model as MODEL, and --adapter "):
         open_checkpoint(folder)
+    folder = make(tmp_path / "b", pair(Q), base_model_name_or_path="team/base")
+    with pytest.raises(InputError, match=rf": kvfold convert team/base OUT --adapter {folder} \.\.\."):
+        open_checkpoint(folder)

@@ -165,9 +165,10 @@ def refusal(out: Path, **options: object) -> str:
 def test_out_exists(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
+    (out / "something").touch()
     expected = f"{out}: expected no such path, found that it exists; choose another OUT or --overwrite"
     assert refusal(out) == expected
-    out.rmdir()
+    shutil.rmtree(out)
     out.touch()
     assert refusal(out) == expected
     assert refusal(out, overwrite=True) == (f"{out}: expected a folder to overwrite, found a file; choose another OUT")
@@ -220,12 +221,37 @@ def test_out_and_model_inside_each_other(tmp_path: Path, overwrite: bool) -> Non
     assert check_output(tmp_path / "root" / "model-gqa", model=model) == tmp_path / "root" / "model-gqa"
 
 
-def test_a_parent_that_is_missing_or_no_folder(tmp_path: Path) -> None:
+def test_a_parent_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for name, found in (("none", "none"), ("file", "something else")):
-        out = tmp_path / name / "out"
-        expected = f"expected a folder {tmp_path / name} to write it in, found {found}; make it first"
+    for out in (tmp_path / "file" / "out", tmp_path / "file" / "further" / "out"):
+        expected = f"expected a folder {tmp_path / 'file'} to write it in, found something else; choose another OUT"
         assert refusal(out) == f"{out}: {expected}"
+
+
+def test_missing_parents_are_made_and_removed_after_a_failure(tmp_path: Path) -> None:
+    out = tmp_path / "one" / "two" / "out"
+    with pytest.raises(ZeroDivisionError), output_folder(out):
+        raise ZeroDivisionError
+    assert not names(tmp_path)
+    (tmp_path / "one").mkdir()
+    with pytest.raises(ZeroDivisionError), output_folder(out):
+        raise ZeroDivisionError
+    assert names(tmp_path) == ["one"]
+    with output_folder(out) as folder:
+        fill(folder, "new")
+    assert content(out) == "new"
+    assert names(out.parent) == ["out"]
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    assert check_output(out) == out
+    with output_folder(out) as folder:
+        assert not names(out)
+        fill(folder, "new")
+    assert content(out) == "new"
+    assert names(tmp_path) == ["out"]
 
 
 def test_a_parent_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

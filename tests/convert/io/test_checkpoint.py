@@ -185,6 +185,13 @@ def test_a_file_instead_of_a_folder(folder: Path) -> None:
 def test_folder_without_config(tmp_path: Path) -> None:
     expected = "expected a checkpoint with a config.json, found no config.json; give the folder that holds it"
     assert problems_of(tmp_path) == [f"{tmp_path}: {expected}"]
+    (tmp_path / "model.safetensors").touch()
+    assert problems_of(tmp_path)[0].endswith(
+        "put the model's config.json beside its weights, or save it with save_pretrained"
+    )
+    (tmp_path / "snapshots" / "0123").mkdir(parents=True)
+    (tmp_path / "snapshots" / "0123" / "config.json").touch()
+    assert problems_of(tmp_path)[0].endswith(f"did you mean {tmp_path / 'snapshots' / '0123'}?")
 
 
 @pytest.mark.parametrize(

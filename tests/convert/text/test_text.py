@@ -263,9 +263,45 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path, tokenizer: Any) -> None:
 def test_missing_files_and_other_kinds_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(InputError, match=r"--calibration: no file .*nothing\.txt"):
         load_calibration(str(tmp_path / "nothing.txt"), tokenizer, 1, 8)
-    (tmp_path / "some.csv").write_text("a,b")
+    (tmp_path / "some.csv").write_bytes(b"a,\0b")
     with pytest.raises(InputError, match=r"expected a \.txt or \.jsonl file or the name of a dataset"):
         load_calibration(str(tmp_path / "some.csv"), tokenizer, 1, 8)
+
+
+def test_plain_text_may_have_any_suffix(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "some.md").write_text(numbers(200) + " ü" * (1 << 16))  # a character is cut where the look ends
+    (tmp_path / "some.txt").write_bytes((tmp_path / "some.md").read_bytes())
+    plain, other = (load_calibration(str(tmp_path / f"some.{kind}"), tokenizer, 3, 31) for kind in ("txt", "md"))
+    assert torch.equal(plain.calibration, other.calibration)
+    for name, found in (("some.json", "found a .json file"), ("some.bin", "found a file that is no UTF-8 text")):
+        (tmp_path / name).write_bytes(b"\xff\xfe{}")
+        with pytest.raises(InputError, match=found):
+            load_calibration(str(tmp_path / name), tokenizer, 1, 8)
+
+
+def test_several_texts_are_mixed_in_equal_shares(tmp_path: Path, tokenizer: Any) -> None:
+    texts = {"a.txt": numbers(2000), "b.md": numbers(300, start=50_000)}
+    for name, content in texts.items():
+        (tmp_path / name).write_text(content)
+    names = [str(tmp_path / name) for name in texts]
+    found = load_calibration(names, tokenizer, 21, 31, further=4)
+    assert found.source == "a.txt + b.md"
+
+    def share(tokens: torch.Tensor) -> list[str]:
+        pieces = [tokenizer.decode(row[1:]) for row in tokens]
+        return ["a" if piece in texts["a.txt"] else "b" for piece in pieces if piece in "".join(texts.values())]
+
+    calibration = share(found.calibration)
+    assert (calibration.count("a"), calibration.count("b")) == (11, 10)
+    assert calibration != sorted(calibration)
+    assert sorted(share(found.held_out)) == ["a"] * 4 + ["b"] * 4
+    assert sorted(share(found.further)) == ["a"] * 2 + ["b"] * 2
+    again, other = (load_calibration(names, tokenizer, 21, 31, seed=seed, further=4) for seed in (0, 1))
+    assert torch.equal(again.calibration, found.calibration)
+    assert not torch.equal(other.calibration, found.calibration)
+    assert other.digest == found.digest != load_calibration(names[0], tokenizer, 1, 31).digest
+    with pytest.raises(InputError, match="--samples: expected 2 or more, one for each --calibration, found 1"):
+        load_calibration(names, tokenizer, 1, 31)
 
 
 def test_the_built_in_text_is_enough_for_the_default_request(tokenizer: Any) -> None:
@@ -300,7 +336,7 @@ def test_errors_name_the_option_that_gave_the_text(
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "some.csv").write_text("a,b")
+    (tmp_path / "some.csv").write_bytes(b"a,\0b")
     (tmp_path / "folder").mkdir()
     with pytest.raises(InputError) as caught:
         load_calibration(name, tokenizer, 1, 8, split="held_out", option="--text")

@@ -233,7 +233,7 @@ def test_tokens_that_the_model_does_not_know(tmp_path):
 def test_texts_that_cannot_be_read(tmp_path):
     with pytest.raises(InputError, match=r"--eval-text: no file nothing\.txt"):
         plan_of(numbered(tmp_path), eval_text="nothing.txt")
-    (tmp_path / "text.md").write_text("x")
+    (tmp_path / "text.md").write_bytes(b"\xff")
     with pytest.raises(InputError, match=r"--text .*: expected a .txt or .jsonl file or the name of a dataset"):
         plan_of(tmp_path / "text.md")
     path = tmp_path / "bad.jsonl"
