@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import click
 from click.core import ParameterSource
 
+from kvfold.convert import processes
 from kvfold.convert import request as rq
 from kvfold.convert.console import (
     STDOUT,
@@ -188,8 +189,10 @@ def convert(recipe: str | None, json_file: str | None, **options: Any) -> None:
         check_writable(json_file)
     from kvfold.convert.conversion.run import convert_checkpoint
 
-    result = convert_checkpoint(request)
-    _tell(json_file, result.to_dict, result.summary() if request.dry_run or not request.quiet else "")
+    with processes.joined(request.device):
+        result = convert_checkpoint(request)
+        if processes.is_first():
+            _tell(json_file, result.to_dict, result.summary() if request.dry_run or not request.quiet else "")
 
 
 @kvfold.command(short_help="How far OUT is from MODEL, layer by layer and at the end.")

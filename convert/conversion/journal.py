@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import versions
 from kvfold.convert.io.shards import Shard, is_laid_out, write_synced
@@ -31,8 +32,9 @@ class Journal:
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self._folder, self._shards, self._computed = folder, plan.shards, plan.layout.computed
+        self._own = {tensor.name for shard in plan.own_shards for tensor in shard.tensors}
         self._path, self._key = folder / _NAME, run_key(plan)
-        self._layers: dict[str, Any] = self._intact(_layers(self._path, self._key) or {})
+        self._layers: dict[str, Any] = processes.from_first(lambda: self._intact(_layers(self._path, self._key) or {}))
 
     @property
     def notes(self) -> list[Mapping[str, Any]]:
@@ -41,8 +43,14 @@ class Journal:
 
     @property
     def written(self) -> list[str]:
-        """The tensors of finished layers."""
-        return [name for layer in self._layers for name in self._computed[int(layer)]]
+        """The tensors of finished layers in this process's shards."""
+        return [name for layer in self._layers for name in self._computed[int(layer)] if name in self._own]
+
+    @property
+    def pending(self) -> list[int]:
+        """The layers that are not finished and have tensors in this process's shards."""
+        left = (layer for layer in range(len(self._computed)) if str(layer) not in self._layers)
+        return [layer for layer in left if not self._own.isdisjoint(self._computed[layer])]
 
     def finished(self, layer: int) -> Mapping[str, "Tensor"] | None:
         """The tensors of ``layer`` as stored, None when it is not finished."""
@@ -51,8 +59,11 @@ class Journal:
         return _read(self._folder, self._shards, self._computed[layer])
 
     def note(self, layer: int, notes: Mapping[str, Any]) -> None:
-        """``layer`` is finished; its tensors must be on disk."""
-        self._layers[str(layer)] = {"notes": dict(notes), "sha256": self._digest(layer)}
+        """``layer`` is finished; its tensors must be on disk. The first of several processes keeps the file."""
+        self._layers[str(layer)] = {"notes": dict(notes)}
+        if not processes.is_first():
+            return
+        self._layers[str(layer)]["sha256"] = self._digest(layer)
         new = self._path.with_suffix(".new")
         write_synced(new, json.dumps({"run": self._key, "layers": self._layers}).encode())
         os.replace(new, self._path)
@@ -123,7 +134,7 @@ def run_key(plan: Plan) -> str:
     paths = [*(folder / name for name in sorted(files)), *outside, *map(Path, request.texts)]
     settings = {
         "options": request.result_options(),
-        "device": [request.device, torch.cuda.is_available(), torch.get_num_threads()],
+        "device": [request.device, torch.cuda.is_available(), torch.get_num_threads(), processes.count()],
         "versions": versions(),
         "shard": request.shard_bytes,
         "calibration": request.calibration,

@@ -59,7 +59,10 @@ class Method(ABC):
 
     @abstractmethod
     def layers(self, journal: Journal) -> Iterator[Converted]:
-        """The layers in order, without those that ``journal`` has finished. InputError for non-finite weights."""
+        """The layers in order, without those that ``journal`` has finished; of methods that read no text, ``pending``.
+
+        InputError for non-finite weights.
+        """
 
     def measured(self, notes: Sequence[Notes]) -> Measured | None:
         """After the last layer: what was measured, None for methods that read no text. ``notes`` are of all layers."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvfold.convert import processes
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model, model_of
@@ -65,6 +66,11 @@ class Plan:
     @property
     def cache_elements(self) -> int:
         return cache_elements(self.geometry)
+
+    @property
+    def own_shards(self) -> tuple[Shard, ...]:
+        """The shards that this process writes: all of them, or its share where several convert together."""
+        return tuple(self.shards[number] for number in processes.part(len(self.shards)))
 
     def latent_target(self) -> LatentTarget:
         """``latent``. Raises ValueError when the target is not MLA."""
@@ -155,6 +161,16 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
         target = latent_targets(request, model)[-1]  # of a budget the largest: calibration resolves it later
         return _latent_plan(request, checkpoint, model, target, [1.0] * (target.rope_dim // 2))
     return _fold_plan(request, checkpoint, model)
+
+
+def check_processes(plan: Plan) -> None:
+    """Raise InputError when several processes run and the request is one for a single process."""
+    count, request = processes.count(), plan.request
+    if count > 1 and request.calibrated:
+        raise InputError(
+            f"torchrun: expected a method that reads no text, which {count} processes can share, found a calibrated "
+            "conversion; run it in one process, or use --method mean or svd"
+        )
 
 
 def _dtype_problems(model: Model, checkpoint: Checkpoint) -> list[str]:

@@ -14,7 +14,7 @@ class Pooled(Method):
     """Key/value heads pooled within contiguous groups; no text is read."""
 
     def layers(self, journal: Journal) -> Iterator[Converted]:
-        for layer in range(self.plan.geometry.layers):
+        for layer in journal.pending:
             folded = pooled_layer(self.plan, layer)
             yield Converted(layer, self.plan.layout.encode(layer, folded), {})
 

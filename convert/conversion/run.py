@@ -3,18 +3,20 @@
 import json
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from kvfold.convert import processes
 from kvfold.convert.console import TimeLeft, append_line
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, resumable
 from kvfold.convert.conversion.memory import check_memory, scratch_bytes
 from kvfold.convert.conversion.method import Measured, Method
-from kvfold.convert.conversion.plan import Plan, make_plan, reading
+from kvfold.convert.conversion.plan import Plan, check_processes, make_plan, reading
 from kvfold.convert.conversion.record import (
     chosen_text,
     cost_text,
@@ -28,11 +30,12 @@ from kvfold.convert.conversion.record import (
 )
 from kvfold.convert.conversion.record import record as record_of
 from kvfold.convert.conversion.stages import Progress, Stages
+from kvfold.convert.errors import InputError
 from kvfold.convert.io.atomic import check_output, free_space_check, output_folder
-from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.config import dump
 from kvfold.convert.io.folder import read_bytes
-from kvfold.convert.io.shards import ShardWriter
+from kvfold.convert.io.shards import ShardWriter, write_index
 from kvfold.convert.measure.verify import RECORD, file_hashes
 from kvfold.convert.request import SELF, ConvertRequest
 from kvfold.convert.sizes import bytes_text
@@ -92,40 +95,83 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
 
     OUT appears whole or not at all. ``progress(stage, done, total)`` is called at every step of a stage, perhaps from
     another thread: ``survey`` (layers), ``splits``, ``convert`` (layers), beside it ``write`` (bytes), and ``polish``
-    (steps). Without it there are bars on stderr. Raises InputError when the request or the checkpoint is wrong (nothing
-    is written).
+    (steps). Without it there are bars on stderr. Where torch.distributed is initialized, its processes share the work
+    and every one must call this; the record is the first one's, empty on the others. Raises InputError when the request
+    or the checkpoint is wrong (nothing is written).
     """
     started = time.monotonic()
+    if not processes.is_first():
+        request, progress = replace(request, quiet=True), None
     check_output(request.out, overwrite=request.overwrite)
     check_sources(text for text in request.texts if text != SELF)
-    checkpoint = open_checkpoint(request.model, reading(request))
+    checkpoint = _open(request)
     try:
         plan = make_plan(request, checkpoint)
+        check_processes(plan)
         if request.dry_run:
             check_output(request.out, overwrite=request.overwrite, model=checkpoint.folder)
             return Conversion(plan, None, None, {})
         check_memory(plan)
-        with output_folder(
-            request.out,
-            overwrite=request.overwrite,
-            model=checkpoint.folder,
-            resume=resumable(plan) if _resumes(request) else None,
-        ) as folder:
-            free_space_check(folder, plan.disk_bytes + scratch_bytes(plan))
-            _write_tokenizer(plan, folder)
+        with _shared_folder(plan) as folder:
             stages = Stages(progress, request.quiet)
             plan, measured = _write_weights(plan, folder, stages)
-            (folder / "config.json").write_text(dump(plan.layout.config), encoding="utf-8")
-            if request.polish:
-                measured = _polished(plan, measured, folder, stages)
-            record = _write_side_files(plan, measured, folder)
-            forget(folder)
             checkpoint.check_unchanged()
+            record = processes.run_on_first(lambda: _complete(plan, measured, folder, stages))
     finally:
         checkpoint.close()
-    done = Conversion(plan, Path(request.out), time.monotonic() - started, record)
-    _log(done)
+    done = Conversion(plan, Path(request.out), time.monotonic() - started, record or {})
+    if processes.is_first():
+        _log(done)
     return done
+
+
+def _open(request: ConvertRequest) -> Checkpoint:
+    """The source; of several processes the first one downloads it."""
+    if processes.count() > 1:
+        processes.from_first(lambda: open_checkpoint(request.model, reading(request)).close())
+    return open_checkpoint(request.model, reading(request))
+
+
+@contextmanager
+def _shared_folder(plan: Plan) -> Iterator[Path]:
+    """The temporary folder that becomes OUT when the block ends, with room for the output; the first process's.
+
+    InputError where another process does not see it.
+    """
+    request = plan.request
+    with ExitStack() as stack:
+
+        def make() -> Path:
+            made = output_folder(
+                request.out,
+                overwrite=request.overwrite,
+                model=plan.checkpoint.folder,
+                resume=resumable(plan) if _resumes(request) else None,
+            )
+            folder = stack.enter_context(made)
+            free_space_check(folder, plan.disk_bytes + scratch_bytes(plan))
+            _write_tokenizer(plan, folder)
+            return folder
+
+        folder = processes.from_first(make)
+        if not folder.is_dir():
+            raise InputError(
+                f"{folder}: expected every process to see the folder beside OUT, found none on this machine; choose an "
+                "OUT on a file system that all machines share"
+            )
+        yield folder
+
+
+def _complete(plan: Plan, measured: Measured | None, folder: Path, stages: Stages) -> dict[str, Any]:
+    """Everything beside the weights, once these are in ``folder``; returns the record."""
+    write_index(folder, plan.shards)
+    (folder / "config.json").write_text(dump(plan.layout.config), encoding="utf-8")
+    if plan.request.polish:
+        measured = _polished(plan, measured, folder, stages)
+    record = _write_side_files(plan, measured, folder)
+    forget(folder)
+    plan.checkpoint.check_unchanged()
+    return record
 
 
 def _resumes(request: ConvertRequest) -> bool:
@@ -161,7 +207,7 @@ def method_of(request: ConvertRequest) -> type[Method]:
 
 
 def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Measured | None]:
-    """All shards and their index: converted layers, and beside them a copy of the source's other tensors.
+    """All shards, of several processes each its own: converted layers, and beside them a copy of the other tensors.
 
     Returns the plan as the method resolved it, and what it measured.
     """
@@ -170,20 +216,22 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Meas
         journal = Journal(folder, plan)
         done, layers = len(journal.notes), plan.geometry.layers
         time_left = TimeLeft(layers - done, plan.request.quiet or not plan.request.calibrated)
-        sizes = {tensor.name: tensor.nbytes for tensor in plan.layout.tensors}
+        sizes = {tensor.name: tensor.nbytes for shard in plan.own_shards for tensor in shard.tensors}
         resumed = sum(sizes[name] for name in journal.written)
         with (
-            ShardWriter(folder, plan.shards, journal.written) as writer,
+            ShardWriter(folder, plan.own_shards, journal.written) as writer,
             stages("write", sum(sizes.values()), "B", resumed) as wrote,
         ):
             with writer.copying_rest(plan.checkpoint, wrote):
                 for layer in stages.over("convert", method.layers(journal), layers, "layer", done):
-                    wrote(writer.write_all(layer.tensors))
+                    wrote(writer.write_own(layer.tensors))
                     if plan.request.calibrated:  # the others start over: they take as long as a copy of the model
                         writer.sync()
+                        processes.wait_for_all()
                         journal.note(layer.index, layer.notes)
                     time_left.layer_done()
             writer.finish()
+        processes.wait_for_all()
         return plan, method.measured(journal.notes)
 
 

@@ -29,7 +29,7 @@ class Svd(Method):
 
     def layers(self, journal: Journal) -> Iterator[Converted]:
         slots = svd_slots(self.plan)
-        for layer in range(self.plan.geometry.layers):
+        for layer in journal.pending:
             latent = svd_layer(self.plan, layer, slots)
             yield Converted(layer, self.plan.layout.encode(layer, latent), {})
 

@@ -23,7 +23,7 @@ from kvfold.convert.io.shard_plan import OutputTensor, Shard, assign_shards, sha
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OutputTensor", "Shard", "ShardWriter", "assign_shards", "write_synced"]
+__all__ = ["OutputTensor", "Shard", "ShardWriter", "assign_shards", "write_index", "write_synced"]
 
 OnBytes = Callable[[int], None]  # told how many bytes were copied
 CAST_ELEMENTS = 8 << 20
@@ -64,6 +64,7 @@ class ShardWriter:
 
     Making it lays out every file at its final size (sparse) with its header. Tensors may then come in any order.
     ``resume_written`` names the tensors a killed run had already written to the same folder with the same plan.
+    ``shards`` are those that this process writes: of several processes each has some, and one writes the index.
     KvfoldError when the plan names a tensor twice, or when the files of a resumed run do not follow this plan.
     """
 
@@ -111,6 +112,10 @@ class ShardWriter:
         for name, tensor in tensors.items():
             self.write(name, cast_chunk(tensor, torch_dtype(self._place(name).tensor.dtype), name))
         return sum(self._place(name).tensor.nbytes for name in tensors)
+
+    def write_own(self, tensors: Mapping[str, "torch.Tensor"]) -> int:
+        """``write_all`` of those of a layer's tensors that are in this process's shards."""
+        return self.write_all({name: tensor for name, tensor in tensors.items() if name in self._places})
 
     def copy(self, name: str, checkpoint: Checkpoint, progress: OnBytes = _ignore) -> None:
         """Copy one tensor from its source: its bytes, or cast in bounded chunks when the dtype differs."""
@@ -160,13 +165,11 @@ class ShardWriter:
                 os.fsync(file)
 
     def finish(self) -> None:
-        """Write the index and sync all files. KvfoldError lists the tensors that were not written, if any."""
+        """Sync all files. KvfoldError lists the tensors that were not written, if any."""
         missing = [name for name in self._places if name not in self.written]
         if missing:
             details = [f"tensor {name!r} was not written" for name in missing]
             raise KvfoldError(f"{self._folder}: expected {len(self._places)} tensors, {len(missing)} missing", details)
-        if len(self._shards) > 1:
-            write_synced(self._folder / INDEX, shard_index(self._shards))
         self.sync()
 
     def _place(self, name: str) -> _Place:
@@ -316,6 +319,12 @@ def is_laid_out(path: Path, shard: Shard) -> bool:
 
 def _has_layout(file: int, header: bytes, size: int) -> bool:
     return os.fstat(file).st_size == size and os.pread(file, len(header), 0) == header
+
+
+def write_index(folder: Path, shards: Sequence[Shard]) -> None:
+    """Write the index of all ``shards`` of a checkpoint; a single one needs none."""
+    if len(shards) > 1:
+        write_synced(folder / INDEX, shard_index(shards))
 
 
 def write_synced(path: Path, data: bytes) -> None:

@@ -103,7 +103,7 @@ def uptrain(**options: Any) -> None:
     check_output(request.out, overwrite=request.overwrite)
     check_sources([request.text], "--text")
     check_sources(filter(None, [request.eval_text]), "--eval-text")
-    from kvfold.convert.uptrain.processes import leave_processes
+    from kvfold.convert.processes import leave_processes
     from kvfold.convert.uptrain.run import summary, uptrain_checkpoint
 
     done = uptrain_checkpoint(request)

@@ -11,9 +11,9 @@ from kvfold.convert.errors import InputError, one_line
 from kvfold.convert.io.atomic import free_space_check
 from kvfold.convert.io.folder import parse_json, read_bytes
 from kvfold.convert.measure.verify import file_hashes, file_problems
+from kvfold.convert.processes import run_on_first
 from kvfold.convert.uptrain.data import RunTokens, TokenPlan, make_tokens, open_tokens, replace_file
 from kvfold.convert.uptrain.plot import read_log
-from kvfold.convert.uptrain.processes import run_on_first
 from kvfold.convert.uptrain.request import UptrainRequest, changed
 
 COMPLETE = "complete"  # the last file of a checkpoint, with the hashes of the others: without it it is half written

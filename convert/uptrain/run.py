@@ -16,6 +16,7 @@ from kvfold.convert.families.wrappers import text_type
 from kvfold.convert.io.atomic import check_output, output_lock
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.json_text import portable_name
+from kvfold.convert.processes import run_on_first
 from kvfold.convert.stream.loading import hide_bars, load_config, load_model
 from kvfold.convert.text.documents import Corpus, open_corpus
 from kvfold.convert.text.tokenizer import load_tokenizer, renderer
@@ -25,7 +26,6 @@ from kvfold.convert.uptrain.arguments import training_arguments
 from kvfold.convert.uptrain.data import TokenPlan, TrainingOrder
 from kvfold.convert.uptrain.models import check_sharding, load_teacher, prepare_model
 from kvfold.convert.uptrain.plot import draw_curve, read_log
-from kvfold.convert.uptrain.processes import run_on_first
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.resume import LOG, finish, last_checkpoint, prepare
 from kvfold.convert.uptrain.side_files import SideFiles, read_side_files

@@ -115,15 +115,17 @@ COPY = r"""
 import sys
 from kvfold.convert.io.atomic import output_folder
 from kvfold.convert.io.checkpoint import open_checkpoint
-from kvfold.convert.io.shards import OutputTensor, ShardWriter, assign_shards
+from kvfold.convert.io.shards import OutputTensor, ShardWriter, assign_shards, write_index
 
 source = open_checkpoint(sys.argv[1])
 outputs = [OutputTensor(info.name, info.dtype, info.shape, info.name) for info in source.tensors.values()]
 print("begun", flush=True)
 with output_folder(sys.argv[2], overwrite=True, model=source.folder) as folder:
-    with ShardWriter(folder, assign_shards(outputs, 8 << 20)) as writer:
+    shards = assign_shards(outputs, 8 << 20)
+    with ShardWriter(folder, shards) as writer:
         writer.copy_rest(source)
         writer.finish()
+    write_index(folder, shards)
     (folder / "config.json").write_text("{}")
 """
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.io import shards as shards_module
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
-from kvfold.convert.io.shards import OutputTensor, Shard, ShardWriter, assign_shards
+from kvfold.convert.io.shards import OutputTensor, Shard, ShardWriter, assign_shards, write_index
 
 GB = 10**9
 
@@ -84,6 +84,7 @@ def test_no_shard_exceeds_the_limit(checkpoint: Checkpoint, out: Path, limit: in
     with ShardWriter(out, shards) as writer:
         writer.copy_rest(checkpoint)
         writer.finish()
+    write_index(out, shards)
     for shard in shards:
         assert (out / shard.file).stat().st_size <= limit or len(shard.tensors) == 1
     if len(shards) > 1:

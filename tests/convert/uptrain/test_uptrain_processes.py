@@ -9,9 +9,9 @@ import pytest
 from helpers.processes import PATIENCE
 from transformers import TrainingArguments
 
+from kvfold.convert.processes import run_on_first
 from kvfold.convert.uptrain import resume
 from kvfold.convert.uptrain.arguments import training_arguments
-from kvfold.convert.uptrain.processes import run_on_first
 from kvfold.convert.uptrain.request import UptrainRequest
 
 PROCESS = """
@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 import torch.distributed as dist
 from kvfold.convert.errors import InputError
-from kvfold.convert.uptrain.processes import leave_processes, run_on_first
+from kvfold.convert.processes import leave_processes, run_on_first
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 (folder / f"started{rank}").touch()

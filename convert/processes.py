@@ -1,0 +1,190 @@
+"""Several processes of one run, as ``torchrun`` starts them: what the first one does for all, shares, and sums.
+
+A run of one process goes through the same calls, which then do nothing and import nothing.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvfold.convert.errors import InputError, KvfoldError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LONGEST_WORK = timedelta(hours=24)  # a process that dies is noticed at once: its connection closes
+_CONNECTION = timedelta(minutes=1)
+
+Result = TypeVar("Result")
+
+
+def _distributed() -> Any:
+    """``torch.distributed`` where it connects this process with others, None where it is alone."""
+    dist = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
+
+
+def count() -> int:
+    """The number of processes of this run."""
+    dist = _distributed()
+    return 1 if dist is None else int(dist.get_world_size())
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    dist = _distributed()
+    return 0 if dist is None else int(dist.get_rank())
+
+
+def is_first() -> bool:
+    return rank() == 0
+
+
+@contextmanager
+def joined(device: str) -> Iterator[None]:
+    """Connects the processes that ``torchrun`` started, if it did, for the block: gloo, and nccl between GPUs.
+
+    ``device`` is the request's: each process takes the GPU of its number on its machine. Raises InputError where a
+    machine has fewer, KvfoldError where the processes do not find each other within a minute.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield
+        return
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    backend = "gloo"
+    if device != "cpu" and torch.cuda.is_available():
+        _take_gpu(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl"
+    try:
+        # The rendezvous waits for everyone; afterwards the others wait for hours of work of the first one.
+        store, number, size = next(rendezvous("env://", timeout=_CONNECTION))
+        dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=_LONGEST_WORK)
+    except (RuntimeError, ValueError) as error:
+        raise KvfoldError(
+            f"torchrun: expected {os.environ['WORLD_SIZE']} processes to connect, found: {error}"
+        ) from error
+    try:
+        yield
+    finally:
+        leave_processes()
+
+
+def _take_gpu(local: int, gpus: int) -> None:
+    import torch
+
+    if local >= gpus:
+        raise InputError(
+            f"torchrun: expected a GPU for each process, found {gpus} for process {local + 1} of this machine; lower "
+            "--nproc-per-node, or use --device cpu"
+        )
+    torch.cuda.set_device(local)
+
+
+def leave_processes() -> None:
+    """Close the connections to the other processes at the end of a run; every process calls this.
+
+    Threads of gloo that still wait when the interpreter ends would abort the process after all its work.
+    """
+    if (dist := _distributed()) is not None:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    """Turns a failed exchange into a KvfoldError: another process has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise KvfoldError(
+            f"another process of this run has ended, its error is above or in its own log ({reason}); run it again"
+        ) from error
+
+
+def run_on_first(work: Callable[[], Result]) -> Result | None:
+    """Call ``work`` on the first process; the others return None when it is done. Every process must call this.
+
+    The wait has a process group of its own, so that it may last hours while the collectives of a training keep the
+    short timeout that reveals a hung process. Every process raises the KvfoldError of the first one.
+    """
+    if (dist := _distributed()) is None:
+        return work()
+    group = dist.new_group(backend="gloo", timeout=_LONGEST_WORK)
+    done: list[Result] = []
+    _shared(lambda: done.append(work()), group)
+    dist.destroy_process_group(group)
+    return done[0] if done else None
+
+
+def from_first(work: Callable[[], Result]) -> Result:
+    """Call ``work`` on the first process, and return its result on every one; every process must call this.
+
+    For runs that are ``joined``. Every process raises the KvfoldError of the first one.
+    """
+    return work() if _distributed() is None else _shared(work, None)
+
+
+def _shared(work: Callable[[], Result], group: Any) -> Result:
+    import torch.distributed as dist
+
+    outcome: list[Any] = [None, None]  # result, failure
+    if is_first():
+        try:
+            outcome = [work(), None]
+        except KvfoldError as error:
+            outcome = [None, error]
+    with _connected():
+        dist.broadcast_object_list(outcome, src=0, group=group)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: Result = outcome[0]
+    return result
+
+
+def gathered(value: Result) -> list[Result]:
+    """The ``value`` of every process, in the order of their numbers."""
+    if (dist := _distributed()) is None:
+        return [value]
+    values: list[Any] = [None] * count()
+    with _connected():
+        dist.all_gather_object(values, value)
+    return values
+
+
+def wait_for_all() -> None:
+    """Returns when every process has called this."""
+    if (dist := _distributed()) is not None:
+        with _connected():
+            dist.all_gather_object([None] * count(), None)  # a barrier of nccl would take a GPU
+
+
+def add_up(tensors: Iterable["Tensor"]) -> None:
+    """Replace each tensor by its sum over the processes; the same bytes on each of them."""
+    if (dist := _distributed()) is not None:
+        with _connected():
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+
+def total(*values: float) -> list[float]:
+    """The sums of numbers over the processes, in float64."""
+    if _distributed() is None:
+        return list(values)
+    import torch
+
+    sums = torch.tensor(values, dtype=torch.float64)
+    add_up([sums])
+    result: list[float] = sums.tolist()
+    return result
+
+
+def part(number: int) -> range:
+    """This process's share of ``number`` things: neighbors, evenly many."""
+    mine, size = rank(), count()
+    return range(number * mine // size, number * (mine + 1) // size)

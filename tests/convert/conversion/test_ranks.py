@@ -1,0 +1,76 @@
+"""Several processes convert as one does, and one that dies ends them all."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.processes import run_python
+
+from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.data import demo_folder
+
+pytestmark = pytest.mark.slow
+CONVERT = """
+import json, sys
+from kvfold.convert import ConvertRequest, convert_checkpoint, processes
+
+with processes.joined("cpu"):
+    for options in json.loads(sys.argv[1]):
+        convert_checkpoint(ConvertRequest(**options, quiet=True))
+"""
+DIES = """
+import os, signal
+from kvfold.convert import processes
+from kvfold.convert.io.shards import ShardWriter
+
+write = ShardWriter.write_own
+
+def killed(writer, tensors):
+    if processes.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(writer, tensors)
+
+ShardWriter.write_own = killed
+"""
+POOLED: dict[str, dict[str, Any]] = {
+    "mean": {"to": "gqa", "kv_heads": 2, "method": "mean", "max_shard_size": "1MB"},
+    "random": {"to": "mqa", "method": "random", "max_shard_size": "3MB", "dtype": "bfloat16"},
+    "svd": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd", "max_shard_size": "2MB"},
+    "alone": {"to": "mqa", "method": "first"},  # one shard: one of the processes has none
+}
+
+
+def requests(folder: Path, options: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    folder.mkdir()
+    return [{"model": str(demo_folder()), "out": str(folder / name), **each} for name, each in options.items()]
+
+
+def launch(folder: Path, made: list[dict[str, Any]], script: str = CONVERT, check: bool = True) -> Any:
+    """Two processes run ``script`` over the requests ``made``."""
+    (folder / "script.py").write_text(script)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    return run_python(*command, folder / "script.py", json.dumps(made), check=check)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_two_processes_write_the_bytes_of_one(tmp_path: Path) -> None:
+    for made in requests(tmp_path / "one", POOLED):
+        convert_checkpoint(ConvertRequest(**made, quiet=True))
+    launch(tmp_path, requests(tmp_path / "two", POOLED))
+    for name in POOLED:
+        one, two = files(tmp_path / "one" / name), files(tmp_path / "two" / name)
+        assert one.keys() == two.keys()
+        assert [file for file in one if one[file] != two[file]] == []
+
+
+def test_a_process_that_dies_ends_the_others_and_leaves_no_out(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = launch(tmp_path, requests(tmp_path / "out", {"mean": POOLED["mean"]}), DIES + CONVERT, check=False)
+    assert done.returncode != 0
+    assert time.monotonic() - began < 60 + 60, "a minute after the start of two processes"
+    assert not (tmp_path / "out" / "mean").exists()
