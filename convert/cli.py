@@ -1,6 +1,7 @@
 """The ``kvfold`` command. Heavy modules are imported inside the commands: ``--help`` and ``inspect`` must be quick."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -21,6 +22,7 @@ from kvfold.convert.console import (
     run_command,
     write_text,
 )
+from kvfold.convert.progress import stage
 from kvfold.convert.uptrain.command import uptrain
 
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
@@ -189,6 +191,8 @@ def convert(recipe: str | None, json_file: str | None, **options: Any) -> None:
         check_writable(json_file)
     from kvfold.convert.conversion.run import convert_checkpoint
 
+    if not (request.quiet or request.dry_run) and os.environ.get("RANK", "0") == "0":
+        click.echo(f"reading {request.model}", err=True)
     with processes.joined(request.device):
         result = convert_checkpoint(request)
         if processes.is_first():
@@ -236,7 +240,8 @@ def verify(out: str, json_file: str | None) -> None:
 
     if json_file is not None:
         check_writable(json_file)
-    done = verify_checkpoint(out)
+    with stage(f"verifying {out}"):
+        done = verify_checkpoint(out)
     _tell(json_file, lambda: asdict(done), "" if done.problems else done.summary())
     check_verified(done)
 

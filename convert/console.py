@@ -1,4 +1,4 @@
-"""The terminal: panels of options, exit status and signals of a command, progress, and the files that options name.
+"""The terminal: panels of options, exit status and signals of a command, estimates, and files that options name.
 
 Exit status: 0 done, 2 the request or the input is wrong, 1 anything else; never a traceback.
 """
@@ -10,7 +10,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -130,24 +130,7 @@ def _usage(error: click.ClickException, name: str) -> str:
     return f"{where}: {text[:1].lower()}{text[1:]}; see `{where} --help`"
 
 
-# Progress
-
-
-@contextmanager
-def bar(total: int, unit: str, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar over ``total`` of ``unit`` ("B" is scaled to kB, MB, GB); call it with the amount of every step.
-
-    Off with ``quiet`` or when stderr is no terminal.
-    """
-    from tqdm import tqdm
-
-    hidden = quiet or not sys.stderr.isatty()
-    with tqdm(total=total, unit=unit, unit_scale=unit == "B", disable=hidden, file=sys.stderr, leave=False) as shown:
-
-        def advance(amount: int) -> None:
-            shown.update(amount)
-
-        yield advance
+# Estimates of time
 
 
 class TimeLeft:

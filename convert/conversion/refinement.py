@@ -1,13 +1,15 @@
 """Refinement in a conversion: the request's options, progress on stderr, and the record."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 from tqdm import tqdm
 
 from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.progress import stage
 from kvfold.convert.targets.mla import constant, padding
 from kvfold.convert.walk.objective import AttentionUpdate
 from kvfold.convert.walk.refine import AUTO_STEPS, Refined, Refinement, refine_layer
@@ -69,12 +71,14 @@ def attention_update(plan: Plan) -> AttentionUpdate:
 
 
 class _Display:
-    """The error on stderr: a bar per layer on a terminal, and a line per finished layer."""
+    """Progress on stderr: a stage for every layer, and a line with the error of each that is finished."""
 
     def __init__(self, layers: int, steps: int | str, *, quiet: bool) -> None:
         self._layers, self._quiet = layers, quiet
         self._total = AUTO_STEPS if steps == "auto" else int(steps)
-        self._bar: Any = None
+        self._stage = ExitStack()
+        self._advance: Callable[[int], None] | None = None
+        self._step = 0
         if steps == "auto" and not quiet:
             print(
                 f"refining: each layer until its error falls by less than 3 % in 50 steps, {AUTO_STEPS} at most",
@@ -82,16 +86,16 @@ class _Display:
             )
 
     def __call__(self, layer: int, step: int, error: float) -> None:
-        if self._bar is None:
-            hidden = self._quiet or not sys.stderr.isatty()
-            self._bar = tqdm(total=self._total, desc=f"layer {layer}", leave=False, disable=hidden, file=sys.stderr)
-        self._bar.set_postfix(error=f"{error:.5f}", refresh=False)
-        self._bar.update(step - self._bar.n)
+        if self._quiet:
+            return
+        if self._advance is None:
+            self._advance, self._step = self._stage.enter_context(stage("refining", self._total, "step")), 0
+        self._advance(step - self._step)
+        self._step = step
 
     def end(self, layer: int, refined: Refined) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._stage.close()
+        self._advance = None
         if not self._quiet:
             outcome = (
                 f"step {refined.kept} of {refined.steps}" if refined.kept else f"unchanged after {refined.steps} steps"

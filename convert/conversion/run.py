@@ -104,7 +104,9 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
         request, progress = replace(request, quiet=True), None
     check_output(request.out, overwrite=request.overwrite)
     check_sources(text for text in request.texts if text != SELF)
-    checkpoint = _open(request)
+    stages = Stages(progress, request.quiet or request.dry_run)
+    with stages.step("reading"):
+        checkpoint = _open(request)
     try:
         plan = make_plan(request, checkpoint)
         check_processes(plan)
@@ -113,7 +115,6 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             return Conversion(plan, None, None, {})
         check_memory(plan)
         with _shared_folder(plan) as folder:
-            stages = Stages(progress, request.quiet)
             plan, measured = _write_weights(plan, folder, stages)
             checkpoint.check_unchanged()
             record = processes.run_on_first(lambda: _complete(plan, measured, folder, stages))
@@ -168,7 +169,8 @@ def _complete(plan: Plan, measured: Measured | None, folder: Path, stages: Stage
     (folder / "config.json").write_text(dump(plan.layout.config), encoding="utf-8")
     if plan.request.polish:
         measured = _polished(plan, measured, folder, stages)
-    record = _write_side_files(plan, measured, folder)
+    with stages.step("checking what was written"):
+        record = _write_side_files(plan, measured, folder)
     forget(folder)
     plan.checkpoint.check_unchanged()
     return record
@@ -211,10 +213,12 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Meas
 
     Returns the plan as the method resolved it, and what it measured.
     """
-    with method_of(plan.request).begin(plan, folder, stages) as method:
+    with stages.step("reading the text and the model"), method_of(plan.request).begin(plan, folder, stages) as method:
         plan = method.plan
         journal = Journal(folder, plan)
         done, layers = len(journal.notes), plan.geometry.layers
+        if done and not plan.request.quiet:
+            print(f"resuming after layer {done} of {layers} of the interrupted run", file=sys.stderr)
         time_left = TimeLeft(layers - done, plan.request.quiet or not plan.request.calibrated)
         sizes = {tensor.name: tensor.nbytes for shard in plan.own_shards for tensor in shard.tensors}
         resumed = sum(sizes[name] for name in journal.written)

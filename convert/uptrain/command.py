@@ -13,6 +13,7 @@ run lasts, its tokens (4 bytes each) and its checkpoints, from which ``--resume`
 The constant channel of layout ``free`` is frozen; the live norm of layout ``engine`` is trained.
 """
 
+import os
 from functools import partial
 from typing import Any
 
@@ -103,6 +104,8 @@ def uptrain(**options: Any) -> None:
     check_output(request.out, overwrite=request.overwrite)
     check_sources([request.text], "--text")
     check_sources(filter(None, [request.eval_text]), "--eval-text")
+    if not request.quiet and os.environ.get("RANK", "0") == "0":
+        click.echo(f"reading {request.model}", err=True)
     from kvfold.convert.processes import leave_processes
     from kvfold.convert.uptrain.run import summary, uptrain_checkpoint
 

@@ -33,7 +33,7 @@ FLOORS = {
     ],
     "convert": [
         ["errors", "data", "sizes", "transforms"],
-        ["request", "console", "processes", "io", "families"],
+        ["request", "console", "progress", "processes", "io", "families"],
         ["device", "recipes", "stream", "targets"],
         ["bench", "text", "walk"],
         ["measure", "training"],
