@@ -129,6 +129,7 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
 @_target("--method", metavar="NAME", help="principal (calibrated; default), mean, first, random; mla: principal, svd.")
 @_target("--group", type=Choice(rq.GROUPINGS), help="Heads that share: similar ones, or neighbors.")
 @_target("--layout", metavar="|".join(rq.LAYOUTS), help=f"Layout of an MLA checkpoint (default {rq.DEFAULT_LAYOUT}).")
+@_target("--rotate-latent", is_flag=True, help="Mix the latent's channels, for an FP8 or INT8 KV cache (mla).")
 @_target("--recipe", metavar="NAME|FILE.toml", help="Defaults from a recipe; options on the command line override it.")
 @_target("--allow-growth", is_flag=True, help="Allow targets whose cache is not smaller than the source's.")
 @_calibration(

@@ -44,7 +44,7 @@ RUN_ONLY = frozenset(
 )
 # The targets that an option belongs to; all others belong to every target.
 GOES_WITH: dict[str, tuple[str, ...]] = {"kv_heads": ("gqa",), "group": ("gqa", "mqa")} | dict.fromkeys(
-    ("kv_rank", "rope_dim", "budget", "q_rank", "layout"), ("mla",)
+    ("kv_rank", "rope_dim", "budget", "q_rank", "layout", "rotate_latent"), ("mla",)
 )
 
 _LEAST_BARE_SIZE = 1000  # bytes without a unit: fewer are gigabytes whose unit was forgotten
@@ -90,6 +90,7 @@ class ConvertRequest:
     budget: int | None = None
     q_rank: int | None = None
     layout: Layout | None = None
+    rotate_latent: bool = False
     calibration: str | tuple[str, ...] | None = None
     samples: int = 128
     seq_len: int = 512
@@ -150,7 +151,7 @@ class ConvertRequest:
             left_out |= {"samples", "seq_len", "refine", "polish"}
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         resolved = {"method": self.resolved_method} | ({"layout": self.resolved_layout} if self.to == "mla" else {})
-        return {name: value for name, value in options.items() if value is not None} | resolved
+        return {name: value for name, value in options.items() if _given(value)} | resolved
 
 
 def expected(name: str, value: Any) -> str | None:
@@ -170,6 +171,8 @@ def expected(name: str, value: Any) -> str | None:
         if isinstance(value, str) and value.strip().isdigit() and 0 < int(value) < _LEAST_BARE_SIZE:
             return f"a size with its unit (did you mean {value.strip()}GB?)"
         return None if parse_size(value) else "a size such as 5GB, 500MB or 2GiB"
+    if name == "rotate_latent":
+        return None if isinstance(value, bool) else "true or false"
     if name == "calibration":
         return _calibration_expected(value if isinstance(value, (list, tuple)) else [value])
     return None
@@ -189,6 +192,11 @@ def _as_text(value: Any) -> Any:
         texts = tuple(map(_as_text, value))
         return texts if len(texts) > 1 else next(iter(texts), None)
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _given(value: Any) -> bool:
+    """Whether an option has a value: neither None nor a flag that is not set."""
+    return value is not None and value is not False
 
 
 def _is_whole(value: Any, least: int) -> bool:
@@ -225,7 +233,7 @@ def _combination_problems(request: ConvertRequest) -> Iterator[str]:
     if to == "gqa" and request.kv_heads is None:
         yield "--to gqa needs --kv-heads: the number of key/value heads to keep; `kvfold inspect` lists them"
     for name, targets in GOES_WITH.items():
-        if to not in targets and getattr(request, name) is not None:
+        if to not in targets and _given(getattr(request, name)):
             some = " or ".join(targets)
             yield f"{_option(name)} goes with --to {some}, found --to {to}: leave it out, or use --to {some}"
     if to == "mla":
@@ -250,6 +258,12 @@ def _mla_problems(request: ConvertRequest) -> Iterator[str]:
         yield "--to mla needs --kv-rank and --rope-dim (KV-cache elements per token per layer), or --budget"
     if request.layout == "engine" and request.method == "svd":
         yield "--layout engine calibrates the latent's norm on text: use --method principal, found svd"
+    if request.rotate_latent and request.resolved_layout == "engine":
+        yield (
+            "--rotate-latent: the live norm of layout engine asks for coordinates of its own, in which weak channels "
+            "count most: mixed with the others, they lose more in an FP8 cache than as they are; leave it out, or use "
+            "--layout free"
+        )
     if request.budget is not None and request.method == "svd":
         yield "--budget chooses by measured drift and needs --method principal, found --method svd"
 

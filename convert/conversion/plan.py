@@ -229,7 +229,8 @@ def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
     else:
         step = max(2, 1 << (request.budget // 8).bit_length() >> 1)
         splits = [(request.budget - rope, rope) for rope in range(step, request.budget, step)]
-    targets = [LatentTarget(rank, rope, request.q_rank, request.resolved_layout) for rank, rope in splits]
+    options = request.q_rank, request.resolved_layout, request.rotate_latent
+    targets = [LatentTarget(rank, rope, *options) for rank, rope in splits]
     problems = [latent_problems(model, target, allow_growth=request.allow_growth) for target in targets]
     possible = [target for target, found in zip(targets, problems, strict=True) if not found]
     if not possible:

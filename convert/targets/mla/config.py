@@ -60,13 +60,15 @@ def is_latent(config: Mapping[str, Any]) -> bool:
 class LatentTarget:
     """Sizes of latent attention. ``kv_rank`` R + ``rope_dim`` P are the KV-cache elements per token per layer.
 
-    R includes the constant channel. Without ``q_rank`` queries have no latent, unless biases need one (``query_rank``).
+    R includes the constant channel. ``rotated`` mixes the others, for a quantized cache.
+    Without ``q_rank`` queries have no latent, unless biases need one (``query_rank``).
     """
 
     kv_rank: int
     rope_dim: int
     q_rank: int | None = None
     layout: Literal["free", "engine"] = "free"
+    rotated: bool = False
 
     @property
     def constant(self) -> bool:

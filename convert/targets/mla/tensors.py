@@ -3,6 +3,10 @@
 In layout ``free`` a constant channel makes the norm of each latent a known factor (``constant.py``). In layout
 ``engine`` the norm stays live, with weights of one: the latent must come in a scale in which its rms usually is one
 (``transforms/latent/norm.py``). Its heads may be padded with zeros (``padding.py``).
+
+A rotated latent (``transforms/latent/rotation.py``) is meant for a quantized cache, which has no place for the constant
+either: it is a thousand times larger than the other channels. A weight of zero in the norm takes it out of the cache.
+Nothing is lost, since the bias of the output projection holds constant values, and constant keys move no attention.
 """
 
 import math
@@ -15,6 +19,7 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.targets.mla.config import LatentTarget, attention_module, split_gate_up
 from kvfold.convert.targets.mla.constant import CONSTANT, norm_remainder, norm_weight, with_constant
 from kvfold.convert.targets.mla.padding import padded
+from kvfold.convert.transforms.latent.rotation import rotated
 from kvfold.convert.transforms.latent.weights import LatentWeights
 
 
@@ -24,7 +29,7 @@ def mla_tensors(latent: LatentWeights, layer: int, target: LatentTarget) -> dict
     Raises ``ValueError`` when ``latent`` does not fit ``target`` or has a bias for which the layout has no place.
     """
     _check(latent, target)
-    latent = padded(latent, target)
+    latent = padded(rotated(latent) if target.rotated else latent, target)
     tensors = {**_queries(latent, target), **_keys_and_values(latent, target)}
     tensors["o_proj.weight"] = latent.o.flatten(1)
     if target.constant:
@@ -87,12 +92,15 @@ def _keys_and_values(latent: LatentWeights, target: LatentTarget) -> dict[str, T
             "kv_b_proj.weight": read,
         }
     rank = latent.rank + 1
+    weight = latent.down.new_full((rank,), norm_weight(rank))
+    if target.rotated:
+        weight[-1] = 0
     down_bias = _or_zeros(latent.down_bias, latent.down[:, 0])
     rope_bias = interleave(_or_zeros(latent.rope_key_bias, latent.rope_key[:, 0]), 0)
     return {
         "kv_a_proj_with_mqa.weight": torch.cat([latent.down, torch.zeros_like(latent.down[:1]), rope_key]),
         "kv_a_proj_with_mqa.bias": torch.cat([with_constant(down_bias), rope_bias]),
-        "kv_a_layernorm.weight": latent.down.new_full((rank,), norm_weight(rank)),
+        "kv_a_layernorm.weight": weight,
         "kv_b_proj.weight": torch.nn.functional.pad(read, (0, 1)) * norm_remainder(rank),
     }
 
