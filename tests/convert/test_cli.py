@@ -74,7 +74,7 @@ def test_help_of_convert_lists_options_by_panels(kvfold):
     assert all(option in calibration for option in ("--calibration ", "--samples ", "--seq-len ", "--seed "))
     assert all(option in refinement for option in ("--refine STEPS|auto", "--polish STEPS|auto"))
     assert all(option in running for option in ("--device ", "--gguf ", "--adapter ", "--resume ", "-h, --help"))
-    assert text.count("\n  --") == 28
+    assert text.count("\n  --") == 29
     assert "kvfold|" not in text
     assert "|kvfold" not in text
 
