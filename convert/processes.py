@@ -169,7 +169,10 @@ def add_up(tensors: Iterable["Tensor"]) -> None:
     if (dist := _distributed()) is not None:
         with _connected():
             for tensor in tensors:
-                dist.all_reduce(tensor)
+                dense = tensor.contiguous()
+                dist.all_reduce(dense)
+                if dense is not tensor:
+                    tensor.copy_(dense)
 
 
 def total(*values: float) -> list[float]:
@@ -182,6 +185,19 @@ def total(*values: float) -> list[float]:
     add_up([sums])
     result: list[float] = sums.tolist()
     return result
+
+
+def first_rows(rows: "Tensor", limit: int) -> "Tensor":
+    """The first ``limit`` of the ``rows [n, ...]`` of all processes, the first one's first."""
+    if _distributed() is None:
+        return rows[:limit]
+    lengths = gathered(min(len(rows), limit))
+    start = min(limit, sum(lengths[: rank()]))
+    own = rows[: limit - start]
+    together = rows.new_zeros(min(limit, sum(lengths)), *rows.shape[1:])
+    together[start : start + len(own)] = own
+    add_up([together])
+    return together
 
 
 def part(number: int) -> range:

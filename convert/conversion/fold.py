@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
+from kvfold.convert import processes
 from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.method import Converted, Method, Notes
 from kvfold.convert.conversion.norms import NORMS, norms_note
@@ -41,7 +43,7 @@ class Fold(Method):
 
     def layers(self, journal: Journal) -> Iterator[Converted]:
         for step in self._walk.steps(journal):
-            folded, notes = fold_layer(self.plan, step)
+            folded, notes = processes.from_first(partial(fold_layer, self.plan, step))
             yield self._walk.convert(step, folded, notes)
 
     def measured(self, notes: Sequence[Notes]) -> Calibrated:

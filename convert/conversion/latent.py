@@ -7,11 +7,14 @@ are in a scratch folder beside the shards; in memory are small tables only.
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import torch
+from torch import Tensor
 
+from kvfold.convert import processes
 from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.latent_layer import DAMPERS, SHARE, Candidate, Survey, latent_layer
 from kvfold.convert.conversion.method import Converted, Method, Notes
@@ -20,10 +23,19 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.refinement import refinement_record
 from kvfold.convert.conversion.source import normed_layers, source_layer, source_rotary
 from kvfold.convert.conversion.stages import Stages
-from kvfold.convert.conversion.steps import Calibrated, StudentWalk, load_tokens, print_start, source_stream
+from kvfold.convert.conversion.steps import (
+    Calibrated,
+    StudentWalk,
+    load_tokens,
+    own_sequences,
+    print_start,
+    source_stream,
+)
 from kvfold.convert.conversion.trials import resolve
 from kvfold.convert.transforms.head_norms import linear_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
+from kvfold.convert.transforms.latent.slots import LayerSurvey
+from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.walk import estimate_seconds, survey
 
 
@@ -45,11 +57,12 @@ class Latent(Method):
             chosen, choices = resolve(plan, surveyed, stages)
             yield cls(chosen, surveyed, choices)
         finally:
-            shutil.rmtree(folder)
+            if processes.is_first():  # which alone reads it
+                shutil.rmtree(folder)
 
     def layers(self, journal: Journal) -> Iterator[Converted]:
         for step in self._walk.steps(journal):
-            latent, notes = latent_layer(self._chosen, step, self._survey)
+            latent, notes = processes.from_first(partial(latent_layer, self._chosen, step, self._survey))
             yield self._walk.convert(step, latent, notes)
 
     def measured(self, notes: Sequence[Notes]) -> Calibrated:
@@ -64,11 +77,15 @@ def survey_source(plan: Plan, folder: Path, stages: Stages) -> Survey:
     source = source_stream(plan)
     print_start(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration, passes=3))
     layers = []
-    surveyed = survey(source, tokens.calibration, weights=normed_layers(plan))
+    surveyed = survey(source, own_sequences(tokens.calibration), weights=normed_layers(plan))
     calibrated = stages.over("survey", surveyed, plan.geometry.layers, "layer")
     for index, statistics, inputs in calibrated:
-        weights = linear_heads(source_layer(plan, index), statistics)
-        rotary = source_rotary(plan, index)
-        layers.append(rope_slots.survey_layer(weights, statistics, rotary, plan.geometry.positions))
-        torch.save({"statistics": vars(statistics), "inputs": inputs}, folder / f"{index}.pt")
+        layers.append(processes.from_first(partial(_note, plan, folder, index, statistics, inputs)))
     return Survey(source, tokens, tuple(layers), folder)
+
+
+def _note(plan: Plan, folder: Path, index: int, statistics: LayerStatistics, inputs: Tensor) -> LayerSurvey:
+    """Save the statistics of a layer; returns its tables."""
+    weights = linear_heads(source_layer(plan, index), statistics)
+    torch.save({"statistics": vars(statistics), "inputs": inputs}, folder / f"{index}.pt")
+    return rope_slots.survey_layer(weights, statistics, source_rotary(plan, index), plan.geometry.positions)

@@ -166,10 +166,17 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
 def check_processes(plan: Plan) -> None:
     """Raise InputError when several processes run and the request is one for a single process."""
     count, request = processes.count(), plan.request
-    if count > 1 and request.calibrated:
+    if count == 1:
+        return
+    if request.polish:
         raise InputError(
-            f"torchrun: expected a method that reads no text, which {count} processes can share, found a calibrated "
-            "conversion; run it in one process, or use --method mean or svd"
+            f"--polish: trains the whole model in one process, found {count}; run it without torchrun, or leave "
+            "--polish out: --refine is shared out"
+        )
+    if request.calibrated and request.samples < count:
+        raise InputError(
+            f"--samples: expected at least {count}, a sequence for each process, found {request.samples}; raise it, or "
+            "lower --nproc-per-node"
         )
 
 

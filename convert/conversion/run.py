@@ -236,7 +236,7 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Meas
                     time_left.layer_done()
             writer.finish()
         processes.wait_for_all()
-        return plan, method.measured(journal.notes)
+        return plan, method.measured(journal.notes) if processes.is_first() else None
 
 
 def _polished(plan: Plan, measured: Measured | None, folder: Path, stages: Stages) -> Measured:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvfold.attention.drift.lockstep import compare_predictions
 from kvfold.attention.drift.report import DriftReport, report_of
+from kvfold.convert import processes
 from kvfold.convert.console import duration
 from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.method import Converted, Measured, Notes
@@ -51,8 +52,18 @@ def source_stream(plan: Plan) -> CheckpointStream:
 def load_tokens(plan: Plan, scratch: Path, stages: Stages) -> CalibrationTokens:
     """Calibration and held-out sequences; text that the source writes itself is kept in ``scratch``.
 
-    Raises InputError without a tokenizer or enough text.
+    The first of several processes reads them for all. Raises InputError without a tokenizer or enough text.
     """
+    return processes.from_first(lambda: _load_tokens(plan, scratch, stages))
+
+
+def own_sequences(tokens: Tensor) -> Tensor:
+    """This process's share of the sequences ``tokens [N, T]``."""
+    own = processes.part(len(tokens))
+    return tokens[own.start : own.stop]
+
+
+def _load_tokens(plan: Plan, scratch: Path, stages: Stages) -> CalibrationTokens:
     request = plan.request
     check_seq_len(request.seq_len, plan.geometry.positions, plan.source_name)
     otherwise = f", or use --method {quick_method(plan)}, which reads no text"
@@ -95,7 +106,7 @@ class StudentWalk:
             source,
             self._twin,
             tokens.held_out,
-            tokens.calibration if statistics or keep else None,
+            own_sequences(tokens.calibration) if statistics or keep else None,
             profile=statistics,
             statistics=statistics,
             keep_calibration=keep,
@@ -137,7 +148,7 @@ class StudentWalk:
 
     def kl(self) -> float:
         """KL of the next-token distributions on held-out tokens after the last layer, nats."""
-        return self._walk.measurement().kl
+        return processes.from_first(lambda: self._walk.measurement().kl)
 
     def measured(self, choices: Notes) -> "Calibrated":
         """The drift after the last layer. ``choices`` are further entries of ``kvfold.json``."""

@@ -4,8 +4,10 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from kvfold.convert import processes
 from kvfold.convert.conversion.latent_layer import Candidate, Survey, candidate, latent_layer
 from kvfold.convert.conversion.plan import Plan, latent_targets
 from kvfold.convert.conversion.stages import Stages
@@ -93,7 +95,7 @@ def trial(option: Candidate, surveyed: Survey, *, refine: bool = False) -> Candi
     walk = StudentWalk(option.plan, surveyed.source, tokens, statistics=False, trial_steps=steps)
     for step in walk.steps():
         if step.index in probed:
-            walk.convert(step, latent_layer(option, step, surveyed)[0])
+            walk.convert(step, processes.from_first(partial(latent_layer, option, step, surveyed))[0])
         else:
             step.keep()
     kl = walk.kl()

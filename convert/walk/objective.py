@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.attention.drift.streams import LayerOutput
+from kvfold.convert import processes
 from kvfold.convert.walk.walk import Hidden
 
 
@@ -51,7 +52,7 @@ class Examples:
 
     ``weights [b, T, 1]``: what a token's error is multiplied by. ``energy`` is the mean square of the teacher's
     attention update, ``inherited`` that of the student's error before the layer, both weighted; ``numbers`` are the
-    elements of the targets.
+    elements of the targets. Of ``count`` sequences that several processes share, these are the ``own``.
     """
 
     inputs: Hidden
@@ -60,17 +61,15 @@ class Examples:
     energy: float
     inherited: float
     numbers: int
-
-    @property
-    def count(self) -> int:
-        """Sequences."""
-        return sum(len(chunk) for chunk in self.inputs)
+    count: int
+    own: range
 
     def batch(self, sequences: Sequence[int]) -> Batch:
-        """Inputs, targets and weights of some ``sequences``, ``[len(sequences), T, E]`` or ``[..., 1]`` each."""
+        """Inputs, targets and weights of some of the ``own`` sequences, ``[len(sequences), T, E]`` or ``[..., 1]``."""
         size = len(self.inputs[0])
+        places = [index - self.own.start for index in sequences]
         inputs, targets, weights = (
-            torch.stack([chunks[index // size][index % size] for index in sequences])
+            torch.stack([chunks[place // size][place % size] for place in places])
             for chunks in (self.inputs, self.targets, self.weights)
         )
         return inputs, targets, weights
@@ -82,11 +81,18 @@ class Examples:
 
 @torch.no_grad()
 def examples(
-    update: AttentionUpdate, teacher: OpenLayer, hidden: Hidden, student_hidden: Hidden, *, correct: bool = True
+    update: AttentionUpdate,
+    teacher: OpenLayer,
+    hidden: Hidden,
+    student_hidden: Hidden,
+    *,
+    correct: bool = True,
+    shared: bool = False,
 ) -> Examples:
     """Run ``teacher``'s attention over its inputs ``hidden``; ``student_hidden`` are the student's, of the same tokens.
 
-    ``update`` is the teacher's. Without ``correct`` the target is its attention update alone, ``a(h)``.
+    ``update`` is the teacher's. Without ``correct`` the target is its attention update alone, ``a(h)``. ``shared`` says
+    that ``hidden`` are this process's share of the sequences: sums and counts are then those of all.
     """
     targets, weights, energy, inherited, numbers = [], [], 0.0, 0.0, 0
     for inputs, student_inputs in zip(hidden, student_hidden, strict=True):
@@ -99,7 +105,13 @@ def examples(
         energy += squares(added * weight)
         inherited += squares(before * weight)
         numbers += added.numel()
-    return Examples(student_hidden, targets, weights, energy / numbers, inherited / numbers, numbers)
+    count = sum(len(chunk) for chunk in hidden)
+    own = range(count)
+    if shared:
+        energy, inherited, all_numbers, all_count = processes.total(energy, inherited, numbers, count)
+        numbers, count = int(all_numbers), int(all_count)
+        own = processes.part(count)
+    return Examples(student_hidden, targets, weights, energy / numbers, inherited / numbers, numbers, count, own)
 
 
 def token_weights(residual: Tensor) -> Tensor:

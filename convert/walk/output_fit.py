@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.drift.recording import OpenLayer
+from kvfold.convert import processes
 from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.output import fit_output
 from kvfold.convert.transforms.weights import AttentionWeights
@@ -73,8 +74,12 @@ def refit_output(
         gram, missing = _sums(
             present, _regressions(step, layer, weights, update, step.calibration, step.student_calibration)
         )
-    fitted = fit_output(present, gram, missing)
-    before, after = _error(present, held_out), _error(fitted, held_out)
+
+    def fit() -> tuple[Tensor, float, float]:
+        projection = fit_output(present, gram, missing)
+        return projection, _error(present, held_out), _error(projection, held_out)
+
+    fitted, before, after = processes.from_first(fit)
     if not after < before:
         return weights, OutputFit(before, before)
     return _with_projection(weights, fitted), OutputFit(before, after)
@@ -106,15 +111,17 @@ def _explains(found: Tensor, expected: Tensor) -> bool:
 
 
 def _sums(present: Tensor, parts: Iterator[_Regression]) -> tuple[Tensor, Tensor]:
-    """The weighted means of ``z z^T`` and ``(target - present z) z^T``."""
+    """The weighted means of ``z z^T`` and ``(target - present z) z^T`` over the sequences of all processes."""
     count = len(present[0])
-    gram, missing, total = present.new_zeros(count, count), torch.zeros_like(present), 0.0
+    gram, missing, total = present.new_zeros(count, count), torch.zeros_like(present), present.new_zeros(())
     for part in parts:
         heads = part.heads * part.weight[:, None]
         gram += heads.mT @ part.heads
         missing += (part.target - part.heads @ present.mT).mT @ heads
         total += float(part.weight.sum())
-    return gram / (total or 1.0), missing / (total or 1.0)
+    processes.add_up([gram, missing, total])
+    total = total if total else torch.ones_like(total)
+    return gram / total, missing / total
 
 
 def _error(projection: Tensor, parts: list[_Regression]) -> float:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.drift.recording import OpenLayer
+from kvfold.convert import processes
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.walk.arithmetic import bfloat16, bfloat16_pays
 from kvfold.convert.walk.batches import random_batches
@@ -100,7 +101,7 @@ def refine_layer(step: Step, tensors: Tensors, task: Refinement) -> Refined:
     """
     if not step.calibration:
         raise KvfoldError("refinement needs a walk that keeps the calibration sequences")
-    training = examples(task.update, step.teacher, step.calibration, step.student_calibration)
+    training = examples(task.update, step.teacher, step.calibration, step.student_calibration, shared=True)
     held_out = examples(task.update, step.teacher, step.held_out, step.student_held_out)
     step.twin.put(tensors)
     with step.twin.stream.open_layer(step.index) as layer:
@@ -149,8 +150,22 @@ class _Student:
         # not see the difference.
         return missing.square().sum() / (math.sqrt(missing.numel()) * (energy or 1.0))
 
-    @torch.no_grad()
+    def gradients(self, training: Examples, sequences: Sequence[int]) -> None:
+        """Leave the gradients of a step over ``sequences`` in the masters; several processes share these out."""
+        own = [index for index in sequences if index in training.own]
+        if own:
+            energy = training.energy * math.sqrt(len(sequences) / len(own))  # the count is that of all sequences
+            self.loss(training.batch(own), energy).backward()  # type: ignore[no-untyped-call]
+        for master in self.masters.values():
+            master.grad = torch.zeros_like(master) if master.grad is None and not own else master.grad
+        processes.add_up(master.grad for master in self.masters.values() if master.grad is not None)
+
     def error(self, sequences: Examples) -> float:
+        """The error on held-out ``sequences``, as the first process finds it."""
+        return processes.from_first(lambda: self._error(sequences))
+
+    @torch.no_grad()
+    def _error(self, sequences: Examples) -> float:
         missing = sum(squares(self.missing(*batch)) for batch in sequences.batches())
         return missing / sequences.numbers / sequences.energy if sequences.energy else missing
 
@@ -186,7 +201,7 @@ def _train(student: _Student, training: Examples, held_out: Examples, task: Refi
     slowed = [_slowed(student.masters[name], multiplier) for name, multiplier in multipliers.items()]
     batches = sample_batches(training.count, task.seed, student.index)
     for step, lr in enumerate(lr_schedule(task.steps, trial.errors), 1):
-        _step(student, optimizer, slowed, training.batch(next(batches)), training.energy, lr)
+        _step(student, optimizer, slowed, training, next(batches), lr)
         trial.steps = step
         if step % ROUND == 0 or step == task.steps:
             trial.evaluate(student.error(held_out), student, step)
@@ -212,16 +227,15 @@ def _step(
     student: _Student,
     optimizer: torch.optim.Adam,
     slowed: Sequence[_Slowed],
-    batch: Batch,
-    energy: float,
+    training: Examples,
+    sequences: Sequence[int],
     lr: float,
 ) -> None:
     """One step of Adam; ``lr`` is relative to each tensor's learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["scale"]
-    loss = student.loss(batch, energy)
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
+    student.gradients(training, sequences)
     before = [slow.master.view(-1)[slow.elements] for slow in slowed]
     optimizer.step()
     for slow, value in zip(slowed, before, strict=True):

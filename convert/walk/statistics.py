@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvfold.attention.drift.profile import attention_sums
 from kvfold.attention.drift.streams import LayerOutput
+from kvfold.convert import processes
 from kvfold.convert.transforms.head_norms import has_norms, project
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 
@@ -47,12 +48,16 @@ class StatisticsAccumulator:
             self._add_normed(self._weights, inputs, received)
 
     def result(self) -> LayerStatistics:
-        """The averages so far. Raises ValueError before the first batch."""
+        """The averages so far, over the batches of all processes. Raises ValueError before the first batch."""
         if self._inputs is None:
             raise ValueError("statistics: expected at least one batch, found none")
+        sums = [self._inputs, self._received, self._normed]
+        processes.add_up(tensor for each in sums if each is not None for tensor in each.tensors())
+        processes.add_up([] if self._profile is None else [self._profile])
+        tokens, sequences = processes.total(self._tokens, self._sequences)
         gram, mean = self._inputs.averages()
-        profile = gram.new_zeros(0, 0) if self._profile is None else self._profile / self._sequences
-        result = LayerStatistics(gram, mean, self._tokens, profile, self._causal)
+        profile = gram.new_zeros(0, 0) if self._profile is None else self._profile / sequences
+        result = LayerStatistics(gram, mean, int(tokens), profile, self._causal)
         if self._received is not None:
             received_gram, received_mean = self._received.averages()
             result = replace(result, received_gram=received_gram, received_mean=received_mean)
@@ -102,6 +107,10 @@ class _Moments:
         self.weight.add_(weight.sum())
         add_gram(self.gram, inputs * weight.sqrt()[:, None])
 
+    def tensors(self) -> list[Tensor]:
+        """Everything that adds up over the tokens."""
+        return [self.gram, self.sum, self.weight]
+
     def averages(self) -> tuple[Tensor, Tensor]:
         """The whole, symmetric average of ``x x^T``, and that of ``x``.
 
@@ -116,20 +125,25 @@ class _Moments:
 class _NormedMoments:
     """Sums of ``n x~^T [H + G, D, E+1]``, of that by received attention, and of ``divisors [H + G, 3]``.
 
-    ``tokens`` and ``weight`` are what they are divided by.
+    ``tokens []`` and ``weight []`` are what they are divided by.
     """
 
     cross: Tensor
     received: Tensor
     divisors: Tensor
-    tokens: float = 0.0
-    weight: float = 0.0
+    tokens: Tensor
+    weight: Tensor
 
     @staticmethod
     def zeros(normed: Tensor, inputs: Tensor) -> "_NormedMoments":
         """Of ``normed [N, H + G, D]`` and ``inputs [N, E]`` to come."""
         cross = inputs.new_zeros(*normed.shape[1:], inputs.shape[1] + 1)
-        return _NormedMoments(cross, torch.zeros_like(cross), inputs.new_zeros(normed.shape[1], 3))
+        none = inputs.new_zeros(())
+        return _NormedMoments(cross, torch.zeros_like(cross), inputs.new_zeros(normed.shape[1], 3), none, none.clone())
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that adds up over the tokens."""
+        return [self.cross, self.received, self.divisors, self.tokens, self.weight]
 
     def add(self, normed: Tensor, divisors: Tensor, inputs: Tensor, received: Tensor | None) -> None:
         rows, inputs = normed.flatten(1), torch.nn.functional.pad(inputs, (0, 1), value=1.0)
@@ -138,7 +152,7 @@ class _NormedMoments:
         self.tokens += len(rows)
         if received is not None:
             self.received.flatten(0, 1).addmm_((rows * received[:, None].to(rows)).mT, inputs)
-            self.weight += float(received.double().sum())
+            self.weight += received.double().sum()
 
     def into(self, statistics: LayerStatistics) -> LayerStatistics:
         """``statistics`` with the averages."""

@@ -31,6 +31,7 @@ from torch import Tensor
 from kvfold.attention.drift.lockstep import LayerDrift, Measurement, compare_layer, compare_predictions
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.attention.drift.streams import LayerOutput
+from kvfold.convert import processes
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
@@ -229,7 +230,8 @@ def gather(
 ) -> tuple[LayerStatistics, Tensor]:
     """The statistics of a layer over ``states``, and its attention's inputs for the first chunk, ``[n, E]``.
 
-    ``states`` are replaced by the layer's outputs. Raises InputError when these are not finite.
+    Both are of the sequences of all processes. ``states`` are replaced by the layer's outputs. Raises InputError when
+    these are not finite.
     """
     accumulator = StatisticsAccumulator(profile, None if weights is None else weights(layer.index))
     inputs: Tensor | None = None
@@ -241,7 +243,8 @@ def gather(
     if inputs is None:
         raise ValueError("states: expected at least one chunk, found none")
     check_finite(states, source, layer.index)
-    return accumulator.result(), inputs
+    length = states[0].shape[1]
+    return accumulator.result(), processes.first_rows(inputs, length * chunk_size(source.device, length))
 
 
 @torch.no_grad()

@@ -41,6 +41,13 @@ POOLED: dict[str, dict[str, Any]] = {
     "alone": {"to": "mqa", "method": "first"},  # one shard: one of the processes has none
 }
 
+TEXT = {"samples": 7, "seq_len": 48}
+CALIBRATED: dict[str, dict[str, Any]] = {
+    "gqa": {"to": "gqa", "kv_heads": 2, "group": "contiguous", **TEXT},
+    "mla": {"to": "mla", "kv_rank": 24, "rope_dim": 8, **TEXT},
+    "refined": {"to": "mqa", "method": "mean", "refine": 3, "dtype": "float32", **TEXT},
+}
+
 
 def requests(folder: Path, options: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     folder.mkdir()
@@ -66,6 +73,21 @@ def test_two_processes_write_the_bytes_of_one(tmp_path: Path) -> None:
         one, two = files(tmp_path / "one" / name), files(tmp_path / "two" / name)
         assert one.keys() == two.keys()
         assert [file for file in one if one[file] != two[file]] == []
+
+
+def test_two_processes_calibrate_as_one(tmp_path: Path) -> None:
+    """Statistics and gradients are sums over all sequences: nothing differs but the order of their terms."""
+    for made in requests(tmp_path / "one", CALIBRATED):
+        convert_checkpoint(ConvertRequest(**made, quiet=True))
+    launch(tmp_path, requests(tmp_path / "two", CALIBRATED))
+    for name in CALIBRATED:
+        one, two = (json.loads((tmp_path / ranks / name / "kvfold.json").read_text()) for ranks in ("one", "two"))
+        assert two["calibration"] == one["calibration"]
+        same = {"rel": 1e-4 if name == "refined" else 1e-6}  # Adam divides by gradients, however small
+        for value in ("kl", "excess"):
+            assert two["drift"][value]["value"] == pytest.approx(one["drift"][value]["value"], **same)
+        for layer, expected in zip(two["drift"]["layers"], one["drift"]["layers"], strict=True):
+            assert layer["attention_local"]["value"] == pytest.approx(expected["attention_local"]["value"], **same)
 
 
 def test_a_process_that_dies_ends_the_others_and_leaves_no_out(tmp_path: Path) -> None:
