@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvfold.convert.conversion.card import trained_card
 from kvfold.convert.conversion.record import versions
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.atomic import output_folder
@@ -19,9 +20,7 @@ from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.side_files import SideFiles
 
 _SECTION = """
-## Uptraining
-
-Then {what} trained for {steps} steps of {tokens} tokens{text}{teacher}. The figures above are from before.
+A converted checkpoint, trained further by kvfold: {what} trained for {steps} steps of {tokens} tokens{text}{teacher}.
 """
 _TABLE = """
 | on {count} x {length} held-out tokens | before | after |
@@ -88,8 +87,9 @@ def _write_records(beside: SideFiles, folder: Path, request: UptrainRequest, tra
     if "drift" in record:
         record["drift_before_uptraining"] = record.pop("drift")
     record["uptraining"] = {**training, "versions": versions()}
-    text = f"# {portable_name(Path(request.out))}\n" if beside.card is None else beside.card
-    (folder / "README.md").write_text(text.rstrip("\n") + "\n" + _section(request, training), encoding="utf-8")
+    name, attention = portable_name(Path(request.out)), request.train == "attention"
+    card = trained_card(beside.card or "", name, _section(request, training), attention_only=attention)
+    (folder / "README.md").write_text(card, encoding="utf-8")
     record["files"] = file_hashes(folder)
     (folder / RECORD).write_text(dump(record), encoding="utf-8")
 

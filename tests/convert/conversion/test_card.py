@@ -1,12 +1,15 @@
 """The front matter of the model card: the license that binds, and the model it came from."""
 
+import re
+import shlex
 import shutil
 
 import pytest
 from huggingface_hub import ModelCard
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.conversion.card import front_matter
+from kvfold.convert.conversion.card import front_matter, trained_card
+from kvfold.convert.data import demo_folder
 from kvfold.convert.io.checkpoint import Checkpoint
 
 
@@ -25,7 +28,8 @@ def front(tmp_path, tiny_family):
     return convert
 
 
-OURS = {"library_name": "transformers", "tags": ["kvfold"]}
+OURS = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["kvfold"]}
+DERIVED = {"base_model_relation": "finetune"}
 
 
 @pytest.mark.parametrize(
@@ -37,8 +41,11 @@ OURS = {"library_name": "transformers", "tags": ["kvfold"]}
             'license: "other"\nlicense_name: llama3\nlicense_link: LICENSE\n',
             {"license": "other", "license_name": "llama3", "license_link": "LICENSE"},
         ),
-        ("base_model: team/base\nlicense: mit\n", {"base_model": "team/base", "license": "mit"}),
-        ("base_model:\n- team/one\n- team/two\n", {"base_model": ["team/one", "team/two"]}),
+        ("base_model: team/base\nlicense: mit\n", {"base_model": "team/base", "license": "mit"} | DERIVED),
+        ("base_model:\n- team/one\n- team/two\n", {"base_model": ["team/one", "team/two"]} | DERIVED),
+        ("language: en\n", {"language": "en"}),
+        ("language:\n- en\n- multilingual\n", {"language": ["en", "multilingual"]}),
+        ("language: English\n", {}),
         ("base_model: /home/me/model\nlicense: 4\n", {}),
         ("license: [mit, 4]\nlicense_name: {a: b}\n", {"license": ["mit"]}),
     ],
@@ -53,6 +60,38 @@ def test_license_and_base_model_are_kept(front, card, kept):
 )
 def test_a_source_without_metadata(front, text):
     assert front(text) == OURS
+
+
+def test_the_card_has_commands_without_places_to_fill_in(tmp_path):
+    text = tmp_path / "own words.txt"
+    text.write_text("Some words about nothing. " * 900)
+    source = shutil.copytree(demo_folder(), tmp_path / "tiny llama")
+    options = {"to": "mqa", "calibration": str(text), "samples": 4, "seq_len": 16, "method": "mean", "refine": 1}
+    request = ConvertRequest(model=str(source), out=str(tmp_path / "out"), quiet=True, **options)
+    card = (tmp_path / "out" / "README.md") if convert_checkpoint(request).written else None
+    found = card.read_text()
+    command = next(line for line in found.splitlines() if line.startswith("kvfold convert "))
+    assert shlex.split(command)[4:] == [
+        *("--to", "mqa", "--method", "mean", "--calibration", "own words.txt"),
+        *("--samples", "4", "--seq-len", "16", "--refine", "1"),
+    ]
+    commands = re.findall("```[a-z]+\n(.*?)```", found, re.DOTALL)
+    assert any("vllm serve .\n" in each for each in commands)
+    assert any("--teacher 'tiny llama' --text " in each for each in commands)
+    assert not re.search(r"\bPATH\b|\bOUT\b|\bMODEL\b|\bFILE\b|<[a-z]+>", "".join(commands))
+    assert str(tmp_path) not in found
+    assert "held-out tokens of own words.txt." in found
+    assert "they also chose among groups" in found
+
+
+def test_a_trained_card_begins_with_the_training():
+    card = "---\nlicense: mit\n---\n\n# Tiny, MQA\n\nText. Everything else is the source's, byte for byte. More.\n"
+    found = trained_card(card, "out", "Trained for 2 steps.", attention_only=True)
+    assert found.startswith("---\nlicense: mit\n---\n\n# Tiny, MQA, trained further\n\nTrained for 2 steps.\n")
+    assert found.endswith("before the uptraining, which trained the attention alone. More.\n")
+    assert "byte for byte" not in found
+    assert trained_card("", "out", "Trained.", attention_only=False) == "# out\n\nTrained.\n"
+    assert trained_card("Own words.", "out", "Trained.", attention_only=False).endswith("uptraining\n\nOwn words.\n")
 
 
 def test_a_model_of_the_hub_is_the_base_model(tmp_path):

@@ -246,9 +246,14 @@ def test_the_record_and_the_card(source, converted, text, tmp_path):
     assert found["request"]["model"] == "engine"
     assert str(tmp_path.parent) not in json.dumps(found)
     card = (out / "README.md").read_text()
-    assert card.startswith((start / "README.md").read_text().rstrip())
+    begun, made = card.split("\n## Before the uptraining\n"), (start / "README.md").read_text()
+    assert begun[0].startswith(made.split("\n# ")[0])
+    assert made.split("## Engines")[1].split("## How")[0] in begun[1]
     assert "all weights were trained for 2 steps of 512 tokens of words.txt, distilled from `tiny`" in card
-    assert "| on 8 x 64 held-out tokens | before | after |" in card
+    assert "| on 8 x 64 held-out tokens | before | after |" in begun[0]
+    assert "Everything else is the source's, byte for byte." in made
+    assert "byte for byte" not in card
+    assert "Everything else was the source's before the uptraining, which changed it." in begun[1]
 
 
 def test_the_stored_dtype_is_kept(source, text, tmp_path):

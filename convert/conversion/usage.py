@@ -1,0 +1,134 @@
+"""The commands on a model card: how to load, serve, measure, train further and repeat what it describes.
+
+They are to be run in the card's own folder, so that none has a place to fill in; no path of this machine is in them.
+"""
+
+import shlex
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.families.wrappers import WRAPPERS
+from kvfold.convert.io.json_text import portable_name
+from kvfold.convert.request import RUN_ONLY, SELF, ConvertRequest
+from kvfold.convert.sizes import parse_size
+
+_TRAINING_TEXT = "HuggingFaceFW/fineweb-edu:sample-10BT"
+
+_LOAD = """Run in this folder:
+
+```python
+from transformers import {loader}, AutoTokenizer
+
+model = {loader}.from_pretrained(".", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained(".")
+```
+"""
+
+_ABSORB = """
+Stock transformers expands every cached token at every step. To decode over the latent cache itself:
+
+```python
+from kvfold.attention import absorb
+
+absorb(model)
+```
+"""
+
+_UNKNOWN = """
+`AutoModelForCausalLM` of transformers 5.23 does not know this stock class yet. One line tells it, for programs that
+load by it:
+
+```python
+from transformers import AutoModelForCausalLM, Mistral4Config
+
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM)
+```
+"""
+
+_SERVE = """
+To serve it from this folder:
+
+```sh
+{commands}
+```
+"""
+
+_TRAIN = """
+To train it a little further against its source, on a dataset of the hub (`pip install 'kvfold[train,data]'`):
+
+```sh
+kvfold uptrain . ../trained --teacher {source} --text {text} --steps 1000
+```
+"""
+
+
+def usage(plan: Plan) -> str:
+    """How to load the result, decode quickly, serve it and train it further."""
+    experts, latent = plan.result.experts, plan.request.to == "mla"
+    parts = [
+        _LOAD.format(loader="Mistral4ForCausalLM" if experts else "AutoModelForCausalLM"),
+        _UNKNOWN if experts else "",
+        _ABSORB if latent else "",
+        _SERVE.format(commands=served) if (served := _serving(plan)) else "",
+        _TRAIN.format(source=source_name(plan), text=_TRAINING_TEXT) if not _is_wrapper(plan) else "",
+    ]
+    return "".join(parts)
+
+
+def _is_wrapper(plan: Plan) -> bool:
+    return plan.checkpoint.config.get("model_type") in WRAPPERS
+
+
+def _serving(plan: Plan) -> str:
+    """The command of every engine that serves the result; the table of engines says under which conditions."""
+    latent = plan.request.to == "mla"
+    lines = []
+    for verdict in plan.engines:
+        if not verdict.serves:
+            continue
+        if verdict.engine == "vLLM":
+            lines.append(
+                "vllm serve ." + (" --model-impl transformers" if "Transformers backend" in verdict.how else "")
+            )
+        elif verdict.engine == "SGLang":
+            lines.append("python -m sglang.launch_server --model-path .")
+        elif verdict.engine == "llama.cpp":
+            exact = " --flash-attn off" if latent else ""  # its flash attention rounds more than its plain one
+            lines += ["python convert_hf_to_gguf.py . --outfile model.gguf", f"llama-server -m model.gguf{exact}"]
+        elif verdict.engine == "mlx-lm":
+            lines.append("mlx_lm.server --model .")
+    return "\n".join(lines)
+
+
+def source_name(plan: Plan) -> str:
+    """The source as a word of a command: its hub id and commit, or the name of its folder."""
+    return shlex.quote(plan.source_name)
+
+
+def repeating(plan: Plan) -> str:
+    """The command that makes the same checkpoint again: every option that decides it and is not at its default."""
+    request = plan.request
+    words = ["kvfold", "convert", plan.source_name, "converted"]
+    for field in fields(ConvertRequest):
+        name, value = field.name, getattr(request, field.name)
+        if field.name in RUN_ONLY - {"gguf", "adapter"} or value is None or value == _default(name):
+            continue
+        values = [_portable(name, text) for text in (request.texts if name == "calibration" else [value])]
+        words += [word for text in values for word in (f"--{name.replace('_', '-')}", text)]
+    return " ".join(map(shlex.quote, words))
+
+
+def _default(name: str) -> object:
+    default = next(field.default for field in fields(ConvertRequest) if field.name == name)
+    if name == "max_shard_size" and default is not MISSING:
+        return parse_size(str(default))
+    return default
+
+
+def _portable(name: str, value: object) -> str:
+    """The word after an option; files by their names alone."""
+    text = str(value)
+    if name in ("gguf", "adapter", "calibration") and text != SELF and Path(text).exists():
+        return portable_name(Path(text))
+    return text
