@@ -1,5 +1,7 @@
 """kvfold.convert: turn a checkpoint into one that needs a smaller key/value cache.
 
+Each command of ``kvfold`` has its function here; paths may be strings or path objects.
+
 The names below are loaded on first use, so that importing this package (and every ``--help``) stays free of torch.
 """
 
@@ -7,7 +9,9 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvfold.convert.bench.run import bench_checkpoints
     from kvfold.convert.conversion.run import Conversion, convert_checkpoint
+    from kvfold.convert.data import demo_folder
     from kvfold.convert.errors import InputError, KvfoldError
     from kvfold.convert.inspection.facts import Inspection, inspect_checkpoint
     from kvfold.convert.measure.drift import drift_checkpoints
@@ -29,7 +33,9 @@ __all__ = [
     "Uptrained",
     "Verification",
     "__version__",
+    "bench_checkpoints",
     "convert_checkpoint",
+    "demo_folder",
     "drift_checkpoints",
     "inspect_checkpoint",
     "recipe_request",
@@ -46,7 +52,9 @@ _MODULES = {
     "UptrainRequest": "uptrain.request",
     "Uptrained": "uptrain.run",
     "Verification": "measure.verify",
+    "bench_checkpoints": "bench.run",
     "convert_checkpoint": "conversion.run",
+    "demo_folder": "data",
     "drift_checkpoints": "measure.drift",
     "inspect_checkpoint": "inspection.facts",
     "recipe_request": "recipes",

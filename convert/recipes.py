@@ -63,6 +63,10 @@ def recipe_request(recipe: str, **overrides: Any) -> rq.ConvertRequest:
 
     ``overrides`` are fields of ``ConvertRequest``, ``model`` and ``out`` among them. An override of the target or of
     the split displaces the recipe's values that cannot go with it. Raises InputError.
+
+    >>> request = recipe_request("llama-2-7b-mla-512-64", model="MODEL", out="OUT", kv_rank=448)
+    >>> request.kv_rank, request.rope_dim
+    (448, 64)
     """
     read = read_recipe(recipe)
     values = {**_remaining(read.options, overrides), **overrides}

@@ -77,6 +77,9 @@ class ConvertRequest:
     GGUF file of the folder to read, ``adapter`` the folder of a LoRA adapter to merge. ``calibration`` may be several
     texts, which are mixed in equal shares. Paths may be path objects; they become text. Raises InputError, with
     every problem at once.
+
+    >>> ConvertRequest(model="MODEL", out="OUT", to="gqa", kv_heads=8)
+    ConvertRequest(model='MODEL', out='OUT', to='gqa', kv_heads=8)
     """
 
     model: str
@@ -116,6 +119,13 @@ class ConvertRequest:
         if problems:
             raise InputError(problems[0], problems[1:])
         object.__setattr__(self, "max_shard_size", parse_size(self.max_shard_size))
+
+    def __repr__(self) -> str:
+        """What is not at its default."""
+        plain = {field.name: field.default for field in fields(self)}
+        plain["max_shard_size"] = parse_size("5GB")
+        given = {name: getattr(self, name) for name, default in plain.items() if getattr(self, name) != default}
+        return f"ConvertRequest({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     @property
     def resolved_method(self) -> MethodName:

@@ -48,6 +48,14 @@ class DriftReport:
     measured: Measurement
     floor: Floor | None
 
+    def __repr__(self) -> str:
+        measured = self.measured
+        both = f"perplexity {perplexity(measured.teacher_loss):.2f} -> {perplexity(measured.student_loss):.2f}"
+        return (
+            f"DriftReport({self.sequences} x {self.length} tokens: KL {measured.kl:.4f} nats, "
+            f"top-1 agreement {100 * measured.agreement:.1f} %, {both})"
+        )
+
     @property
     def identical(self) -> bool:
         """Whether every drift is exactly 0."""

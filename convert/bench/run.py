@@ -62,6 +62,30 @@ def subjects(models: Sequence[str], shape: str | None, layers: int | None, longe
     return checkpoint_subjects(models) + (shape_subjects(shape, layers, longest) if shape else [])
 
 
+def bench_checkpoints(
+    models: Sequence[str | os.PathLike[str]],
+    *,
+    contexts: Sequence[int] = (2048,),
+    batches: Sequence[int] = (1,),
+    shape: str | None = None,
+    layers: int | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Time ``models`` side by side, each in a process of its own, as ``kvfold bench`` does; the result is its JSON.
+
+    ``shape`` adds random weights in a known shape, cut to ``layers``. ``tell`` hears of every model that begins.
+    ``options`` are ``device``, ``dtype``, ``cache``, ``prefill_tokens``, ``seconds`` and ``threads``. Raises InputError
+    for a wrong request, KvfoldError when all models fail.
+
+    >>> report = bench_checkpoints([demo_folder()], contexts=[64], prefill_tokens=0, seconds=0.01)
+    >>> report["rows"][0]["context"], report["rows"][0]["ratio"]
+    (64, 1.0)
+    """
+    chosen = subjects([os.fspath(model) for model in models], shape, layers, max(contexts))
+    return bench(chosen, Options(tuple(contexts), tuple(batches), **options), tell)
+
+
 def bench(chosen: Sequence[Subject], options: Options, tell: Callable[[str], None]) -> dict[str, Any]:
     """Rows of every subject, context and batch, with ratios to the first subject, and the machine and versions.
 

@@ -58,6 +58,10 @@ class Conversion:
     seconds: float | None
     record: Mapping[str, Any]
 
+    def __repr__(self) -> str:
+        where = "planned" if self.written is None else f"written to {str(self.written)!r}"
+        return f"Conversion({headline(self.plan)}; {where})"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: the record without its lists of tensors and files, or the plan of a dry run."""
         plan, size = self.plan, sum(tensor.nbytes for tensor in self.plan.layout.tensors)
@@ -98,6 +102,10 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     (steps). Without it there are bars on stderr. Where torch.distributed is initialized, its processes share the work
     and every one must call this; the record is the first one's, empty on the others. Raises InputError when the request
     or the checkpoint is wrong (nothing is written).
+
+    >>> request = ConvertRequest(model=demo_folder(), out=folder / "mqa", to="mqa", method="mean", quiet=True)
+    >>> convert_checkpoint(request).record["attention"]
+    {'from': 'MHA', 'to': 'MQA'}
     """
     started = time.monotonic()
     if not processes.is_first():

@@ -17,6 +17,9 @@ SEPARATOR = "\f"  # between two documents; occurs inside none
 def demo_folder() -> Path:
     """The demo checkpoint: a complete model folder as ``save_pretrained`` writes it, plus ``training.json``.
 
+    >>> demo_folder().name
+    'demo'
+
     Raises:
         NotADirectoryError: kvfold was imported from an archive, where a checkpoint has no path.
     """

@@ -76,6 +76,10 @@ class Inspection:
     targets: list[TargetSize]
     latent: LatentLimits | None
 
+    def __repr__(self) -> str:
+        elements = f"{self.cache.numbers_per_token_and_layer} KV-cache elements per token per layer"
+        return f"Inspection({self.model!r}: {self.family}, {self.attention}, {self.layers} layers, {elements})"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, as ``kvfold inspect --json`` prints them."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -92,6 +96,13 @@ def inspect_checkpoint(model: str | os.PathLike[str], *, gguf: str | None = None
     """Facts about ``model`` (a folder or hub id; only headers are read). Cache sizes are those of one sequence.
 
     ``gguf`` names the GGUF file of the folder to read.
+
+    >>> facts = inspect_checkpoint(demo_folder())
+    >>> facts
+    Inspection('demo': llama, MHA, 4 layers, 512 KV-cache elements per token per layer)
+    >>> [target.options for target in facts.targets][:2]
+    ['--to gqa --kv-heads 4', '--to gqa --kv-heads 2']
+
 
     Raises InputError when there is no such checkpoint, its files are damaged, or its family is not supported.
     """

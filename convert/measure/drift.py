@@ -1,5 +1,6 @@
 """``kvfold drift``: two checkpoints side by side, one layer of each in memory."""
 
+import os
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from kvfold.convert.text.windows import load_calibration
 
 
 def drift_checkpoints(
-    model: str,
-    out: str,
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
     *,
-    text: str | None = None,
+    text: str | os.PathLike[str] | None = None,
     samples: int = 16,
     seq_len: int = 512,
     device: str = "auto",
@@ -30,7 +31,11 @@ def drift_checkpoints(
 
     Without ``text``: held-out text that ships with kvfold and that no conversion calibrates on. Raises InputError when
     a checkpoint cannot be opened, the two do not belong together, or there is too little text.
+
+    >>> drift_checkpoints(demo_folder(), demo_folder(), samples=1, seq_len=32).identical
+    True
     """
+    model, out, text = os.fspath(model), os.fspath(out), None if text is None else os.fspath(text)
     source, student = open_checkpoint(model), open_checkpoint(out)
     try:
         _check_pair(source, student, model, out)

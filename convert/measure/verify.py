@@ -40,10 +40,13 @@ class Verification:
         )
 
 
-def verify_checkpoint(out: str) -> Verification:
+def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
     """Compare a checkpoint with its record and its config; ``problems`` of the result name all that differs.
 
     Raises InputError when it cannot be opened at all.
+
+    >>> verify_checkpoint(demo_folder()).problems
+    []
     """
     checkpoint = open_checkpoint(out)
     try:

@@ -1,5 +1,6 @@
 """The options of uptraining, validated without opening a file."""
 
+import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -28,7 +29,10 @@ _RUN_ONLY = {
 class UptrainRequest:
     """The options of ``kvfold uptrain`` with underscores; its ``--help`` explains them.
 
-    Raises InputError for impossible values; the message has all problems.
+    Raises InputError for impossible values; the message has all problems. Paths may be path objects; they become text.
+
+    >>> UptrainRequest(model="OUT", out="TRAINED", text="some.txt", teacher="MODEL").sequences
+    64
     """
 
     model: str
@@ -64,6 +68,9 @@ class UptrainRequest:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("model", "out", "text", "eval_text", "teacher", "plot"):
+            if isinstance(value := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
         problems = [*_choice_problems(self), *_least_problems(self), *_other_problems(self)]
         if problems:
             raise InputError(problems[0], problems[1:])

@@ -39,11 +39,22 @@ class Uptrained:
     record: Mapping[str, Any]
     rows: list[dict[str, Any]]
 
+    def __repr__(self) -> str:
+        steps = self.record.get("request", {}).get("steps", 0)
+        return f"Uptrained({steps} steps, {len(self.rows)} rows of the log)"
+
 
 def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
     """Train ``request.model`` further and write it to ``request.out``; every process of a distributed run calls this.
 
     Raises InputError when the request, a checkpoint or a text is wrong: nothing is written then.
+
+    >>> (folder / "words.txt").write_text("The list of all items is sorted in place. " * 40)
+    1680
+    >>> sizes = {"steps": 1, "batch_tokens": 32, "seq_len": 32, "eval_every": 0, "device": "cpu", "quiet": True}
+    >>> request = UptrainRequest(demo_folder(), folder / "trained", folder / "words.txt", **sizes)
+    >>> uptrain_checkpoint(request)
+    Uptrained(1 steps, 1 rows of the log)
     """
     if find_spec("accelerate") is None:
         raise InputError("uptraining needs accelerate, which is not installed: pip install 'kvfold[train]'")
