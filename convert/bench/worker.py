@@ -23,7 +23,9 @@ from kvfold.convert.bench.clock import Clock, free_memory, peak_memory, repeat, 
 from kvfold.convert.bench.costs import Weights, costs
 from kvfold.convert.bench.machine import processor
 from kvfold.convert.bench.shapes import Subject
+from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.stream.auto import AutoModelForCausalLM
+from kvfold.convert.stream.loading import load_model as load_checkpoint
 
 _SEED = 0
 
@@ -85,7 +87,9 @@ def load_model(subject: Subject, config: Any, dtype: torch.dtype, device: torch.
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
-        model = AutoModelForCausalLM.from_pretrained(subject.folder, dtype=dtype).to(device)
+        checkpoint = open_checkpoint(subject.folder)  # dequantized, where its weights are quantized
+        model = load_checkpoint(checkpoint, dtype, trust_remote_code=False).to(device)
+        checkpoint.close()
     model = model.eval().requires_grad_(False)
     if subject.form == "absorbed":
         from kvfold.attention import absorb

@@ -9,10 +9,14 @@ from kvfold.convert.families.schema import Family
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A model type that wraps a language model: its class, and the language model's type where the config is silent."""
+    """A model type that wraps a language model: its class, and the language model's type where the config is silent.
+
+    ``any_text``: its class builds whatever language model ``text_config`` names (``AutoModel``), so also a latent one.
+    """
 
     architecture: str
     text: str
+    any_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -22,15 +26,22 @@ class Place:
     tower: str
     head: str
 
+    def moved(self, name: str) -> str:
+        """The name in the wrapper's files of what is ``name`` in those of a plain language model."""
+        for old, new in (("model.", self.tower), ("lm_head.", self.head)):
+            if name.startswith(old):
+                return new + name.removeprefix(old)
+        return name
+
 
 WRAPPERS = {
-    "aya_vision": Wrapper("AyaVisionForConditionalGeneration", "cohere2"),
+    "aya_vision": Wrapper("AyaVisionForConditionalGeneration", "cohere2", any_text=True),
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text"),
-    "internvl": Wrapper("InternVLForConditionalGeneration", "qwen2"),
-    "llava": Wrapper("LlavaForConditionalGeneration", "llama"),
-    "llava_next": Wrapper("LlavaNextForConditionalGeneration", "llama"),
-    "llava_onevision": Wrapper("LlavaOnevisionForConditionalGeneration", "qwen2"),
-    "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral"),
+    "internvl": Wrapper("InternVLForConditionalGeneration", "qwen2", any_text=True),
+    "llava": Wrapper("LlavaForConditionalGeneration", "llama", any_text=True),
+    "llava_next": Wrapper("LlavaNextForConditionalGeneration", "llama", any_text=True),
+    "llava_onevision": Wrapper("LlavaOnevisionForConditionalGeneration", "qwen2", any_text=True),
+    "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", any_text=True),
     "qwen2_5_vl": Wrapper("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text"),
     "qwen2_vl": Wrapper("Qwen2VLForConditionalGeneration", "qwen2_vl_text"),
     "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
@@ -94,18 +105,12 @@ def place_of(names: Collection[str]) -> Place:
 def placed(family: Family, model_type: str, place: Place) -> Family:
     """The language model's ``family`` under the wrapper's name, with the names that its tensors have in the files."""
 
-    def moved(name: str) -> str:
-        for old, new in (("model.", place.tower), ("lm_head.", place.head)):
-            if name.startswith(old):
-                return new + name.removeprefix(old)
-        return name
-
     return replace(
         family,
         model_type=model_type,
         architecture=WRAPPERS[model_type].architecture,
         also=(),
-        attention=replace(family.attention, module=moved(family.attention.module)),
-        tensors={role: replace(spec, name=moved(spec.name)) for role, spec in family.tensors.items()},
-        tolerated=tuple(replace(item, name=moved(item.name)) for item in family.tolerated),
+        attention=replace(family.attention, module=place.moved(family.attention.module)),
+        tensors={role: replace(spec, name=place.moved(spec.name)) for role, spec in family.tensors.items()},
+        tolerated=tuple(replace(item, name=place.moved(item.name)) for item in family.tolerated),
     )

@@ -10,7 +10,7 @@ from kvfold.convert.request import DEFAULT_LAYOUT
 from kvfold.convert.targets.engines import Verdict, alternatives, latent_options, proposals, verdicts
 from kvfold.convert.targets.mla.config import KERNEL_CACHES, LatentTarget
 from kvfold.convert.targets.mla.problems import latent_problems, model_problems
-from kvfold.convert.targets.results import Result, folded_result, target_result
+from kvfold.convert.targets.results import Result, folded_result, latent_result_of
 from kvfold.convert.targets.same_family import cache_elements
 
 CONTEXTS = {"8k": 8192, "128k": 131072}
@@ -93,18 +93,14 @@ def _proposed(model: Model) -> dict[str, Result]:
     best: dict[int, LatentTarget] = {}
     for target in proposals(model):
         best.setdefault(target.kv_rank, target)
-    return {latent_options(target): _result(model, target) for target in best.values()}
+    return {latent_options(target): latent_result_of(model, target) for target in best.values()}
 
 
 def _budgets(model: Model) -> dict[str, Result]:
     """Parts of the present cache that are no split of ``_proposed``, in the default layout."""
     budgets = [cache_elements(model.geometry) // part for part in _PARTS]
     return {
-        f"--to mla --budget {budget}": _result(model, LatentTarget(budget - 2, 2, layout=DEFAULT_LAYOUT))
+        f"--to mla --budget {budget}": latent_result_of(model, LatentTarget(budget - 2, 2, layout=DEFAULT_LAYOUT))
         for budget in budgets
         if budget >= 4 and budget not in KERNEL_CACHES  # engines look at the sum of a split
     }
-
-
-def _result(model: Model, target: LatentTarget) -> Result:
-    return target_result(model.geometry, target, experts=model.block.sparse)

@@ -44,6 +44,12 @@ def _target_lines(facts: Inspection) -> list[str]:
         for target in facts.targets
     ]
     rows += [f"  not MLA: {reason}" for reason in (facts.latent.because if facts.latent else ())]
+    if facts.qk_norm and any("--to mla" in target.options for target in facts.targets):
+        rows += [
+            "  MLA has linear maps in place of the norms on queries and keys. What these lose depends on how much the "
+            "norms' divisors vary,",
+            "  which headers do not show: a conversion measures it on text (`head_norms` in kvfold.json)",
+        ]
     read = any("*" in target.served_by for target in facts.targets)
     rows += ["  * by the sources of this engine, not run"] if read else []
     return [heading, *rows, *_rank_lines(facts, width), *_refusals(facts)]

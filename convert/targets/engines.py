@@ -11,7 +11,7 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.targets.answers import WAYS
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.targets.mla.problems import latent_problems
-from kvfold.convert.targets.results import Result, folded_result, target_result
+from kvfold.convert.targets.results import Result, folded_result, latent_result_of
 
 PROPOSED = ((512, 64), (448, 64), (256, 64))  # splits that MLA kernels take
 
@@ -126,11 +126,7 @@ def alternatives(model: Model, target: LatentTarget | None = None) -> dict[str, 
     """What ``model`` could become, by its options: ``target`` in layout ``engine``, ``proposals``, a fold."""
     same = [] if target is None else [replace(target, layout="engine")]
     possible = [each for each in same if not latent_problems(model, each, allow_growth=True)]
-    experts = model.block.sparse
-    results = {
-        latent_options(each): target_result(model.geometry, each, experts=experts)
-        for each in [*possible, *proposals(model)]
-    }
+    results = {latent_options(each): latent_result_of(model, each) for each in [*possible, *proposals(model)]}
     fold = {"--to mqa": folded_result(model, 1)} if model.geometry.kv_heads > 1 else {}
     return results | fold
 

@@ -1,12 +1,13 @@
 """What engines look at in a result, from a config or a request alone; without torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rope import older_rope_keys
+from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.targets.mla.experts import EXPERT_TYPE
 from kvfold.convert.targets.mla.rope import changes_no_frequency
@@ -18,9 +19,10 @@ RANKS = (1, 2, 4, 8)  # of tensor parallelism
 class Result:
     """What engines look at. A fold has ``kv_heads`` of ``head_dim`` dims; MLA has a split, and heads as stored.
 
-    ``family`` is the ``model_type`` of a fold. ``older_rope``: the config has ``rope_theta`` beside
-    ``rope_parameters``, as before transformers 5, or does not need it. ``lite``: llama.cpp expects queries without a
-    latent. ``yarn``: plain RoPE is spelled as YaRN of factor 1, which layout engine was not always.
+    ``family`` is the ``model_type`` of a fold, or of the wrapper around a latent model. ``older_rope``: the config has
+    ``rope_theta`` beside ``rope_parameters``, as before transformers 5, or does not need it. ``lite``: llama.cpp
+    expects queries without a latent. ``yarn``: plain RoPE is spelled as YaRN of factor 1, which layout engine was not
+    always.
     ``experts``: a latent model with experts, a Mistral4.
     ``biased`` is a DeepSeek model with attention biases or scaled RoPE, as kvfold wrote it once: no result any more.
     """
@@ -75,6 +77,12 @@ def _older_rope(family: str, config: Mapping[str, Any]) -> bool:
     return not table or "rope_theta" in config or assumed
 
 
+def latent_result_of(model: Model, target: LatentTarget) -> Result:
+    """Of ``model`` as ``target``."""
+    wrapper = "" if model.tower is None else model.family.model_type
+    return replace(target_result(model.geometry, target, experts=model.block.sparse), family=wrapper)
+
+
 def target_result(geometry: Geometry, target: LatentTarget, *, experts: bool = False) -> Result:
     """Of a model that becomes ``target``, with ``experts`` or not."""
     nope, value = target.head_dims(geometry.head_dim)
@@ -84,7 +92,9 @@ def target_result(geometry: Geometry, target: LatentTarget, *, experts: bool = F
 
 
 def latent_result(config: Mapping[str, Any]) -> Result:
-    """Of the ``config.json`` of a latent model."""
+    """Of the ``config.json`` of a latent model, or of a wrapper around one."""
+    if (wrapper := config["model_type"]) in WRAPPERS:
+        return replace(latent_result(config["text_config"]), family=wrapper)
     nope, rope, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
     experts, biased = config["model_type"] == EXPERT_TYPE, bool(config.get("attention_bias"))
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -107,7 +107,7 @@ def _scaled_slices(model: nn.Module) -> list[ScaledSlice]:
             if path.endswith("layernorm"):
                 tensors[name].requires_grad_(False)
             elif path.rsplit(".", 1)[1] in _DOWN:
-                rank = getattr(model.config, _DOWN[path.rsplit(".", 1)[1]])
+                rank = getattr(cast(Any, model.config).get_text_config(), _DOWN[path.rsplit(".", 1)[1]])
                 parts.append(ScaledSlice(module, kind, 0, rank - 1, 0.0))
             else:
                 parts.append(ScaledSlice(module, kind, 1, tensors[name].shape[1] - 1, 1 / CONSTANT))

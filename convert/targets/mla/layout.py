@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.families.model import Model
+from kvfold.convert.families.wrappers import place_of
 from kvfold.convert.io.checkpoint import Checkpoint
+from kvfold.convert.io.config import dtype_changes, edit_config
 from kvfold.convert.io.headers import TORCH_NAMES
 from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.targets.mla.config import (
@@ -37,22 +39,34 @@ def latent_layout(
         first = source if isinstance(source, str) else next(iter(source or ()), None)
         return stored_dtype(computed_dtype if first is None else checkpoint.tensors[first].dtype, dtype)
 
-    tensors = tuple(
-        OutputTensor(name, stored(source), shape, source) for name, (shape, source) in mla_shapes(model, target).items()
-    )
+    moved = (lambda name: name) if model.tower is None else place_of(checkpoint.tensors).moved
+    shapes = {moved(name): value for name, value in mla_shapes(model, target).items()} | _around(model, checkpoint)
+    tensors = tuple(OutputTensor(name, stored(source), shape, source) for name, (shape, source) in shapes.items())
     computed = tuple(
-        tuple(name for name, (_, source) in layer_shapes(model, target, layer).items() if source is None)
+        tuple(moved(name) for name, (_, source) in layer_shapes(model, target, layer).items() if source is None)
         for layer in range(model.geometry.layers)
     )
     config = mla_config(model, target, theta, dtype=dtype or TORCH_NAMES[computed_dtype], positions=context(model))
+    if model.tower is not None:
+        config = edit_config(checkpoint.config, {"text_config": config})
+        config = config if dtype is None else edit_config(config, dtype_changes(config, dtype))
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
         from kvfold.convert.targets.mla.tensors import mla_tensors, mlp_tensors
 
-        return mla_tensors(weights, layer, target) | mlp_tensors(model, layer, checkpoint.read)
+        made = mla_tensors(weights, layer, target) | mlp_tensors(model, layer, checkpoint.read)
+        return {moved(name): tensor for name, tensor in made.items()}
 
     kind, elements = f"MLA {target.kv_rank}+{target.rope_dim}", target.kv_rank + target.rope_dim
     return TargetLayout(kind, config, tensors, computed, elements, encode)
+
+
+def _around(model: Model, checkpoint: Checkpoint) -> dict[str, tuple[tuple[int, ...], Source]]:
+    """What a multimodal wrapper holds beside its language model: copied."""
+    if model.tower is None:
+        return {}
+    others = (info for info in checkpoint.tensors.values() if info.name not in model.tensors)
+    return {info.name: (info.shape, info.name) for info in others if not info.name.startswith(model.tower)}
 
 
 def latent_reads(model: Model, layer: int) -> tuple[str, ...]:

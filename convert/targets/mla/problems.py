@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from kvfold.convert.families.geometry import Block, Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.tensors import ROLES
+from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.targets.mla.config import LatentTarget, full_query_rank
 from kvfold.convert.targets.mla.experts import EXPERT_ROLES, expert_problems, is_shared
 from kvfold.convert.targets.same_family import cache_elements
@@ -28,9 +29,9 @@ def latent_problems(model: Model, target: LatentTarget, *, allow_growth: bool = 
 
 def model_problems(model: Model) -> list[str]:
     """Properties of the model that no latent target of any size or layout can express."""
-    if model.tower is not None:
+    if model.tower is not None and not WRAPPERS[model.family.model_type].any_text:
         kind = model.family.model_type
-        return [f"--to mla: {kind} wraps a language model, and only plain decoders become MLA; {_INSTEAD}"]
+        return [f"--to mla: {kind} wraps a language model, always one of a class that is not latent; {_INSTEAD}"]
     problems = [
         *_block_problems(model.block),
         *_tensor_problems(model),
@@ -106,6 +107,8 @@ def _rope_problems(model: Model) -> Iterator[str]:
 
 
 def _engine_problems(model: Model) -> Iterator[str]:
+    if model.tower is not None:
+        yield f"{model.family.model_type} wraps a language model, and no engine was seen to read a latent one in there"
     if model.has_bias("q"):
         yield f"{model.family.model_type} has biases on queries, keys and values, which engines do not read"
     if model.has_bias("o"):

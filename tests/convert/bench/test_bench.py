@@ -7,11 +7,13 @@ from itertools import pairwise
 import pytest
 import torch
 from click.testing import CliRunner
+from helpers.checkpoints import stock_model
+from helpers.quantized import fp8_blocks, fp8_settings, quantized_copy
 
 from kvfold.convert.bench import machine, worker
 from kvfold.convert.bench import run as bench
 from kvfold.convert.bench.costs import Weights, costs
-from kvfold.convert.bench.shapes import SHAPES, Subject, shape_subjects
+from kvfold.convert.bench.shapes import SHAPES, Subject, checkpoint_subjects, shape_subjects
 from kvfold.convert.cli import kvfold
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.sizes import bytes_text
@@ -104,6 +106,16 @@ def test_decoding_starts_from_seeded_random_values():
     assert torch.equal(first, second)
     assert first.std() == pytest.approx(1, abs=0.1)
     assert type(model.model.layers[0].self_attn).__name__ == "AbsorbedYoutuAttention"
+
+
+def test_quantized_checkpoints_are_timed_dequantized(tiny_family, tmp_path):
+    source, block = tiny_family("qwen3"), (16, 16)
+    twin = quantized_copy(source, tmp_path / "fp8", fp8_settings(block), fp8_blocks(block))
+    (subject,) = checkpoint_subjects([str(tmp_path / "fp8")])
+    assert "quantization_config" not in subject.config
+    model = worker.load_model(subject, None, torch.bfloat16, torch.device("cpu"))
+    expected = stock_model(twin, dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from helpers.processes import run_python
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from kvfold.attention import absorb
 from kvfold.convert import (
     ConvertRequest,
     UptrainRequest,
@@ -42,7 +43,7 @@ def wrapper(tmp_path_factory):
     return folder
 
 
-def convert(source, out, kv_heads, **options):
+def convert(source, out, kv_heads=None, **options):
     options = {"to": "gqa", "kv_heads": kv_heads, "method": "mean", **options}
     request = ConvertRequest(model=str(source), out=str(out), allow_growth=True, quiet=True, **options)
     convert_checkpoint(request)
@@ -123,6 +124,45 @@ def test_a_wrapper_is_calibrated_on_text_alone(tmp_path):
     folded = convert(source, tmp_path / "two", 2, **{**options, "calibration": "self"})
     report = drift_checkpoints(str(source), str(folded), text=str(text), samples=4, seq_len=32)
     assert 0 < report.measured.kl < 10
+    latent = convert(source, tmp_path / "latent", **{**options, **LATENT})
+    torch.testing.assert_close(wrappers.logits(latent, given), wrappers.logits(source, given), rtol=0, atol=1e-3)
+
+
+LATENT = {"to": "mla", "kv_heads": None, "kv_rank": 65, "rope_dim": 32}
+NO_WINDOW = {"sliding_window": None, "use_sliding_window": False}
+
+
+def test_wrappers_that_build_any_language_model_hold_a_latent_one(tmp_path):
+    """Nothing is lost at full rank, with an image too; what surrounds the language model keeps its bytes."""
+    for name in ("llava", "internvl", "mistral3"):
+        source, given = tmp_path / f"{name}-source", wrappers.inputs(name)
+        wrappers.make_wrapper(name, source, **NO_WINDOW)
+        out = convert(source, tmp_path / name, **{**LATENT, "method": "svd"})
+        torch.testing.assert_close(wrappers.logits(out, given), wrappers.logits(source, given), rtol=0, atol=1e-4)
+        before, after = tensors(source), tensors(out)
+        kept = {key for key in before if "language_model" not in key}
+        assert kept
+        assert all(torch.equal(before[key], after[key]) for key in kept)
+        old, new = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
+        assert new == {**old, "text_config": new["text_config"]}
+        assert new["text_config"]["model_type"] == "youtu"
+        engines = json.loads((out / "kvfold.json").read_text())["engines"]
+        assert [each["engine"] for each in engines if each["serves"]] == ["transformers"]
+
+
+def test_a_latent_wrapper_decodes_absorbed(tmp_path):
+    source = tmp_path / "source"
+    wrappers.make_wrapper("llava", source)
+    out = convert(source, tmp_path / "out", **{**LATENT, "kv_rank": 24, "rope_dim": 8, "method": "svd"})
+    given = {**wrappers.inputs("llava"), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    model = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).eval()
+    expected = model.generate(**given)
+    assert torch.equal(absorb(model).generate(**given), expected)
+
+
+def test_layout_engine_is_refused_in_a_wrapper(wrapper, tmp_path):
+    with pytest.raises(InputError, match="--layout engine: llava wraps a language model, and no engine was seen"):
+        convert(wrapper("llava"), tmp_path / "out", **{**LATENT, "method": "principal", "layout": "engine"})
 
 
 def test_the_older_flat_config_of_qwen2_vl(wrapper, tmp_path):
@@ -169,11 +209,11 @@ def test_dtype_is_that_of_all_parts(wrapper, tmp_path):
 
 
 def test_inspect_names_the_wrapper_and_what_it_cannot_become(wrapper):
-    facts = inspect_checkpoint(str(wrapper("mistral3")))
-    assert (facts.family, facts.architecture) == ("mistral3", "Mistral3ForConditionalGeneration")
+    facts = inspect_checkpoint(str(wrapper("qwen2_5_vl")))
+    assert (facts.family, facts.architecture) == ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration")
     assert (facts.kv_heads, facts.heads) == (4, 8)
     assert facts.latent.to_dict()["because"] == [
-        "--to mla: mistral3 wraps a language model, and only plain decoders become MLA; --to gqa works"
+        "--to mla: qwen2_5_vl wraps a language model, always one of a class that is not latent; --to gqa works"
     ]
     assert {verdict.engine for target in facts.targets for verdict in target.engines if verdict.serves} == {
         "transformers"
