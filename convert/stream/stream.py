@@ -97,7 +97,8 @@ class CheckpointStream:
         The output head stays loaded until ``release``.
         """
         with _blaming_config():
-            return self._frame.logits(hidden, self._ends(head=True), inputs_embeds=hidden)
+            blank = self._blank(hidden.shape[1]).expand(len(hidden), -1, -1)
+            return self._frame.logits(hidden, self._ends(head=True), inputs_embeds=blank)
 
     def arguments(self, tokens: int) -> list[Arguments]:
         """The arguments of each layer beside the hidden states, for unpadded sequences of ``tokens``.
@@ -105,7 +106,7 @@ class CheckpointStream:
         Recorded for one sequence: masks and position embeddings broadcast over the batch.
         """
         if self._recorded is None or self._recorded[0] != tokens:
-            self._recorded = (tokens, self._enter({}, inputs_embeds=self._blank(tokens))[1])
+            self._recorded = (tokens, self._enter(self._ends(head=False), inputs_embeds=self._blank(tokens))[1])
         return self._recorded[1]
 
     def attention_sources(self, index: int) -> list[WeightSource]:
@@ -139,7 +140,8 @@ class CheckpointStream:
         """
 
         def enter(tokens: int) -> tuple[Tensor, list[Arguments]]:
-            hidden, arguments = self._enter({}, inputs_embeds=self._blank(tokens), use_cache=True)
+            ends = self._ends(head=False)  # embeddings of positions are in front of the layers
+            hidden, arguments = self._enter(ends, inputs_embeds=self._blank(tokens), use_cache=True)
             return hidden.to("meta"), [Arguments(_to_meta(each.args), _to_meta(each.kwargs)) for each in arguments]
 
         total = cache_bytes_per_token(self._frame.layers, enter)
