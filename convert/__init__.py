@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from kvfold.convert.measure.verify import Verification, verify_checkpoint
     from kvfold.convert.recipes import recipe_request
     from kvfold.convert.request import ConvertRequest
+    from kvfold.convert.sweep.result import Sweep
+    from kvfold.convert.sweep.run import sweep_checkpoint
     from kvfold.convert.uptrain.request import UptrainRequest
     from kvfold.convert.uptrain.run import Uptrained, uptrain_checkpoint
 
@@ -29,6 +31,7 @@ __all__ = [
     "InputError",
     "Inspection",
     "KvfoldError",
+    "Sweep",
     "UptrainRequest",
     "Uptrained",
     "Verification",
@@ -39,6 +42,7 @@ __all__ = [
     "drift_checkpoints",
     "inspect_checkpoint",
     "recipe_request",
+    "sweep_checkpoint",
     "uptrain_checkpoint",
     "verify_checkpoint",
 ]
@@ -49,6 +53,7 @@ _MODULES = {
     "InputError": "errors",
     "Inspection": "inspection.facts",
     "KvfoldError": "errors",
+    "Sweep": "sweep.result",
     "UptrainRequest": "uptrain.request",
     "Uptrained": "uptrain.run",
     "Verification": "measure.verify",
@@ -58,6 +63,7 @@ _MODULES = {
     "drift_checkpoints": "measure.drift",
     "inspect_checkpoint": "inspection.facts",
     "recipe_request": "recipes",
+    "sweep_checkpoint": "sweep.run",
     "uptrain_checkpoint": "uptrain.run",
     "verify_checkpoint": "measure.verify",
 }

@@ -23,6 +23,7 @@ from kvfold.convert.console import (
     write_text,
 )
 from kvfold.convert.progress import stage
+from kvfold.convert.sweep.command import sweep
 from kvfold.convert.uptrain.command import uptrain
 
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
@@ -198,6 +199,9 @@ def convert(recipe: str | None, json_file: str | None, **options: Any) -> None:
         result = convert_checkpoint(request)
         if processes.is_first():
             _tell(json_file, result.to_dict, result.summary() if request.dry_run or not request.quiet else "")
+
+
+kvfold.add_command(sweep)
 
 
 @kvfold.command(short_help="How far OUT is from MODEL, layer by layer and at the end.")

@@ -32,6 +32,8 @@ from kvfold.convert.conversion.steps import (
     source_stream,
 )
 from kvfold.convert.conversion.trials import resolve
+from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.head_norms import linear_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.slots import LayerSurvey
@@ -72,10 +74,17 @@ class Latent(Method):
 
 
 def survey_source(plan: Plan, folder: Path, stages: Stages) -> Survey:
-    """Walk the source alone over calibration text; the layers' statistics go into ``folder``."""
+    """Load calibration text and walk the source alone over it; the layers' statistics go into ``folder``."""
     tokens = load_tokens(plan, folder.parent, stages)
     source = source_stream(plan)
     print_start(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration, passes=3))
+    return survey_layers(plan, source, tokens, folder, stages)
+
+
+def survey_layers(
+    plan: Plan, source: CheckpointStream, tokens: CalibrationTokens, folder: Path, stages: Stages
+) -> Survey:
+    """Walk ``source`` alone over the calibration sequences; the layers' statistics go into ``folder``."""
     layers = []
     surveyed = survey(source, own_sequences(tokens.calibration), weights=normed_layers(plan))
     calibrated = stages.over("survey", surveyed, plan.geometry.layers, "layer")

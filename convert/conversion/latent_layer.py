@@ -125,16 +125,28 @@ def latent_layer(chosen: Candidate, step: Step, surveyed: Survey) -> tuple[Laten
     return latent, {**notes, **norms_note(weights, statistics, key_constant=target.constant)}
 
 
+def sketched_layer(chosen: Candidate, layer: int, surveyed: Survey) -> LatentWeights:
+    """The layer as latent attention, nearly as good as ``latent_layer`` makes it and several times as fast.
+
+    All tokens count alike, and least squares alternate once: 6 % more loss than after four rounds (``als.ROUNDS``).
+    """
+    statistics, inputs = surveyed.notes(layer)
+    weights = linear_heads(source_layer(chosen.plan, layer), statistics, key_constant=chosen.target.constant)
+    latent = fitted_layer(chosen, layer, weights, statistics, rounds=1)
+    return latent if chosen.target.constant else live_norm(latent, inputs)
+
+
 def fitted_layer(
     chosen: Candidate,
     layer: int,
     weights: AttentionWeights,
     statistics: LayerStatistics,
     channels: int | None = None,
+    rounds: int | None = None,
 ) -> LatentWeights:
     """``weights``, those of ``layer`` without norms, as latent attention before any norm.
 
-    ``channels`` of the latent are the target's unless given.
+    ``channels`` of the latent are the target's unless given, ``rounds`` those of ``to_latent``.
     """
     plan, target, rank = chosen.plan, chosen.target, chosen.plan.query_rank()
     latent = to_latent(
@@ -146,5 +158,6 @@ def fitted_layer(
         context=plan.geometry.positions,
         scale=plan.model.layers[layer].scale,
         centered=target.constant,
+        rounds=rounds,
     )
     return latent if rank is None else query_latent(latent, statistics, rank - target.constant)

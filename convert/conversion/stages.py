@@ -16,6 +16,7 @@ _SHOWN = {  # a stage's name on stderr, before its unit: "fitting layer 7 of 32"
     "finals": "refining",
     "layouts": "comparing",
     "convert": "fitting",
+    "sweep": "fitting",
     "write": "writing",
     "polish": "polishing",
     "text": "writing the calibration text,",

@@ -8,6 +8,7 @@ and the drift measured on exactly what a reader of the checkpoint will load.
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.lockstep import compare_predictions
+from kvfold.attention.drift.lockstep import Measurement, compare_predictions
 from kvfold.attention.drift.report import DriftReport, report_of
 from kvfold.convert import processes
 from kvfold.convert.console import duration
@@ -37,7 +38,7 @@ from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_c
 from kvfold.convert.training.budget import sequences_of
 from kvfold.convert.walk.output_fit import refit_output
 from kvfold.convert.walk.twin import Twin
-from kvfold.convert.walk.walk import Step, Walk, chunk_size, last_states
+from kvfold.convert.walk.walk import Lesson, Step, Teacher, Walk, chunk_size, last_states
 
 _AGREE = 1e-3  # relative; what is written was rounded in memory too, so only the order of sums differs
 
@@ -49,12 +50,13 @@ def source_stream(plan: Plan) -> CheckpointStream:
     return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, dtype)
 
 
-def load_tokens(plan: Plan, scratch: Path, stages: Stages) -> CalibrationTokens:
+def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None = None) -> CalibrationTokens:
     """Calibration and held-out sequences; text that the source writes itself is kept in ``scratch``.
 
-    The first of several processes reads them for all. Raises InputError without a tokenizer or enough text.
+    The first of several processes reads them for all. Raises InputError without a tokenizer or enough text;
+    ``otherwise`` is what to do instead, by default a method that reads no text.
     """
-    return processes.from_first(lambda: _load_tokens(plan, scratch, stages))
+    return processes.from_first(lambda: _load_tokens(plan, scratch, stages, otherwise))
 
 
 def own_sequences(tokens: Tensor) -> Tensor:
@@ -63,10 +65,11 @@ def own_sequences(tokens: Tensor) -> Tensor:
     return tokens[own.start : own.stop]
 
 
-def _load_tokens(plan: Plan, scratch: Path, stages: Stages) -> CalibrationTokens:
+def _load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None) -> CalibrationTokens:
     request = plan.request
     check_seq_len(request.seq_len, plan.geometry.positions, plan.source_name)
-    otherwise = f", or use --method {quick_method(plan)}, which reads no text"
+    if otherwise is None:
+        otherwise = f", or use --method {quick_method(plan)}, which reads no text"
     tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration", otherwise)
     if request.calibration == SELF:
         tokens = write_tokens(plan, tokenizer, scratch, stages)
@@ -86,6 +89,7 @@ class StudentWalk:
 
     ``statistics`` has the walk gather the statistics of the calibration sequences, with distance profiles;
     ``trial_steps`` replaces the request's steps of refinement, for a short trial: None leaves them, 0 refines nothing.
+    ``teacher`` is one that several students share: each goes on by `step` then.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class StudentWalk:
         *,
         statistics: bool,
         trial_steps: int | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self._plan, self._source, self._tokens = plan, source, tokens
         self._refine = Refiner(plan, trial_steps)
@@ -111,6 +116,7 @@ class StudentWalk:
             statistics=statistics,
             keep_calibration=keep,
             weights=normed_layers(plan),
+            teacher=teacher,
         )
 
     def steps(self, journal: Journal | None = None) -> Iterator[Step]:
@@ -131,10 +137,19 @@ class StudentWalk:
         Those of ``principal`` get the output projection that fits the student; they are refined where the request says
         so.
         """
+        tensors, made = self._made(step, weights)
+        step.convert(tensors)
+        return Converted(step.index, tensors, {**(notes or {}), **made})
+
+    def follow(self, step: Step, weights: Any) -> None:
+        """As ``convert``, but without the drift of the layer."""
+        step.follow(self._made(step, weights)[0])
+
+    def _made(self, step: Step, weights: Any) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+        """The layer's tensors as they will be stored, and notes on how they came about."""
         weights, fitted = self._refit_output(step, weights)
         tensors, refined = self._refine(step, self._plan.layout.encode(step.index, weights))
-        step.convert(tensors)
-        return Converted(step.index, tensors, {**(notes or {}), **fitted, **refined})
+        return tensors, {**fitted, **refined}
 
     def _refit_output(self, step: Step, weights: Any) -> tuple[Any, dict[str, Any]]:
         if not self._refits:
@@ -146,13 +161,26 @@ class StudentWalk:
         refitted, fit = refit_output(step, weights, encode, attention_update(self._plan))
         return refitted, {} if fit is None else {OUTPUT_FIT: fit.record()}
 
+    def step(self, lesson: Lesson) -> AbstractContextManager[Step]:
+        """A layer beside that of a shared teacher; to be passed to ``convert`` in the block."""
+        return self._walk.step(lesson)
+
+    @property
+    def stream(self) -> CheckpointStream:
+        """The student."""
+        return self._twin.stream
+
+    def measurement(self) -> Measurement:
+        """The student against the source on held-out tokens, after the last layer."""
+        return self._walk.measurement()
+
     def kl(self) -> float:
         """KL of the next-token distributions on held-out tokens after the last layer, nats."""
-        return processes.from_first(lambda: self._walk.measurement().kl)
+        return processes.from_first(lambda: self.measurement().kl)
 
     def measured(self, choices: Notes) -> "Calibrated":
         """The drift after the last layer. ``choices`` are further entries of ``kvfold.json``."""
-        drift = report_of(self._walk.measurement(), self._source, self._twin.stream, self._tokens.held_out)
+        drift = report_of(self.measurement(), self._source, self.stream, self._tokens.held_out)
         return Calibrated(self._tokens, drift, choices, self._source)
 
 

@@ -102,9 +102,9 @@ def trial(option: Candidate, surveyed: Survey, *, refine: bool = False) -> Candi
     return replace(option, refined_kl=kl) if refine else replace(option, kl=kl)
 
 
-def probed_layers(layers: int) -> set[int]:
-    """The layers that trials convert: all of a model with few of them, else ``_PROBED`` evenly spaced."""
-    count = min(layers, _PROBED)
+def probed_layers(layers: int, most: int = _PROBED) -> set[int]:
+    """The layers that trials convert: all of a model with few of them, else ``most`` evenly spaced."""
+    count = min(layers, most)
     return {(2 * place + 1) * layers // (2 * count) for place in range(count)}
 
 

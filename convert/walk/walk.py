@@ -17,12 +17,22 @@ A run reads as ::
         step.convert(tensors)
     walk.measurement()
 
+Several students learn side by side from one ``Teacher``, which goes through its layers once for all of them::
+
+    teacher = Teacher(source, held_out, calibration)
+    walks = [Walk(source, twin, held_out, calibration, teacher=teacher) for twin in twins]
+    for lesson in teacher.lessons():
+        for walk in walks:
+            with walk.step(lesson) as step:
+                step.convert(transform(...))
+
 In memory are one layer of each and the hidden states. The teacher takes the calibration and the held-out sequences
 through its layers, the student the held-out ones, and the calibration sequences too when refinement needs them.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -36,6 +46,7 @@ from kvfold.convert.errors import KvfoldError
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 from kvfold.convert.walk.finite import check_finite
+from kvfold.convert.walk.remembered import Remembered
 from kvfold.convert.walk.statistics import StatisticsAccumulator
 from kvfold.convert.walk.twin import Twin
 
@@ -65,16 +76,12 @@ class Step:
     twin: Twin
     held_out: Hidden
     student_held_out: Hidden
+    outputs: list[LayerOutput]
     statistics: LayerStatistics | None = None
     calibration: Hidden = field(default_factory=list)
     student_calibration: Hidden = field(default_factory=list)
-    outputs: list[LayerOutput] = field(init=False)
     done: bool = field(init=False, default=False)
     drift: LayerDrift | None = field(init=False, default=None)
-
-    @torch.no_grad()
-    def __post_init__(self) -> None:
-        self.outputs = [self.teacher(chunk) for chunk in self.held_out]
 
     @torch.no_grad()
     def attention_error(self, tensors: Mapping[str, Tensor]) -> float:
@@ -109,6 +116,17 @@ class Step:
         return self.drift
 
     @torch.no_grad()
+    def follow(self, tensors: Mapping[str, Tensor]) -> None:
+        """Use ``tensors`` as `convert` does, but take the student alone past the layer and compare nothing."""
+        self.twin.put(tensors)
+        with self.twin.stream.open_layer(self.index) as layer:
+            for states in (self.student_held_out, self.student_calibration):
+                for chunk, hidden in enumerate(states):
+                    states[chunk] = residual(layer(hidden))
+        self.outputs.clear()
+        self.done = True
+
+    @torch.no_grad()
     def keep(self) -> None:
         """Leave the layer to the student as the source has it, and take both streams past it."""
         for chunk, output in enumerate(self.outputs):
@@ -134,12 +152,79 @@ class _Replayed:
         return replace(next(self._outputs), hidden=None)
 
 
+@dataclass
+class Lesson:
+    """One layer of the teacher, open: what its students compare theirs with.
+
+    ``held_out`` and ``calibration`` are its inputs, ``outputs`` those on ``held_out``. ``calibration`` is empty unless
+    the teacher keeps it, ``statistics`` None unless it gathers them.
+    """
+
+    index: int
+    layer: OpenLayer
+    held_out: Hidden
+    outputs: list[LayerOutput]
+    calibration: Hidden
+    statistics: LayerStatistics | None
+
+
+class Teacher:
+    """The source's side of a walk: its residual streams, taken through each layer once for any number of students.
+
+    Arguments as in `Walk`. ``remember`` keeps what its attention gave until the layer is left, for several students
+    that compare with it, at the memory of one more residual stream of all sequences.
+    """
+
+    def __init__(
+        self,
+        source: CheckpointStream,
+        held_out: Tensor,
+        calibration: Tensor | None = None,
+        *,
+        profile: bool = False,
+        statistics: bool = True,
+        keep_calibration: bool = False,
+        weights: ReadLayer | None = None,
+        remember: bool = False,
+    ) -> None:
+        self.stream = source
+        self._profile, self._statistics, self._weights, self._remember = profile, statistics, weights, remember
+        self.keeps = keep_calibration and calibration is not None
+        self.held_out = embed(source, held_out)
+        self._calibration = [] if calibration is None else embed(source, calibration)
+
+    def lessons(self) -> Iterator[Lesson]:
+        """Every layer in order. Raises InputError when its outputs are not finite."""
+        for index in range(self.stream.layers):
+            with self.stream.open_layer(index) as opened:
+                layer = Remembered.of(opened) if self._remember else opened
+                calibration = list(self._calibration) if self.keeps else []
+                statistics = self._gather(layer)
+                with torch.no_grad():
+                    outputs = [layer(chunk) for chunk in self.held_out]
+                check_finite((residual(output) for output in outputs), self.stream, index)
+                held_out, self.held_out = self.held_out, [residual(output) for output in outputs]
+                yield Lesson(index, layer, held_out, outputs, calibration, statistics)
+                outputs.clear()  # the caller still holds the lesson while the next layer runs
+                if isinstance(layer, Remembered):
+                    layer.memory.clear()
+
+    def _gather(self, layer: OpenLayer) -> LayerStatistics | None:
+        if not self._calibration:
+            return None
+        if self._statistics:
+            return gather(self.stream, layer, self._calibration, self._profile, self._weights)[0]
+        advance(self.stream, layer, self._calibration)
+        return None
+
+
 class Walk:
     """Iterating yields every layer in order; each must be converted or kept by its step before the next.
 
     ``held_out [M, T]`` and ``calibration [N, T]`` are tokens. ``profile`` adds distance profiles to the statistics;
     without ``statistics`` there are none; ``weights`` as in `survey`. ``keep_calibration`` keeps what refinement needs,
     at four times the memory for hidden states. Without ``calibration`` only the held-out sequences go through.
+    ``teacher`` is one that several walks share, over the same tokens; each takes its lessons by `step` then.
     """
 
     def __init__(
@@ -153,58 +238,59 @@ class Walk:
         statistics: bool = True,
         keep_calibration: bool = False,
         weights: ReadLayer | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
-        self._teacher, self._twin = source, twin
-        self._weights = weights
+        self._teacher = teacher or Teacher(
+            source,
+            held_out,
+            calibration,
+            profile=profile,
+            statistics=statistics,
+            keep_calibration=keep_calibration,
+            weights=weights,
+        )
+        self._twin = twin
         self._tokens = torch.split(held_out, chunk_size(source.device, held_out.shape[1]))
-        self._profile, self._statistics = profile, statistics
-        self._keep = keep_calibration and calibration is not None
-        self._held_out = embed(source, held_out)
-        self._calibration = [] if calibration is None else embed(source, calibration)
         self._student_held_out = embed(twin.stream, held_out)
-        self._student_calibration = [] if calibration is None or not self._keep else embed(twin.stream, calibration)
+        keeps = calibration is not None and keep_calibration
+        self._student_calibration = embed(twin.stream, calibration) if calibration is not None and keeps else []
         self.drifts: list[LayerDrift] = []
         self._passed = 0
 
     def __iter__(self) -> Iterator[Step]:
-        for index in range(self._passed, self._teacher.layers):
-            with self._teacher.open_layer(index) as layer:
-                calibration = list(self._calibration) if self._keep else []
-                statistics = self._gather(layer)
-                step = Step(
-                    index,
-                    layer,
-                    self._twin,
-                    self._held_out,
-                    self._student_held_out,
-                    statistics,
-                    calibration,
-                    self._student_calibration,
-                )
-                check_finite((residual(output) for output in step.outputs), self._teacher, index)
+        for lesson in self._teacher.lessons():
+            with self.step(lesson) as step:
                 yield step
-                if not step.done:
-                    raise KvfoldError(f"the walk went on from layer {index} before it was converted")
-                self._passed += 1
-                self.drifts += [] if step.drift is None else [step.drift]
 
-    def _gather(self, layer: OpenLayer) -> LayerStatistics | None:
-        if not self._calibration:
-            return None
-        if self._statistics:
-            return gather(self._teacher, layer, self._calibration, self._profile, self._weights)[0]
-        advance(self._teacher, layer, self._calibration)
-        return None
+    @contextmanager
+    def step(self, lesson: Lesson) -> Iterator[Step]:
+        """The student at the layer of ``lesson``; it must be converted or kept in the block."""
+        step = Step(
+            lesson.index,
+            lesson.layer,
+            self._twin,
+            list(lesson.held_out),
+            self._student_held_out,
+            list(lesson.outputs),
+            lesson.statistics,
+            lesson.calibration,
+            self._student_calibration,
+        )
+        yield step
+        if not step.done:
+            raise KvfoldError(f"the walk went on from layer {lesson.index} before it was converted")
+        self._passed += 1
+        self.drifts += [] if step.drift is None else [step.drift]
 
     @torch.no_grad()
     def measurement(self) -> Measurement:
         """The whole student against the teacher on the held-out sequences, after the last layer."""
-        if self._passed < self._teacher.layers:
-            raise KvfoldError(f"the walk has done {self._passed} of {self._teacher.layers} layers")
-        student = self._twin.stream
-        measured = compare_predictions(self._teacher, student, self._held_out, self._student_held_out, self._tokens)
-        check_finite([torch.tensor(measured.teacher_loss)], self._teacher, None)
-        self._teacher.release()
+        source, student = self._teacher.stream, self._twin.stream
+        if self._passed < source.layers:
+            raise KvfoldError(f"the walk has done {self._passed} of {source.layers} layers")
+        measured = compare_predictions(source, student, self._teacher.held_out, self._student_held_out, self._tokens)
+        check_finite([torch.tensor(measured.teacher_loss)], source, None)
+        source.release()
         student.release()
         return replace(measured, layers=tuple(self.drifts))
 

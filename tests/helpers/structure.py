@@ -21,7 +21,7 @@ PACKAGES = ("convert", "attention")
 # Floors of convert lie above those of attention: convert may import attention, never the other way round.
 FLOORS = {
     "attention": [
-        ["checks", "products", "checkpoints"],
+        ["checks", "products"],
         ["mask", "rotary"],
         ["cache", "reference"],
         ["blocked", "decode"],
@@ -38,7 +38,7 @@ FLOORS = {
         ["bench", "text", "walk"],
         ["measure", "training"],
         ["conversion"],
-        ["uptrain", "inspection"],
+        ["uptrain", "inspection", "sweep"],
         ["__init__", "demo"],
         ["cli"],
         ["__main__"],

@@ -14,7 +14,7 @@ from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.io.tensors import dtype_name
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.walk.twin import Twin
-from kvfold.convert.walk.walk import Step, Walk, chunk_size, estimate_seconds, survey
+from kvfold.convert.walk.walk import Step, Teacher, Walk, chunk_size, estimate_seconds, survey
 
 LAYERS = 3
 SHAPE = {
@@ -152,6 +152,28 @@ def test_a_walk_without_calibration_has_no_statistics_and_the_same_drift(case: C
     full = case.walk()
     list(case.run(full))
     assert bare.measurement() == full.measurement()
+
+
+def test_students_that_share_a_teacher_are_what_each_would_be_alone(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    source = case.stream()
+    alone = case.walk(keep_calibration=True)
+    list(case.run(alone))
+    tokens = case.held_out, case.calibration
+    teacher = Teacher(source, *tokens, profile=True, keep_calibration=True, remember=True)
+    walks = [Walk(source, case.twin(source), *tokens, keep_calibration=True, teacher=teacher) for _ in range(2)]
+    for lesson in teacher.lessons():
+        for walk in walks:
+            with walk.step(lesson) as step:
+                before = step.teacher.attend(step.calibration[0]).attention
+                with monkeypatch.context() as patch:
+                    patch.setattr("kvfold.attention.drift.recording.run_layer", lambda *_, **__: calls.append(1))
+                    assert torch.equal(step.teacher.attend(step.calibration[0]).attention, before)
+                step.convert(case.layer(step.index))
+    assert calls == []  # what the source's attention gave is remembered
+    assert [walk.measurement() for walk in walks] == [alone.measurement()] * 2
 
 
 def measured(case: Case) -> Measurement:

@@ -1,0 +1,228 @@
+"""A sweep: the source goes through its layers once, and a student of every target beside it.
+
+::
+
+    survey     source alone over the calibration text: statistics, rotary slots    (only where a target is MLA)
+    splits     of budgets, in a few layers                                         splits.py
+    sweep      for lesson in teacher.lessons():        one layer of the source, its attention's results kept
+                   for each target:                    fit, output fit, --refine: as in `kvfold convert`
+                       its student passes the layer
+    measure    every student against the source on held-out text
+
+Every student has its own residual streams and shares the source's open layer; no checkpoint is written. A target's
+layers and its loss are those that `kvfold convert` would write and record.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvfold.convert.console import duration
+from kvfold.convert.conversion.fold import fold_layer
+from kvfold.convert.conversion.latent import survey_layers
+from kvfold.convert.conversion.latent_layer import Survey, latent_layer
+from kvfold.convert.conversion.memory import check_memory
+from kvfold.convert.conversion.plan import Plan, make_plan, reading
+from kvfold.convert.conversion.source import normed_layers
+from kvfold.convert.conversion.stages import Progress, Stages
+from kvfold.convert.conversion.steps import StudentWalk, load_tokens, source_stream
+from kvfold.convert.errors import InputError
+from kvfold.convert.families.model import model_of
+from kvfold.convert.io.atomic import check_output
+from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
+from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, Layout
+from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.sweep.request import Options, parse_targets, spelled
+from kvfold.convert.sweep.result import Row, Source, Sweep
+from kvfold.convert.sweep.splits import Split, choose_splits
+from kvfold.convert.sweep.targets import default_targets
+from kvfold.convert.text.windows import CalibrationTokens
+from kvfold.convert.walk.walk import Step, Teacher, estimate_seconds
+
+_PLACEHOLDER = "OUT"
+
+
+@dataclass
+class _Student:
+    """A target's student. ``seconds`` were spent on it alone; ``split`` is that of an MLA target."""
+
+    options: Options
+    plan: Plan
+    walk: StudentWalk
+    split: Split | None
+    seconds: float = 0.0
+
+    @contextmanager
+    def clock(self) -> Iterator[None]:
+        """Count the time of the block."""
+        started = time.monotonic()
+        yield
+        self.seconds += time.monotonic() - started
+
+
+def sweep_checkpoint(
+    model: str,
+    targets: str | Sequence[str] | None = None,
+    *,
+    out: str | None = None,
+    calibration: str | Sequence[str] | None = None,
+    samples: int = ConvertRequest.samples,
+    seq_len: int = ConvertRequest.seq_len,
+    seed: int = ConvertRequest.seed,
+    refine: int | str = ConvertRequest.refine,
+    layout: Layout | None = None,
+    device: str = ConvertRequest.device,
+    dtype: str = ConvertRequest.dtype,
+    quiet: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Sweep:
+    """Fit and measure ``targets`` of ``model`` in one walk, without writing a checkpoint::
+
+        found = sweep_checkpoint("MODEL", "gqa:4,2 mqa mla:576,512+64")
+        print(found.table())
+        found.smallest(0.01)        # the smallest within 1 % of the source's perplexity, None when there is none
+
+    Without ``targets``: a few folds and latents that suit the model. A budget ``mla:N`` gets its split by the errors of
+    a few layers. The other options are those of `ConvertRequest`; ``out`` is only checked, for `Sweep.convert` to write
+    into. ``progress`` as in `convert_checkpoint`, with the stages ``survey``, ``splits`` (splits times layers) and
+    ``sweep`` (layers times targets). In memory are the residual streams of all calibration tokens, once for the source
+    and once for every target. Raises InputError for a wrong target, option or checkpoint.
+    """
+    named = None if targets is None else parse_targets(targets)
+    common: Options = {
+        "model": model,
+        "out": out or _PLACEHOLDER,
+        "calibration": calibration,
+        "samples": samples,
+        "seq_len": seq_len,
+        "seed": seed,
+        "refine": refine,
+        "device": device,
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "quiet": True,
+    }
+    started = time.monotonic()
+    checkpoint = open_checkpoint(model, reading(ConvertRequest(**common, to="mqa")))
+    try:
+        if out is not None:
+            check_output(out, model=checkpoint.folder)
+        chosen = named or default_targets(model_of(checkpoint.config, checkpoint.tensors), layout or DEFAULT_LAYOUT)
+        plans = [_plan(options, common, layout, checkpoint) for options in chosen]
+        check_memory(plans[0])
+        with tempfile.TemporaryDirectory(prefix="kvfold-sweep-") as scratch:
+            found = _sweep(chosen, plans, Path(scratch), Stages(progress, quiet), quiet)
+        checkpoint.check_unchanged()
+    finally:
+        checkpoint.close()
+    return replace(found, seconds=time.monotonic() - started)
+
+
+def _plan(options: Options, common: Options, layout: Layout | None, checkpoint: Checkpoint) -> Plan:
+    try:
+        request = ConvertRequest(**common, **options, layout=layout if options["to"] == "mla" else None)
+        return make_plan(request, checkpoint)
+    except InputError as error:
+        raise InputError(f"--targets {spelled(options)}: {error.message}", error.details) from error
+
+
+def _sweep(chosen: Sequence[Options], plans: Sequence[Plan], scratch: Path, stages: Stages, quiet: bool) -> Sweep:
+    with stages.step("reading the text and the model"):
+        tokens, source = load_tokens(plans[0], scratch, stages, ""), source_stream(plans[0])
+    if not quiet:
+        _print_start(plans, tokens, source)
+    latent = [plan for plan in plans if plan.latent is not None]
+    surveyed = survey_layers(latent[0], source, tokens, scratch, stages) if latent else None
+    splits = iter(choose_splits(latent, surveyed, stages) if surveyed else ())
+    teacher = Teacher(
+        source,
+        tokens.held_out,
+        tokens.calibration,
+        profile=True,
+        statistics=surveyed is None,
+        keep_calibration=True,
+        weights=normed_layers(plans[0]),
+        remember=True,
+    )
+    students = []
+    for options, plan in zip(chosen, plans, strict=True):
+        split = next(splits) if plan.latent is not None else None
+        resolved = plan if split is None else split.option.plan
+        walk = StudentWalk(resolved, source, tokens, statistics=False, teacher=teacher)
+        students.append(_Student(options, resolved, walk, split))
+    _learn(students, teacher, surveyed, stages)
+    with stages.step("measuring"):
+        return _measured(students, tokens)
+
+
+def _learn(students: Sequence[_Student], teacher: Teacher, surveyed: Survey | None, stages: Stages) -> None:
+    """Fit every layer for every target, and take all students past it."""
+    with stages("sweep", teacher.stream.layers * len(students), "layer") as advance:
+        for lesson in teacher.lessons():
+            if surveyed is not None:
+                lesson.statistics = surveyed.notes(lesson.index)[0]
+            for student in students:
+                with student.clock(), student.walk.step(lesson) as step:
+                    student.walk.follow(step, _fitted(student, step, surveyed))
+                advance(1)
+
+
+def _fitted(student: _Student, step: Step, surveyed: Survey | None) -> Any:
+    """The layer's weights for a target."""
+    if student.split is None or surveyed is None:
+        return fold_layer(student.plan, step)[0]
+    return latent_layer(student.split.option, step, surveyed)[0]
+
+
+def _measured(students: Sequence[_Student], tokens: CalibrationTokens) -> Sweep:
+    rows = []
+    for student in students:
+        with student.clock():
+            measured = student.walk.measurement()
+        layout, request, target = student.plan.layout, _explicit(student.plan), spelled(student.options)
+        tried = [] if student.split is None else student.split.tried
+        rows.append(Row(target, request, layout.kind, layout.cache_elements, measured, student.seconds, tried))
+    return Sweep(_source(students[0].plan, tokens), tuple(rows))
+
+
+def _source(plan: Plan, tokens: CalibrationTokens) -> Source:
+    return Source(
+        name=plan.request.model,
+        sha256=plan.checkpoint.source_hash(),
+        kind=plan.source_kind,
+        elements=plan.cache_elements,
+        layers=plan.geometry.layers,
+        text=tokens.source,
+        text_sha256=tokens.digest,
+        calibration_sequences=len(tokens.calibration),
+        sequences=len(tokens.held_out),
+        length=tokens.held_out.shape[1],
+    )
+
+
+def _explicit(plan: Plan) -> ConvertRequest:
+    """The request of ``plan``, a budget replaced by the split that it got."""
+    if plan.request.budget is None:
+        return plan.request
+    target = plan.latent_target()
+    return replace(plan.request, budget=None, kv_rank=target.kv_rank, rope_dim=target.rope_dim)
+
+
+def _print_start(plans: Sequence[Plan], tokens: CalibrationTokens, source: CheckpointStream) -> None:
+    """Print the calibration text, the targets and the time of the forward passes to stderr."""
+    passes = 2 + 2 * len(plans)  # source: statistics, and beside the students; students: output fit, and onwards
+    seconds = estimate_seconds(source, tokens.held_out, tokens.calibration, passes=passes)
+    count, length = tokens.calibration.shape
+    refine = plans[0].request.refine
+    work = f"fitting and refining (--refine {refine})" if refine else "fitting"
+    print(
+        f"sweeping over {len(plans)} targets on {count} x {length} tokens of {_source(plans[0], tokens).text_name}; "
+        f"forward passes: about {duration(seconds)}, plus {work} {plans[0].geometry.layers} layers for each",
+        file=sys.stderr,
+    )
