@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvfold.convert.conversion.run import Conversion, convert_checkpoint
     from kvfold.convert.data import demo_folder
     from kvfold.convert.errors import InputError, KvfoldError
+    from kvfold.convert.evaluation.run import eval_checkpoints
     from kvfold.convert.inspection.facts import Inspection, inspect_checkpoint
     from kvfold.convert.measure.drift import drift_checkpoints
     from kvfold.convert.measure.verify import Verification, verify_checkpoint
@@ -40,6 +41,7 @@ __all__ = [
     "convert_checkpoint",
     "demo_folder",
     "drift_checkpoints",
+    "eval_checkpoints",
     "inspect_checkpoint",
     "recipe_request",
     "sweep_checkpoint",
@@ -61,6 +63,7 @@ _MODULES = {
     "convert_checkpoint": "conversion.run",
     "demo_folder": "data",
     "drift_checkpoints": "measure.drift",
+    "eval_checkpoints": "evaluation.run",
     "inspect_checkpoint": "inspection.facts",
     "recipe_request": "recipes",
     "sweep_checkpoint": "sweep.run",

@@ -16,7 +16,7 @@ from kvfold.convert.data import demo_folder
 from kvfold.convert.recipes import recipe_names
 
 HEAVY = ("torch", "transformers", "numpy", "huggingface_hub", "safetensors")
-COMMANDS = ("inspect", "convert", "sweep", "drift", "verify", "bench", "recipes", "demo", "uptrain")
+COMMANDS = ("inspect", "convert", "sweep", "drift", "verify", "bench", "recipes", "demo", "uptrain", "eval")
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ FLOORS = {
         ["device", "recipes", "stream", "targets"],
         ["bench", "text", "walk"],
         ["measure", "training"],
-        ["conversion"],
+        ["conversion", "evaluation"],
         ["uptrain", "inspection", "sweep"],
         ["__init__", "demo"],
         ["cli"],

@@ -1,0 +1,143 @@
+"""``kvfold eval``: questions, losses by position, pairs of the harness, and the whole on the shipped model."""
+
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvfold.convert.cli import main
+from kvfold.convert.data import demo_folder
+from kvfold.convert.errors import InputError
+from kvfold.convert.evaluation import harness, run
+from kvfold.convert.evaluation.positions import stretches, token_losses
+from kvfold.convert.evaluation.retrieval import CHOICES, Questions, answers, single_words
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(demo_folder())
+
+
+@pytest.fixture(scope="module")
+def encode(tokenizer):
+    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("task", ["needle", "keys"])
+def test_questions_hide_their_answer_at_every_depth(tokenizer, encode, task):
+    filler = torch.tensor(encode("Nothing of interest is said in this sentence. " * 40))
+    asked = Questions(task, encode, [], filler).draw(256, 8, seed=0)
+    words = {token: word for word, token in single_words(encode).items()}
+    depths = []
+    for question in asked:
+        assert question.tokens.shape == (256,)
+        assert len(set(question.choices)) == CHOICES
+        text = tokenizer.decode(question.tokens)
+        name = text.rsplit("The secret word of ", 1)[1].removesuffix(" is")
+        answer = words[question.choices[question.right]]
+        assert text.count(f"The secret word of {name} is {answer}.") == 1
+        present = [word for word in (words[token] for token in question.choices) if f" is {word}.\n" in text]
+        assert len(present) == (1 if task == "needle" else CHOICES)
+        depths.append(text.index(f"{name} is {answer}."))
+    assert depths == sorted(depths)
+    assert depths[0] < 256 < depths[-1]
+    again = Questions(task, encode, [], filler).draw(256, 8, seed=0)
+    assert all(torch.equal(one.tokens, two.tokens) for one, two in zip(asked, again, strict=True))
+    assert {question.right for question in asked} != {0}
+    with pytest.raises(InputError, match="--lengths 12: too short for the sentences of the task"):
+        Questions(task, encode, [], filler).draw(12, 1, seed=0)
+
+
+def test_an_answer_is_the_likeliest_of_the_choices(encode):
+    asked = Questions("keys", encode, [], torch.tensor(encode("Some words. " * 50))).draw(200, 6, seed=1)
+
+    def model(input_ids, logits_to_keep):
+        """Knows every answer of the first three questions, and takes the wrong choice in the others."""
+        at = next(i for i, each in enumerate(asked) if torch.equal(each.tokens, input_ids[0]))
+        logits = torch.zeros(1, 1, 5000)
+        logits[0, 0, asked[at].choices[(asked[at].right + (at > 2)) % CHOICES]] = 1
+        return SimpleNamespace(logits=logits)
+
+    model.device = "cpu"
+    assert answers(model, asked).tolist() == [1, 1, 1, 0, 0, 0]
+
+
+def test_losses_by_position_are_those_of_transformers(encode):
+    model = AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32)
+    tokens = torch.tensor(encode("The list is sorted in place. " * 20))[:80].view(2, 40)
+    losses = token_losses(model, tokens)
+    assert losses.mean().item() == pytest.approx(model(input_ids=tokens, labels=tokens).loss.item(), rel=1e-4)
+    assert stretches(300) == [(1, 64), (64, 128), (128, 256), (256, 300)]
+    assert stretches(40) == [(1, 40)]
+    rows = run._by_position(losses, losses + 0.5)
+    assert [(row["from"], row["to"], row["documents"]) for row in rows] == [(1, 40, 2)]
+    assert rows[0]["excess"] == pytest.approx(0.5)
+    assert rows[0]["student"] == pytest.approx(rows[0]["source"] * 2.718281828**0.5)
+
+
+def test_scores_of_the_harness_are_paired_by_document():
+    def samples(values, losses):
+        return {
+            "tiny": [{"doc_id": i, "metrics": ["acc"], "acc": value} for i, value in values.items()],
+            "text": [{"doc_id": i, "metrics": ["bits"], "bits": value} for i, value in losses.items()],
+        }
+
+    before = harness.document_scores(samples({0: 1, 1: True, 2: 0.0, 3: 1}, {0: (-8.0, 4)}))
+    after = harness.document_scores(samples({3: 0, 2: 0, 1: 1, 9: 1}, {0: (-12.0, 4)}))
+    rows = [run._scored(*row) for row in harness.paired(before, after)]
+    assert [(row["task"], row["metric"], row["documents"]) for row in rows] == [("tiny", "acc", 3), ("text", "bits", 1)]
+    assert rows[0]["difference"] == pytest.approx(-1 / 3)
+    assert rows[0]["margin"] == pytest.approx(1.434, rel=0.15)  # t of 2 degrees of freedom, 4.30, x 1/3
+    assert (rows[1]["source"], rows[1]["student"], rows[1]["margin"]) == (-2.0, -3.0, None)
+
+
+def test_tasks_need_the_harness(monkeypatch):
+    monkeypatch.setattr(harness, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"--tasks: needs lm-evaluation-harness.*pip install 'kvfold\[eval\]'"):
+        run.eval_checkpoints(demo_folder(), demo_folder(), tasks=["lambada_openai"])
+
+
+def test_the_command_measures_tasks_and_long_contexts(monkeypatch, capsys):
+    fake, models = ModuleType("lm_eval"), ModuleType("lm_eval.models.huggingface")
+    models.HFLM = lambda pretrained, tokenizer, batch_size: pretrained
+    fake.simple_evaluate = lambda model, tasks, limit, **options: {
+        "samples": {tasks[0]: [{"doc_id": i, "metrics": ["acc"], "acc": i % 2} for i in range(limit)]}
+    }
+    for name, module in {
+        "lm_eval": fake,
+        "lm_eval.models": ModuleType("m"),
+        "lm_eval.models.huggingface": models,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(harness, "find_spec", lambda name: True)
+    line = ["eval", demo_folder(), demo_folder(), "--tasks", "tiny", "--limit", 4, "--lengths", 256, "--samples", 2]
+    with pytest.raises(SystemExit) as end:
+        main([*map(str, line), "--json", "-"])
+    shown = capsys.readouterr()
+    assert end.value.code == 0, shown.err
+    found = json.loads(shown.out)
+    assert [(row["task"], row["length"], row["margin"]) for row in found["retrieval"]] == [
+        *[("needle", 256, 0.0), ("keys", 256, 0.0)]
+    ]
+    assert [(row["from"], row["to"], row["excess"]) for row in found["positions"]] == [
+        (1, 64, 0.0),
+        (64, 128, 0.0),
+        (128, 256, 0.0),
+    ]
+    assert found["tasks"] == [
+        {
+            "task": "tiny",
+            "metric": "acc",
+            "documents": 4,
+            "source": 0.5,
+            "student": 0.5,
+            "difference": 0.0,
+            "margin": 0.0,
+        }
+    ]
+    assert "tiny, acc" in shown.err
+    assert "needle at 256 tokens" in shown.err
+    assert "the source hardly does more than guess" in shown.err
