@@ -1,4 +1,4 @@
-"""The excess loss of every target before refinement, after a number of steps and after `auto`.
+"""The excess loss of every target before refinement, after a number of steps, after `auto`, and after polishing.
 
     python recipes/benchmarks/bench_refine.py MODEL --calibration FILE --text FILE --json recipes/results/refine.json
 
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +66,21 @@ def converted(model: Path, options: list[str], place: Path) -> tuple[Path, float
     return out, time.perf_counter() - started
 
 
-def row(args: argparse.Namespace, target: str, refine: str, base: dict[str, float]) -> dict[str, Any]:
+def row(args: argparse.Namespace, target: str, refine: str, polish: str, base: dict[str, float]) -> dict[str, Any]:
     """One row of the table; ``base`` holds the perplexities of the model itself."""
     calibration = [] if args.calibration is None else ["--calibration", str(args.calibration)]
     shape = ["--samples", str(args.samples), "--seq-len", str(LENGTH), "--seed", str(args.seed)]
     with tempfile.TemporaryDirectory(dir=args.work) as place:
-        options = [*TARGETS[target].split(), *calibration, *shape, "--refine", refine]
+        options = [*TARGETS[target].split(), *calibration, *shape, "--refine", refine, "--polish", polish]
         out, seconds = converted(args.model, options, Path(place))
         measured = perplexities(args.model, out, args.text)
-        layers = json.loads((out / "kvfold.json").read_text()).get("refinement", [])
+        record = json.loads((out / "kvfold.json").read_text())
     return {
         "target": target,
         "refine": refine,
-        "steps": [layer["steps"] for layer in layers],
+        "steps": [layer["steps"] for layer in record.get("refinement", [])],
+        "polish": polish,
+        "polished": record.get("polish"),
         "perplexity": measured,
         "excess": {text: math.log(value / base[text]) for text, value in measured.items()},
         "seconds": round(seconds, 1),
@@ -87,20 +90,21 @@ def row(args: argparse.Namespace, target: str, refine: str, base: dict[str, floa
 
 def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The rows that ``done`` lacks; the first row is the model itself."""
-    known = {(row["target"], row.get("refine")) for row in done}
+    known = {(row["target"], row.get("refine"), row.get("polish", "0")) for row in done}
     first = done[0] if done else {"target": "original", "perplexity": perplexities(args.model, args.model, args.text)}
     if not done:
         yield first
-    for refine in args.refine.split(","):
-        for target in args.targets.split(",") if args.targets else TARGETS:
-            if (target, refine) not in known:
-                yield row(args, target, refine, first["perplexity"])
+    targets = args.targets.split(",") if args.targets else list(TARGETS)
+    for polish, refine, target in product(args.polish.split(","), args.refine.split(","), targets):
+        if (target, refine, polish) not in known:
+            yield row(args, target, refine, polish, first["perplexity"])
 
 
 def show(row: dict[str, Any]) -> None:
     if "excess" in row:
         figures = "  ".join(f"{text} {value:+.4f}" for text, value in row["excess"].items())
-        print(f"{row['target']:18} refine {row['refine']:>5}  {figures}  {row['seconds']:.0f} s", flush=True)
+        stage = f"refine {row['refine']:>5} polish {row['polish']:>5}"
+        print(f"{row['target']:18} {stage}  {figures}  {row['seconds']:.0f} s", flush=True)
 
 
 def main() -> None:
@@ -110,6 +114,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="held-out text of the calibration's domain")
     parser.add_argument("--targets", help="some of: " + ", ".join(TARGETS))
     parser.add_argument("--refine", default="0,150,auto")
+    parser.add_argument("--polish", default="0", help="0, a number of steps, or auto")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, help="folder for converted checkpoints; default: the system's")
