@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvfold.attention.absorbed import AbsorbedProjections, absorbed_projections
     from kvfold.attention.cache import KVCache, LatentCache, cache_bytes, cache_numbers
+    from kvfold.attention.checkpoints.registered import register_models
     from kvfold.attention.deepseek.absorb import absorb, unabsorb
     from kvfold.attention.drift.profile import distance_profile, row_kl
     from kvfold.attention.drift.report import DriftReport, measure_drift
@@ -35,6 +36,7 @@ _MODULES = {
     "grouped_attention": "grouped",
     "latent_attention": "latent",
     "measure_drift": "drift",
+    "register_models": "checkpoints.registered",
     "rotary_frequencies": "rotary",
     "rotary_tables": "rotary",
     "row_kl": "drift.profile",
@@ -58,6 +60,7 @@ __all__ = [
     "grouped_attention",
     "latent_attention",
     "measure_drift",
+    "register_models",
     "rotary_frequencies",
     "rotary_tables",
     "row_kl",

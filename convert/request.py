@@ -11,7 +11,7 @@ from kvfold.convert.sizes import parse_size
 Target = Literal["gqa", "mqa", "mla"]
 MethodName = Literal["principal", "mean", "first", "random", "svd"]
 Grouping = Literal["similar", "contiguous"]
-Layout = Literal["free", "engine"]
+Layout = Literal["free", "engine", "kvfold"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -224,8 +224,8 @@ def _value_problems(request: ConvertRequest) -> Iterator[str]:
     for field in fields(request):
         value = getattr(request, field.name)
         description = None if value is None and field.default is None else expected(field.name, value)
-        if field.name == "layout" and value == "kvfold":
-            yield "--layout kvfold does not exist yet: use --layout free or --layout engine"
+        if field.name == "layout" and value == "kvfold" and request.to == "mla":
+            yield "--layout kvfold holds GQA and MQA only so far: use --layout free or --layout engine"
         elif field.name == "method" and value is not None and value not in methods_of(request.to):
             allowed = ", ".join(methods_of(request.to))
             yield f"--method with --to {request.to}: expected one of {allowed}, found {value!r}"
@@ -243,7 +243,7 @@ def _combination_problems(request: ConvertRequest) -> Iterator[str]:
     if to == "gqa" and request.kv_heads is None:
         yield "--to gqa needs --kv-heads: the number of key/value heads to keep; `kvfold inspect` lists them"
     for name, targets in GOES_WITH.items():
-        if to not in targets and _given(getattr(request, name)):
+        if to not in targets and _given(value := getattr(request, name)) and value != "kvfold":
             some = " or ".join(targets)
             yield f"{_option(name)} goes with --to {some}, found --to {to}: leave it out, or use --to {some}"
     if to == "mla":

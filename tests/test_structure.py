@@ -106,12 +106,14 @@ def test_transforms_see_tensors_only(repository: Repository) -> None:
     ] == []
 
 
-def test_attention_needs_torch_alone_but_for_the_kernel_deepseek_and_drift(repository: Repository) -> None:
+def test_attention_needs_torch_alone_but_for_rooms_that_know_transformers(
+    repository: Repository,
+) -> None:
     assert [
         str(each)
         for each in repository.imports
         if each.file.startswith("attention/")
-        and room(each.file) not in ("attention/deepseek", "attention/drift")
+        and room(each.file) not in ("attention/deepseek", "attention/drift", "attention/checkpoints")
         and each.file != "attention/decode/kernel.py"  # Triton
         and each.target is None
         and each.module.split(".")[0] not in TENSORS

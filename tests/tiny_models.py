@@ -86,12 +86,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "vaultgemma": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24},
 }
 
+# Families whose stock class gives every query head a key and a value of its own: they become layout kvfold.
+CLASSICS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_inner": 48},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "opt": {"ffn_dim": 48},
+}
+
 
 def tiny_config(name: str, changes: dict[str, Any]) -> Any:
     """The stock config of the tiny model of family ``name``."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(name, **{**SIZES, **FAMILIES[name], **changes})
+    return AutoConfig.for_model(name, **{**SIZES, **(FAMILIES | CLASSICS)[name], **changes})
 
 
 def make_tiny(name: str, folder: Path, changes: dict[str, Any]) -> None:
@@ -103,7 +110,7 @@ def make_tiny(name: str, folder: Path, changes: dict[str, Any]) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(name, changes), dtype=torch.float32)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
-            if "norm" in path or path.endswith("bias"):
+            if "norm" in path or ".ln_" in path or path.endswith("bias"):
                 parameter += 0.3 * torch.randn_like(parameter)
             else:
                 parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)

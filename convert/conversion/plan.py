@@ -18,6 +18,7 @@ from kvfold.convert.targets.engines import Verdict, alternatives, verdicts
 from kvfold.convert.targets.mla.config import LatentTarget, padding, query_rank
 from kvfold.convert.targets.mla.layout import latent_layout, latent_reads
 from kvfold.convert.targets.mla.problems import latent_problems
+from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout
 from kvfold.convert.targets.results import Result, folded_result, latent_result
 from kvfold.convert.targets.same_family import (
     ABSORBED,
@@ -107,8 +108,8 @@ class Plan:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The projections that the method changes: pooling leaves queries and the output alone."""
-        return _roles(self.request)
+        """The projections that the method changes: pooling leaves queries and the output alone in a stock class."""
+        return _roles(self.request, self.model)
 
     @property
     def disk_bytes(self) -> int:
@@ -212,7 +213,16 @@ def _fold_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
         )
     kv_heads = 1 if request.kv_heads is None else request.kv_heads
     check_kv_heads(kv_heads, model.geometry, request.allow_growth)
-    layout = folded_layout(model, checkpoint, kv_heads, roles=_roles(request), dtype=_stored_dtype(request))
+    dtype = _stored_dtype(request)
+    if needs_own_code(model):
+        layout = own_folded_layout(model, checkpoint, kv_heads, dtype)
+    elif request.layout is not None:
+        raise InputError(
+            f"--layout {request.layout}: the stock class of {model.family.model_type} holds --to {request.to}; leave "
+            "--layout out"
+        )
+    else:
+        layout = folded_layout(model, checkpoint, kv_heads, roles=_roles(request, model), dtype=dtype)
     return Plan(request, checkpoint, model, layout, _shards(layout, request))
 
 
@@ -245,8 +255,8 @@ def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
     return possible
 
 
-def _roles(request: ConvertRequest) -> tuple[Role, ...]:
-    return ABSORBED if request.calibrated else POOLED
+def _roles(request: ConvertRequest, model: Model) -> tuple[Role, ...]:
+    return ABSORBED if request.calibrated or needs_own_code(model) else POOLED
 
 
 def possible_kv_heads(geometry: Geometry) -> list[int]:

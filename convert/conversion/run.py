@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -268,13 +269,24 @@ def _write_tokenizer(plan: Plan, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def _code_path(module: str) -> Path:
+    """The file of a module of this package, which is not imported."""
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin)
+
+
 def _write_side_files(plan: Plan, measured: Measured | None, folder: Path) -> dict[str, Any]:
-    """Tokenizer and license files, the model card and ``kvfold.json``, whose content is returned.
+    """Tokenizer and license files, modeling code, the model card and ``kvfold.json``, whose content is returned.
 
     A calibrated conversion is read back first: its record holds the loss of the files on disk too.
     """
     for path in plan.checkpoint.extra_files():
         (folder / path.name).write_bytes(read_bytes(path))
+    if plan.layout.code is not None:
+        path = _code_path(plan.layout.code)
+        (folder / path.name).write_bytes(path.read_bytes())
     record = record_of(plan, {} if measured is None else measured.record(folder))
     (folder / "README.md").write_text(model_card(plan, record), encoding="utf-8")
     record["files"] = file_hashes(folder)

@@ -20,7 +20,7 @@ _LOAD = """Run in this folder:
 ```python
 from transformers import {loader}, AutoTokenizer
 
-model = {loader}.from_pretrained(".", dtype="auto")
+model = {loader}.from_pretrained(".", dtype="auto"{options})
 tokenizer = AutoTokenizer.from_pretrained(".")
 ```
 """
@@ -46,6 +46,17 @@ AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM)
 ```
 """
 
+_OWN_CODE = """
+No stock class holds this model: `modeling_kvfold.py` builds the source's class and replaces its attention. Read it
+before you trust it. Where kvfold is installed, its own copy loads the model without `trust_remote_code`:
+
+```python
+from kvfold.attention import register_models
+
+register_models()
+```
+"""
+
 _SERVE = """
 To serve it from this folder:
 
@@ -65,9 +76,12 @@ kvfold uptrain . ../trained --teacher {source} --text {text} --steps 1000
 
 def usage(plan: Plan) -> str:
     """How to load the result, decode quickly, serve it and train it further."""
-    experts, latent = plan.result.experts, plan.request.to == "mla"
+    experts, own_code = plan.result.experts, plan.layout.code is not None
+    latent = plan.request.to == "mla" and not own_code
+    loader = "Mistral4ForCausalLM" if experts else "AutoModelForCausalLM"
     parts = [
-        _LOAD.format(loader="Mistral4ForCausalLM" if experts else "AutoModelForCausalLM"),
+        _LOAD.format(loader=loader, options=", trust_remote_code=True" if own_code else ""),
+        _OWN_CODE if own_code else "",
         _UNKNOWN if experts else "",
         _ABSORB if latent else "",
         _SERVE.format(commands=served) if (served := _serving(plan)) else "",

@@ -47,6 +47,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
             f"config.json: model_type {model_type!r} is not supported: it wraps a language model "
             f"({', '.join(towers)}); expected a plain decoder of one of: {known}; or a wrapper: {', '.join(WRAPPERS)}"
         )
+    if str(model_type).startswith("kvfold_"):
+        raise InputError(
+            f"config.json: model_type {model_type!r} is what kvfold wrote in layout kvfold, which is not read again; "
+            "convert its source"
+        )
     if reason := REASONS.get(str(model_type)):
         raise InputError(f"config.json: model_type {model_type!r} is not supported: {reason}")
     if model_type not in supported():

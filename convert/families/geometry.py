@@ -62,8 +62,9 @@ class Routing:
 class Block:
     """The parts of a decoder layer and of the model around the attention.
 
-    ``order``: ``pre`` x + f(norm(x)); ``post`` x + norm(f(x)); ``sandwich`` both; ``parallel`` x + attention(n) +
-    mlp(n) with one n = norm(x). ``mlp``: ``gated``, ``gated_fused`` (gate and up in one tensor) or ``plain``. The gain
+    ``order``: ``pre`` x + f(norm(x)); ``post`` x + norm(f(x)); ``outer`` norm(x + f(x)); ``sandwich`` pre and post;
+    ``parallel`` x + attention(n) + mlp(n) with one n = norm(x), or a norm for each. ``mlp``: ``gated``, ``gated_fused``
+    (gate and up in one tensor) or ``plain``. The gain
     of a norm is weight + ``norm_offset``. ``residual_scale`` multiplies what each sublayer adds. ``routing`` is None
     where tokens come to their experts in another way.
     """
@@ -88,7 +89,8 @@ class Block:
 def geometry_of(values: Values) -> Geometry:
     """Raises ``InputError`` when the heads do not divide as attention needs."""
     sizes = values.family.sizes
-    kv_heads, heads = values[sizes.kv_heads], evaluate(sizes.heads, values)
+    heads = evaluate(sizes.heads, values)
+    kv_heads = heads if sizes.kv_heads is None else values[sizes.kv_heads]
     if heads % kv_heads:
         raise InputError(
             f"config.json: {sizes.kv_heads} is {kv_heads}, which does not divide the {heads} query heads; "

@@ -24,7 +24,7 @@ def read_layer(model: Model, layer: int, read: Read) -> AttentionWeights:
     geometry, attention = model.geometry, model.family.attention
     module = attention.module.replace("{layer}", str(layer))
     q, k, v = _read_qkv(model, module, "weight", read)
-    o = read(f"{module}.{attention.o}.weight")
+    o = _turned(model, read(f"{module}.{attention.o}.weight"))
     weights = AttentionWeights(q, k, v, o.reshape(geometry.model_dim, geometry.heads, geometry.head_dim))
     if model.has_bias("q"):
         q_bias, k_bias, v_bias = _read_qkv(model, module, "bias", read)
@@ -56,7 +56,7 @@ def write_layer(
     if stored.q_bias is not None and stored.k_bias is not None and stored.v_bias is not None:
         tensors |= _join_qkv(model, module, "bias", (stored.q_bias, stored.k_bias, stored.v_bias), roles)
     if "o" in roles:
-        tensors[f"{module}.{attention.o}.weight"] = stored.o.reshape(stored.model_dim, -1)
+        tensors[f"{module}.{attention.o}.weight"] = _turned(model, stored.o.reshape(stored.model_dim, -1))
         if stored.o_bias is not None:
             tensors[f"{module}.{attention.o}.bias"] = stored.o_bias
     norm = model.qk_norm
@@ -73,12 +73,14 @@ def _read_qkv(model: Model, module: str, kind: str, read: Read) -> tuple[Tensor,
 
     def rows(name: str | None, count: int) -> Tensor:
         """A stored ``[count D, E]`` or ``[count D]`` by head."""
-        tensor = read(f"{module}.{name}.{kind}")
+        tensor = _turned(model, read(f"{module}.{name}.{kind}"))
         return tensor.reshape(count, geometry.head_dim, *tensor.shape[1:])
 
     if attention.layout == "separate":
         return rows(attention.q, heads), rows(attention.k, kv_heads), rows(attention.v, kv_heads)
     fused = rows(attention.qkv, heads + 2 * kv_heads)
+    if attention.layout == "per_head":
+        return fused[0::3], fused[1::3], fused[2::3]
     return fused[:heads], fused[heads : heads + kv_heads], fused[heads + kv_heads :]
 
 
@@ -91,7 +93,13 @@ def _join_qkv(
         return {f"{module}.{name}.{kind}": part.flatten(0, 1) for role, name, part in named if role in roles}
     if not {"q", "k", "v"} & set(roles):
         return {}
-    return {f"{module}.{attention.qkv}.{kind}": torch.cat(parts).flatten(0, 1)}
+    fused = torch.stack(parts, 1).flatten(0, 1) if attention.layout == "per_head" else torch.cat(parts)
+    return {f"{module}.{attention.qkv}.{kind}": _turned(model, fused.flatten(0, 1))}
+
+
+def _turned(model: Model, tensor: Tensor) -> Tensor:
+    """A weight as ``[outputs, inputs]`` from its file, or the way back."""
+    return tensor.T if model.family.attention.transposed and tensor.dim() == 2 else tensor
 
 
 def _read_norm(norm: Norm, module: str, role: str, shape: tuple[int, int], eps: float, read: Read) -> HeadNorm:

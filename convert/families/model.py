@@ -112,12 +112,22 @@ class Model:
     def kv_config(self, kv_heads: int) -> dict[str, int]:
         """The config keys that change for ``kv_heads`` key/value heads, in the spelling that the config uses.
 
-        Raises ``InputError`` when the number does not divide the query heads.
+        Raises ``InputError`` when the number does not divide the query heads, and ValueError for a family whose class
+        has no such key.
         """
+        if self.family.sizes.kv_heads is None:
+            raise ValueError(f"{self.family.model_type}: expected a class that shares heads, found one that does not")
         heads = self.geometry.heads
         if kv_heads < 1 or heads % kv_heads:
             raise InputError(f"kv-heads is {kv_heads}; a divisor of the {heads} query heads was expected")
         return {self.values.spelling(self.family.sizes.kv_heads): kv_heads}
+
+    def as_stored(self, names: Collection[str]) -> "Model":
+        """The model without its family's prefix, where the files hold tensors ``names`` without it."""
+        prefix = self.family.prefix
+        if not prefix or not names or any(name.startswith(prefix) for name in names):
+            return self
+        return Model(self.family.renamed(lambda name: name.removeprefix(prefix)), self.config, self.tower)
 
     def check_values(self) -> None:
         """Raises ``InputError`` for a present value of the wrong type, whether or not this config uses it."""
@@ -172,10 +182,11 @@ class Model:
 def model_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Model:
     """The model of a decoded config.json, whose files hold tensors ``names``; of a wrapper its language model.
 
-    Only for wrappers the names matter. Raises ``InputError`` when the family is not supported.
+    The names matter for wrappers, and for families whose files leave a prefix out. Raises ``InputError`` when the
+    family is not supported.
     """
     family = family_of(config)
     if text_type(config) is None:
-        return Model(family, config)
+        return Model(family, config).as_stored(names)
     place = place_of(names)
     return Model(placed(family, config["model_type"], place), text_config(config, names), place.tower)

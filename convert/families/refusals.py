@@ -8,7 +8,7 @@ _HYBRID = "some of its layers keep a recurrent or convolutional state; only mode
 _ENCODER = "it is an encoder, which keeps no KV cache"
 _ENCODED = "its layers attend to another model's output too; only plain decoders are converted"
 _LATENT = "its attention is latent (MLA) or shares one head already"
-_ALL_HEADS = "its class gives every query head a key/value head, and no stock MLA class has its norms or positions"
+_ALL_HEADS = "its class gives every query head a key/value head, and layout kvfold is not written for it yet"
 _SHARED_CACHE = "several of its layers share one cache, or differ in key/value heads"
 _OTHER_ATTENTION = "its attention is more than one softmax over keys and values"
 _GATED = "not written yet (heads whose results are gated or normalized before the output projection)"
@@ -37,8 +37,8 @@ _TYPES = {
         "longcat_flash minicpm3 mistral4 youtu"
     ),
     _ALL_HEADS: (
-        "biogpt bloom codegen cpmant ctrl gpt-sw3 gpt2 gpt_neo gpt_neox gpt_neox_japanese gptj hrm_text "
-        "modernbert-decoder mpt openai-gpt opt persimmon xglm xlnet"
+        "biogpt bloom codegen cpmant ctrl gpt-sw3 gpt_neo gpt_neox_japanese gptj hrm_text "
+        "modernbert-decoder mpt openai-gpt persimmon xglm xlnet"
     ),
     _SHARED_CACHE: "gemma3n_text gemma4_text gemma4_unified_text mimo_v2_flash",
     _OTHER_ATTENTION: "blt diffllama doge jetmoe minimax_m3_vl_text reformer",

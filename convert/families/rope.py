@@ -66,13 +66,14 @@ def checked_number(table: Mapping[str, Any], key: str) -> float:
 def _stated_table(values: Values, layer_type: str | None) -> dict[str, Any]:
     """The parameters as the config has them, ``rope_scaling`` before ``rope_parameters``, with the class's base."""
     rotary, config = values.family.rotary, values.config
+    theta, part = ((rotary.keys or {}).get(key, key) for key in ("rope_theta", "partial_rotary_factor"))
     new, old = _mapping(config, "rope_parameters"), _mapping(config, "rope_scaling")
     of_type = (rotary.by_type or {}).get(layer_type or "")
     if of_type is None:
         table = {**(old or new or rotary.table or {})}
-        table.setdefault("rope_theta", config.get("rope_theta") or rotary.theta)
-        if config.get("partial_rotary_factor") is not None:
-            table.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+        table.setdefault("rope_theta", config.get(theta) or rotary.theta)
+        if config.get(part) is not None:
+            table.setdefault("partial_rotary_factor", config[part])
         return table
     table = {**_mapping(new, layer_type or "")}
     if of_type.scaled:
@@ -117,7 +118,9 @@ def rotary_fraction(values: Values, table: Mapping[str, Any]) -> float:
 
 
 def rotary_dims(values: Values) -> int:
-    """``D_rot``, the same in every layer that rotates."""
+    """``D_rot``, the same in every layer that rotates; 0 without a rotary embedding."""
+    if values.family.rotary.rotates is False:
+        return 0
     head_dim = evaluate(values.family.sizes.head_dim, values)
     dims = int(head_dim * rotary_fraction(values, rope_table(values)))
     if dims % 2 or not dims:

@@ -9,7 +9,7 @@ under ``config`` (and ``layer``, ``layer_type``, ``sparse`` where it is evaluate
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -32,16 +32,20 @@ class Key:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Expressions for the numbers of ``Geometry``; ``kv_heads`` names the config key that a conversion rewrites."""
+    """Expressions for the numbers of ``Geometry``.
+
+    ``kv_heads`` names the config key that a conversion rewrites; None: the class gives every query head a key and a
+    value of its own.
+    """
 
     layers: Expression
     heads: Expression
-    kv_heads: str
     head_dim: Expression
     model_dim: Expression
     vocabulary: Expression
     positions: Expression
     initializer_range: Expression
+    kv_heads: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,14 @@ class Norm:
 
 @dataclass(frozen=True)
 class Attention:
-    """The place of the attention in a layer. Names are relative to ``module``, which holds ``{layer}``."""
+    """The place of the attention in a layer. Names are relative to ``module``, which holds ``{layer}``.
+
+    ``layout``: queries, keys and values in a tensor each, in one behind each other, or in one head by head.
+    ``transposed``: weights are ``[inputs, outputs]`` (the Conv1D of GPT-2).
+    """
 
     module: str
-    layout: Literal["separate", "concatenated"]
+    layout: Literal["separate", "concatenated", "per_head"]
     o: str
     qkv_bias: Expression
     o_bias: Expression
@@ -83,6 +91,7 @@ class Attention:
     softcap: Expression = None
     clip: Expression = None
     causal: Expression = True
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,11 +107,12 @@ class RopeOfType:
 class Rope:
     """``theta`` and ``fraction`` are the class's defaults; ``fraction`` null: whole heads rotate, always.
 
-    ``rotates`` is evaluated per layer. ``by_type``: layer types with a rotary embedding of their own. ``renamed``: rope
-    types that the class reads as another. ``original_positions``: the class's default of the config key
-    ``original_max_position_embeddings``, where it has one. ``table``: the class's default of ``rope_parameters``, where
-    it is more than ``theta``. ``query_growth``: the key of the rope parameters by which queries grow with
-    their position.
+    ``rotates`` is evaluated per layer; false: the model has no rotary embedding. ``keys``: what the config calls
+    ``rope_theta`` and ``partial_rotary_factor`` beside the rope parameters, where that differs. ``by_type``: layer
+    types with a rotary embedding of their own. ``renamed``: rope types that the class reads as another.
+    ``original_positions``: the class's default of the config key ``original_max_position_embeddings``, where it has
+    one. ``table``: the class's default of ``rope_parameters``, where it is more than ``theta``. ``query_growth``: the
+    key of the rope parameters by which queries grow with their position.
     """
 
     style: Literal["half", "interleaved"]
@@ -114,6 +124,7 @@ class Rope:
     original_positions: int | None = None
     table: Mapping[str, Any] | None = None
     query_growth: str | None = None
+    keys: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +147,7 @@ class BlockSpec:
     norm_eps: Expression
     activation: Expression
     mlp: Literal["gated", "gated_fused", "plain"]
-    order: Literal["pre", "post", "sandwich", "parallel"] | Expression
+    order: Literal["pre", "post", "outer", "sandwich", "parallel"] | Expression
     norm_offset: float = 0.0
     norm_bias: bool = False
     norm_weight: bool = True
@@ -147,6 +158,21 @@ class BlockSpec:
     embedding_scale: Expression = 1.0
     logit_scale: Expression = 1.0
     logit_softcap: Expression = None
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """What layout ``kvfold`` puts its own attention in: names of transformers' classes, and the dropouts of training.
+
+    ``attention`` is the class of the modules that are replaced; ``classes`` are the models by the Auto class that loads
+    each. ``attention_dropout`` is of attention weights, ``output_dropout`` of what the output projection gives.
+    """
+
+    attention: str
+    config: str
+    classes: Mapping[str, str]
+    attention_dropout: Expression = 0.0
+    output_dropout: Expression = 0.0
 
 
 @dataclass(frozen=True)
@@ -169,7 +195,11 @@ class Tolerated:
 
 @dataclass(frozen=True)
 class Family:
-    """One model type, as its file says. ``also``: other names of ``architecture`` in published files."""
+    """One model type, as its file says.
+
+    ``also``: other names of ``architecture`` in published files. ``prefix``: what begins the names of all tensors but
+    the head's, and is left out in some published files. ``own_code``: the model in layout ``kvfold``.
+    """
 
     model_type: str
     architecture: str
@@ -181,6 +211,17 @@ class Family:
     tensors: Mapping[str, TensorSpec]  # by role, such as embedding, gate, final_norm
     tolerated: tuple[Tolerated, ...]
     also: tuple[str, ...] = ()
+    prefix: str = ""
+    own_code: OwnCode | None = None
+
+    def renamed(self, rename: Callable[[str], str]) -> "Family":
+        """The same family where files call their tensors otherwise."""
+        return replace(
+            self,
+            attention=replace(self.attention, module=rename(self.attention.module)),
+            tensors={role: replace(spec, name=rename(spec.name)) for role, spec in self.tensors.items()},
+            tolerated=tuple(replace(item, name=rename(item.name)) for item in self.tolerated),
+        )
 
 
 T = TypeVar("T")
@@ -243,6 +284,7 @@ def parse_family(table: Any, where: str) -> Family:
         attention=build(Attention, attention, f"{where}: attention"),
         rotary=build(Rope, rotary, f"{where}: rotary"),
         block=build(BlockSpec, block, f"{where}: block"),
+        own_code=None if spec.own_code is None else build(OwnCode, spec.own_code, f"{where}: own_code"),
         tensors=_each(TensorSpec, spec.tensors, f"{where}: tensors"),
         tolerated=tuple(build(Tolerated, item, f"{where}: tolerated[{i}]") for i, item in enumerate(spec.tolerated)),
     )

@@ -59,11 +59,11 @@ def attention_tensors(values: Values, geometry: Geometry, layer: int) -> Iterato
     attention, norm = values.family.attention, active_norm(values)
     module = attention.module.replace("{layer}", str(layer))
     for role, name in projections(attention).items():
-        outer, inner = _sides(role, geometry)
+        sides = _sides(role, geometry)
         roles = ("q", "k", "v") if role == "qkv" else (role,)
-        yield StoredTensor(f"{module}.{name}.weight", roles, layer, (outer, inner))
+        yield StoredTensor(f"{module}.{name}.weight", roles, layer, sides[::-1] if attention.transposed else sides)
         if has_bias(values, role):
-            yield StoredTensor(f"{module}.{name}.bias", roles, layer, (outer,))
+            yield StoredTensor(f"{module}.{name}.bias", roles, layer, sides[:1])
     if norm is None:
         return
     for role, heads in (("q", geometry.heads), ("k", geometry.kv_heads)):

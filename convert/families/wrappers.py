@@ -105,12 +105,5 @@ def place_of(names: Collection[str]) -> Place:
 def placed(family: Family, model_type: str, place: Place) -> Family:
     """The language model's ``family`` under the wrapper's name, with the names that its tensors have in the files."""
 
-    return replace(
-        family,
-        model_type=model_type,
-        architecture=WRAPPERS[model_type].architecture,
-        also=(),
-        attention=replace(family.attention, module=place.moved(family.attention.module)),
-        tensors={role: replace(spec, name=place.moved(spec.name)) for role, spec in family.tensors.items()},
-        tolerated=tuple(replace(item, name=place.moved(item.name)) for item in family.tolerated),
-    )
+    architecture = WRAPPERS[model_type].architecture
+    return replace(family.renamed(place.moved), model_type=model_type, architecture=architecture, also=())

@@ -9,12 +9,14 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.tensors import ROLES
 from kvfold.convert.inspection.latent import latent_faults
+from kvfold.convert.inspection.own import own_model
 from kvfold.convert.inspection.targets import CacheSize, TargetSize, cache_size, target_sizes
 from kvfold.convert.io.checkpoint import Checkpoint, Reading, open_headers
 from kvfold.convert.io.headers import FLOAT_DTYPES
 from kvfold.convert.targets.engines import Verdict, verdicts
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.mla.problems import model_problems
+from kvfold.convert.targets.own_code import source_type
 from kvfold.convert.targets.results import folded_result, latent_result
 from kvfold.convert.targets.same_family import attention_kind, cache_elements
 
@@ -108,9 +110,30 @@ def inspect_checkpoint(model: str | os.PathLike[str], *, gguf: str | None = None
     """
     checkpoint = open_headers(model, Reading(gguf=gguf))
     try:
-        return _inspect_latent(checkpoint) if is_latent(checkpoint.config) else _inspect(checkpoint)
+        if is_latent(checkpoint.config):
+            return _inspect_latent(checkpoint)
+        return _inspect(checkpoint) if source_type(checkpoint.config) is None else _inspect_own(checkpoint)
     finally:
         checkpoint.close()
+
+
+def _inspect_own(checkpoint: Checkpoint) -> Inspection:
+    """A model with its own modeling code (layout ``kvfold``). It has no targets."""
+    own = own_model(checkpoint)
+    result, facts = folded_result(own.source, own.kv_heads), _facts(own.source, checkpoint)
+    return Inspection(
+        **{
+            **facts,
+            "family": checkpoint.config["model_type"],
+            "architecture": (checkpoint.config.get("architectures") or ["unknown"])[0],
+            "attention": attention_kind(own.source.geometry.heads, own.kv_heads),
+            "kv_heads": own.kv_heads,
+        },
+        cache=cache_size(result, [None] * own.source.geometry.layers, facts["dtype"]),
+        engines=verdicts(result),
+        targets=[],
+        latent=None,
+    )
 
 
 def _inspect(checkpoint: Checkpoint) -> Inspection:
@@ -118,32 +141,38 @@ def _inspect(checkpoint: Checkpoint) -> Inspection:
     problems = model.tensor_problems(checkpoint.tensors)
     if problems:
         raise InputError(f"{checkpoint.origin}: its tensors are not those of its config.json", problems)
-    family, geometry, layers = model.family, model.geometry, model.layers
-    dtype = _dtype(checkpoint)
-    windows = [layer.window for layer in layers]
+    facts, windows = _facts(model, checkpoint), [layer.window for layer in model.layers]
     return Inspection(
-        model=checkpoint.origin,
-        family=family.model_type,
-        architecture=family.architecture,
-        attention=attention_kind(geometry.heads, geometry.kv_heads),
-        layers=geometry.layers,
-        heads=geometry.heads,
-        kv_heads=geometry.kv_heads,
-        head_dim=geometry.head_dim,
-        model_dim=geometry.model_dim,
-        biases=[role for role in ROLES if model.has_bias(role)],
-        qk_norm=model.qk_norm.kind if model.qk_norm else None,
-        rotary_dims=geometry.rotary_dims,
-        rotary_layers=sum(layer.rotates for layer in layers),
-        rope=model.rope_table(layers[0].type)["rope_type"],
-        windows=sorted({window for window in windows if window is not None}),
-        max_context=geometry.positions,
-        **_weights(checkpoint, dtype),
-        cache=cache_size(folded_result(model), windows, dtype),
+        **facts,
+        cache=cache_size(folded_result(model), windows, facts["dtype"]),
         engines=[],
-        targets=target_sizes(model, windows, dtype),
+        targets=target_sizes(model, windows, facts["dtype"]),
         latent=_latent_limits(model),
     )
+
+
+def _facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The fields of an ``Inspection`` that family and config answer for."""
+    family, geometry, layers = model.family, model.geometry, model.layers
+    return {
+        "model": checkpoint.origin,
+        "family": family.model_type,
+        "architecture": family.architecture,
+        "attention": attention_kind(geometry.heads, geometry.kv_heads),
+        "layers": geometry.layers,
+        "heads": geometry.heads,
+        "kv_heads": geometry.kv_heads,
+        "head_dim": geometry.head_dim,
+        "model_dim": geometry.model_dim,
+        "biases": [role for role in ROLES if model.has_bias(role)],
+        "qk_norm": model.qk_norm.kind if model.qk_norm else None,
+        "rotary_dims": geometry.rotary_dims,
+        "rotary_layers": sum(layer.rotates for layer in layers),
+        "rope": model.rope_table(layers[0].type)["rope_type"] if geometry.rotary_dims else "none",
+        "windows": sorted({layer.window for layer in layers if layer.window is not None}),
+        "max_context": geometry.positions,
+        **_weights(checkpoint, _dtype(checkpoint)),
+    }
 
 
 def _inspect_latent(checkpoint: Checkpoint) -> Inspection:

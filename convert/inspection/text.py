@@ -13,7 +13,9 @@ def summary(facts: Inspection) -> str:
     extras = [f"biases on {', '.join(facts.biases)}"] if facts.biases else ["no biases"]
     extras += [f"{facts.qk_norm} norm on queries and keys"] if facts.qk_norm else []
     rotary = f"{facts.rotary_dims} of {facts.head_dim} dims, {facts.rope}"
-    if facts.rotary_layers < facts.layers:
+    if not facts.rotary_dims:
+        rotary = "none"
+    elif facts.rotary_layers < facts.layers:
         rotary += f", in {facts.rotary_layers} of {facts.layers} layers"
     rows = {
         "family": f"{facts.family} ({facts.architecture})",

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from kvfold.attention.checkpoints.registered import register_model
 from kvfold.attention.drift.softcap import BLOCKWISE
 from kvfold.convert.errors import InputError, one_line
 from kvfold.convert.families.wrappers import WRAPPERS
@@ -26,11 +27,12 @@ def empty_model(config: dict[str, Any], dtype: torch.dtype, device: torch.device
 
 def auto_class(config: dict[str, Any]) -> Any:
     """The class of transformers that loads a model of ``config``: a plain language model's or a wrapper's."""
+    register_model(str(config.get("model_type")))
     return AutoModelForImageTextToText if config.get("model_type") in WRAPPERS else AutoModelForCausalLM
 
 
 def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
-    model_type = config.get("model_type")
+    model_type, auto = config.get("model_type"), auto_class(config)
     if model_type not in CONFIG_MAPPING:
         raise InputError(f"config.json: model_type {model_type!r} is not one that this transformers knows")
     hf_config = CONFIG_MAPPING[model_type].from_dict({key: value for key, value in config.items() if key != "auto_map"})
@@ -39,7 +41,7 @@ def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
     with torch.device("meta"):
         # torch's grouped matrix product, which experts use by default, has no float64
         experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
-        model = auto_class(config).from_config(hf_config, dtype=dtype, attn_implementation=BLOCKWISE, **experts)
+        model = auto.from_config(hf_config, dtype=dtype, attn_implementation=BLOCKWISE, **experts)
     embedding = model.get_input_embeddings()
     embedding.padding_idx = None  # it only concerns gradients, and must lie inside a table of which few rows are loaded
     materialize_buffers(model, device)

@@ -97,7 +97,8 @@ class CheckpointStream:
         The output head stays loaded until ``release``.
         """
         with _blaming_config():
-            return self._frame.logits(hidden, self._ends(head=True), inputs_embeds=hidden)
+            blank = self._blank(hidden.shape[1]).expand(len(hidden), -1, -1)
+            return self._frame.logits(hidden, self._ends(head=True), inputs_embeds=blank)
 
     def arguments(self, tokens: int) -> list[Arguments]:
         """The arguments of each layer beside the hidden states, for unpadded sequences of ``tokens``.
@@ -105,7 +106,7 @@ class CheckpointStream:
         Recorded for one sequence: masks and position embeddings broadcast over the batch.
         """
         if self._recorded is None or self._recorded[0] != tokens:
-            self._recorded = (tokens, self._enter({}, inputs_embeds=self._blank(tokens))[1])
+            self._recorded = (tokens, self._enter(self._blank_ends(), inputs_embeds=self._blank(tokens))[1])
         return self._recorded[1]
 
     def attention_sources(self, index: int) -> list[WeightSource]:
@@ -139,7 +140,7 @@ class CheckpointStream:
         """
 
         def enter(tokens: int) -> tuple[Tensor, list[Arguments]]:
-            hidden, arguments = self._enter({}, inputs_embeds=self._blank(tokens), use_cache=True)
+            hidden, arguments = self._enter(self._blank_ends(), inputs_embeds=self._blank(tokens), use_cache=True)
             return hidden.to("meta"), [Arguments(_to_meta(each.args), _to_meta(each.kwargs)) for each in arguments]
 
         total = cache_bytes_per_token(self._frame.layers, enter)
@@ -166,10 +167,22 @@ class CheckpointStream:
 
     def _ends(self, head: bool) -> dict[str, Tensor]:
         """The decoder's parameters outside its layers but for the embeddings: with the output head, or without."""
+        return self.parameters.named(self._end_names(head))
+
+    def _blank_ends(self) -> dict[str, Tensor]:
+        """Zeros in place of ``_ends``, such as embeddings of positions: what a layer is called with is not in them."""
+        ends = {name: self.parameters.map.expected[name] for name in self._end_names(head=False)}
+        return {
+            name: torch.zeros_like(tensor, dtype=self.dtype, device=self.device)
+            for name, tensor in ends.items()
+            if tensor.is_floating_point()
+        }
+
+    def _end_names(self, head: bool) -> list[str]:
         base, decoder = f"{self._frame.model.base_model_prefix}.", f"{self._frame.path.rpartition('.')[0]}."
         outside = [name for name in self.parameters.map.expected if not name.startswith(f"{self._frame.path}.")]
         wanted = [name for name in outside if name.startswith(decoder) or (head and not name.startswith(base))]
-        return self.parameters.named(name for name in wanted if name != self._embedding)
+        return [name for name in wanted if name != self._embedding]
 
 
 @contextmanager

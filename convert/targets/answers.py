@@ -18,6 +18,8 @@ class Way:
 
 
 def _transformers(result: Result) -> Way:
+    if result.kind == "own":
+        return Way(True, "with trust_remote_code=True, or without it after kvfold.attention.register_models()")
     absorb = "kvfold.attention.absorb(model) decodes over the latent cache"
     if result.experts:
         return Way(True, f"from 5.4 on, loaded by Mistral4ForCausalLM; {absorb}")
@@ -94,6 +96,12 @@ def _current(way: Callable[[Result], Way]) -> Callable[[Result], Way]:
     return lambda result: dropped if result.kind == "biased" else way(result)
 
 
+def _stock(way: Callable[[Result], Way]) -> Callable[[Result], Way]:
+    """``way`` for stock classes: what engines make of code that a checkpoint brings along was not looked at."""
+    unknown = Way(False, "the result brings its own modeling code; whether it runs such code was neither run nor read")
+    return lambda result: unknown if result.kind == "own" else way(result)
+
+
 def _plain(way: Callable[[Result], Way]) -> Callable[[Result], Way]:
     """``way`` for plain language models: what engines make of multimodal wrappers was not looked at."""
     unknown = Way(False, "how it serves multimodal wrappers was neither run nor read")
@@ -102,8 +110,8 @@ def _plain(way: Callable[[Result], Way]) -> Callable[[Result], Way]:
 
 WAYS: dict[str, Callable[[Result], Way]] = {
     "transformers": _transformers,
-    "vLLM": _plain(_current(_vllm)),
-    "SGLang": _plain(_current(_sglang)),
-    "llama.cpp": _plain(_current(_llama_cpp)),
-    "mlx-lm": _plain(_current(_mlx_lm)),
+    "vLLM": _stock(_plain(_current(_vllm))),
+    "SGLang": _stock(_plain(_current(_sglang))),
+    "llama.cpp": _stock(_plain(_current(_llama_cpp))),
+    "mlx-lm": _stock(_plain(_current(_mlx_lm))),
 }

@@ -21,8 +21,8 @@ class Engine:
     """An engine: the version and the files that the facts are from, and which results were run there.
 
     A run compared greedy tokens with those of transformers in float32: ``fold`` is GQA or MQA of a llama (folds of
-    other families count as read), ``free`` and ``engine`` are the layouts of MLA, and in ``ran_experts`` those of a
-    model with experts. What is in neither was read in the sources only.
+    other families count as read), ``free`` and ``engine`` are the layouts of MLA, ``own`` is layout kvfold, and in
+    ``ran_experts`` those of a model with experts. What is in neither was read in the sources only.
     """
 
     name: str
@@ -38,7 +38,7 @@ ENGINES = (
         "5.23.0",
         "models/youtu/modeling_youtu.py, models/deepseek_v3/modeling_deepseek_v3.py, "
         "models/mistral4/modeling_mistral4.py (experts)",
-        ("fold", "free", "engine"),
+        ("fold", "free", "engine", "own"),
         ("free", "engine"),
     ),
     Engine(

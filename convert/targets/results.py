@@ -24,10 +24,11 @@ class Result:
     expects queries without a latent. ``yarn``: plain RoPE is spelled as YaRN of factor 1, which layout engine was not
     always.
     ``experts``: a latent model with experts, a Mistral4.
-    ``biased`` is a DeepSeek model with attention biases or scaled RoPE, as kvfold wrote it once: no result any more.
+    ``own`` brings its modeling code along. ``biased`` is a DeepSeek model with attention biases or scaled RoPE, as
+    kvfold wrote it once: no result any more.
     """
 
-    kind: Literal["fold", "free", "engine", "biased"]
+    kind: Literal["fold", "free", "engine", "own", "biased"]
     layers: int
     query_heads: int
     kv_heads: int = 0
@@ -50,7 +51,7 @@ class Result:
 
         Key/value heads are shared out, one at least to each rank; a latent is whole on every rank.
         """
-        return sum(self.split) if self.kind != "fold" else 2 * -(-self.kv_heads // ranks) * self.head_dim
+        return sum(self.split) or 2 * -(-self.kv_heads // ranks) * self.head_dim
 
     def per_rank(self) -> dict[str, int]:
         """``elements`` for every number of ranks in ``RANKS`` to which the heads can be shared out."""
@@ -66,6 +67,8 @@ def folded_result(model: Model, kv_heads: int | None = None) -> Result:
     """Of ``model`` as written with ``kv_heads`` key/value heads, by default its own number."""
     size, family = model.geometry, model.family.model_type
     present = size.kv_heads if kv_heads is None else kv_heads
+    if model.family.sizes.kv_heads is None:
+        return Result("own", size.layers, size.heads, present, size.head_dim)
     older = _older_rope(family, {**model.config, **older_rope_keys(model.config)})
     return Result("fold", size.layers, size.heads, present, size.head_dim, family=family, older_rope=older)
 
@@ -88,7 +91,8 @@ def target_result(geometry: Geometry, target: LatentTarget, *, experts: bool = F
     nope, value = target.head_dims(geometry.head_dim)
     split, heads = (target.kv_rank, target.rope_dim), (nope, target.rope_dim, value)
     sizes: Any = {"split": split, "heads": heads, "q_rank": target.q_rank, "vocabulary": geometry.vocabulary}
-    return Result(target.layout, geometry.layers, geometry.heads, experts=experts, **sizes)
+    kind: Any = "own" if target.layout == "kvfold" else target.layout
+    return Result(kind, geometry.layers, geometry.heads, experts=experts, **sizes)
 
 
 def latent_result(config: Mapping[str, Any]) -> Result:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from kvfold.attention.drift.frame import attention_name, layer_list
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.stream.loading import load_model
@@ -19,11 +20,9 @@ def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> Co
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})  # the first name is that of transformers 6
     if request.train == "attention":
-        names = [name for name, _ in model.named_parameters() if ".self_attn." in name]
-        if not names:
-            raise InputError(f"--train attention: {source.origin} has no tensors under `self_attn`; use --train all")
+        inside = f".{attention_name(layer_list(model)[1][0])}."
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".self_attn." in name)
+            parameter.requires_grad_(inside in name)
     if not has_constant(source):
         return None
     channel = ConstantChannel(model)

@@ -95,7 +95,7 @@ def test_every_problem_is_reported_at_once():
         ({"model": " "}, "MODEL: expected a folder or a hub id, found an empty name"),
         (
             {"to": "mla", "kv_heads": None, "budget": 64, "layout": "kvfold"},
-            "--layout kvfold does not exist yet: use --layout free or --layout engine",
+            "--layout kvfold holds GQA and MQA only so far: use --layout free or --layout engine",
         ),
         (
             {"to": "mla", "kv_heads": None, "budget": 64, "layout": "deepseek"},

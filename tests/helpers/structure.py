@@ -21,7 +21,7 @@ PACKAGES = ("convert", "attention")
 # Floors of convert lie above those of attention: convert may import attention, never the other way round.
 FLOORS = {
     "attention": [
-        ["checks", "products"],
+        ["checks", "products", "checkpoints"],
         ["mask", "rotary"],
         ["cache", "reference"],
         ["blocked", "decode"],

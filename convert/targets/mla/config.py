@@ -67,7 +67,7 @@ class LatentTarget:
     kv_rank: int
     rope_dim: int
     q_rank: int | None = None
-    layout: Literal["free", "engine"] = "free"
+    layout: Literal["free", "engine", "kvfold"] = "free"
     rotated: bool = False
 
     @property

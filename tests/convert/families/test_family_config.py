@@ -49,7 +49,7 @@ def test_missing_keys_have_the_defaults_of_the_stock_class(name):
     config = {"model_type": name, **sizes}
     model = model_of(config)
     geometry, values = model.geometry, model.values
-    assert geometry.kv_heads == (stock.num_key_value_heads or stock.num_attention_heads)
+    assert geometry.kv_heads == (getattr(stock, "num_key_value_heads", None) or stock.num_attention_heads)
     assert geometry.head_dim == (getattr(stock, "head_dim", None) or 128)
     assert geometry.positions == stock.max_position_embeddings
     for key in model.family.config:

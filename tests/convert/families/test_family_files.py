@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -14,6 +15,7 @@ from kvfold.convert.families.family import family_of, load_family, supported
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.families.values import TYPES, Values
+from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout
 
 FOLDER = Path(schema.__file__).parent
 
@@ -22,6 +24,7 @@ PROMISED = [
     *("phi", "phi3", "olmo", "olmo2", "olmoe", "stablelm", "starcoder2", "granite", "smollm3", "cohere", "nemotron"),
     *("apertus", "arcee", "cohere2", "cwm", "ernie4_5", "exaone4", "glm", "glm4", "helium", "hunyuan_v1_dense"),
     *("hyperclovax", "internlm3", "iquestcoder", "jais2", "ministral", "ministral3", "olmo3", "seed_oss", "vaultgemma"),
+    *("gpt2", "gpt_neox", "opt"),
 ]
 
 
@@ -94,6 +97,7 @@ def test_every_option_of_the_schema_is_used_by_some_family():
         schema.BlockSpec: [family.block for family in families],
         schema.RoutingSpec: [family.block.routing for family in families if family.block.routing is not None],
         schema.TensorSpec: [tensor for family in families for tensor in family.tensors.values()],
+        schema.OwnCode: [family.own_code for family in families if family.own_code is not None],
         schema.Tolerated: [extra for family in families for extra in family.tolerated],
     }
     idle = []
@@ -163,6 +167,7 @@ def test_every_key_of_every_file_is_read(name, tiny_family, monkeypatch):
         record(spec, read, monkeypatch)
     for spec in (schema.RopeOfType, schema.BlockSpec, schema.RoutingSpec, schema.TensorSpec, schema.Tolerated):
         record(spec, read, monkeypatch)
+    record(schema.OwnCode, read, monkeypatch)
     get = Values.__getitem__
     monkeypatch.setattr(Values, "__getitem__", lambda self, key: (read["config"].add(key), get(self, key))[1])
     config = json.loads((tiny_family(name) / "config.json").read_text())
@@ -189,6 +194,7 @@ def test_every_key_of_every_file_is_read(name, tiny_family, monkeypatch):
     assert not any(unread(own, schema.RopeOfType) for own in data["rotary"].get("by_type", {}).values())
     assert not unread(data["block"], schema.BlockSpec)
     assert not unread(data["block"].get("routing", {}), schema.RoutingSpec)
+    assert not unread(data.get("own_code", {}), schema.OwnCode)
     assert not any(unread(tensor, schema.TensorSpec) for tensor in data["tensors"].values())
     assert not any(unread(extra, schema.Tolerated) for extra in data["tolerated"])
 
@@ -212,7 +218,13 @@ def ask_everything(family: schema.Family, config: dict) -> None:
     assert family_of(config).model_type == family.model_type
     model = Model(family, config)
     _ = model.block, model.names
-    model.kv_config(1)
+    if needs_own_code(model):
+        stored = {
+            name: SimpleNamespace(name=name, dtype="F32", shape=each.shape) for name, each in model.tensors.items()
+        }
+        own_folded_layout(model.as_stored(stored), SimpleNamespace(config=config, tensors=stored), 1, None)
+    else:
+        model.kv_config(1)
     model.tensor_problems({"model.layers.0.self_attn.rotary_emb.inv_freq": zeros(1)})
     for layer in model.layers:
         layer_rotary(model, layer.index)
@@ -232,6 +244,7 @@ def test_expressions_refer_to_keys_of_the_file(name):
         data["rotary"].get("rotates"),
         *(value for key, value in data["block"].items() if key not in ("norm", "mlp", "routing")),
         *data["block"].get("routing", {}).values(),
+        *(data.get("own_code", {}).get(f"{name}_dropout") for name in ("attention", "output")),
         *(key["otherwise"] for key in data["config"].values() if "otherwise" in key),
         *(size for tensor in data["tensors"].values() for size in tensor["shape"]),
         *(tensor.get(key) for tensor in data["tensors"].values() for key in ("when", "each")),

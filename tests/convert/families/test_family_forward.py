@@ -55,11 +55,13 @@ class Decoder:
         return None if names is None else self.tensors[names[0]]
 
     def linear(self, x: Tensor, role: str, layer: int | None = None) -> Tensor:
-        return functional.linear(x, self.role(role, layer), self.role(f"{role}_bias", layer))
+        weight = self.role(role, layer)
+        weight = weight.T if self.model.family.attention.transposed else weight
+        return functional.linear(x, weight, self.role(f"{role}_bias", layer))
 
     def norm(self, x: Tensor, role: str, layer: int | None = None) -> Tensor:
         x = normalize(x, self.block.norm, self.block.norm_eps)
-        if not self.block.norm_weight:
+        if not self.block.norm_weight or (role, layer) not in self.names:
             return x
         x = x * (self.role(role, layer) + self.block.norm_offset)
         return x + self.role(f"{role}_bias", layer) if self.block.norm_bias else x
@@ -110,18 +112,30 @@ class Decoder:
         order, scale = self.block.order, self.block.residual_scale
         if order == "parallel":
             normed = self.norm(x, "attention_norm", layer)
-            return x + self.attention(normed, layer) + self.mlp(normed, layer)
+            other = self.norm(x, "mlp_norm", layer) if ("mlp_norm", layer) in self.names else normed
+            return x + self.attention(normed, layer) + self.mlp(other, layer)
         for name, part in (("attention", self.attention), ("mlp", self.mlp)):
-            y = part(x if order == "post" else self.norm(x, f"{name}_norm", layer), layer)
+            y = part(x if order in ("post", "outer") else self.norm(x, f"{name}_norm", layer), layer)
             x = x + scale * (self.norm(y, f"{name}_post_norm", layer) if order in ("post", "sandwich") else y)
+            x = self.norm(x, f"{name}_norm", layer) if order == "outer" else x
         return x
+
+    def unnormed_end(self) -> bool:
+        """Whether nothing follows the last layer: where its norms are behind everything (opt)."""
+        return self.block.order == "outer" or bool(self.model.config.get("_remove_final_layer_norm"))
 
     def __call__(self, tokens: Tensor) -> Tensor:
         x = self.role("embedding")[tokens] * self.block.embedding_scale
+        if ("project_in", None) in self.names:
+            x = self.linear(x, "project_in")
+        if (positions := self.role("positions")) is not None:  # opt has two rows more in front
+            x = x + positions[len(positions) - self.model.geometry.positions :][: tokens.shape[1]]
         for layer in range(self.model.geometry.layers):
             x = self.layer(x, layer)
         head = self.role("embedding") if self.block.tied else self.role("head")
-        logits = functional.linear(self.norm(x, "final_norm"), head, self.role("head_bias")) * self.block.logit_scale
+        normed = x if self.unnormed_end() else self.norm(x, "final_norm")
+        normed = self.linear(normed, "project_out") if ("project_out", None) in self.names else normed
+        logits = functional.linear(normed, head, self.role("head_bias")) * self.block.logit_scale
         cap = self.block.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -146,6 +160,9 @@ VARIANTS = [
     ("smollm3", {"no_rope_layers": [0, 1], "attention_bias": True}),
     ("cohere", {"use_qk_norm": False, "logit_scale": 2.0, "tie_word_embeddings": False}),
     ("nemotron", {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
+    ("gpt_neox", {"use_parallel_residual": False, "rotary_emb_base": 500, "rotary_pct": 1.0}),
+    ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
 ]
 
 

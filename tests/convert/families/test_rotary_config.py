@@ -79,9 +79,9 @@ def test_every_family_rotates_as_its_stock_class(name, tiny_family):
         if not how.rotates:  # which layers do is tested by their forward
             assert rotary.dims == 0
             continue
-        frequencies = getattr(stock.model.rotary_emb, f"{prefix}inv_freq")
+        frequencies = getattr(stock.base_model.rotary_emb, f"{prefix}inv_freq")
         torch.testing.assert_close(rotary.theta, frequencies.double(), **FREQUENCIES)
-        amplitude = getattr(stock.model.rotary_emb, f"{prefix}attention_scaling")
+        amplitude = getattr(stock.base_model.rotary_emb, f"{prefix}attention_scaling")
         assert rotary.amplitude == pytest.approx(amplitude, rel=1e-12)
 
 

@@ -48,7 +48,7 @@ def test_every_engine_is_asked_and_says_where_its_facts_are_from():
     assert names == ["transformers", "vLLM", "SGLang", "llama.cpp", "mlx-lm"]
     assert set(WAYS) == set(names)
     assert all(engine.version and ".py" in engine.sources for engine in en.ENGINES)
-    assert {kind for engine in en.ENGINES for kind in engine.ran} <= {"fold", "free", "engine"}
+    assert {kind for engine in en.ENGINES for kind in engine.ran} <= {"fold", "free", "engine", "own"}
 
 
 def test_a_fold_is_served_everywhere_at_its_own_cache():

@@ -1,0 +1,167 @@
+"""Stock models of transformers whose attention caches less. kvfold puts this file beside the weights that need it.
+
+``KvfoldGPTNeoXForCausalLM`` is transformers' ``GPTNeoXForCausalLM`` with every attention module replaced, and so on
+for any ``KvfoldX``; ``config.json`` is that of the source model with a block ``kvfold`` that says how. All the rest,
+from embeddings to loss, stays transformers' own. The file needs torch and transformers; it reads and writes nothing.
+
+Shapes: ``B`` sequences, ``T`` new tokens, ``S`` tokens with those in the cache, ``E`` model dim, ``H`` query heads,
+``G`` key/value heads, ``D`` head dim.
+"""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+class Rotation(nn.Module):
+    """Rotary embedding by fixed ``frequencies [P/2]`` (radians per position) of the first ``P`` dims of each head.
+
+    Dim ``l`` pairs with dim ``l + P/2``; ``amplitude`` multiplies rotated dims (YaRN's attention factor).
+    """
+
+    def __init__(self, frequencies: list[float], amplitude: float) -> None:
+        super().__init__()
+        self.frequencies, self.amplitude = frequencies, amplitude
+        self._table: Tensor | None = None  # no buffer: it must stay float32 when the model is cast
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """``x [B, heads, T, D]`` at ``positions [B or 1, T]``."""
+        if self._table is None or self._table.device != x.device:
+            self._table = torch.tensor(self.frequencies, dtype=torch.float32, device=x.device)
+        angles = positions[:, None, :, None].to(x.device).float() * self._table
+        cos, sin = (
+            (self.amplitude * torch.cat([table, table], -1)).to(x.dtype) for table in (angles.cos(), angles.sin())
+        )
+        rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        left, right = rotated.chunk(2, -1)
+        return torch.cat([rotated * cos + torch.cat([-right, left], -1) * sin, rest], -1)
+
+
+class GroupedAttention(nn.Module):
+    """GQA, or MQA with one key/value head: ``H`` query heads over ``G`` key/value heads."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx, self.is_causal = config, layer_idx, True
+        facts = facts_of(config, layer_idx)
+        width, self.head_dim, bias = facts["model_dim"], facts["head_dim"], facts["qkv_bias"]
+        queries, keys = facts["heads"] * self.head_dim, facts["kv_heads"] * self.head_dim
+        self.q_proj = nn.Linear(width, queries, bias=bias)
+        self.k_proj = nn.Linear(width, keys, bias=bias)
+        self.v_proj = nn.Linear(width, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, width, bias=facts["o_bias"])
+        self.rotation = Rotation(facts["frequencies"], facts["amplitude"]) if facts["frequencies"] else None
+        self.num_key_value_groups = facts["heads"] // facts["kv_heads"]
+        self.scaling: float = facts["scale"]
+        self.attention_dropout: float = facts["attention_dropout"]
+        self.output_dropout = nn.Dropout(facts["output_dropout"])
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        layer_past: Any = None,  # what some families call their cache
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``hidden_states [B, T, E]`` to ``[B, T, E]``, and the attention weights where they were computed."""
+        cache = layer_past if past_key_values is None else past_key_values
+        query, key, value = (
+            projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, T, D]
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.rotation is not None:
+            positions = positions_of(hidden_states, position_ids, cache, self.layer_idx)
+            query, key = self.rotation(query, positions), self.rotation(key, positions)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        context, weights = attend(self, query, key, value, attention_mask, **options)
+        return self.output_dropout(self.o_proj(context.flatten(2))), weights
+
+
+VARIANTS = {"grouped": GroupedAttention}
+
+
+def facts_of(config: Any, layer: int) -> dict[str, Any]:
+    """The block ``kvfold`` of ``config``, with what differs in ``layer``."""
+    block = dict(config.kvfold)
+    layers = block.pop("layers", None)
+    return {**block, **layers[layer]} if layers else block
+
+
+def positions_of(hidden_states: Tensor, position_ids: Tensor | None, cache: Any, layer: int) -> Tensor:
+    """The positions ``[B or 1, T]`` of ``hidden_states [B, T, E]``: as given, or those that follow the cache."""
+    if position_ids is not None:
+        return position_ids
+    start = 0 if cache is None else cache.get_seq_length(layer)
+    return torch.arange(start, start + hidden_states.shape[1], device=hidden_states.device)[None]
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function that the config names (sdpa, flash_attention_2, eager, ...): ``[B, T, H, D]``."""
+    name = module.config._attn_implementation
+    function = eager_attention_forward if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
+    dropout = module.attention_dropout if module.training else 0.0
+    result: tuple[Tensor, Tensor | None] = function(
+        module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **options
+    )
+    return result
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """The same in plain torch, with the attention weights ``[B, H, T, S]``."""
+    repeats = query.shape[1] // key.shape[1]
+    scores = scaling * query @ key.repeat_interleave(repeats, 1).transpose(2, 3)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, dropout, module.training)
+    return (weights @ value.repeat_interleave(repeats, 1)).transpose(1, 2).contiguous(), weights
+
+
+class Replaced:
+    """Mixed into a stock model class: builds that model, then puts ours in place of its attention modules."""
+
+    def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
+        super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
+        attention = VARIANTS[config.kvfold["variant"]]
+        for parent in list(self.modules()):  # type: ignore[attr-defined]
+            for name, child in list(parent.named_children()):
+                if type(child).__name__ == config.kvfold["replaces"]:
+                    made = attention(config, child.layer_idx)
+                    made.apply(self._init_weights)  # type: ignore[attr-defined]
+                    setattr(parent, name, made)
+
+
+def __getattr__(name: str) -> type:
+    """``KvfoldX``: the stock config X under a model type of its own, or the stock model X with attention replaced."""
+    stock = getattr(transformers, name.removeprefix("Kvfold"), None) if name.startswith("Kvfold") else None
+    if stock is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if issubclass(stock, transformers.PretrainedConfig):
+        made = type(name, (stock,), {"model_type": f"kvfold_{stock.model_type}", "base_model_tp_plan": None})
+    else:
+        config = f"Kvfold{stock.config_class.__name__}"
+        config_class = globals()[config] if config in globals() else __getattr__(config)
+        made = type(name, (Replaced, stock), {"config_class": config_class})
+        if renamed := get_checkpoint_conversion_mapping(stock.__name__):  # names of tensors in files
+            register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
+    made.__module__ = __name__
+    globals()[name] = made  # one class for each name: pickling and registering look it up here
+    return made

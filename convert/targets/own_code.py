@@ -1,0 +1,182 @@
+"""Layout ``kvfold``: the source's model with other attention modules, whose code the checkpoint brings along.
+
+For what no stock class holds. ``config.json`` is the source's under a model type of its own, with a block ``kvfold``
+that says what the attention is like; the code is ``attention/checkpoints/modeling_kvfold.py``. Its attention has
+queries, keys, values and output in a linear layer each, whatever the source has, and rotates half-split heads by listed
+frequencies.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvfold.convert.families.expressions import evaluate
+from kvfold.convert.families.model import Model
+from kvfold.convert.families.schema import OwnCode
+from kvfold.convert.families.tensors import ROLES
+from kvfold.convert.io.checkpoint import Checkpoint
+from kvfold.convert.io.config import dtype_changes, edit_config
+from kvfold.convert.io.headers import TORCH_NAMES
+from kvfold.convert.io.shards import OutputTensor
+from kvfold.convert.targets.same_family import attention_label, cache_elements, stored_dtype
+from kvfold.convert.targets.target import TargetLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvfold.convert.transforms.weights import AttentionWeights
+
+CODE = "kvfold.attention.checkpoints.modeling_kvfold"
+BLOCK = "kvfold"  # the key of config.json that says what the attention is like
+_PREFIX = "kvfold_"  # of model types
+
+Shape = tuple[int, ...]
+
+
+def needs_own_code(model: Model) -> bool:
+    """Whether no stock class holds ``model`` with fewer key/value heads."""
+    return model.family.sizes.kv_heads is None
+
+
+def source_type(config: Mapping[str, Any]) -> str | None:
+    """The model type that a ``config.json`` of this layout was made from, None for any other config."""
+    kind = str(config.get("model_type"))
+    return kind.removeprefix(_PREFIX) if kind.startswith(_PREFIX) else None
+
+
+def own_folded_layout(source: Model, checkpoint: Checkpoint, kv_heads: int, dtype: str | None) -> TargetLayout:
+    """The checkpoint with ``kv_heads`` key/value heads in its own attention modules.
+
+    ``dtype`` is the stored dtype in torch's spelling, or None to keep each tensor's own. Raises InputError for
+    frequencies that depend on the length of the text.
+    """
+    shapes = [_grouped_shapes(source, layer, kv_heads) for layer in range(source.geometry.layers)]
+    facts = {"variant": "grouped", "kv_heads": kv_heads, **_facts(source)}
+
+    def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
+        return _grouped_tensors(source, layer, weights)
+
+    size = replace(source.geometry, kv_heads=kv_heads)
+    return TargetLayout(
+        kind=attention_label(size),
+        config=_config(source, checkpoint, facts, dtype),
+        tensors=tuple(_output_tensors(source, checkpoint, shapes, dtype)),
+        computed=tuple(tuple(layer) for layer in shapes),
+        cache_elements=cache_elements(size),
+        encode=encode,
+        code=CODE,
+    )
+
+
+def own_shapes(source: Model, kv_heads: int) -> dict[str, Shape]:
+    """Every tensor of a checkpoint of this layout that was made from ``source``."""
+    outside = {name: tensor.shape for name, tensor in source.tensors.items() if not {*tensor.roles} & {*ROLES}}
+    layers = (_grouped_shapes(source, layer, kv_heads) for layer in range(source.geometry.layers))
+    return outside | {name: shape for layer in layers for name, shape in layer.items()}
+
+
+def _own_code(source: Model) -> OwnCode:
+    own = source.family.own_code
+    if own is None:
+        raise ValueError(f"{source.family.model_type}: expected a family that has layout kvfold, found one without")
+    return own
+
+
+def _config(source: Model, checkpoint: Checkpoint, facts: dict[str, Any], dtype: str | None) -> dict[str, Any]:
+    own = _own_code(source)
+    changes = {
+        "model_type": f"{_PREFIX}{source.family.model_type}",
+        "architectures": [f"Kvfold{source.family.architecture}"],
+        "auto_map": {
+            auto: f"{CODE.rpartition('.')[2]}.Kvfold{stock}"
+            for auto, stock in {"AutoConfig": own.config, **own.classes}.items()
+        },
+        BLOCK: facts,
+    }
+    config = edit_config(checkpoint.config, changes)
+    stored = dtype or TORCH_NAMES[_computed_dtype(source, checkpoint)]
+    return edit_config(config, dtype_changes(config, stored))
+
+
+def _facts(source: Model) -> dict[str, Any]:
+    """The block ``kvfold`` without its variant: what is the same in all layers, and what differs by layer."""
+    own, size, values = _own_code(source), source.geometry, source.values
+    common = {
+        "replaces": own.attention,
+        "model_dim": size.model_dim,
+        "heads": size.heads,
+        "head_dim": size.head_dim,
+        "qkv_bias": source.has_bias("q"),
+        "o_bias": source.has_bias("o"),
+        "attention_dropout": evaluate(own.attention_dropout, values),
+        "output_dropout": evaluate(own.output_dropout, values),
+    }
+    layers = [_layer_facts(source, layer) for layer in range(size.layers)]
+    shared = {name: value for name, value in layers[0].items() if all(layer[name] == value for layer in layers)}
+    differing = [{name: value for name, value in layer.items() if name not in shared} for layer in layers]
+    return {**common, **shared, **({"layers": differing} if any(differing) else {})}
+
+
+def _layer_facts(source: Model, layer: int) -> dict[str, Any]:
+    if not source.geometry.rotary_dims:
+        return {"scale": source.layers[layer].scale, "frequencies": [], "amplitude": 1.0}
+    from kvfold.convert.families.rotary import layer_rotary  # needs torch
+
+    rotary = layer_rotary(source, layer)
+    frequencies = [float(angle) for angle in rotary.theta]
+    return {"scale": source.layers[layer].scale, "frequencies": frequencies, "amplitude": rotary.amplitude}
+
+
+def _grouped_shapes(source: Model, layer: int, kv_heads: int) -> dict[str, Shape]:
+    """The tensors of the attention of ``layer``, by name."""
+    size = source.geometry
+    queries, keys, width = size.heads * size.head_dim, kv_heads * size.head_dim, size.model_dim
+    sides = {"q": (queries, width), "k": (keys, width), "v": (keys, width), "o": (width, queries)}
+    shapes: dict[str, Shape] = {}
+    for role, shape in sides.items():
+        name = _projection(source, layer, role)
+        shapes[f"{name}.weight"] = shape
+        if source.has_bias("o" if role == "o" else "q"):
+            shapes[f"{name}.bias"] = shape[:1]
+    return shapes
+
+
+def _grouped_tensors(source: Model, layer: int, weights: "AttentionWeights") -> dict[str, "Tensor"]:
+    biases = {"q": weights.q_bias, "k": weights.k_bias, "v": weights.v_bias, "o": weights.o_bias}
+    parts = {"q": weights.q.flatten(0, 1), "k": weights.k.flatten(0, 1), "v": weights.v.flatten(0, 1)}
+    tensors = {}
+    for role, weight in {**parts, "o": weights.o.flatten(1)}.items():
+        name = _projection(source, layer, role)
+        tensors[f"{name}.weight"] = weight.contiguous()
+        if (bias := biases[role]) is not None:
+            tensors[f"{name}.bias"] = bias.flatten().contiguous()
+    return tensors
+
+
+def _projection(source: Model, layer: int, role: str) -> str:
+    return f"{source.family.attention.module.replace('{layer}', str(layer))}.{role}_proj"
+
+
+def _output_tensors(
+    source: Model, checkpoint: Checkpoint, shapes: list[dict[str, Shape]], dtype: str | None
+) -> Iterator[OutputTensor]:
+    """The source's tensors in their order, with each layer's new attention in the place of the old.
+
+    Buffers of the old attention (causal masks, frequencies) are left out.
+    """
+    computed = stored_dtype(_computed_dtype(source, checkpoint), dtype)
+    pattern = re.compile(re.escape(source.family.attention.module).replace(r"\{layer\}", r"(\d+)") + r"\.")
+    made: set[int] = set()
+    for info in checkpoint.tensors.values():
+        inside = pattern.match(info.name)
+        layer = None if inside is None else int(inside[1])
+        if layer is None:
+            yield OutputTensor(info.name, stored_dtype(info.dtype, dtype), info.shape, info.name)
+        elif layer not in made:
+            made.add(layer)
+            yield from (OutputTensor(name, computed, shape, None) for name, shape in shapes[layer].items())
+
+
+def _computed_dtype(source: Model, checkpoint: Checkpoint) -> str:
+    return checkpoint.tensors[source.attention_names(0)[0]].dtype

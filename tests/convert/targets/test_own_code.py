@@ -1,0 +1,199 @@
+"""Layout ``kvfold``: families whose stock class cannot share heads, in checkpoints that bring their attention along."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.checkpoints import add_demo_tokenizer, stock_model
+from helpers.processes import run_python
+from safetensors.torch import load_file, save_file
+from tiny_models import CLASSICS
+
+from kvfold.attention import register_models
+from kvfold.attention.checkpoints.registered import SOURCES
+from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
+from kvfold.convert.errors import InputError
+from kvfold.convert.families.family import load_family, supported
+from kvfold.convert.families.layout import read_layer, write_layer
+from kvfold.convert.families.model import model_of
+from kvfold.convert.measure.verify import verify_checkpoint
+from kvfold.convert.targets.own_code import CODE
+from kvfold.convert.transforms.fold import pool
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+CHANGES = {  # further models of a family
+    "gpt2": {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False},
+    "gpt_neox": {"use_parallel_residual": False, "rotary_pct": 1.0, "attention_bias": False},
+    "opt": {"do_layer_norm_before": False, "word_embed_proj_dim": 32, "enable_bias": False},
+}
+USE = """
+import json, sys, torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+pairs, remote, saved = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+if not remote:
+    from kvfold.attention import register_models
+    register_models()
+tokens = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(5))
+
+def load(folder, auto=AutoModelForCausalLM, **options):
+    model, info = auto.from_pretrained(folder, trust_remote_code=remote, output_loading_info=True, **options)
+    left = info["unexpected_keys"] if auto is AutoModelForCausalLM else []  # the head
+    assert not any([left, info["missing_keys"], info["mismatched_keys"]]), (folder, info)
+    return model.eval()
+
+def gradient(model):
+    torch.manual_seed(3)  # of dropout
+    model.zero_grad()
+    model.train()(tokens, labels=tokens).loss.backward()
+    model.eval()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+def largest(a, b):
+    return float((a - b).detach().abs().max())
+
+def differences(source, out, at):
+    stock, model = load(source), load(out)
+    assert type(model).__module__.startswith("transformers_modules." if remote else "kvfold."), type(model)
+    ids = dict(input_ids=tokens[:, :6], attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]))
+    greedy = dict(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    cached, uncached = (model.generate(**greedy, use_cache=use_cache) for use_cache in (True, False))
+    kept = model(tokens, use_cache=True).past_key_values.layers[0]
+    plain = gradient(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpointed = gradient(model)
+    model.save_pretrained(f"{saved}/{at}")
+    again = load(f"{saved}/{at}")
+    expected = model(tokens).logits
+    return {
+        "logits": largest(stock(tokens).logits, expected),
+        "eager": largest(load(out, attn_implementation="eager")(tokens).logits, expected),
+        "hidden": largest(stock.base_model(tokens)[0], load(out, AutoModel)(tokens)[0]),
+        "generated": largest(cached.float(), uncached.float()),
+        "source's": largest(cached.float(), stock.generate(**greedy).float()),
+        "gradient": largest(plain, checkpointed),
+        "saved": largest(again(tokens).logits, expected),
+    }, kept.keys.numel() // tokens.numel() + kept.values.numel() // tokens.numel()
+
+print(json.dumps([differences(*pair, at) for at, pair in enumerate(pairs)]))
+"""
+
+
+def convert(source: Path, out: Path, **options) -> Path:
+    options = {"to": "gqa", "method": "mean", "allow_growth": True, **options}
+    convert_checkpoint(ConvertRequest(model=str(source), out=str(out), quiet=True, **options))
+    return out
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(5))
+
+
+def test_the_registered_families_are_those_with_their_own_code():
+    own = [name for name in supported() if load_family(name).own_code is not None]
+    assert sorted(SOURCES) == own == sorted(CLASSICS)
+
+
+@pytest.mark.slow  # two fresh processes, which import transformers and load every family's models
+@pytest.mark.parametrize("remote", [True, False])
+def test_nothing_is_lost_with_as_many_heads_and_it_works_as_a_stock_model_does(remote, tiny_family, tmp_path):
+    """With the checkpoint's own code, and again with that of the installed package and no code of the checkpoint."""
+    models = [(name, changes) for name in CLASSICS for changes in ({}, CHANGES[name])]
+    sources = [tiny_family(name, **changes) for name, changes in models]
+    outs = [convert(source, tmp_path / f"{at}", kv_heads=8) for at, source in enumerate(sources)]
+    (tmp_path / "saved").mkdir()
+    pairs = json.dumps([(str(source), str(out)) for source, out in zip(sources, outs, strict=True)])
+    for found, elements in json.loads(run_python("-c", USE, pairs, json.dumps(remote), tmp_path / "saved").stdout):
+        assert {name: value for name, value in found.items() if not value < 1e-4} == {}
+        assert elements == 128  # 8 heads of 8 dims, keys and values
+
+
+@pytest.mark.parametrize("name", sorted(CLASSICS))
+@torch.no_grad()
+def test_fewer_heads_are_the_stock_model_with_repeated_group_means(name, tiny_family, tmp_path):
+    register_models()
+    source = tiny_family(name)
+    config, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    model = model_of(config)
+    for layer in range(model.geometry.layers):
+        weights = pool.mean(read_layer(model, layer, tensors.__getitem__), 2)
+        repeated = {role: getattr(weights, role).repeat_interleave(4, 0) for role in ("k", "v", "k_bias", "v_bias")}
+        tensors |= write_layer(model, layer, type(weights)(**{**vars(weights), **repeated}))
+    shutil.copytree(source, tmp_path / "repeated")
+    save_file(tensors, tmp_path / "repeated" / "model.safetensors", {"format": "pt"})
+    expected = stock_model(tmp_path / "repeated")(tokens()).logits
+    out = convert(source, tmp_path / "out", kv_heads=2)
+    found = stock_model(out, trust_remote_code=False)(tokens())
+    torch.testing.assert_close(found.logits, expected, **TOLERANCE)
+    assert found.past_key_values.layers[0].keys.shape[1] == 2
+    assert not torch.allclose(expected, stock_model(source)(tokens()).logits, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", sorted(CLASSICS))
+def test_reading_and_writing_a_layer_gives_the_same_bits(name, tiny_family):
+    source = tiny_family(name)
+    model, tensors = model_of(json.loads((source / "config.json").read_text())), load_file(source / "model.safetensors")
+    written = write_layer(model, 0, read_layer(model, 0, tensors.__getitem__))
+    assert sorted(written) == sorted(model.attention_names(0))
+    assert all(torch.equal(tensor, tensors[key]) and tensor.is_contiguous() for key, tensor in written.items())
+
+
+@pytest.mark.parametrize("name", sorted(CLASSICS))
+def test_principal_is_calibrated_checked_and_described(name, tiny_family, tmp_path):
+    source = Path(shutil.copytree(tiny_family(name, vocab_size=2048), tmp_path / "source"))
+    add_demo_tokenizer(source)
+    out = convert(source, tmp_path / "out", to="mqa", method="principal", samples=4, seq_len=32, layout="kvfold")
+    record = json.loads((out / "kvfold.json").read_text())
+    assert record["attention"] == {"from": "MHA", "to": "MQA"}
+    assert {each["engine"]: each["serves"] for each in record["engines"]}["transformers"] is True
+    assert record["drift"]["cache_bytes_per_token"] == {"source": 1024, "student": 128}
+    file = CODE.rpartition(".")[2] + ".py"
+    assert (out / file).read_bytes() == (Path(__file__).parents[3] / "attention/checkpoints" / file).read_bytes()
+    assert file in record["files"]
+    assert "trust_remote_code=True" in (out / "README.md").read_text()
+    assert verify_checkpoint(str(out)).problems == []
+    facts = inspect_checkpoint(str(out))
+    assert (facts.family, facts.attention, facts.kv_heads) == (f"kvfold_{name}", "MQA", 1)
+    assert facts.cache.numbers_per_token_and_layer == 16
+    with pytest.raises(InputError, match="is what kvfold wrote in layout kvfold, which is not read again"):
+        convert(out, tmp_path / "again", kv_heads=1)
+
+
+def test_files_may_leave_the_prefix_out_and_hold_masks(tiny_family, tmp_path):
+    """As those of gpt2 on the hub do."""
+    register_models()
+    source = tiny_family("gpt2")
+    stored = load_file(source / "model.safetensors")
+    stored = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
+    stored["h.0.attn.bias"] = torch.ones(1, 1, 128, 128).tril()
+    shutil.copytree(source, tmp_path / "source")
+    save_file(stored, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    out = convert(tmp_path / "source", tmp_path / "out", kv_heads=8)
+    names = set(load_file(out / "model.safetensors"))
+    assert "h.0.attn.q_proj.weight" in names
+    assert "h.0.attn.bias" not in names
+    with torch.no_grad():
+        torch.testing.assert_close(stock_model(out)(tokens()).logits, stock_model(source)(tokens()).logits, **TOLERANCE)
+
+
+def test_where_a_stock_class_fits_there_is_no_code(tiny_family, tmp_path):
+    with pytest.raises(
+        InputError, match="--layout kvfold: the stock class of llama holds --to gqa; leave --layout out"
+    ):
+        convert(tiny_family("llama"), tmp_path / "out", kv_heads=4, layout="kvfold")
+
+
+def test_a_config_that_kvfold_did_not_write_is_named(tiny_family, tmp_path):
+    out = convert(tiny_family("gpt_neox"), tmp_path / "out", kv_heads=4)
+    config = json.loads((out / "config.json").read_text())
+    config["kvfold"]["kv_heads"] = 3
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError) as caught:
+        inspect_checkpoint(str(out))
+    assert str(caught.value) == "config.json: kv_heads of kvfold must divide the 8 query heads, found 3"
+    config["kvfold"]["kv_heads"] = 2
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"k_proj.weight: expected \[16, 64\], found \[32, 64\]"):
+        inspect_checkpoint(str(out))
