@@ -22,6 +22,7 @@ from kvfold.convert.console import (
     run_command,
     write_text,
 )
+from kvfold.convert.conversion.plan_command import plan
 from kvfold.convert.progress import stage
 from kvfold.convert.sweep.command import sweep
 from kvfold.convert.uptrain.command import uptrain
@@ -301,6 +302,7 @@ def evaluate(
     _tell(json_file, lambda: found, eval_table(found))
 
 
+kvfold.add_command(plan)
 kvfold.add_command(uptrain)
 
 

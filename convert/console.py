@@ -18,12 +18,11 @@ from typing import Any, NoReturn
 
 import click
 
-from kvfold.convert.errors import InputError, KvfoldError, did_you_mean, one_line, system_failure
+from kvfold.convert.errors import ENDING_SIGNALS, InputError, KvfoldError, did_you_mean, one_line, system_failure
 
 STDOUT = "-"  # in place of the name of a file to write
 _PLOT_KINDS = (".png", ".svg", ".pdf")
 _LEAST_PRINTED = 10  # seconds left
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 # Options by panels
@@ -99,7 +98,7 @@ def _terminable() -> Iterator[None]:
 
     A signal that whoever started the process ignores or handles (``nohup``) is left to them.
     """
-    before = {number: signal.getsignal(number) for number in _ENDING}
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
     ours = [number for number, handler in before.items() if handler in (signal.SIG_DFL, signal.default_int_handler)]
 
     def interrupt(number: int, frame: object) -> NoReturn:

@@ -4,10 +4,12 @@ import errno
 import os
 import re
 import reprlib
+import signal
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, job schedulers, a closed terminal
 _SHOWN = 20
 _OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
 _REPR = reprlib.Repr()

@@ -1,5 +1,6 @@
 """The options of a conversion and the values that they take. No checkpoint is opened, torch is not imported."""
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -66,6 +67,11 @@ _LEAST = {
     "seq_len": 2,
     "seed": 0,
 }
+
+
+def held_out_count(samples: int) -> int:
+    """Held-out sequences beside ``samples`` calibration sequences: an eighth, at least 8."""
+    return max(8, math.ceil(samples / 8))
 
 
 @dataclass(frozen=True)

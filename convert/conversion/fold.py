@@ -24,7 +24,7 @@ from kvfold.convert.request import WEIGHTS_ONLY
 from kvfold.convert.transforms.fold import grouping, principal
 from kvfold.convert.transforms.sinks import judged
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
-from kvfold.convert.walk.walk import Step, estimate_seconds
+from kvfold.convert.walk.walk import Step
 
 
 class Fold(Method):
@@ -38,7 +38,7 @@ class Fold(Method):
     @contextmanager
     def begin(cls, plan: Plan, scratch: Path, stages: Stages) -> Iterator[Self]:
         source, tokens = source_stream(plan), load_tokens(plan, scratch, stages)
-        print_start(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration, passes=2))
+        print_start(plan, tokens, source)
         yield cls(plan, StudentWalk(plan, source, tokens, statistics=True))
 
     def layers(self, journal: Journal) -> Iterator[Converted]:

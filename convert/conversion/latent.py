@@ -38,7 +38,7 @@ from kvfold.convert.transforms.head_norms import linear_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.slots import LayerSurvey
 from kvfold.convert.transforms.weights import LayerStatistics
-from kvfold.convert.walk.walk import estimate_seconds, survey
+from kvfold.convert.walk.walk import survey
 
 
 class Latent(Method):
@@ -77,7 +77,7 @@ def survey_source(plan: Plan, folder: Path, stages: Stages) -> Survey:
     """Load calibration text and walk the source alone over it; the layers' statistics go into ``folder``."""
     tokens = load_tokens(plan, folder.parent, stages)
     source = source_stream(plan)
-    print_start(plan, tokens, estimate_seconds(source, tokens.held_out, tokens.calibration, passes=3))
+    print_start(plan, tokens, source)
     return survey_layers(plan, source, tokens, folder, stages)
 
 

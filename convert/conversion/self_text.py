@@ -11,10 +11,10 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.device import choose_device, compute_dtype, training_autocast
 from kvfold.convert.errors import InputError
-from kvfold.convert.request import SELF
+from kvfold.convert.request import SELF, held_out_count
 from kvfold.convert.stream.loading import hide_bars, load_model
 from kvfold.convert.text.self_written import digest, first_tokens, write_sequences
-from kvfold.convert.text.windows import CalibrationTokens, held_out_count
+from kvfold.convert.text.windows import CalibrationTokens
 
 
 def write_tokens(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages) -> CalibrationTokens:

@@ -7,7 +7,8 @@ and the drift measured on exactly what a reader of the checkpoint will load.
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from kvfold.attention.drift.lockstep import Measurement, compare_predictions
 from kvfold.attention.drift.report import DriftReport, report_of
 from kvfold.convert import processes
 from kvfold.convert.console import duration
+from kvfold.convert.conversion.costs import Machine, costs_of, layer_flops
 from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.method import Converted, Measured, Notes
 from kvfold.convert.conversion.plan import Plan
@@ -38,7 +40,7 @@ from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_c
 from kvfold.convert.training.budget import sequences_of
 from kvfold.convert.walk.output_fit import refit_output
 from kvfold.convert.walk.twin import Twin
-from kvfold.convert.walk.walk import Lesson, Step, Teacher, Walk, chunk_size, last_states
+from kvfold.convert.walk.walk import Lesson, Step, Teacher, Walk, chunk_size, first_layer_seconds, last_states
 
 _AGREE = 1e-3  # relative; what is written was rounded in memory too, so only the order of sums differs
 
@@ -233,22 +235,35 @@ def quick_method(plan: Plan) -> str:
     return "svd" if plan.request.to == "mla" else "mean"
 
 
-def print_start(plan: Plan, tokens: CalibrationTokens, seconds: float) -> None:
-    """Print the calibration text and the time of the forward passes to stderr."""
+def print_start(plan: Plan, tokens: CalibrationTokens, source: CheckpointStream) -> None:
+    """Print the calibration text and the time that the run will take to stderr."""
     if plan.request.quiet:
         return
-    request = plan.request
-    refining = f" and refining (--refine {request.refine})" if request.refine else ""
-    polishing = f", then polishing (--polish {request.polish})" if request.polish else ""
     count, length = tokens.calibration.shape
     text = "text that the source wrote itself" if tokens.source == SELF else tokens.source
+    seconds = costs_of(plan, processes.count()).seconds(machine_rates(plan, source, tokens.calibration))
+    parts = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items() if value)
+    polishing = f", then polishing (--polish {plan.request.polish})" if plan.request.polish else ""
     print(
-        f"calibrating on {count} x {length} tokens of {text}; forward passes: about {duration(seconds)}, plus "
-        f"fitting{refining} of {plan.geometry.layers} layers{polishing}. "
-        f"(--method {quick_method(plan)} needs no text and is faster, but worse.)",
+        f"calibrating on {count} x {length} tokens of {text}; about {duration(sum(seconds.values()))}: {parts}"
+        f"{polishing}. (--method {quick_method(plan)} needs no text and is faster, but worse.)",
         file=sys.stderr,
     )
     if tokens.source == BUILT_IN:
         print(
             "text that resembles the model's use calibrates better: --calibration FILE.txt|FILE.jsonl", file=sys.stderr
         )
+
+
+def machine_rates(
+    plan: Plan, source: CheckpointStream, tokens: Tensor, clock: Callable[[], float] = time.monotonic
+) -> Machine:
+    """The rates of this machine, from a few sequences through the first layer and a small product in float64."""
+    each, opened = first_layer_seconds(source, tokens, clock)
+    names = source.stored_names(0)
+    stored = sum(plan.checkpoint.info(name).nbytes for name in names)
+    square = torch.ones(512, 512, dtype=torch.float64)
+    started = clock()
+    square @ square
+    product = clock() - started
+    return Machine(processes.count(), layer_flops(plan, tokens.shape[1]) / each, 2 * 512**3 / product, stored / opened)

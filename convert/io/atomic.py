@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import ENDING_SIGNALS, InputError
 from kvfold.convert.io.folder import replaceable_problem
 from kvfold.convert.io.swap import place, put_back, replace, sync_path, sync_tree
 from kvfold.convert.sizes import bytes_text
@@ -152,9 +152,7 @@ def _undisturbed() -> Iterator[None]:
         yield
         return
     pending: list[int] = []
-    handled = [
-        number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if callable(signal.getsignal(number))
-    ]
+    handled = [number for number in ENDING_SIGNALS if callable(signal.getsignal(number))]
     before = {number: signal.signal(number, lambda received, _: pending.append(received)) for number in handled}
     try:
         yield

@@ -1,7 +1,6 @@
 """Sequences of tokens cut from text: each begins with the tokenizer's prefix, and none overlaps another."""
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.errors import InputError
+from kvfold.convert.request import held_out_count
 from kvfold.convert.text.documents import Corpus, Split, open_corpus
 from kvfold.convert.text.tokenizer import prefix_tokens, renderer, tokenize
 
@@ -35,11 +35,6 @@ class CalibrationTokens:
     def training(self) -> Tensor:
         """The calibration sequences and the further ones, ``[N + K, T]``."""
         return torch.cat([self.calibration, self.further]) if len(self.further) else self.calibration
-
-
-def held_out_count(samples: int) -> int:
-    """Held-out sequences beside ``samples`` calibration sequences: an eighth, at least 8."""
-    return max(8, math.ceil(samples / 8))
 
 
 def load_calibration(

@@ -372,23 +372,25 @@ def residual(output: LayerOutput) -> Tensor:
     return output.hidden
 
 
+def first_layer_seconds(
+    source: CheckpointStream, tokens: Tensor, clock: Callable[[], float] = time.monotonic
+) -> tuple[float, float]:
+    """Seconds that a token takes through the first layer, by a few sequences of ``tokens``, and those of opening it."""
+    chunk = tokens[: max(1, min(chunk_size(source.device, tokens.shape[1]), _ESTIMATED_TOKENS // tokens.shape[1]))]
+    states = embed(source, chunk)
+    started = clock()
+    with source.open_layer(0) as layer:
+        opened = clock() - started
+        advance(source, layer, states)
+        _synchronize(source.device)
+    return (clock() - started - opened) / chunk.numel(), opened
+
+
 def estimate_seconds(
     source: CheckpointStream, held_out: Tensor, calibration: Tensor | None = None, *, passes: int = 1
 ) -> float:
-    """Seconds of forward passes that a walk over these tokens will take, from a few sequences through the first layer.
-
-    ``passes`` counts how often the calibration sequences go through the model (a survey is one more). The time of the
-    transforms is not included.
-    """
-    tokens = held_out if calibration is None else calibration
-    chunk = tokens[: max(1, min(chunk_size(source.device, tokens.shape[1]), _ESTIMATED_TOKENS // tokens.shape[1]))]
-    states = embed(source, chunk)
-    started = time.monotonic()
-    with source.open_layer(0) as layer:
-        opened = time.monotonic() - started
-        gather(source, layer, states, profile=False)
-        _synchronize(source.device)
-    each = (time.monotonic() - started - opened) / chunk.numel()
+    """Seconds of forward passes that a walk over these tokens will take; ``passes`` of the calibration sequences."""
+    each, opened = first_layer_seconds(source, held_out if calibration is None else calibration)
     learned = passes * (0 if calibration is None else calibration.numel())
     # held-out: once through the teacher, twice through the student, candidates, reading back, rounding floor
     return source.layers * (each * (learned + 5 * held_out.numel()) + opened * (passes + 3))

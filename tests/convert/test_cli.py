@@ -16,7 +16,7 @@ from kvfold.convert.data import demo_folder
 from kvfold.convert.recipes import recipe_names
 
 HEAVY = ("torch", "transformers", "numpy", "huggingface_hub", "safetensors")
-COMMANDS = ("inspect", "convert", "sweep", "drift", "verify", "bench", "recipes", "demo", "uptrain", "eval")
+COMMANDS = ("inspect", "convert", "sweep", "drift", "verify", "plan", "bench", "recipes", "demo", "uptrain", "eval")
 
 
 @pytest.fixture
@@ -50,6 +50,8 @@ def test_the_first_page_of_help_is_whole_at_80_columns(kvfold, monkeypatch):
 def test_help_and_inspect_import_nothing_heavy():
     """In one process of its own: what they import is imported once."""
     lines = [[], *([command, "--help"] for command in COMMANDS), ["inspect", str(demo_folder()), "--json"]]
+    lines.append(["convert", str(demo_folder()), "nowhere", "--to", "mla", "--budget", "32", "--dry-run"])
+    lines.append(["plan", "--shape", "llama-3-405b", "--to", "mla", "--kv-rank", "512", "--rope-dim", "64"])
     script = f"""
 import sys
 from kvfold.convert import cli

@@ -41,12 +41,12 @@ def test_all_targets_announce_themselves_alike(tmp_path, capsys, monkeypatch, re
         convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(tmp_path / name), **options))
         lines = capsys.readouterr().err.splitlines()
         texts.append([re.sub(r"[\d.]+|mean|svd", "_", line) for line in lines if not line.startswith("refined")])
-    besides = " and refining (--refine _)" if refine else ""
+    refining = ", refining _ s" if refine else ""
     assert (
         texts[0]
         == texts[1]
         == [
-            f"calibrating on _ x _ tokens of few_txt; forward passes: about _ s, plus fitting{besides} of _ layers_ "
+            f"calibrating on _ x _ tokens of few_txt; about _ s: forward passes _ s, fitting _ s{refining}, disk _ s_ "
             "(--method _ needs no text and is faster, but worse_)",
             "_ s per layer; about _ s for the remaining _",
         ]

@@ -15,12 +15,13 @@ from transformers import PreTrainedTokenizerFast
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.perplexity import token_windows
+from kvfold.convert.request import held_out_count
 from kvfold.convert.text import documents
 from kvfold.convert.text import tokenizer as tokens_of
 from kvfold.convert.text import windows as text
 from kvfold.convert.text.documents import BUILT_IN
 from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens
-from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, held_out_count, load_calibration
+from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
 
 BOS, EOS = 256, 257
 

@@ -1,0 +1,175 @@
+"""What a conversion takes, from shapes alone: floating-point operations, bytes, memory and time. No torch here.
+
+`kvfold plan` puts a machine's rates in; ``convert`` measures its own and prints the same estimate. Products count 2
+operations. The measured runs that the constants are from, and the estimate beside them, are made by
+``recipes/benchmarks/bench_costs.py``.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from kvfold.convert.conversion.plan import Plan, latent_targets
+from kvfold.convert.request import held_out_count
+
+_STEP_SEQUENCES, _ROUND, _AUTO_STEPS, _TYPICAL_STEPS = 8, 50, 500, 350  # of refinement; auto ends after 325 to 350
+_TRIAL_LAYERS, _TRIAL_TOKENS, _TRIAL_HELD_OUT, _FINALISTS, _TRIAL_STEPS = 4, 8192, 2048, 4, 20
+_JUDGED, _JUDGMENTS = 2048, {"contiguous": 2, "similar": 7, "mla": 2}
+# Fits of a layer, operations in float64: a E^3 + b E^2 (one thread of an AMD EPYC at 50 GFLOPS, widths of 512 and 1024)
+_FIT = {"contiguous": (80, 80_000), "similar": (190, 200_000), "mla": (250, 290_000)}
+_IN_LAYER = re.compile(r"\.\d+\.")
+_WIDE = 8  # bytes of float64
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations of a run by what they are for. Fits are in float64 and made by one process."""
+
+    walk: float = 0.0
+    statistics: float = 0.0
+    fits: float = 0.0
+    refinement: float = 0.0
+    trials: float = 0.0
+    trial_fits: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates: operations per second of each of the ``processes``, of one processor in float64, bytes per second."""
+
+    processes: int
+    flops: float
+    fit_flops: float
+    disk: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """``read``, ``written`` in bytes by all processes together, ``memory`` in bytes at the peak of one."""
+
+    work: Work
+    read: int
+    written: int
+    memory: int
+
+    def seconds(self, machine: Machine) -> dict[str, float]:
+        """Seconds by what they are for."""
+        work, all_flops = self.work, machine.processes * machine.flops
+        wide = all_flops / 2  # float64 on units for float32
+        refining = min(machine.processes, _STEP_SEQUENCES) * machine.flops
+        return {
+            "forward passes": work.walk / all_flops + work.statistics / wide,
+            "fitting": work.fits / machine.fit_flops,
+            "refining": work.refinement / refining,
+            "comparing splits": work.trials / all_flops + work.trial_fits / machine.fit_flops,
+            "disk": (self.read + self.written) / machine.disk,
+        }
+
+
+def costs_of(plan: Plan, processes: int = 1) -> Costs:
+    """What the conversion of ``plan`` takes when ``processes`` share it."""
+    work = _work(plan) if plan.request.calibrated else Work()
+    source, out = _source_bytes(plan), sum(tensor.nbytes for tensor in plan.layout.tensors)
+    walks = (1 + (plan.request.to == "mla")) * processes if plan.request.calibrated else 0
+    read_back = 2 * out if plan.request.calibrated else out  # hashed, and its loss measured
+    return Costs(work, source * (1 + walks) + read_back, out, _memory(plan, processes))
+
+
+def layer_flops(plan: Plan, length: int) -> float:
+    """Forward operations of a layer per token in sequences of ``length`` tokens."""
+    return _attention_flops(plan, length) + 2 * _other_parameters(plan)
+
+
+def _attention_flops(plan: Plan, length: int) -> float:
+    shape = plan.geometry
+    parameters = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * shape.model_dim
+    return 2 * parameters + 4 * shape.heads * shape.head_dim * length
+
+
+def _other_parameters(plan: Plan) -> float:
+    """Parameters of a layer beside its attention that a token meets; of experts those that it is sent to."""
+    model, config = plan.model, plan.model.config
+    experts = max(int(config.get(name) or 0) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    met = int(config.get("num_experts_per_tok") or 0) / experts if experts else 1.0
+    attention = {name for layer in range(plan.geometry.layers) for name in model.attention_names(layer)}
+    beside = [
+        math.prod(tensor.shape) * (met if ".experts." in tensor.name else 1.0)
+        for tensor in model.tensors.values()
+        if _IN_LAYER.search(tensor.name) and tensor.name not in attention
+    ]
+    return sum(beside) / plan.geometry.layers
+
+
+def _work(plan: Plan) -> Work:
+    request, shape = plan.request, plan.geometry
+    text, held_out = request.samples * request.seq_len, held_out_count(request.samples) * request.seq_len
+    layer, attention = layer_flops(plan, request.seq_len), _attention_flops(plan, request.seq_len)
+    latent, principal = request.to == "mla", request.resolved_method == "principal"
+    keeps = principal or bool(request.refine)
+    head = 2 * shape.model_dim * shape.vocabulary
+    kind = "mla" if latent else (request.group or ("similar" if shape.kv_heads == shape.heads else "contiguous"))
+    # Layers: the teacher, for MLA twice; the student where its inputs are kept; held-out text: teacher, student on both
+    # inputs, reading back. The output's fit takes both through attention once more.
+    full = text * (1 + latent * principal + keeps) + 4 * held_out
+    again = 2 * (text + held_out) * principal + _JUDGMENTS[kind] * min(_JUDGED, held_out) * principal
+    walk = shape.layers * (full * layer + again * attention) + 4 * held_out * head
+    gram = 2 * shape.model_dim**2 * text * (5 / 8) * 2
+    outputs = 3 * 2 * (shape.heads * shape.head_dim) ** 2 * (text + held_out)
+    cubic, square = _FIT[kind]
+    fit = cubic * shape.model_dim**3 + square * shape.model_dim**2
+    return Work(
+        walk=walk,
+        statistics=shape.layers * principal * (gram + outputs),
+        fits=shape.layers * fit * principal,
+        refinement=shape.layers * _refinement(plan, _steps(plan), held_out),
+        **(_trials(plan, fit, layer) if request.budget is not None else {}),
+    )
+
+
+def _steps(plan: Plan) -> int:
+    return _TYPICAL_STEPS if plan.request.refine == "auto" else int(plan.request.refine)
+
+
+def _refinement(plan: Plan, steps: int, held_out: int) -> float:
+    """Operations of ``steps`` in one layer: forward and twice as much backward, and the error every 50 steps."""
+    if not steps:
+        return 0.0
+    request, attention = plan.request, _attention_flops(plan, plan.request.seq_len)
+    batch = min(_STEP_SEQUENCES, request.samples) * request.seq_len
+    targets = request.samples * request.seq_len + 2 * held_out
+    return attention * (3 * batch * steps + held_out * (2 + steps // _ROUND) + targets)
+
+
+def _trials(plan: Plan, fit: float, layer: float) -> dict[str, float]:
+    """Operations of comparing the splits of a budget: each converts a few layers, the best ones once more refined."""
+    request, shape = plan.request, plan.geometry
+    layers, splits = min(_TRIAL_LAYERS, shape.layers), len(latent_targets(request, plan.model))
+    text = min(_TRIAL_TOKENS, request.samples * request.seq_len)
+    held_out = min(_TRIAL_HELD_OUT, held_out_count(request.samples) * request.seq_len)
+    finals = min(_FINALISTS, splits) if request.refine else 0
+    passes = shape.layers * layer * (2 * text + 3 * held_out) + 4 * layers * text * _attention_flops(
+        plan, request.seq_len
+    )
+    refined = finals * layers * _refinement(plan, _TRIAL_STEPS, held_out)
+    return {"trials": (splits + finals) * passes + refined, "trial_fits": (splits + finals) * layers * fit}
+
+
+def _source_bytes(plan: Plan) -> int:
+    return sum(info.nbytes for info in plan.checkpoint.tensors.values())
+
+
+def _memory(plan: Plan, processes: int) -> int:
+    """Bytes at the peak of one process, on its device and beside it."""
+    shape, request = plan.geometry, plan.request
+    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * shape.model_dim
+    if not request.calibrated:
+        return 10**9 + 4 * 4 * attention
+    sizes = [math.prod(tensor.shape) for tensor in plan.model.tensors.values()]
+    ends = 2 * shape.vocabulary * shape.model_dim
+    layer = (sum(sizes) - ends) / shape.layers
+    tokens = math.ceil(request.samples / processes) * request.seq_len
+    held_out = held_out_count(request.samples) * request.seq_len
+    states = shape.model_dim * (4 * tokens + 4 * held_out)
+    trained = 5 * attention if request.refine else 0
+    fits = _WIDE * (12 * shape.model_dim**2 + 4 * attention)
+    return int(10**9 + fits + 4 * (max(2 * layer, ends) + states + trained))

@@ -1,0 +1,97 @@
+"""The estimate of a conversion's time beside measured runs: random Llama models of three shapes, one thread.
+
+    python recipes/benchmarks/bench_costs.py --json recipes/results/costs.json
+
+Both are CPU seconds, which other work on the machine changes little. The rates are measured as `kvfold convert` does
+before it prints its estimate; loading libraries is done before.
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.bench.machine import conditions
+from kvfold.convert.conversion.costs import costs_of
+from kvfold.convert.conversion.plan import make_plan, reading
+from kvfold.convert.conversion.steps import machine_rates, source_stream
+from kvfold.convert.data import demo_folder
+from kvfold.convert.io.checkpoint import open_checkpoint
+
+TEXT = {"samples": 16, "seq_len": 256}
+RUNS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "GQA-2, similar heads": ({"width": 512, "heads": 8, "kv_heads": 8, "layers": 3}, {"to": "gqa", "kv_heads": 2}),
+    "MLA 128 + 64, 20 steps of refinement": (
+        {"width": 768, "heads": 12, "kv_heads": 4, "layers": 2},
+        {"to": "mla", "kv_rank": 128, "rope_dim": 64, "refine": 20},
+    ),
+    "MLA, a budget of 128": (
+        {"width": 384, "heads": 6, "kv_heads": 6, "layers": 2},
+        {"to": "mla", "budget": 128},
+    ),
+}
+
+
+def make_model(folder: Path, width: int, heads: int, kv_heads: int, layers: int) -> None:
+    """A random model with the tokenizer that ships."""
+    torch.manual_seed(0)
+    vocabulary = json.loads((demo_folder() / "config.json").read_text())["vocab_size"]
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        num_hidden_layers=layers,
+        vocab_size=vocabulary,
+        max_position_embeddings=2048,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for path in demo_folder().glob("tokenizer*"):
+        shutil.copy(path, folder)
+
+
+def estimate(request: ConvertRequest) -> dict[str, float]:
+    """CPU seconds by what they are for."""
+    checkpoint = open_checkpoint(request.model, reading(request))
+    plan = make_plan(request, checkpoint)
+    tokens = torch.randint(0, plan.geometry.vocabulary, (request.samples, request.seq_len))
+    source = source_stream(plan)
+    machine_rates(plan, source, tokens)  # the first products of a process are slow
+    return costs_of(plan).seconds(machine_rates(plan, source, tokens, time.process_time))
+
+
+def run(shape: dict[str, int], options: dict[str, Any], work: Path) -> dict[str, Any]:
+    make_model(work / "model", **shape)
+    request = ConvertRequest(model=str(work / "model"), out=str(work / "out"), quiet=True, **TEXT, **options)
+    parts = estimate(request)
+    started = time.process_time()
+    convert_checkpoint(request)
+    measured = time.process_time() - started
+    return {"measured": measured, "estimate": sum(parts.values()), "parts": parts}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = {}
+    for name, (shape, options) in RUNS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            rows[name] = run(shape, options, Path(folder))
+        ratio = rows[name]["estimate"] / rows[name]["measured"]
+        print(f"{name}: measured {rows[name]['measured']:.1f} s, estimate {rows[name]['estimate']:.1f} s ({ratio:.2f})")
+        print("  " + ", ".join(f"{part} {value:.2f}" for part, value in rows[name]["parts"].items()), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"runs": rows, **conditions()}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

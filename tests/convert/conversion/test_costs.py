@@ -1,0 +1,71 @@
+"""The costs of a conversion from shapes alone, and ``kvfold plan``."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from kvfold.convert.conversion.costs import Machine, costs_of, layer_flops
+from kvfold.convert.conversion.known_shapes import shape_checkpoint
+from kvfold.convert.conversion.plan import Plan, make_plan
+from kvfold.convert.conversion.plan_command import plan as command
+from kvfold.convert.errors import InputError
+from kvfold.convert.request import ConvertRequest
+
+
+def plan(shape: str = "llama-2-7b", **options) -> Plan:
+    request = ConvertRequest(model=shape, out="OUT", **{"to": "gqa", "kv_heads": 8, **options})
+    return make_plan(request, shape_checkpoint(shape))
+
+
+def test_a_layer_costs_two_operations_per_parameter_and_its_scores() -> None:
+    made = plan()
+    layer = [t for t in made.model.tensors.values() if t.name.startswith("model.layers.0.") and len(t.shape) == 2]
+    parameters = sum(math.prod(tensor.shape) for tensor in layer)
+    assert layer_flops(made, 512) == pytest.approx(2 * parameters + 4 * 4096 * 512, rel=1e-3)
+
+
+def test_methods_that_read_no_text_only_move_bytes() -> None:
+    made = plan(method="mean")
+    costs = costs_of(made)
+    assert not any(vars(costs.work).values())
+    assert costs.written == sum(tensor.nbytes for tensor in made.layout.tensors)
+    assert costs.read == sum(info.nbytes for info in made.checkpoint.tensors.values()) + costs.written
+
+
+def test_processes_share_the_passes_but_not_the_fits() -> None:
+    made = plan(to="mla", kv_heads=None, kv_rank=512, rope_dim=64, refine=100)
+    one, many = (costs_of(made, count).seconds(Machine(count, 1e14, 1e11, 1e9)) for count in (1, 16))
+    assert many["forward passes"] == pytest.approx(one["forward passes"] / 16)
+    assert many["refining"] == pytest.approx(one["refining"] / 8)  # the sequences of a step
+    assert many["fitting"] == one["fitting"] > 0
+    assert costs_of(made, 16).memory < costs_of(made).memory
+
+
+def test_text_refinement_and_splits_count() -> None:
+    made = plan(to="mla", kv_heads=None, budget=576, refine=50)
+    work = costs_of(made).work
+    longer = costs_of(replace(made, request=replace(made.request, samples=256, refine=100))).work
+    assert longer.walk == pytest.approx(2 * work.walk, rel=0.1)
+    assert 1.5 < longer.refinement / work.refinement < 2.1
+    assert work.trials > 0
+    assert costs_of(plan()).work.trials == 0
+
+
+def test_the_command_prints_numbers(tmp_path) -> None:
+    line = ["--shape", "llama-3-405b", "--to", "mla", "--kv-rank", "512", "--rope-dim", "64", "--gpus", "8"]
+    done = CliRunner().invoke(command, [*line, "--json", str(tmp_path / "plan.json")])
+    assert done.exit_code == 0, done.output
+    assert "llama-3-405b -> MLA 512+64" in done.output
+    assert "hours with 8 processes" in done.output
+    assert json.loads((tmp_path / "plan.json").read_text())["bytes_written"] > 8e11
+
+
+def test_a_shape_and_a_model_exclude_each_other() -> None:
+    for line in ([], ["model", "--shape", "llama-2-7b"]):
+        with pytest.raises(InputError, match="expected MODEL or a --shape, one of both"):
+            CliRunner().invoke(command, ["--to", "mqa", *line], catch_exceptions=False)
+    with pytest.raises(InputError, match=r"--shape llama-2-8b: expected one of .*did you mean"):
+        shape_checkpoint("llama-2-8b")
