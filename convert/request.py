@@ -230,9 +230,7 @@ def _value_problems(request: ConvertRequest) -> Iterator[str]:
     for field in fields(request):
         value = getattr(request, field.name)
         description = None if value is None and field.default is None else expected(field.name, value)
-        if field.name == "layout" and value == "kvfold" and request.to == "mla":
-            yield "--layout kvfold holds GQA and MQA only so far: use --layout free or --layout engine"
-        elif field.name == "method" and value is not None and value not in methods_of(request.to):
+        if field.name == "method" and value is not None and value not in methods_of(request.to):
             allowed = ", ".join(methods_of(request.to))
             yield f"--method with --to {request.to}: expected one of {allowed}, found {value!r}"
         elif description is not None:

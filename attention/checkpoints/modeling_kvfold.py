@@ -5,7 +5,8 @@ for any ``KvfoldX``; ``config.json`` is that of the source model with a block ``
 from embeddings to loss, stays transformers' own. The file needs torch and transformers; it reads and writes nothing.
 
 Shapes: ``B`` sequences, ``T`` new tokens, ``S`` tokens with those in the cache, ``E`` model dim, ``H`` query heads,
-``G`` key/value heads, ``D`` head dim.
+``G`` key/value heads, ``D`` head dim; ``R`` channels of a latent, ``P`` rotary dims beside it, ``N`` other dims of its
+query heads.
 """
 
 from typing import Any
@@ -84,7 +85,80 @@ class GroupedAttention(nn.Module):
         return self.output_dropout(self.o_proj(context.flatten(2))), weights
 
 
-VARIANTS = {"grouped": GroupedAttention}
+class LatentAttention(nn.Module):
+    """MLA: keys and values of all heads are read from one latent, beside one rotary key (DeepSeek-V2, 2024).
+
+    The cache holds the latents ``[B, 1, S, R]`` as its keys and the rotary keys ``[B, 1, S, P]`` as its values.
+    """
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx, self.is_causal = config, layer_idx, True
+        facts = facts_of(config, layer_idx)
+        if str(config._attn_implementation).startswith("flash"):
+            raise ValueError("attn_implementation: expected sdpa or eager, found one whose keys and values are as wide")
+        width, self.heads, self.head_dim = facts["model_dim"], facts["heads"], facts["head_dim"]
+        self.rank, self.rope_dim = facts["kv_rank"], facts["rope_dim"]
+        outer = self.heads * self.head_dim
+        self.q_proj = nn.Linear(width, outer + self.heads * self.rope_dim, bias=facts["qkv_bias"])
+        self.kv_down_proj = nn.Linear(width, self.rank + self.rope_dim, bias=True)
+        self.k_up_proj = nn.Linear(self.rank, outer, bias=False)
+        self.v_up_proj = nn.Linear(self.rank, outer, bias=False)
+        self.o_proj = nn.Linear(outer, width, bias=facts["o_bias"])
+        self.rotation = Rotation(facts["frequencies"], 1.0) if self.rope_dim else None
+        self.num_key_value_groups = 1
+        self.scaling: float = facts["scale"]
+        self.attention_dropout: float = facts["attention_dropout"]
+        self.output_dropout = nn.Dropout(facts["output_dropout"])
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        layer_past: Any = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``hidden_states [B, T, E]`` to ``[B, T, E]``, and the attention weights where they were computed."""
+        cache = layer_past if past_key_values is None else past_key_values
+        query = self.q_proj(hidden_states).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        plain, turning = query[..., : self.head_dim], query[..., self.head_dim :]  # [B, H, T, N], [B, H, T, P]
+        down = self.kv_down_proj(hidden_states)[:, None]
+        latent, rope = down[..., : self.rank], down[..., self.rank :]
+        if self.rotation is not None:
+            positions = positions_of(hidden_states, position_ids, cache, self.layer_idx)
+            turning, rope = self.rotation(turning, positions), self.rotation(rope, positions)
+        if cache is not None:
+            latent, rope = cache.update(latent, rope, self.layer_idx)
+        if cache is not None and hidden_states.shape[1] == 1:
+            context, weights = self._over_latents(plain, turning, latent, rope, attention_mask, options)
+        else:
+            key, value = (
+                projection(latent[:, 0]).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, S, D]
+                for projection in (self.k_up_proj, self.v_up_proj)
+            )
+            key = torch.cat([key, rope.expand(-1, self.heads, -1, -1)], -1)
+            context, weights = attend(self, torch.cat([plain, turning], -1), key, value, attention_mask, **options)
+        return self.output_dropout(self.o_proj(context.flatten(2))), weights
+
+    def _over_latents(
+        self, plain: Tensor, turning: Tensor, latent: Tensor, rope: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """One step, ``T = 1``, without keys or values of ``S`` tokens: the up-projections move to query and result.
+
+        All heads are queries of one key/value head, whose values are the latents: ``[B, 1, H, R + P]``.
+        """
+        up_key, up_value = (part.weight.view(self.heads, -1, self.rank) for part in (self.k_up_proj, self.v_up_proj))
+        query = torch.cat([torch.einsum("bhtn,hnr->bhtr", plain, up_key), turning], -1).transpose(1, 2)
+        mask = mask if mask is None else mask.transpose(1, 2)
+        options = {**options, "is_causal": False}
+        context, weights = attend(self, query, torch.cat([latent, rope], -1), latent, mask, **options)
+        weights = weights if weights is None else weights.transpose(1, 2)
+        return torch.einsum("bhtr,hdr->bthd", context, up_value), weights
+
+
+VARIANTS = {"grouped": GroupedAttention, "latent": LatentAttention}
 
 
 def facts_of(config: Any, layer: int) -> dict[str, Any]:

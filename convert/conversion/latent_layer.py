@@ -110,8 +110,8 @@ def latent_layer(chosen: Candidate, step: Step, surveyed: Survey) -> tuple[Laten
         return step.attention_error(plan.layout.encode(layer, option[0]))
 
     def fit(counted: LayerStatistics) -> tuple[LatentWeights, int]:
-        linear = linear_heads(weights, counted, key_constant=target.constant)
-        if target.constant:
+        linear = linear_heads(weights, counted, key_constant=target.centered)
+        if target.centered:
             return fitted_layer(chosen, layer, linear, counted), 0
         plain = live_norm(fitted_layer(chosen, layer, linear, counted), inputs), 0
         if counted is statistics or target.channels < 2:  # no sinks, nothing to damp
@@ -121,8 +121,8 @@ def latent_layer(chosen: Candidate, step: Step, surveyed: Survey) -> tuple[Laten
 
     best = judged(statistics, fit, error)
     latent, dampers = best.weights
-    notes = {SHARE: best.share, **({} if target.constant else {DAMPERS: dampers})}
-    return latent, {**notes, **norms_note(weights, statistics, key_constant=target.constant)}
+    notes = {SHARE: best.share, **({} if target.centered else {DAMPERS: dampers})}
+    return latent, {**notes, **norms_note(weights, statistics, key_constant=target.centered)}
 
 
 def sketched_layer(chosen: Candidate, layer: int, surveyed: Survey) -> LatentWeights:
@@ -131,9 +131,9 @@ def sketched_layer(chosen: Candidate, layer: int, surveyed: Survey) -> LatentWei
     All tokens count alike, and least squares alternate once: 6 % more loss than after four rounds (``als.ROUNDS``).
     """
     statistics, inputs = surveyed.notes(layer)
-    weights = linear_heads(source_layer(chosen.plan, layer), statistics, key_constant=chosen.target.constant)
+    weights = linear_heads(source_layer(chosen.plan, layer), statistics, key_constant=chosen.target.centered)
     latent = fitted_layer(chosen, layer, weights, statistics, rounds=1)
-    return latent if chosen.target.constant else live_norm(latent, inputs)
+    return latent if chosen.target.centered else live_norm(latent, inputs)
 
 
 def fitted_layer(
@@ -157,7 +157,7 @@ def fitted_layer(
         target.channels if channels is None else channels,
         context=plan.geometry.positions,
         scale=plan.model.layers[layer].scale,
-        centered=target.constant,
+        centered=target.centered,
         rounds=rounds,
     )
     return latent if rank is None else query_latent(latent, statistics, rank - target.constant)

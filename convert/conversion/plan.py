@@ -19,7 +19,8 @@ from kvfold.convert.targets.mla.config import LatentTarget, padding, query_rank
 from kvfold.convert.targets.mla.layout import latent_layout, latent_reads
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout
-from kvfold.convert.targets.results import Result, folded_result, latent_result
+from kvfold.convert.targets.own_latent import own_latent_layout
+from kvfold.convert.targets.results import Result, folded_result, latent_result, latent_result_of
 from kvfold.convert.targets.same_family import (
     ABSORBED,
     POOLED,
@@ -86,11 +87,13 @@ class Plan:
     @property
     def padding(self) -> int:
         """Parameters that are zero because heads are padded to the sizes of engines' kernels."""
-        return 0 if self.latent is None else padding(self.model, self.latent)
+        return 0 if self.latent is None or self.layout.code is not None else padding(self.model, self.latent)
 
     @property
     def result(self) -> Result:
         """What engines make of the output depends on."""
+        if self.latent is not None and self.layout.code is not None:
+            return latent_result_of(self.model, self.latent)
         if self.latent is not None:
             return latent_result(self.layout.config)
         return folded_result(self.model, self.kv_heads)
@@ -102,7 +105,7 @@ class Plan:
 
     def read_names(self, layer: int) -> tuple[str, ...]:
         """The source tensors that the transform of ``layer`` reads."""
-        if self.request.to == "mla":
+        if self.request.to == "mla" and self.layout.code is None:
             return latent_reads(self.model, layer)
         return self.model.attention_names(layer, self.roles)
 
@@ -200,7 +203,8 @@ def resolved(plan: Plan, target: LatentTarget, theta: Sequence[float]) -> Plan:
 def _latent_plan(
     request: ConvertRequest, checkpoint: Checkpoint, model: Model, target: LatentTarget, theta: Sequence[float]
 ) -> Plan:
-    layout = latent_layout(model, checkpoint, target, theta, _stored_dtype(request))
+    make = own_latent_layout if target.layout == "kvfold" else latent_layout
+    layout = make(model, checkpoint, target, theta, _stored_dtype(request))
     return Plan(request, checkpoint, model, layout, _shards(layout, request), target)
 
 
@@ -243,10 +247,13 @@ def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
     """
     if request.budget is None:
         splits = [(request.kv_rank or 0, request.rope_dim or 0)]
+    elif not model.geometry.rotary_dims:
+        splits = [(request.budget, 0)]
     else:
         step = max(2, 1 << (request.budget // 8).bit_length() >> 1)
         splits = [(request.budget - rope, rope) for rope in range(step, request.budget, step)]
-    options = request.q_rank, request.resolved_layout, request.rotate_latent
+    layout = "kvfold" if request.layout is None and needs_own_code(model) else request.resolved_layout
+    options = request.q_rank, layout, request.rotate_latent
     targets = [LatentTarget(rank, rope, *options) for rank, rope in splits]
     problems = [latent_problems(model, target, allow_growth=request.allow_growth) for target in targets]
     possible = [target for target, found in zip(targets, problems, strict=True) if not found]

@@ -34,7 +34,7 @@ def record(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
     """The content of ``kvfold.json``; ``measured`` are the entries of a calibrated run (empty without one)."""
     return {
         "format": 3,
-        "request": plan.request.result_options(),
+        "request": plan.request.result_options() | ({} if plan.latent is None else {"layout": plan.latent.layout}),
         "versions": versions(),
         "source": {
             "name": plan.source_name,

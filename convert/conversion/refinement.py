@@ -54,7 +54,7 @@ def refinement_record(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def refinement(plan: Plan, steps: int | str, display: "_Display") -> Refinement:
     """The task for ``plan``: the norms and scales around its attention, and the constants that must not move."""
     update = attention_update(plan)
-    if plan.request.to != "mla":
+    if plan.request.to != "mla" or plan.layout.code is not None:
         return Refinement(steps, plan.request.seed, update, update, progress=display)
     target = plan.latent_target()
     if not target.constant and not target.padded:

@@ -41,6 +41,8 @@ def svd_plan(plan: Plan) -> Plan:
 
 def svd_slots(plan: Plan) -> Slots:
     """The slots of the baseline: a uniform stride over the frequencies."""
+    if not plan.geometry.rotary_dims:
+        return rope_slots.NO_SLOTS
     layers = range(plan.geometry.layers)
     theta = next(rotary.theta for rotary in (source_rotary(plan, layer) for layer in layers) if rotary.dims)
     return rope_slots.stride_slots(theta, plan.geometry.kv_heads, plan.latent_target().rope_dim)

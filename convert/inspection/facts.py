@@ -16,7 +16,7 @@ from kvfold.convert.io.headers import FLOAT_DTYPES
 from kvfold.convert.targets.engines import Verdict, verdicts
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.mla.problems import model_problems
-from kvfold.convert.targets.own_code import source_type
+from kvfold.convert.targets.own_code import needs_own_code, source_type
 from kvfold.convert.targets.results import folded_result, latent_result
 from kvfold.convert.targets.same_family import attention_kind, cache_elements
 
@@ -120,17 +120,18 @@ def inspect_checkpoint(model: str | os.PathLike[str], *, gguf: str | None = None
 def _inspect_own(checkpoint: Checkpoint) -> Inspection:
     """A model with its own modeling code (layout ``kvfold``). It has no targets."""
     own = own_model(checkpoint)
-    result, facts = folded_result(own.source, own.kv_heads), _facts(own.source, checkpoint)
+    facts, heads = _facts(own.source, checkpoint), own.source.geometry.heads
+    facts["family"] = checkpoint.config["model_type"]
+    facts["architecture"] = (checkpoint.config.get("architectures") or ["unknown"])[0]
+    if own.split is not None:
+        facts |= {"attention": "MLA", "kv_rank": own.split[0], "rotary_dims": own.split[1]}
+        facts |= {"value_dim": facts["head_dim"], "head_dim": facts["head_dim"] + own.split[1]}
+    elif own.kv_heads is not None:
+        facts |= {"attention": attention_kind(heads, own.kv_heads), "kv_heads": own.kv_heads}
     return Inspection(
-        **{
-            **facts,
-            "family": checkpoint.config["model_type"],
-            "architecture": (checkpoint.config.get("architectures") or ["unknown"])[0],
-            "attention": attention_kind(own.source.geometry.heads, own.kv_heads),
-            "kv_heads": own.kv_heads,
-        },
-        cache=cache_size(result, [None] * own.source.geometry.layers, facts["dtype"]),
-        engines=verdicts(result),
+        **facts,
+        cache=cache_size(own.result, [None] * own.source.geometry.layers, facts["dtype"]),
+        engines=verdicts(own.result),
         targets=[],
         latent=None,
     )
@@ -229,7 +230,7 @@ def _weights(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
 
 
 def _latent_limits(model: Model) -> LatentLimits:
-    geometry, problems = model.geometry, model_problems(model)
+    geometry, problems = model.geometry, [] if needs_own_code(model) else model_problems(model)
     if problems:
         return LatentLimits(tuple(problems))
     return LatentLimits((), cache_elements(geometry), geometry.rotary_dims * geometry.kv_heads)

@@ -10,6 +10,7 @@ from kvfold.convert.request import DEFAULT_LAYOUT
 from kvfold.convert.targets.engines import Verdict, alternatives, latent_options, proposals, verdicts
 from kvfold.convert.targets.mla.config import KERNEL_CACHES, LatentTarget
 from kvfold.convert.targets.mla.problems import latent_problems, model_problems
+from kvfold.convert.targets.own_code import needs_own_code
 from kvfold.convert.targets.results import Result, folded_result, latent_result_of
 from kvfold.convert.targets.same_family import cache_elements
 
@@ -62,7 +63,8 @@ def cache_size(result: Result, windows: list[int | None], dtype: str) -> CacheSi
 def target_sizes(model: Model, windows: list[int | None], dtype: str) -> list[TargetSize]:
     """Every target that is offered, folds first."""
     present = cache_elements(model.geometry)
-    targets = {**_folds(model), **({} if model_problems(model) else {**_proposed(model), **_budgets(model)})}
+    latent = needs_own_code(model) or not model_problems(model)
+    targets = {**_folds(model), **({**_proposed(model), **_budgets(model)} if latent else {})}
     return [
         TargetSize(
             **vars(cache_size(result, windows, dtype)),
@@ -99,8 +101,9 @@ def _proposed(model: Model) -> dict[str, Result]:
 def _budgets(model: Model) -> dict[str, Result]:
     """Parts of the present cache that are no split of ``_proposed``, in the default layout."""
     budgets = [cache_elements(model.geometry) // part for part in _PARTS]
+    layout, rope = "kvfold" if needs_own_code(model) else DEFAULT_LAYOUT, 2 if model.geometry.rotary_dims else 0
     return {
-        f"--to mla --budget {budget}": latent_result_of(model, LatentTarget(budget - 2, 2, layout=DEFAULT_LAYOUT))
+        f"--to mla --budget {budget}": latent_result_of(model, LatentTarget(budget - rope, rope, layout=layout))
         for budget in budgets
         if budget >= 4 and budget not in KERNEL_CACHES  # engines look at the sum of a split
     }

@@ -7,14 +7,13 @@ frequencies.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.families.expressions import evaluate
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import OwnCode
-from kvfold.convert.families.tensors import ROLES
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.config import dtype_changes, edit_config
 from kvfold.convert.io.headers import TORCH_NAMES
@@ -51,29 +50,46 @@ def own_folded_layout(source: Model, checkpoint: Checkpoint, kv_heads: int, dtyp
     ``dtype`` is the stored dtype in torch's spelling, or None to keep each tensor's own. Raises InputError for
     frequencies that depend on the length of the text.
     """
-    shapes = [_grouped_shapes(source, layer, kv_heads) for layer in range(source.geometry.layers)]
-    facts = {"variant": "grouped", "kv_heads": kv_heads, **_facts(source)}
+    biases = {"qkv_bias": source.has_bias("q"), "o_bias": source.has_bias("o")}
+    facts = {"variant": "grouped", "kv_heads": kv_heads, **biases, **_rotations(source)}
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
         return _grouped_tensors(source, layer, weights)
 
     size = replace(source.geometry, kv_heads=kv_heads)
-    return TargetLayout(
+    return own_layout(
+        source,
+        checkpoint,
+        facts,
+        [grouped_shapes(source, layer, kv_heads) for layer in range(size.layers)],
+        dtype,
         kind=attention_label(size),
-        config=_config(source, checkpoint, facts, dtype),
-        tensors=tuple(_output_tensors(source, checkpoint, shapes, dtype)),
-        computed=tuple(tuple(layer) for layer in shapes),
         cache_elements=cache_elements(size),
         encode=encode,
-        code=CODE,
     )
 
 
-def own_shapes(source: Model, kv_heads: int) -> dict[str, Shape]:
-    """Every tensor of a checkpoint of this layout that was made from ``source``."""
-    outside = {name: tensor.shape for name, tensor in source.tensors.items() if not {*tensor.roles} & {*ROLES}}
-    layers = (_grouped_shapes(source, layer, kv_heads) for layer in range(source.geometry.layers))
-    return outside | {name: shape for layer in layers for name, shape in layer.items()}
+def own_layout(
+    source: Model,
+    checkpoint: Checkpoint,
+    facts: Mapping[str, Any],
+    shapes: Sequence[Mapping[str, Shape]],
+    dtype: str | None,
+    *,
+    kind: str,
+    cache_elements: int,
+    encode: Callable[[int, Any], Mapping[str, "Tensor"]],
+) -> TargetLayout:
+    """The layout for an attention of tensors ``shapes``, by layer and name; ``facts`` describe it in config.json."""
+    return TargetLayout(
+        kind=kind,
+        config=_config(source, checkpoint, {**facts, **_facts(source)}, dtype),
+        tensors=tuple(_output_tensors(source, checkpoint, shapes, dtype)),
+        computed=tuple(tuple(layer) for layer in shapes),
+        cache_elements=cache_elements,
+        encode=encode,
+        code=CODE,
+    )
 
 
 def _own_code(source: Model) -> OwnCode:
@@ -100,42 +116,40 @@ def _config(source: Model, checkpoint: Checkpoint, facts: dict[str, Any], dtype:
 
 
 def _facts(source: Model) -> dict[str, Any]:
-    """The block ``kvfold`` without its variant: what is the same in all layers, and what differs by layer."""
+    """The part of the block ``kvfold`` that every variant has; ``layers`` holds what differs between them."""
     own, size, values = _own_code(source), source.geometry, source.values
     common = {
         "replaces": own.attention,
         "model_dim": size.model_dim,
         "heads": size.heads,
         "head_dim": size.head_dim,
-        "qkv_bias": source.has_bias("q"),
-        "o_bias": source.has_bias("o"),
         "attention_dropout": evaluate(own.attention_dropout, values),
         "output_dropout": evaluate(own.output_dropout, values),
     }
-    layers = [_layer_facts(source, layer) for layer in range(size.layers)]
-    shared = {name: value for name, value in layers[0].items() if all(layer[name] == value for layer in layers)}
-    differing = [{name: value for name, value in layer.items() if name not in shared} for layer in layers]
-    return {**common, **shared, **({"layers": differing} if any(differing) else {})}
+    scales = [layer.scale for layer in source.layers]
+    if len(set(scales)) == 1:
+        return {**common, "scale": scales[0]}
+    return {**common, "layers": [{"scale": scale} for scale in scales]}
 
 
-def _layer_facts(source: Model, layer: int) -> dict[str, Any]:
+def _rotations(source: Model) -> dict[str, Any]:
+    """The rotary embedding of the source, which all its layers share."""
     if not source.geometry.rotary_dims:
-        return {"scale": source.layers[layer].scale, "frequencies": [], "amplitude": 1.0}
+        return {"frequencies": [], "amplitude": 1.0}
     from kvfold.convert.families.rotary import layer_rotary  # needs torch
 
-    rotary = layer_rotary(source, layer)
-    frequencies = [float(angle) for angle in rotary.theta]
-    return {"scale": source.layers[layer].scale, "frequencies": frequencies, "amplitude": rotary.amplitude}
+    rotary = layer_rotary(source, 0)
+    return {"frequencies": [float(angle) for angle in rotary.theta], "amplitude": rotary.amplitude}
 
 
-def _grouped_shapes(source: Model, layer: int, kv_heads: int) -> dict[str, Shape]:
+def grouped_shapes(source: Model, layer: int, kv_heads: int) -> dict[str, Shape]:
     """The tensors of the attention of ``layer``, by name."""
     size = source.geometry
     queries, keys, width = size.heads * size.head_dim, kv_heads * size.head_dim, size.model_dim
     sides = {"q": (queries, width), "k": (keys, width), "v": (keys, width), "o": (width, queries)}
     shapes: dict[str, Shape] = {}
     for role, shape in sides.items():
-        name = _projection(source, layer, role)
+        name = projection(source, layer, f"{role}_proj")
         shapes[f"{name}.weight"] = shape
         if source.has_bias("o" if role == "o" else "q"):
             shapes[f"{name}.bias"] = shape[:1]
@@ -147,19 +161,20 @@ def _grouped_tensors(source: Model, layer: int, weights: "AttentionWeights") -> 
     parts = {"q": weights.q.flatten(0, 1), "k": weights.k.flatten(0, 1), "v": weights.v.flatten(0, 1)}
     tensors = {}
     for role, weight in {**parts, "o": weights.o.flatten(1)}.items():
-        name = _projection(source, layer, role)
+        name = projection(source, layer, f"{role}_proj")
         tensors[f"{name}.weight"] = weight.contiguous()
         if (bias := biases[role]) is not None:
             tensors[f"{name}.bias"] = bias.flatten().contiguous()
     return tensors
 
 
-def _projection(source: Model, layer: int, role: str) -> str:
-    return f"{source.family.attention.module.replace('{layer}', str(layer))}.{role}_proj"
+def projection(source: Model, layer: int, name: str) -> str:
+    """The full name of ``name`` in the attention of ``layer``."""
+    return f"{source.family.attention.module.replace('{layer}', str(layer))}.{name}"
 
 
 def _output_tensors(
-    source: Model, checkpoint: Checkpoint, shapes: list[dict[str, Shape]], dtype: str | None
+    source: Model, checkpoint: Checkpoint, shapes: Sequence[Mapping[str, Shape]], dtype: str | None
 ) -> Iterator[OutputTensor]:
     """The source's tensors in their order, with each layer's new attention in the place of the old.
 

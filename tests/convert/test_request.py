@@ -94,10 +94,6 @@ def test_every_problem_is_reported_at_once():
         ({"out": ""}, "OUT: expected a folder to write, found an empty name"),
         ({"model": " "}, "MODEL: expected a folder or a hub id, found an empty name"),
         (
-            {"to": "mla", "kv_heads": None, "budget": 64, "layout": "kvfold"},
-            "--layout kvfold holds GQA and MQA only so far: use --layout free or --layout engine",
-        ),
-        (
             {"to": "mla", "kv_heads": None, "budget": 64, "layout": "deepseek"},
             "--layout: expected free, the present name of this layout, found 'deepseek'",
         ),

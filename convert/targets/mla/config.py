@@ -76,6 +76,11 @@ class LatentTarget:
         return self.layout == "free"
 
     @property
+    def centered(self) -> bool:
+        """Whether biases have a place, which take the means."""
+        return self.layout != "engine"
+
+    @property
     def channels(self) -> int:
         """Latent channels without the constant one."""
         return self.kv_rank - self.constant
@@ -121,8 +126,11 @@ def full_query_rank(geometry: Geometry, target: LatentTarget) -> int:
 
 
 def query_rank(model: Model, target: LatentTarget) -> int | None:
-    """``q_lora_rank`` of the output. Only a query latent can store a bias on queries, which forces an exact one."""
-    if target.q_rank is None and model.has_bias("q"):
+    """``q_lora_rank`` of the output.
+
+    In stock classes only a query latent can store a bias on queries, which forces an exact one.
+    """
+    if target.q_rank is None and model.has_bias("q") and target.layout != "kvfold":
         return full_query_rank(model.geometry, target)
     return target.q_rank
 

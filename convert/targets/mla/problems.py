@@ -22,6 +22,9 @@ _INSTEAD = "--to gqa works"
 
 def latent_problems(model: Model, target: LatentTarget, *, allow_growth: bool = False) -> list[str]:
     """All problems of this conversion, those of any target first. Empty when it is possible."""
+    if target.layout == "kvfold":
+        own = [f"--layout kvfold: {model.family.model_type} {problem}" for problem in _own_problems(model, target)]
+        return [*own, *_size_problems(model.geometry, target, allow_growth)]
     engine = _engine_problems(model) if target.layout == "engine" else ()
     advised = (f"--layout engine: {problem}; use --layout free" for problem in engine)
     return [*model_problems(model), *advised, *_size_problems(model.geometry, target, allow_growth)]
@@ -39,7 +42,17 @@ def model_problems(model: Model) -> list[str]:
         *_attention_problems(model),
         *_rope_problems(model),
     ]
-    return [f"--to mla: {model.family.model_type} {problem}; {_INSTEAD}" for problem in problems]
+    instead = _INSTEAD if model.family.own_code is None else "--layout kvfold works"
+    return [f"--to mla: {model.family.model_type} {problem}; {instead}" for problem in problems]
+
+
+def _own_problems(model: Model, target: LatentTarget) -> Iterator[str]:
+    """Properties of the model that latent attention of layout ``kvfold`` cannot express."""
+    if model.family.own_code is None or model.tower is not None:
+        yield "has no such layout yet; its stock class or --to gqa work"
+    if target.q_rank is not None:
+        yield "would have queries without a latent in it; leave --q-rank out"
+    yield from _rope_problems(model)
 
 
 def context(model: Model) -> int:
@@ -138,7 +151,10 @@ def _size_problems(size: Geometry, target: LatentTarget, allow_growth: bool) -> 
 def _rope_size_problems(size: Geometry, target: LatentTarget) -> Iterator[str]:
     rope, engine = target.rope_dim, target.layout == "engine"
     most = size.rotary_dims * (1 if engine else size.kv_heads)
-    if rope < 2:
+    if not most:
+        if rope:
+            yield f"--rope-dim {rope}: the model has no rotary embedding; expected 0"
+    elif rope < 2:
         yield f"--rope-dim {rope}: MLA layouts need 2 at least; expected an even number from 2 to {most}"
     elif target.rope_kept(size.rotary_dims) > most:
         heads = "one pair per frequency" if engine else f"{size.kv_heads} key/value heads"

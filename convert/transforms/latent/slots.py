@@ -36,6 +36,9 @@ class Slots:
         return 2 * sum(self.counts)
 
 
+NO_SLOTS = Slots((), torch.empty(0, dtype=torch.float64))
+
+
 @dataclass(frozen=True)
 class PairKeys:
     """The rotating dims of a layer: ``keys [G, L, E+1]`` complex rows on ``[x; 1]``, ``moment [E+1, E+1]`` of those.
@@ -130,6 +133,8 @@ def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
 
     Frequencies are shared by all layers, so each layer keeps ``counts[l]`` components of its own at pair ``l``.
     """
+    if not rope_dim:
+        return NO_SLOTS
     rotating = [item for item in surveys if item.theta.numel()]
     worth = torch.stack([item.worth for item in rotating]).sum(0)
     picked = worth.flatten().argsort(descending=True, stable=True)[: rope_dim // 2] // worth.shape[1]

@@ -87,6 +87,12 @@ def convert(source: Path, out: Path, **options) -> Path:
     return out
 
 
+def full_split(source: Path) -> dict:
+    """Options of latent attention with which nothing is lost."""
+    size = model_of(json.loads((source / "config.json").read_text())).geometry
+    return {"to": "mla", "method": "svd", "kv_rank": size.model_dim, "rope_dim": size.rotary_dims * size.heads}
+
+
 def tokens() -> torch.Tensor:
     return torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(5))
 
@@ -100,14 +106,16 @@ def test_the_registered_families_are_those_with_their_own_code():
 @pytest.mark.parametrize("remote", [True, False])
 def test_nothing_is_lost_with_as_many_heads_and_it_works_as_a_stock_model_does(remote, tiny_family, tmp_path):
     """With the checkpoint's own code, and again with that of the installed package and no code of the checkpoint."""
-    models = [(name, changes) for name in CLASSICS for changes in ({}, CHANGES[name])]
-    sources = [tiny_family(name, **changes) for name, changes in models]
-    outs = [convert(source, tmp_path / f"{at}", kv_heads=8) for at, source in enumerate(sources)]
+    folds = [(tiny_family(name), {"kv_heads": 8}) for name in CLASSICS]
+    latents = [(source, full_split(source)) for source in (tiny_family(name, **CHANGES[name]) for name in CLASSICS)]
+    options = [options for _, options in (*folds, *latents)]
+    outs = [convert(source, tmp_path / f"{at}", **how) for at, (source, how) in enumerate((*folds, *latents))]
     (tmp_path / "saved").mkdir()
-    pairs = json.dumps([(str(source), str(out)) for source, out in zip(sources, outs, strict=True)])
-    for found, elements in json.loads(run_python("-c", USE, pairs, json.dumps(remote), tmp_path / "saved").stdout):
+    pairs = json.dumps([(str(source), str(out)) for (source, _), out in zip((*folds, *latents), outs, strict=True)])
+    done = json.loads(run_python("-c", USE, pairs, json.dumps(remote), tmp_path / "saved").stdout)
+    for (found, elements), how in zip(done, options, strict=True):
         assert {name: value for name, value in found.items() if not value < 1e-4} == {}
-        assert elements == 128  # 8 heads of 8 dims, keys and values
+        assert elements == (128 if "kv_heads" in how else how["kv_rank"] + how["rope_dim"])  # 8 heads of 8 dims
 
 
 @pytest.mark.parametrize("name", sorted(CLASSICS))
@@ -129,6 +137,33 @@ def test_fewer_heads_are_the_stock_model_with_repeated_group_means(name, tiny_fa
     torch.testing.assert_close(found.logits, expected, **TOLERANCE)
     assert found.past_key_values.layers[0].keys.shape[1] == 2
     assert not torch.allclose(expected, stock_model(source)(tokens()).logits, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", sorted(CLASSICS))
+@torch.no_grad()
+def test_latents_of_full_size_are_the_stock_model_at_every_split_of_a_text(name, implementation, tiny_family, tmp_path):
+    register_models()
+    source, text = tiny_family(name), tokens()
+    model = stock_model(convert(source, tmp_path / "out", **full_split(source)), attn_implementation=implementation)
+    expected = stock_model(source)(text).logits
+    torch.testing.assert_close(model(text).logits, expected, **TOLERANCE)
+    cache, parts = None, []
+    for part in text.split([1, 8, 1, 12, 1, 1], 1):  # several tokens over the latents, and single ones
+        done = model(part, past_key_values=cache, use_cache=True)
+        cache = done.past_key_values
+        parts.append(done.logits)
+    torch.testing.assert_close(torch.cat(parts, 1), expected, **TOLERANCE)
+    padded = torch.cat([torch.full((2, 3), 5), text], 1)  # left of what counts
+    mask = torch.cat([torch.zeros(2, 3), torch.ones(2, 24)], 1).long()
+    start = model(padded[:, :-1], attention_mask=mask[:, :-1], position_ids=(mask.cumsum(1) - 1)[:, :-1].clamp(0))
+    last = model(
+        padded[:, -1:],
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1)[:, -1:],
+        past_key_values=start.past_key_values,
+    )
+    torch.testing.assert_close(last.logits[:, -1], expected[:, -1], **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", sorted(CLASSICS))
@@ -159,6 +194,40 @@ def test_principal_is_calibrated_checked_and_described(name, tiny_family, tmp_pa
     assert facts.cache.numbers_per_token_and_layer == 16
     with pytest.raises(InputError, match="is what kvfold wrote in layout kvfold, which is not read again"):
         convert(out, tmp_path / "again", kv_heads=1)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
+def test_latents_are_calibrated_and_described(name, tiny_family, tmp_path):
+    source = Path(shutil.copytree(tiny_family(name, vocab_size=2048), tmp_path / "source"))
+    add_demo_tokenizer(source)
+    rope = 4 if name == "gpt_neox" else 0
+    options = {"to": "mla", "kv_rank": 12, "rope_dim": rope, "method": None, "samples": 4, "seq_len": 32, "refine": 2}
+    out = convert(source, tmp_path / "out", **options)
+    record = json.loads((out / "kvfold.json").read_text())
+    assert (record["attention"]["to"], record["request"]["layout"]) == (f"MLA 12+{rope}", "kvfold")
+    assert record["drift"]["cache_bytes_per_token"] == {"source": 1024, "student": 2 * 4 * (12 + rope)}
+    assert verify_checkpoint(str(out)).problems == []
+    facts = inspect_checkpoint(str(out))
+    assert (facts.attention, facts.kv_rank, facts.rotary_dims) == ("MLA", 12, rope)
+    assert facts.cache.numbers_per_token_and_layer == 12 + rope
+
+
+def test_a_model_without_rotary_embedding_has_no_rotary_key(tiny_family, tmp_path):
+    with pytest.raises(InputError) as caught:
+        convert(tiny_family("gpt2"), tmp_path / "out", to="mla", method="svd", kv_rank=12, rope_dim=4)
+    assert str(caught.value) == "--rope-dim 4: the model has no rotary embedding; expected 0"
+
+
+def test_other_layouts_name_this_one(tiny_family, tmp_path):
+    with pytest.raises(InputError) as caught:
+        convert(
+            tiny_family("gpt_neox"), tmp_path / "out", to="mla", method="svd", kv_rank=12, rope_dim=4, layout="free"
+        )
+    assert str(caught.value).startswith(
+        "--to mla: gpt_neox layers use LayerNorm, the stock MLA class has RMSNorm only; --layout kvfold works"
+    )
+    with pytest.raises(InputError, match="--layout kvfold: llama has no such layout yet; its stock class or --to gqa"):
+        convert(tiny_family("llama"), tmp_path / "out", to="mla", method="svd", kv_rank=12, rope_dim=4, layout="kvfold")
 
 
 def test_files_may_leave_the_prefix_out_and_hold_masks(tiny_family, tmp_path):

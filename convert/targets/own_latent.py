@@ -1,0 +1,88 @@
+"""Latent attention in layout ``kvfold``: its sizes and its tensors."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvfold.convert.families.model import Model
+from kvfold.convert.io.checkpoint import Checkpoint
+from kvfold.convert.targets.mla.config import LatentTarget
+from kvfold.convert.targets.own_code import Shape, own_layout, projection
+from kvfold.convert.targets.target import TargetLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvfold.convert.transforms.latent.weights import LatentWeights
+
+
+def own_latent_layout(
+    source: Model, checkpoint: Checkpoint, target: LatentTarget, theta: Sequence[float], dtype: str | None
+) -> TargetLayout:
+    """The checkpoint that caches ``target.kv_rank + target.rope_dim`` elements, rotating by ``theta [P/2]``.
+
+    ``dtype`` as in ``own_folded_layout``.
+    """
+    facts = {
+        "variant": "latent",
+        "kv_rank": target.kv_rank,
+        "rope_dim": target.rope_dim,
+        "qkv_bias": source.has_bias("q"),
+        "o_bias": True,
+        "frequencies": list(theta),
+    }
+
+    def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
+        from kvfold.convert.transforms.latent.rotation import rotated  # needs torch
+
+        return _tensors(source, layer, rotated(weights) if target.rotated else weights)
+
+    return own_layout(
+        source,
+        checkpoint,
+        facts,
+        [latent_shapes(source, layer, target.kv_rank, target.rope_dim) for layer in range(source.geometry.layers)],
+        dtype,
+        kind=f"MLA {target.kv_rank}+{target.rope_dim}",
+        cache_elements=target.kv_rank + target.rope_dim,
+        encode=encode,
+    )
+
+
+def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, Shape]:
+    """The tensors of the attention of ``layer`` with ``rank`` latent channels and ``rope`` rotary dims, by name."""
+    size = source.geometry
+    width, heads, dim = size.model_dim, size.heads, size.head_dim
+    shapes: dict[str, Shape] = {
+        "q_proj.weight": (heads * (dim + rope), width),
+        "kv_down_proj.weight": (rank + rope, width),
+        "kv_down_proj.bias": (rank + rope,),
+        "k_up_proj.weight": (heads * dim, rank),
+        "v_up_proj.weight": (heads * dim, rank),
+        "o_proj.weight": (width, heads * dim),
+        "o_proj.bias": (width,),
+    }
+    if source.has_bias("q"):
+        shapes["q_proj.bias"] = (heads * (dim + rope),)
+    return {projection(source, layer, name): shape for name, shape in shapes.items()}
+
+
+def _tensors(source: Model, layer: int, latent: "LatentWeights") -> dict[str, "Tensor"]:
+    import torch
+
+    def joined(first: "Tensor | None", second: "Tensor | None", like: tuple["Tensor", "Tensor"]) -> "Tensor":
+        parts = (zeros if part is None else part for part, zeros in zip((first, second), like, strict=True))
+        return torch.cat(list(parts))
+
+    down, rope = latent.down.new_zeros(latent.rank), latent.down.new_zeros(latent.rope_dim)
+    tensors = {
+        "q_proj.weight": torch.cat([latent.q_nope, latent.q_rope], 1).flatten(0, 1),
+        "kv_down_proj.weight": torch.cat([latent.down, latent.rope_key]),
+        "kv_down_proj.bias": joined(latent.down_bias, latent.rope_key_bias, (down, rope)),
+        "k_up_proj.weight": latent.uk.flatten(0, 1),
+        "v_up_proj.weight": latent.uv.flatten(0, 1),
+        "o_proj.weight": latent.o.flatten(1),
+        "o_proj.bias": latent.o.new_zeros(latent.model_dim) if latent.o_bias is None else latent.o_bias,
+    }
+    if latent.q_nope_bias is not None and latent.q_rope_bias is not None:
+        tensors["q_proj.bias"] = torch.cat([latent.q_nope_bias, latent.q_rope_bias], 1).flatten()
+    return {projection(source, layer, name): tensor.contiguous() for name, tensor in tensors.items()}
