@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn
@@ -24,6 +25,8 @@ from kvfold.convert.console import (
 )
 from kvfold.convert.conversion.plan_command import plan
 from kvfold.convert.progress import stage
+from kvfold.convert.report.page import check_report, write_report
+from kvfold.convert.report.pages import conversion_page, drift_page
 from kvfold.convert.sweep.command import sweep
 from kvfold.convert.uptrain.command import uptrain
 
@@ -64,6 +67,18 @@ def _tell(json_file: str | None, value: Callable[[], Any], text: str) -> None:
         write_text(json_file, json.dumps(value(), indent=2) + "\n")
     if text:
         click.echo(text, err=json_file == STDOUT)
+
+
+def _shown(name: str, stack: ExitStack) -> Callable[[int, int], None]:
+    """Shows layers that are done on stderr, as a stage that ends with ``stack``."""
+    advance: list[Callable[[int], None]] = []
+
+    def progress(done: int, total: int) -> None:
+        if not advance:
+            advance.append(stack.enter_context(stage(name, total, "layer")))
+        advance[0](1)
+
+    return progress
 
 
 @kvfold.command(short_help="What MODEL is, what it can become, and what that saves.")
@@ -110,6 +125,10 @@ _json_file = click.option(
     "json_file",
     metavar="FILE|-",
     help="Also write the numbers to FILE; -: to stdout, and nothing else there.",
+)
+
+_report = click.option(
+    "--report", metavar="DIR", help="Also write DIR/report.html: the numbers drawn, in one file that loads nothing."
 )
 
 _target = partial(click.option, cls=PanelOption, panel="Target")
@@ -180,8 +199,9 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
 @_running("--overwrite", is_flag=True, help="Replace OUT; the old one stays intact until the new one is on disk.")
 @_running("--quiet", is_flag=True, help="No progress, no summary.")
 @_running("--json", "json_file", metavar="FILE|-", help="Also write the result to FILE; -: to stdout alone.")
+@_running("--report", metavar="DIR", help="Also write DIR/report.html: the numbers drawn, in one file.")
 @_running("--trust-remote-code", is_flag=True, help="Allow code in the checkpoint to run.")
-def convert(recipe: str | None, json_file: str | None, **options: Any) -> None:
+def convert(recipe: str | None, json_file: str | None, report: str | None, **options: Any) -> None:
     """Convert MODEL and write the result to the folder OUT."""
     from kvfold.convert.recipes import recipe_request
 
@@ -190,6 +210,8 @@ def convert(recipe: str | None, json_file: str | None, **options: Any) -> None:
         raise click.UsageError("missing option '--to': gqa, mqa or mla; or name a --recipe", ctx)
     explicit = {name: value for name, value in options.items() if ctx.get_parameter_source(name) in _GIVEN}
     request = rq.ConvertRequest(**options) if recipe is None else recipe_request(recipe, **explicit)
+    if report is not None:
+        check_report(report)
     if json_file is not None:
         check_writable(json_file)
     from kvfold.convert.conversion.run import convert_checkpoint
@@ -199,6 +221,8 @@ def convert(recipe: str | None, json_file: str | None, **options: Any) -> None:
     with processes.joined(request.device):
         result = convert_checkpoint(request)
         if processes.is_first():
+            if report is not None and not request.dry_run:
+                write_report(conversion_page(result.to_dict(), result.summary().splitlines()), report)
             _tell(json_file, result.to_dict, result.summary() if request.dry_run or not request.quiet else "")
 
 
@@ -213,11 +237,13 @@ kvfold.add_command(sweep)
 )
 @click.option("--samples", type=click.IntRange(1), default=16, show_default=True, help="Sequences.")
 @click.option("--seq-len", type=click.IntRange(2), default=512, show_default=True, help="Tokens per sequence.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Draws the sequences from the text.")
 @_device
 @_compute_dtype
 @_json_file
+@_report
 @click.option("--trust-remote-code", is_flag=True, help="Allow the tokenizer code in MODEL to run.")
-def drift(model: str, out: str, json_file: str | None, **options: Any) -> None:
+def drift(model: str, out: str, json_file: str | None, report: str | None, **options: Any) -> None:
     """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and at the end."""
     from kvfold.convert.text.sources import check_sources
 
@@ -227,10 +253,16 @@ def drift(model: str, out: str, json_file: str | None, **options: Any) -> None:
     from kvfold.convert.measure.drift import drift_checkpoints
     from kvfold.convert.measure.table import drift_table
 
-    report = drift_checkpoints(model, out, **options)
+    if report is not None:
+        check_report(report)
+    with ExitStack() as stack:
+        measured = drift_checkpoints(model, out, **options, progress=_shown("comparing", stack))
     if json_file is not None:
-        write_text(json_file, report.to_json())
-    click.echo(drift_table(report), err=json_file == STDOUT)
+        write_text(json_file, measured.to_json())
+    text = drift_table(measured)
+    if report is not None:
+        write_report(drift_page(measured.to_dict(), text.split("\n\n")[0].splitlines()), report)
+    click.echo(text, err=json_file == STDOUT)
 
 
 @kvfold.command(short_help="Whether OUT is what was written: hashes, shapes, finite numbers.")

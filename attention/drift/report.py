@@ -6,8 +6,8 @@ Every number has its *floor* beside it: the same number for the source in its dt
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -36,7 +36,10 @@ class Floor:
 
 @dataclass(frozen=True)
 class DriftReport:
-    """The result of ``measure_drift``. ``floor`` is None when it was not requested, or nothing wider exists."""
+    """The result of ``measure_drift``. ``floor`` is None when it was not requested, or nothing wider exists.
+
+    ``about`` says what was compared on which text, where a caller knows: plain values, a mapping for each.
+    """
 
     sequences: int
     length: int
@@ -47,6 +50,7 @@ class DriftReport:
     student_cache_bytes: int
     measured: Measurement
     floor: Floor | None
+    about: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         measured = self.measured
@@ -71,6 +75,7 @@ class DriftReport:
         measured, floor = self.measured, None if self.floor is None else self.floor.measured
         source, student = perplexity(measured.teacher_loss), perplexity(measured.student_loss)
         return {
+            **{name: dict(values) for name, values in self.about.items()},
             "sequences": self.sequences,
             "length": self.length,
             "predictions": measured.predictions,

@@ -13,12 +13,14 @@ from kvfold.convert.conversion.plan import Plan, latent_targets
 from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.conversion.steps import StudentWalk
 from kvfold.convert.text.windows import CalibrationTokens
+from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots, mean_worth
 
 # 5 takes the split 12 + 4 of a budget of 16, +0.4510 nats per token after refinement; 20 takes 8 + 8, +0.4172
 # (the model that ships, by recipes/benchmarks/bench_refine_constants.py)
 _TRIAL_STEPS = 20  # of refinement per layer, where splits or layouts are compared
 _SERVED = 1.05  # KL that a split that more engines serve may have, relative to the best: a choice, not a measurement
 _FINALISTS = 4  # splits that are tried with refinement, the best as fitted
+_SHOWN_SLOTS = 3  # of the spectrum that is recorded, relative to the slots that are kept
 _PROBED = 4  # layers that a trial converts, of a model with more
 _TRIAL_HELD_OUT = 2048  # tokens
 _TRIAL_CALIBRATION = 8192  # tokens, for refinement
@@ -42,7 +44,25 @@ def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, di
         record["preferred_for_engines"] = {"engines": gained, "kl": best.drift, "instead_of": other}
     if best.target.layout == "engine":
         record["free_layout"] = _against_free(best, surveyed, stages)
-    return best, {**record, "rotary_slots_per_pair": list(best.slots.counts)}
+    worth = slots_worth_record(surveyed.layers, best.slots)
+    return best, {**record, "rotary_slots_per_pair": list(best.slots.counts), **worth}
+
+
+def slots_worth_record(layers: Sequence[LayerSurvey], slots: Slots) -> dict[str, Any]:
+    """What rotation is worth at every frequency and slot, mean over layers, and how much of it ``slots`` keep."""
+    worth = mean_worth(layers)
+    if worth is None or not slots.counts:
+        return {}
+    kept = [float(row[:count].sum()) for row, count in zip(worth, slots.counts, strict=True)]
+    shown = _SHOWN_SLOTS * max(1, sum(slots.counts))
+    return {
+        "rotary_worth": {
+            "per_pair": worth.sum(1).tolist(),
+            "kept_per_pair": kept,
+            "slots": sum(slots.counts),
+            "sorted": worth.flatten().sort(descending=True).values[:shown].tolist(),
+        }
+    }
 
 
 def _split(each: Candidate) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """``kvfold drift``: two checkpoints side by side, one layer of each in memory."""
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvfold.attention.drift.report import DriftReport, floor_count, measure_drift
 from kvfold.convert.device import choose_device, compute_dtype
@@ -13,7 +14,7 @@ from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.stream.fits import check_fits
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
-from kvfold.convert.text.windows import load_calibration
+from kvfold.convert.text.windows import CalibrationTokens, load_calibration
 
 
 def drift_checkpoints(
@@ -23,14 +24,18 @@ def drift_checkpoints(
     text: str | os.PathLike[str] | None = None,
     samples: int = 16,
     seq_len: int = 512,
+    seed: int = 0,
     device: str = "auto",
     dtype: str = "auto",
     trust_remote_code: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> DriftReport:
     """Measure ``out`` against ``model`` on ``samples`` sequences of ``seq_len`` tokens of ``text``.
 
-    Without ``text``: held-out text that ships with kvfold and that no conversion calibrates on. Raises InputError when
-    a checkpoint cannot be opened, the two do not belong together, or there is too little text.
+    Without ``text``: held-out text that ships with kvfold and that no conversion calibrates on. ``seed`` draws the
+    sequences; ``progress(done, total)`` is called after every layer. ``about`` of the result has the names and hashes
+    of both models and of the text. Raises InputError when a checkpoint cannot be opened, the two do not belong
+    together, or there is too little text.
 
     >>> drift_checkpoints(demo_folder(), demo_folder(), samples=1, seq_len=32).identical
     True
@@ -40,12 +45,19 @@ def drift_checkpoints(
     try:
         _check_pair(source, student, model, out)
         place = choose_device(device)
-        tokens = drift_tokens(text, load_tokenizer(source, trust_remote_code, "measuring drift"), samples, seq_len)
+        tokenizer = load_tokenizer(source, trust_remote_code, "measuring drift")
+        read = drift_tokens(text, tokenizer, samples, seq_len, seed)
+        tokens = read.calibration
         streams = _stream(source, place, dtype), _stream(student, place, dtype)
         for stream, checkpoint in zip(streams, (source, student), strict=True):
             check_fits(stream.parameters.map, checkpoint.tensors, checkpoint.origin)
         check_vocabulary(tokens, streams[0].vocabulary, source.origin)
-        return measure_drift(*streams, tokens, floor_sequences=floor_count(tokens))
+        report = measure_drift(*streams, tokens, floor_sequences=floor_count(tokens), progress=progress)
+        models = {
+            name: {"name": checkpoint.origin, "sha256": checkpoint.source_hash()}
+            for name, checkpoint in (("source", source), ("converted", student))
+        }
+        return replace(report, about={**models, "text": {"name": read.source, "sha256": read.digest, "seed": seed}})
     finally:
         source.close()
         student.close()
@@ -68,7 +80,6 @@ def _stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> Checkpo
         raise InputError(f"{checkpoint.origin}: {error.message}", error.details) from error
 
 
-def drift_tokens(text: str | None, tokenizer: Any, samples: int, seq_len: int) -> Tensor:
-    """``[samples, seq_len]`` tokens to measure on."""
-    tokens = load_calibration(text, tokenizer, samples, seq_len, held_out=0, split="held_out", option="--text")
-    return tokens.calibration
+def drift_tokens(text: str | None, tokenizer: Any, samples: int, seq_len: int, seed: int) -> CalibrationTokens:
+    """``[samples, seq_len]`` tokens to measure on, as ``calibration``."""
+    return load_calibration(text, tokenizer, samples, seq_len, seed, held_out=0, split="held_out", option="--text")

@@ -1,7 +1,8 @@
 """A drift report as a table for the terminal."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvfold.attention.drift.report import DriftReport, HeadDrift, LayerDrift, Measurement, perplexity
 
@@ -13,11 +14,19 @@ _COLUMNS = (
     ("row_kl", "attention", "rows, KL"),
 )
 _WIDTH = 15
+_LEGEND = (
+    "attention, residual: distance of the attention's output, and of the residual stream after the",
+    "  layer, from the source's, as a share of its size; local: given the source's inputs;",
+    "  propagated: given the converted model's own",
+    "attention rows, KL: between attention weights in nats, mean over heads and positions",
+    "worst head: whose part of the attention's output differs most, and its relative error",
+    "second numbers: the floor, what rounding alone gives; -: not to be compared",
+)
 
 
 def drift_table(report: DriftReport) -> str:
     """Totals first, then one line per layer, at most 100 columns wide; each number has its rounding floor beside it."""
-    return "\n".join([*_heading(report), "", *_totals(report), "", *_layers(report)])
+    return "\n".join([*_heading(report), "", *_totals(report), "", *_layers(report), "", *_LEGEND])
 
 
 def _heading(report: DriftReport) -> list[str]:
@@ -32,9 +41,16 @@ def _heading(report: DriftReport) -> list[str]:
         floor = report.floor
         some = _count(floor.sequences, "sequence")
         lines.append(f"floor: the source in {floor.dtype} against itself in {floor.reference_dtype}, over {some}")
+    lines += [_named(name, values) for name, values in report.about.items()]
     if report.identical:
         lines.append("the two are identical: every drift is exactly 0")
     return lines
+
+
+def _named(name: str, values: Mapping[str, Any]) -> str:
+    """A model or the text: its name, the beginning of its hash, what else is known."""
+    others = "".join(f", {key} {value}" for key, value in values.items() if key not in ("name", "sha256"))
+    return f"{name}: {values['name']} (sha256 {values['sha256'][:12]}{others})"
 
 
 def _totals(report: DriftReport) -> list[str]:

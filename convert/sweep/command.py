@@ -17,6 +17,8 @@ from kvfold.convert.console import (
     write_text,
 )
 from kvfold.convert.io.atomic import check_output
+from kvfold.convert.report.page import check_report, write_report
+from kvfold.convert.report.pages import sweep_page
 from kvfold.convert.sweep.request import WITHIN, parse_targets
 from kvfold.convert.text.sources import check_sources
 
@@ -89,6 +91,9 @@ def _steps_or_auto(value: int | str) -> int | str:
     "--json", "json_file", panel="Running", metavar="FILE|-", help="Also write the result to FILE; -: to stdout alone."
 )
 @_option("--plot", panel="Running", metavar="FILE", help="Draw the curve (PNG, SVG, PDF); needs the report extra.")
+@_option(
+    "--report", panel="Running", metavar="DIR", help="Also write DIR/report.html: table and curve, self-contained."
+)
 @_option("--quiet", panel="Running", is_flag=True, help="No progress.")
 @_option("--trust-remote-code", panel="Running", is_flag=True, help="Allow code in the checkpoint to run.")
 def sweep(
@@ -97,6 +102,7 @@ def sweep(
     within: float,
     json_file: str | None,
     plot: str | None,
+    report: str | None,
     **options: Any,
 ) -> None:
     """Fit and measure many targets of MODEL in one walk over its layers, without writing them.
@@ -105,7 +111,7 @@ def sweep(
     target within a loss, and the command that converts to it. Statistics are in the temporary folder (TMPDIR) while it
     runs.
     """
-    _check_files(options["out"], options["calibration"], json_file, plot)
+    _check_files(options["out"], options["calibration"], json_file, plot, report)
     if targets is not None:
         parse_targets(targets)
     from kvfold.convert.sweep.run import sweep_checkpoint
@@ -117,12 +123,16 @@ def sweep(
         from kvfold.convert.sweep.plot import draw
 
         draw(result, plot, within)
+    if report is not None:
+        write_report(sweep_page(result.to_dict(within), result.lines(within)), report)
     click.echo(f"{result.table()}\n\n{result.decision(within)}", err=json_file == STDOUT)
     if options["out"] is not None:
         click.echo(f"\n{result.convert(within, quiet=options['quiet']).summary()}", err=json_file == STDOUT)
 
 
-def _check_files(out: str | None, calibration: tuple[str, ...], json_file: str | None, plot: str | None) -> None:
+def _check_files(
+    out: str | None, calibration: tuple[str, ...], json_file: str | None, plot: str | None, report: str | None
+) -> None:
     """What can be refused before anything is loaded."""
     if out is not None:
         check_output(out)
@@ -131,3 +141,5 @@ def _check_files(out: str | None, calibration: tuple[str, ...], json_file: str |
         check_writable(json_file)
     if plot is not None:
         check_plot(plot)
+    if report is not None:
+        check_report(report)

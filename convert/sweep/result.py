@@ -112,13 +112,11 @@ class Sweep:
 
     def table(self) -> str:
         """A line on the source and the text, a line per target, largest cache first, and one on the time."""
-        source, before = self.source, perplexity(self.rows[0].measured.teacher_loss)
         width = max(len(row.kind) for row in self.rows)
         shared = max(0.0, self.seconds - sum(row.seconds for row in self.rows))
         rows = sorted(self.rows, key=lambda row: (-row.elements, row.excess))
         lines = [
-            f"{source.name}: {source.kind}, {source.elements} KV-cache elements per token per layer",
-            f"perplexity {before:.2f} on {source.sequences} x {source.length} held-out tokens of {source.text_name}",
+            *self._heading(),
             "",
             f"{'target':{width}}  elements  saving  excess loss       95 % interval   KL, nats   top-1    time",
             *(self._line(row, width) for row in rows),
@@ -127,6 +125,17 @@ class Sweep:
             f"{duration(shared)} are shared.",
         ]
         return "\n".join(lines)
+
+    def _heading(self) -> list[str]:
+        source, before = self.source, perplexity(self.rows[0].measured.teacher_loss)
+        return [
+            f"{source.name}: {source.kind}, {source.elements} KV-cache elements per token per layer",
+            f"perplexity {before:.2f} on {source.sequences} x {source.length} held-out tokens of {source.text_name}",
+        ]
+
+    def lines(self, within: float = WITHIN) -> list[str]:
+        """The source, the text, and the decision: what a report says in words."""
+        return [*self._heading(), *self.decision(within).splitlines()]
 
     def _line(self, row: Row, width: int) -> str:
         measured = row.measured

@@ -34,7 +34,7 @@ FLOORS = {
     "convert": [
         ["errors", "data", "sizes", "transforms"],
         ["request", "console", "progress", "processes", "io", "families"],
-        ["device", "recipes", "stream", "targets"],
+        ["device", "recipes", "report", "stream", "targets"],
         ["bench", "text", "walk"],
         ["measure", "training"],
         ["conversion", "evaluation"],

@@ -128,6 +128,12 @@ def survey_layer(
     return LayerSurvey(energy.cpu(), survives.cpu(), theta)
 
 
+def mean_worth(surveys: Sequence[LayerSurvey]) -> Tensor | None:
+    """``[L, G]``: the worth of each slot, mean over the layers that rotate; None where none does."""
+    rotating = [item.worth for item in surveys if item.theta.numel()]
+    return torch.stack(rotating).mean(0) if rotating else None
+
+
 def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
     """The ``rope_dim / 2`` slots worth most, summed over the layers; several may share a frequency.
 

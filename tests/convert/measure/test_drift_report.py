@@ -44,7 +44,20 @@ def test_the_whole_table():
         "               local     propagated          local     propagated       rows, KL    and its error",
         "    0  0.2500  1e-07  0.2500  2e-07  0.0123  3e-07  0.0456  4e-07  0.0161  5e-14      1  0.4000",
         "    1  0.1250  1e-07  0.5000  2e-07 2.0e-05  3e-07  0.7500  4e-07       -  5e-14",
+        "",
+        "attention, residual: distance of the attention's output, and of the residual stream after the",
+        "  layer, from the source's, as a share of its size; local: given the source's inputs;",
+        "  propagated: given the converted model's own",
+        "attention rows, KL: between attention weights in nats, mean over heads and positions",
+        "worst head: whose part of the attention's output differs most, and its relative error",
+        "second numbers: the floor, what rounding alone gives; -: not to be compared",
     ]
+
+
+def test_models_and_text_are_named_with_the_beginnings_of_their_hashes():
+    about = {"source": {"name": "m", "sha256": "ab" * 32}, "text": {"name": "t", "sha256": "cd" * 32, "seed": 3}}
+    lines = drift_table(replace(REPORT, about=about)).splitlines()
+    assert lines[2:4] == ["source: m (sha256 abababababab)", "text: t (sha256 cdcdcdcdcdcd, seed 3)"]
 
 
 def test_lines_fit_in_a_hundred_columns_whatever_the_numbers():
@@ -60,7 +73,7 @@ def test_lines_fit_in_a_hundred_columns_whatever_the_numbers():
 def test_a_missing_floor_is_said():
     lines = drift_table(replace(REPORT, floor=None)).splitlines()
     assert lines[1] == "floor: not measured"
-    assert lines[-2].split() == [
+    assert lines[-9].split() == [
         "0",
         "0.2500",
         "-",
@@ -83,7 +96,7 @@ def test_identical_models_are_called_so():
     measured = Measurement(4088, 0.0, 1.0, 3.8, 3.8, same)
     lines = drift_table(replace(REPORT, measured=measured)).splitlines()
     assert lines[2] == "the two are identical: every drift is exactly 0"
-    assert lines[-1] == "    1       0  1e-07       0  2e-07       0  3e-07       0  4e-07       0  5e-14   none"
+    assert lines[-8] == "    1       0  1e-07       0  2e-07       0  3e-07       0  4e-07       0  5e-14   none"
 
 
 @pytest.mark.parametrize(("sequences", "expected"), [(1, "1 sequence of"), (2, "2 sequences of")])

@@ -1,0 +1,94 @@
+"""The page around the figures: one file of HTML without a script, a font or a request, in a light and a dark theme."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from kvfold.convert.errors import InputError
+
+FILE = "report.html"
+_STYLE = """
+:root { color-scheme: light dark; --back: #ffffff; --ink: #2e3440; --dim: #6b7280; --rule: #e5e7eb;
+  --c0: #2f6db5; --c1: #c2571a; --c2: #3f8f4f; --c3: #8a5aa8; }
+@media (prefers-color-scheme: dark) { :root { --back: #15181d; --ink: #e5e9f0; --dim: #9aa3b2; --rule: #333a45;
+  --c0: #74aef0; --c1: #f0935a; --c2: #82cf8e; --c3: #c99be6; } }
+body { background: var(--back); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem;
+  max-width: 64rem; }
+h1 { font-size: 1.4rem; line-height: 1.25; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin: 0 0 .3rem; }
+p { margin: .4rem 0; overflow-wrap: anywhere; } code { font-size: .85rem; overflow-wrap: anywhere; }
+main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.6rem; }
+figure { margin: 0; } figcaption, .dim { color: var(--dim); font-size: .9rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
+th, td { text-align: right; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; white-space: normal; }
+svg { width: 100%; height: auto; display: block; } svg text { font: 9.5px system-ui, sans-serif; fill: var(--dim); }
+svg .label { fill: var(--ink); } svg .grid { stroke: var(--rule); stroke-width: 1; }
+"""
+_SERIES = "".join(
+    f"svg .l{kind} {{ stroke: var(--c{kind}); stroke-width: 1.6; fill: none; }}\n"
+    f"svg .f{kind} {{ fill: var(--c{kind}); }} svg .t{kind} {{ fill: var(--c{kind}); }}\n"
+    for kind in range(4)
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing, and a sentence on what it shows and what is good."""
+
+    title: str
+    svg: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """Lines of text, a table (its first row is the head), figures."""
+
+    title: str
+    lines: Sequence[str]
+    table: Sequence[Sequence[str]]
+    figures: Sequence[Figure]
+
+    def html(self) -> str:
+        """The page: well-formed XML behind its first line."""
+        lines = "".join(f"<p>{escape(line)}</p>" for line in self.lines)
+        figures = "".join(
+            f"<figure><h2>{escape(each.title)}</h2>{each.svg}<figcaption>{escape(each.caption)}</figcaption></figure>"
+            for each in self.figures
+        )
+        return (
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+            '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
+            f"<title>{escape(self.title)}</title><style>{_STYLE}{_SERIES}</style></head><body>"
+            f"<h1>{escape(self.title)}</h1>{lines}{_table(self.table)}<main>{figures}</main></body></html>\n"
+        )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "".join(row(cells, "td") for cells in rows[1:])
+    return f'<div class="wide"><table><thead>{row(rows[0], "th")}</thead><tbody>{body}</tbody></table></div><p></p>'
+
+
+def check_report(folder: str) -> None:
+    """Raise InputError when ``--report folder`` cannot be written."""
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise InputError(f"--report {folder}: expected a folder, found a file; name another")
+
+
+def write_report(page: Page, folder: str) -> Path:
+    """Write the page to ``report.html`` in ``folder``, which is made. Raises InputError when that fails."""
+    file = Path(folder) / FILE
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(page.html(), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--report {folder}: cannot be written ({error.strerror}): name another folder") from error
+    return file

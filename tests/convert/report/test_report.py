@@ -1,0 +1,129 @@
+"""Reports: one page that loads nothing, with every figure of its data drawn and explained."""
+
+import json
+import re
+import shutil
+import subprocess
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+from helpers.checkpoints import add_demo_tokenizer
+
+from kvfold.convert.cli import kvfold
+from kvfold.convert.report.svg import linear_axis, log_axis
+
+SVG = "{http://www.w3.org/2000/svg}"
+DRIFT = ["Drift by layer", "Attention rows by head", "Cache against context"]
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-headless-shell", "google-chrome"))), None)
+
+
+def run(*arguments):
+    done = CliRunner().invoke(kvfold, list(map(str, arguments)), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_family):
+    """Reports of a sweep, of a conversion by a budget, and of the drift of its result."""
+    place = tmp_path_factory.mktemp("report")
+    shutil.copytree(tiny_family("llama", vocab_size=2048, mlp_bias=False), place / "model")
+    add_demo_tokenizer(place / "model")
+    text = ["--samples", 4, "--seq-len", 24]
+    run("sweep", place / "model", "--targets", "mqa", "mla:32", *text, "--quiet", "--report", place / "sweep")
+    convert = ["convert", place / "model", place / "out", "--to", "mla", "--budget", 32, *text, "--quiet"]
+    run(*convert, "--report", place / "convert")
+    run("drift", place / "model", place / "out", *text, "--report", place / "drift", "--json", place / "drift.json")
+    return place
+
+
+def page(folder, name):
+    text = (folder / name / "report.html").read_text()
+    return ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
+
+
+@pytest.mark.parametrize(
+    ("name", "titles"),
+    [
+        ("drift", DRIFT),
+        (
+            "convert",
+            [
+                *DRIFT,
+                "What the fit of the output projection gained",
+                "Rotary slots by frequency",
+                "Spectrum of rotary keys, and the cut",
+                "Splits of 32 elements",
+            ],
+        ),
+        ("sweep", ["Cache against loss", "Cache against context", "Splits of 32 elements"]),
+    ],
+)
+def test_every_figure_is_drawn_and_says_what_is_good(folder, name, titles):
+    figures = list(page(folder, name).iter("figure"))
+    assert [figure.find("h2").text for figure in figures] == titles
+    for figure in figures:
+        svg = figure.find(f"{SVG}svg")
+        marks = [mark for kind in ("polyline", "rect", "circle") for mark in svg.iter(f"{SVG}{kind}")]
+        assert len(marks) >= 2
+        numbers = [float(value) for mark in marks for key, value in mark.items() if key in ("x", "y", "cx", "cy")]
+        assert all(0 <= value <= 400 for value in numbers)
+        assert "Good:" in figure.find("figcaption").text
+
+
+@pytest.mark.parametrize("name", ["drift", "convert", "sweep"])
+def test_a_page_is_one_file_with_two_themes(folder, name):
+    text = (folder / name / "report.html").read_text()
+    assert "prefers-color-scheme: dark" in text
+    assert '<meta name="viewport" content="width=device-width' in text
+    assert not re.search(r"<script|<link|<img|@import|url\(|src=", text)
+    assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
+    defined, used = set(re.findall(r"(--[a-z0-9]+):", text)), set(re.findall(r"var\((--[a-z0-9]+)\)", text))
+    assert used <= defined
+
+
+def test_a_heat_map_has_a_cell_per_head_strongest_where_the_kl_is_largest(folder):
+    drift = json.loads((folder / "drift.json").read_text())
+    expected = [head["row_kl"]["value"] for layer in drift["layers"] for head in layer["heads"]]
+    figure = next(each for each in page(folder, "drift").iter("figure") if each.find("h2").text == DRIFT[1])
+    found = [float(cell.get("fill-opacity")) for cell in figure.iter(f"{SVG}rect")]
+    assert found == pytest.approx([value / max(expected) for value in expected], abs=1e-3)
+
+
+def test_drift_names_models_and_text_with_hashes_and_the_seed_draws_the_text(folder):
+    drift = json.loads((folder / "drift.json").read_text())
+    assert [len(drift[name]["sha256"]) for name in ("source", "converted", "text")] == [64] * 3
+    assert drift["text"]["seed"] == 0
+    line = ["drift", folder / "model", folder / "model", "--samples", 1, "--seq-len", 16, "--json", "-", "--seed"]
+    seeds = [json.loads(run(*line, seed).stdout) for seed in (0, 1, 1)]
+    losses = [each["perplexity"]["source"] for each in seeds]
+    assert losses[0] != losses[1] == losses[2]
+    assert seeds[1]["text"]["seed"] == 1
+
+
+def test_a_folder_that_is_a_file_is_refused_before_anything_is_read(tmp_path):
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(kvfold, ["drift", "nothing", "nothing", "--report", str(tmp_path / "file")])
+    assert "--report" in str(done.exception)
+    assert "expected a folder, found a file" in str(done.exception)
+
+
+@pytest.mark.parametrize("values", [[0.0], [0.011, 0.4], [-0.02, 1e-4], [3.0, 3.0]])
+def test_axes_hold_their_values_between_round_ticks(values):
+    axis = linear_axis("x", values)
+    assert axis.low <= min(0, *values) <= max(0, *values) <= axis.high
+    assert 2 <= len(axis.ticks) <= 8
+    log = log_axis("x", [abs(value) for value in values])
+    assert log.low < log.high
+    assert all(log.low <= abs(value) <= log.high for value in values if value)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+@pytest.mark.parametrize("name", ["drift", "convert", "sweep"])
+def test_chromium_draws_every_figure_without_an_error(folder, tmp_path, name):
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=390,2000"]
+    command = [CHROMIUM, *options, f"--user-data-dir={tmp_path}", "--dump-dom", f"file://{folder / name}/report.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.count("<svg") == len(list(page(folder, name).iter("figure")))
+    assert "CONSOLE" not in done.stderr
