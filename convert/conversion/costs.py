@@ -15,7 +15,7 @@ from kvfold.convert.request import held_out_count
 _STEP_SEQUENCES, _ROUND, _AUTO_STEPS, _TYPICAL_STEPS = 8, 50, 500, 350  # of refinement; auto ends after 325 to 350
 _TRIAL_LAYERS, _TRIAL_TOKENS, _TRIAL_HELD_OUT, _FINALISTS, _TRIAL_STEPS = 4, 8192, 2048, 4, 20
 _JUDGED, _JUDGMENTS = 2048, {"contiguous": 2, "similar": 7, "mla": 2}
-# Fits of a layer, operations in float64: a E^3 + b E^2 (one thread of an AMD EPYC at 50 GFLOPS, widths of 512 and 1024)
+# Fits of a layer, operations in float64: a E^3 + b E^2 (one thread of a Xeon at 50 GFLOPS, widths of 512 and 1024)
 _FIT = {"contiguous": (80, 80_000), "similar": (190, 200_000), "mla": (250, 290_000)}
 _IN_LAYER = re.compile(r"\.\d+\.")
 _WIDE = 8  # bytes of float64
@@ -71,7 +71,7 @@ def costs_of(plan: Plan, processes: int = 1) -> Costs:
     work = _work(plan) if plan.request.calibrated else Work()
     source, out = _source_bytes(plan), sum(tensor.nbytes for tensor in plan.layout.tensors)
     walks = (1 + (plan.request.to == "mla")) * processes if plan.request.calibrated else 0
-    read_back = 2 * out if plan.request.calibrated else out  # hashed, and its loss measured
+    read_back = out if plan.request.calibrated else 0  # its loss is measured; hashes are made while writing
     return Costs(work, source * (1 + walks) + read_back, out, _memory(plan, processes))
 
 

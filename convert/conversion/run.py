@@ -36,6 +36,7 @@ from kvfold.convert.io.atomic import check_output, free_space_check, output_fold
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.config import dump
 from kvfold.convert.io.folder import read_bytes
+from kvfold.convert.io.hashing import hashing
 from kvfold.convert.io.shards import ShardWriter, write_index
 from kvfold.convert.measure.verify import RECORD, file_hashes
 from kvfold.convert.request import SELF, ConvertRequest
@@ -124,9 +125,9 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             return Conversion(plan, None, None, {})
         check_memory(plan)
         with _shared_folder(plan) as folder:
-            plan, measured = _write_weights(plan, folder, stages)
+            plan, measured, hashes = _write_weights(plan, folder, stages)
             checkpoint.check_unchanged()
-            record = processes.run_on_first(lambda: _complete(plan, measured, folder, stages))
+            record = processes.run_on_first(lambda: _complete(plan, measured, hashes, folder, stages))
     finally:
         checkpoint.close()
     done = Conversion(plan, Path(request.out), time.monotonic() - started, record or {})
@@ -172,14 +173,16 @@ def _shared_folder(plan: Plan) -> Iterator[Path]:
         yield folder
 
 
-def _complete(plan: Plan, measured: Measured | None, folder: Path, stages: Stages) -> dict[str, Any]:
-    """Everything beside the weights, once these are in ``folder``; returns the record."""
+def _complete(
+    plan: Plan, measured: Measured | None, hashes: Mapping[str, str], folder: Path, stages: Stages
+) -> dict[str, Any]:
+    """Everything beside the weights, once these are in ``folder`` with ``hashes``; returns the record."""
     write_index(folder, plan.shards)
     (folder / "config.json").write_text(dump(plan.layout.config), encoding="utf-8")
     if plan.request.polish:
-        measured = _polished(plan, measured, folder, stages)
+        measured, hashes = _polished(plan, measured, folder, stages), {}
     with stages.step("checking what was written"):
-        record = _write_side_files(plan, measured, folder)
+        record = _write_side_files(plan, measured, hashes, folder)
     forget(folder)
     plan.checkpoint.check_unchanged()
     return record
@@ -217,10 +220,10 @@ def method_of(request: ConvertRequest) -> type[Method]:
     return method
 
 
-def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Measured | None]:
+def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Measured | None, dict[str, str]]:
     """All shards, of several processes each its own: converted layers, and beside them a copy of the other tensors.
 
-    Returns the plan as the method resolved it, and what it measured.
+    Returns the plan as the method resolved it, what it measured, and the hashes of all shards.
     """
     with stages.step("reading the text and the model"), method_of(plan.request).begin(plan, folder, stages) as method:
         plan = method.plan
@@ -233,6 +236,7 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Meas
         resumed = sum(sizes[name] for name in journal.written)
         with (
             ShardWriter(folder, plan.own_shards, journal.written) as writer,
+            hashing(folder, plan.own_shards, writer.written) as hashes,
             stages("write", sum(sizes.values()), "B", resumed) as wrote,
         ):
             with writer.copying_rest(plan.checkpoint, wrote):
@@ -244,8 +248,9 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Meas
                         journal.note(layer.index, layer.notes)
                     time_left.layer_done()
             writer.finish()
-        processes.wait_for_all()
-        return plan, method.measured(journal.notes) if processes.is_first() else None
+            made = processes.gathered(hashes())
+        measured = method.measured(journal.notes) if processes.is_first() else None
+        return plan, measured, {file: digest for each in made for file, digest in each.items()}
 
 
 def _polished(plan: Plan, measured: Measured | None, folder: Path, stages: Stages) -> Measured:
@@ -277,7 +282,7 @@ def _code_path(module: str) -> Path:
     return Path(spec.origin)
 
 
-def _write_side_files(plan: Plan, measured: Measured | None, folder: Path) -> dict[str, Any]:
+def _write_side_files(plan: Plan, measured: Measured | None, hashes: Mapping[str, str], folder: Path) -> dict[str, Any]:
     """Tokenizer and license files, modeling code, the model card and ``kvfold.json``, whose content is returned.
 
     A calibrated conversion is read back first: its record holds the loss of the files on disk too.
@@ -289,6 +294,6 @@ def _write_side_files(plan: Plan, measured: Measured | None, folder: Path) -> di
         (folder / path.name).write_bytes(path.read_bytes())
     record = record_of(plan, {} if measured is None else measured.record(folder))
     (folder / "README.md").write_text(model_card(plan, record), encoding="utf-8")
-    record["files"] = file_hashes(folder)
+    record["files"] = file_hashes(folder, known=hashes)
     (folder / RECORD).write_text(dump(record), encoding="utf-8")
     return record

@@ -82,11 +82,15 @@ def non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
             yield f"tensor {name!r} in {checkpoint.info(name).file}: {bad} numbers are NaN or infinite"
 
 
-def file_hashes(folder: Path, record: str = RECORD) -> dict[str, str]:
-    """The SHA-256 of every file below ``folder`` by its path there, but for ``record``, which will hold them."""
-    names = _names(folder, record)
+def file_hashes(folder: Path, record: str = RECORD, known: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The SHA-256 of every file below ``folder`` by its path there, but for ``record``, which will hold them.
+
+    Files whose hashes are ``known`` are not read.
+    """
+    names, known = _names(folder, record), known or {}
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        return dict(zip(names, pool.map(lambda name: _sha256(folder / name), names), strict=True))
+        hashes = pool.map(lambda name: known[name] if name in known else _sha256(folder / name), names)
+        return dict(zip(names, hashes, strict=True))
 
 
 def file_problems(folder: Path, expected: Mapping[str, str], record: str = RECORD) -> Iterator[str]:
