@@ -93,6 +93,10 @@ def sweep_checkpoint(
     into. ``progress`` as in `convert_checkpoint`, with the stages ``survey``, ``splits`` (splits times layers) and
     ``sweep`` (layers times targets). In memory are the residual streams of all calibration tokens, once for the source
     and once for every target. Raises InputError for a wrong target, option or checkpoint.
+
+    >>> found = sweep_checkpoint(demo_folder(), "gqa:4 mqa", samples=4, seq_len=32, quiet=True)
+    >>> [(row.kind, row.elements) for row in found.rows]
+    [('GQA-4', 256), ('MQA', 64)]
     """
     named = None if targets is None else parse_targets(targets)
     common: Options = {

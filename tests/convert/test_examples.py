@@ -1,10 +1,14 @@
-"""The examples in the docstrings of what ``kvfold.convert`` exports, run as they stand."""
+"""The examples in docstrings and in ``docs/``, run as they stand; the commands of the documents, parsed."""
 
 import doctest
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
 import kvfold.convert
+from kvfold.convert.cli import kvfold as commands
 
 FUNCTIONS = [name for name in kvfold.convert.__all__ if name.endswith(("_checkpoint", "_checkpoints", "_request"))]
 QUICK = ("ConvertRequest", "UptrainRequest", "demo_folder", "inspect_checkpoint", "recipe_request", "verify_checkpoint")
@@ -19,3 +23,29 @@ def test_example(name, tmp_path):
     told: list[str] = []
     result = doctest.DocTestRunner().run(found[0], out=told.append)
     assert result.failed == 0, "".join(told)
+
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "recipes" / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
+
+
+@pytest.mark.slow
+def test_the_page_on_python(tmp_path):
+    told: list[str] = []
+    text = (REPOSITORY / "docs" / "python.md").read_text()
+    found = doctest.DocTestParser().get_doctest(text, {"folder": tmp_path}, "python.md", "docs/python.md", 0)
+    runner = doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
+    assert runner.run(found, out=told.append).failed == 0, "".join(told)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_documents_name_commands_and_files_that_exist(document):
+    text = document.read_text()
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (document.parent / link).exists(), link
+    for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
+        for line in block.replace("\\\n", "").splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["kvfold"]:
+                command = commands.commands[words[1]]
+                command.make_context(words[1], words[2:])  # raises for an option or a value that does not exist
