@@ -179,7 +179,7 @@ def _same_text(one: str, other: str) -> bool:
 
 
 def summary(request: UptrainRequest, done: Uptrained) -> str:
-    """The result for users, on one or two lines."""
+    """The result for users, on one to three lines."""
     drift = done.record.get("held_out")
     tokens = request.steps * request.batch_tokens
     lines = [f"wrote {request.out}: {request.steps} steps, {tokens} tokens; log and curve in {request.work}"]
@@ -187,4 +187,7 @@ def summary(request: UptrainRequest, done: Uptrained) -> str:
         name = "eval_excess" if "eval_excess" in drift["after"] else "eval_loss"
         what = "excess loss over the teacher's" if name == "eval_excess" else "loss"
         lines.append(f"held-out {what}: {drift['before'][name]:.4f} -> {drift['after'][name]:.4f} nats per token")
+        if "eval_kl" in drift["after"]:  # what distillation lowers; with few sequences a loss says less
+            both = (drift[when]["eval_kl"] for when in ("before", "after"))
+            lines.append("held-out KL from the teacher: {:.4f} -> {:.4f} nats per token".format(*both))
     return "\n".join(lines)
