@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, DynamicCache, StaticCache
 
+from kvfold.attention.checkpoints.registered import register_model
 from kvfold.convert.bench.clock import Clock, free_memory, peak_memory, repeat, reset_peak
 from kvfold.convert.bench.costs import Weights, costs
 from kvfold.convert.bench.machine import processor
@@ -49,6 +50,7 @@ def run(task: Task) -> dict[str, Any]:
     if task.threads:
         torch.set_num_threads(task.threads)
     device, dtype = torch.device(task.device), getattr(torch, task.dtype)
+    register_model(str(task.subject.config.get("model_type")))
     config = AutoConfig.for_model(**task.subject.config)
     weights = count_parameters(config)
     pairs = sorted((context * batch, context, batch) for context in task.contexts for batch in task.batches)

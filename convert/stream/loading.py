@@ -37,6 +37,9 @@ def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
 
 @contextmanager
 def _loading(checkpoint: Checkpoint) -> Iterator[None]:
+    from kvfold.attention.checkpoints.registered import register_model
+
+    register_model(str(checkpoint.config.get("model_type")))
     try:
         yield
     except (ValueError, KeyError, TypeError, OSError) as error:

@@ -18,9 +18,13 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import load_family, supported
 from kvfold.convert.families.layout import read_layer, write_layer
 from kvfold.convert.families.model import model_of
+from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.measure.verify import verify_checkpoint
+from kvfold.convert.stream.loading import load_model
 from kvfold.convert.targets.own_code import CODE
 from kvfold.convert.transforms.fold import pool
+from kvfold.convert.uptrain.models import prepare_model
+from kvfold.convert.uptrain.request import UptrainRequest
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 CHANGES = {  # further models of a family
@@ -228,6 +232,34 @@ def test_other_layouts_name_this_one(tiny_family, tmp_path):
     )
     with pytest.raises(InputError, match="--layout kvfold: llama has no such layout yet; its stock class or --to gqa"):
         convert(tiny_family("llama"), tmp_path / "out", to="mla", method="svd", kv_rank=12, rope_dim=4, layout="kvfold")
+
+
+FRESH = """
+import sys
+from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.stream.loading import load_config
+print(type(load_config(open_checkpoint(sys.argv[1]), False)).__module__)
+"""
+
+
+@pytest.mark.slow  # a fresh process, in which nothing has been registered
+def test_commands_load_it_with_the_installed_code(tiny_family, tmp_path):
+    out = convert(tiny_family("gpt2"), tmp_path / "out", kv_heads=4)
+    (out / "modeling_kvfold.py").write_text("raise SystemExit(1)")  # never run
+    assert run_python("-c", FRESH, out).stdout.strip() == "kvfold.attention.checkpoints.modeling_kvfold"
+
+
+def test_attention_alone_is_trained_under_any_name(tiny_family, tmp_path):
+    for name, module in (("gpt2", ".attn."), ("gpt_neox", ".attention."), ("opt", ".self_attn.")):
+        source = open_checkpoint(str(convert(tiny_family(name), tmp_path / name, kv_heads=4)))
+        model = load_model(source, torch.float32, False)
+        request = UptrainRequest(
+            model=str(source.folder), out=str(tmp_path / "trained"), text="text.txt", train="attention"
+        )
+        assert prepare_model(model, source, request) is None
+        source.close()
+        trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
+        assert trained == {key for key, _ in model.named_parameters() if module in key}
 
 
 def test_files_may_leave_the_prefix_out_and_hold_masks(tiny_family, tmp_path):
