@@ -1,5 +1,6 @@
 """A bench report as a picture: decoding speed and cache, one group of bars per context and batch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvfold.convert.sizes import bytes_unit
@@ -29,9 +30,9 @@ def figure(report: dict[str, Any]) -> Any:
         (speed, "decode_tokens_per_s", 1, "decoding, tokens per second"),
         (cache, "cache_bytes", size, f"cache, {unit}"),
     ):
-        for place, model in enumerate(models):
+        for place, (model, name) in enumerate(zip(models, short_names(models), strict=True)):
             values = [rows.get((model, *pair), {}).get(key) for pair in pairs]
-            _bars(axes, place, model, len(models), [None if value is None else value / scale for value in values])
+            _bars(axes, place, name, len(models), [None if value is None else value / scale for value in values])
         axes.set_xticks(range(len(pairs)), [f"{context} × {batch}" for context, batch in pairs])
         axes.set_title(title, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
@@ -42,6 +43,18 @@ def figure(report: dict[str, Any]) -> Any:
     )
     drawn.text(0.99, 0.005, f"{report['device']}, {report['dtype']}", ha="right", fontsize=7, color="#777777")
     return drawn
+
+
+def short_names(labels: Sequence[str]) -> list[str]:
+    """The last parts of paths, with as many folders before them as tell them apart; other labels stay."""
+
+    def shortened(label: str, parts: int) -> str:
+        path, form, rest = label.partition(" (")
+        return "/".join(path.rstrip("/").split("/")[-parts:]) + form + rest
+
+    longest = max((label.count("/") for label in labels), default=0) + 1
+    ways = ([shortened(label, parts) for label in labels] for parts in range(1, longest + 1))
+    return next((names for names in ways if len(set(names)) == len(set(labels))), list(labels))
 
 
 def _bars(axes: Any, place: int, model: str, models: int, heights: list[float | None]) -> None:

@@ -40,7 +40,9 @@ def curve_figure(rows: list[dict[str, Any]], title: str) -> Any:
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _held_out(upper, measured)
-    lower.plot([row["tokens"] for row in trained], [row["loss"] for row in trained], color="#4C566A", lw=1.2)
+    point = "o" if len(trained) == 1 else ""  # a line through one point would not be seen
+    losses = [row["loss"] for row in trained]
+    lower.plot([row["tokens"] for row in trained], losses, color="#4C566A", lw=1.2, marker=point, ms=3.5)
     lower.set_title("training loss, nats per token", loc="left", fontsize=10)
     lower.set_xlabel("tokens seen")
     lower.xaxis.set_major_formatter(_tokens)
@@ -64,12 +66,18 @@ def _held_out(axes: Any, rows: list[dict[str, Any]]) -> None:
         axes.plot(tokens, divergence, color="#D08770", marker="s", ms=3, label="KL from the teacher")
         axes.axhline(values[0] / 2, color="#A3BE8C", ls="--", lw=1, label="half the excess at the start")
         axes.set_ylim(min(0, *values), 1.12 * max(*values, *divergence))
-    for place in (0, -1):
-        at = (tokens[place], values[place])
-        axes.annotate(f"{values[place]:.4f}", at, (0, 7), textcoords="offset points", fontsize=8)
+    for place in dict.fromkeys((0, len(values) - 1)):  # once where there is one point
+        _value(axes, tokens[place], values[place], first=place == 0)
 
     axes.set_title("held-out text, nats per token", loc="left", fontsize=10)
+    axes.margins(x=0.12)  # room for the numbers
     axes.legend(frameon=False, fontsize=8)
+
+
+def _value(axes: Any, tokens: float, value: float, *, first: bool) -> None:
+    """The number at an end of the curve, beyond it: left of the first point, right of the last."""
+    style = {"textcoords": "offset points", "ha": "right" if first else "left", "va": "center", "fontsize": 8}
+    axes.annotate(f"{value:.4f}", (tokens, value), (-7 if first else 7, 0), **style)
 
 
 def _tokens(value: float, _: Any) -> str:

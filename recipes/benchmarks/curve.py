@@ -26,6 +26,7 @@ from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
 
 WINDOWS, LENGTH, STEPS = 32, 256, 150
+LINEAR = 1e-3  # nats: smaller losses are drawn on a linear scale
 TEXT = {"samples": 128, "seq_len": 256}
 FOLDS: tuple[dict[str, Any], ...] = ({"to": "gqa", "kv_heads": 4}, {"to": "gqa", "kv_heads": 2}, {"to": "mqa"})
 LATENTS: tuple[dict[str, Any], ...] = tuple(
@@ -96,6 +97,26 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def mark_break(axes: Any) -> None:
+    """Show where the logarithmic axis becomes linear: a shaded band, and two strokes through the axis at its ends."""
+    axes.axhspan(-LINEAR, LINEAR, color="#ECEFF4", zorder=0)
+    place = {"transform": axes.get_yaxis_transform(), "clip_on": False, "color": "#2E3440", "lw": 1.2}
+    for edge in (-LINEAR, LINEAR):
+        for shift in (-0.06, 0.06):
+            at = edge * (1 + shift)
+            axes.plot((-0.012, 0.012), (at - 0.04 * LINEAR, at + 0.04 * LINEAR), **place)
+    axes.text(
+        0.995,
+        -0.9 * LINEAR,
+        f"linear between -{LINEAR:g} and {LINEAR:g}",
+        ha="right",
+        va="bottom",
+        fontsize=7,
+        color="#777777",
+        transform=axes.get_yaxis_transform(),
+    )
+
+
 def draw(report_data: dict[str, Any], path: Path) -> None:
     """Excess loss against cache elements, both on logarithmic axes (linear below a thousandth of a nat)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -115,15 +136,16 @@ def draw(report_data: dict[str, Any], path: Path) -> None:
                 style = {"color": color, "marker": marker, "linestyle": dashes, "markerfacecolor": face}
                 axes.plot(*zip(*points, strict=True), label=f"{series}: {method}", **style)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("symlog", linthresh=1e-3)
+    axes.set_yscale("symlog", linthresh=LINEAR)
     axes.axhline(0, color="#777777", lw=0.8)
     excess = [1.5 * row["excess"] for row in rows]
-    axes.set_ylim(min(-1e-3, *excess), max(excess))
+    axes.set_ylim(min(-LINEAR, *excess), max(excess))
     ticks = sorted({row["numbers"] for row in rows}, reverse=True)
     axes.set_xticks(ticks, [f"{n}\n{100 * (1 - n / first['numbers']):.4g} %" for n in ticks])
     axes.invert_xaxis()
     axes.set_xlabel(f"KV-cache elements per token per layer (the original: {first['numbers']}), and the saving")
     axes.set_ylabel("excess loss on held-out text, nats per token")
+    mark_break(axes)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)

@@ -146,21 +146,34 @@ def test_latent_checkpoints_run_in_both_forms(in_process, tmp_path):
     assert [row["cache_bytes"] for row in rows["rows"]] == [16 * 36 * 2 * 4] * 2
 
 
+def test_the_legend_has_names_rather_than_paths():
+    from kvfold.convert.bench.plot import short_names
+
+    assert short_names(["/models/llama", "/results/mla/"]) == ["llama", "mla"]
+    assert short_names(["/a/b/model", "/a/c/model"]) == ["b/model", "c/model"]
+    assert short_names(["org/name", "MHA (absorbed)", "/a/out (absorbed)"]) == [
+        "name",
+        "MHA (absorbed)",
+        "out (absorbed)",
+    ]
+
+
 def test_the_plot_has_a_bar_of_the_right_height_for_every_row(report):
     pytest.importorskip("matplotlib")
-    from kvfold.convert.bench.plot import figure
+    from kvfold.convert.bench.plot import figure, short_names
 
     rows = [dict(row) for row in report["rows"]]
     missing = {"model": rows[0]["model"], "context": 1 << 20, "batch": 1, "needed_bytes": 2, "free_bytes": 1}
     speed, cache = figure({**report, "rows": [*rows, missing]}).axes
     pairs = [(32, 1), (32, 2), (64, 1), (64, 2), (1 << 20, 1)]
     assert [label.get_text() for label in speed.get_xticklabels()] == [f"{c} × {b}" for c, b in pairs]
-    assert cache.get_title(loc="left") == "cache, KiB"
+    assert cache.get_title(loc="left") == "cache, kB"
     found = {(row["model"], row["context"], row["batch"]): row for row in rows}
-    for axes, key, unit in ((speed, "decode_tokens_per_s", 1), (cache, "cache_bytes", 1024)):
+    for axes, key, unit in ((speed, "decode_tokens_per_s", 1), (cache, "cache_bytes", 1000)):
         drawn = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
-        assert list(drawn) == list(dict.fromkeys(row["model"] for row in rows))
-        for model, heights in drawn.items():
+        models = list(dict.fromkeys(row["model"] for row in rows))
+        assert list(drawn) == short_names(models)
+        for model, heights in zip(models, drawn.values(), strict=True):
             expected = [found[model, *pair][key] / unit if (model, *pair) in found else 0 for pair in pairs]
             assert heights == pytest.approx(expected)
         texts = [text.get_text() for text in axes.texts]

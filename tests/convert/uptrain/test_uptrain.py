@@ -305,6 +305,14 @@ def test_the_curve_with_a_teacher():
     assert upper.get_ylim()[1] > 0.5
 
 
+def test_one_measurement_is_one_point_with_one_number():
+    trained = {"step": 4, "tokens": 2048, "loss": 2.0}
+    figure = curve_figure([{"step": 0, "tokens": 0, "eval_loss": 3.0}, trained], "a model")
+    upper, lower = figure.axes
+    assert [text.get_text() for text in upper.texts] == ["3.0000"]
+    assert lower.lines[0].get_marker() == "o"
+
+
 def test_the_curve_without_a_teacher():
     upper, lines = curve([{"step": n, "tokens": 512 * n, "eval_loss": 3.0 - n / 8} for n in (0, 4, 8)])
     assert lines == {"loss": [[0, 3.0], [2048, 2.5], [4096, 2.0]]}
