@@ -6,12 +6,14 @@
 Makes a bfloat16 checkpoint in several shards (13.5 GB with 32 layers) in a new folder below --work, converts it from
 MHA to GQA-8 in its own process, copies it with `cp -r --reflink=never`, in alternating pairs, each followed by
 `sync` and preceded by dropping the page cache where that is permitted. The first pair is discarded. Needs three times
-the checkpoint's size on that disk; removes everything it made.
+the checkpoint's size on that disk; removes everything it made. On a machine with other work only the CPU seconds count,
+which are also given by what takes them: each part is made once more alone.
 """
 
 import argparse
 import json
 import os
+import resource
 import shutil
 import statistics
 import struct
@@ -26,6 +28,8 @@ from typing import Any
 import torch
 
 from kvfold.convert.bench.machine import conditions
+from kvfold.convert.io.copying import copy_range
+from kvfold.convert.measure.verify import file_hashes
 
 WIDTH, INNER, HEADS, VOCABULARY = 4096, 11008, 32, 32000
 CONFIG = {
@@ -150,6 +154,27 @@ def memory_of(process: int) -> dict[str, int]:
     return {name: int(value.split()[0]) * 1024 for name, value in fields.items()}
 
 
+def children_cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def cpu_parts(source: Path, work: Path) -> dict[str, float]:
+    """CPU seconds of what a conversion does beside pooling, each alone: importing torch, copying, hashing OUT."""
+    before = children_cpu()
+    subprocess.run([sys.executable, "-c", "import torch, numpy"], check=True)
+    parts = {"importing torch": children_cpu() - before}
+    began = time.process_time()
+    for path in source.glob("*.safetensors"):
+        with path.open("rb", buffering=0) as file, (work / "copied").open("wb", buffering=0) as target:
+            copy_range(file.fileno(), 0, target.fileno(), 0, path.stat().st_size, lambda count: None)
+    parts["copying"] = time.process_time() - began
+    (work / "copied").unlink()
+    began = time.process_time()
+    file_hashes(work / "out")
+    return {**parts, "hashing": time.process_time() - began}
+
+
 def measure(source: Path, work: Path, pairs: int, options: list[str]) -> list[dict[str, Any]]:
     """Alternate cp and convert; one row per pair."""
     rows = []
@@ -159,7 +184,10 @@ def measure(source: Path, work: Path, pairs: int, options: list[str]) -> list[di
         shutil.rmtree(work / "copy")
         drop_caches()
         command = [sys.executable, "-m", "kvfold.convert", "convert", str(source), str(work / "out"), *options]
+        before = children_cpu()
         row["convert_seconds"], row["peaks"] = timed(command, {})
+        row["convert_cpu_seconds"] = children_cpu() - before
+        row["cpu_parts"] = cpu_parts(source, work)
         row["out_bytes"] = sum(path.stat().st_size for path in (work / "out").iterdir())
         shutil.rmtree(work / "out")
         row["ratio"] = row["convert_seconds"] / row["cp_seconds"]
@@ -182,6 +210,10 @@ def summary(rows: list[dict[str, Any]], layers: int, size: int, options: list[st
         "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios), "allowed": 1.25},
         "cp_seconds": statistics.median(row["cp_seconds"] for row in counted),
         "convert_seconds": statistics.median(row["convert_seconds"] for row in counted),
+        "convert_cpu_seconds": statistics.median(row["convert_cpu_seconds"] for row in counted),
+        "cpu_parts": {
+            part: statistics.median(row["cpu_parts"][part] for row in counted) for part in counted[0]["cpu_parts"]
+        },
         "peak_bytes": {"own": private, "mapped_files": peaks.get("RssFile", 0), "all": peaks.get("VmHWM", 0)},
         "allowed_bytes": allowed,
         "caches_dropped": all(row["caches_dropped"] for row in rows),
