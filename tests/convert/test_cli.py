@@ -76,9 +76,8 @@ def test_help_of_convert_lists_options_by_panels(kvfold):
     assert all(option in calibration for option in ("--calibration ", "--samples ", "--seq-len ", "--seed "))
     assert all(option in refinement for option in ("--refine STEPS|auto", "--polish STEPS|auto"))
     assert all(option in running for option in ("--device ", "--gguf ", "--adapter ", "--resume ", "-h, --help"))
-    assert text.count("\n  --") == 29
-    assert "kvfold|" not in text
-    assert "|kvfold" not in text
+    assert text.count("\n  --") == 30
+    assert "--layout free|engine|kvfold " in text
 
 
 def test_help_of_uptrain_lists_options_by_panels(kvfold):
@@ -120,8 +119,8 @@ def test_exit_status_and_error_of_a_process():
         (["convert", "a", "b", "--to", "gqa"], "error: --to gqa needs --kv-heads"),
         (["convert", "a", "b", "--to", "mqa", "--refine", "-3"], "error: --refine: expected a number of steps or auto"),
         (
-            ["convert", "a", "b", "--to", "mla", "--budget", "64", "--layout", "kvfold"],
-            "error: --layout kvfold does not exist yet: use --layout free or --layout engine",
+            ["convert", "a", "b", "--to", "mla", "--budget", "64", "--layout", "deepseek"],
+            "error: --layout: expected free, the present name of this layout, found 'deepseek'",
         ),
         (["melt"], "error: kvfold: no such command 'melt'"),
         (

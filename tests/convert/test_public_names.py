@@ -57,6 +57,6 @@ def test_what_the_request_takes_is_said_by_its_types():
     request = importlib.import_module("kvfold.convert.request")
     assert request.TARGETS == ("gqa", "mqa", "mla")
     assert request.DEVICES == ("auto", "cpu", "cuda")
-    assert request.LAYOUTS == ("free", "engine")
+    assert request.LAYOUTS == ("free", "engine", "kvfold")
     for to in request.TARGETS:
         assert set(request.methods_of(to)) <= set(request.METHODS)

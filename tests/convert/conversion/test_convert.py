@@ -240,10 +240,11 @@ def test_numbers_of_heads(source, tmp_path):
 
 
 def test_out_in_the_wrong_place(source, tmp_path, model):
-    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "something").mkdir(parents=True)
     assert "--overwrite" in refused(source, tmp_path / "there")
     assert "expected OUT outside MODEL" in refused(model, model / "out")
-    assert "make it first" in refused(source, tmp_path / "none" / "out")
+    (tmp_path / "file").touch()
+    assert "to write it in, found something else" in refused(source, tmp_path / "file" / "out")
 
 
 def test_missing_and_unknown_models(tmp_path, model):
