@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
+from helpers.checkpoints import add_demo_tokenizer
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
@@ -28,7 +30,10 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "mla-free": {"to": "mla", "kv_rank": 48, "rope_dim": 16, "layout": "free", "method": "svd"},
     "mla-512-64-engine": {"to": "mla", "kv_rank": 512, "rope_dim": 64, "layout": "engine", **LITTLE},
     "mla-512-64-free": {"to": "mla", "kv_rank": 512, "rope_dim": 64, "layout": "free", "method": "svd"},
+    "experts-engine": {"to": "mla", "kv_rank": 48, "rope_dim": 16, "layout": "engine", **LITTLE},
+    "experts-free": {"to": "mla", "kv_rank": 48, "rope_dim": 16, "layout": "free", "method": "svd"},
 }
+EXPERTS = {"sliding_window": None, "head_dim": 16, "vocab_size": 2048, "max_position_embeddings": 512}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,14 +62,25 @@ def python_with() -> Callable[[str], str]:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """``made("gqa-2")``: the folder of the model that ships, converted as ``REQUESTS`` says."""
+    """``made("gqa-2")``: the folder of the model that ships, converted as ``REQUESTS`` says.
+
+    ``experts-...`` are made of a tiny random mixtral.
+    """
     place = tmp_path_factory.mktemp("converted")
+
+    def source(name: str) -> Path:
+        if not name.startswith("experts-"):
+            return demo_folder()
+        if not (mixtral := place / "mixtral").exists():
+            tiny_models.make_tiny("mixtral", mixtral, EXPERTS)
+            add_demo_tokenizer(mixtral)
+        return mixtral
 
     def folder(name: str) -> Path:
         out = place / name
         if not out.exists():
             options = {"allow_growth": True, "quiet": True} | REQUESTS[name]
-            convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(out), **options))
+            convert_checkpoint(ConvertRequest(model=str(source(name)), out=str(out), **options))
         return out
 
     return folder

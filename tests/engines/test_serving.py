@@ -34,6 +34,8 @@ OUTCOMES = {
         "mla-free": "Model type youtu not supported",
         "mla-512-64-engine": SERVED,
         "mla-512-64-free": "Model type youtu not supported",
+        "experts-engine": SERVED,
+        "experts-free": "float division by zero",
     },
     "llama.cpp": {
         "gqa-2": SERVED,
@@ -42,6 +44,7 @@ OUTCOMES = {
         "mla-free": "wrong number of tensors",
         "mla-512-64-engine": SERVED,
         "mla-512-64-free": "wrong number of tensors",
+        "experts-engine": SERVED,
     },
 }
 OPTIONS = {
