@@ -10,7 +10,7 @@ from kvfold.attention.checkpoints import modeling_kvfold
 
 MODELING = Path(modeling_kvfold.__file__)  # the file that checkpoints take along
 PREFIX = "kvfold_"  # of model types
-SOURCES = ("gpt2", "gpt_neox", "opt")
+SOURCES = ("arcee", "gpt2", "gpt_neox", "nemotron", "opt", "phi", "stablelm", "starcoder2")
 _AUTO = (AutoModel, AutoModelForCausalLM)
 
 

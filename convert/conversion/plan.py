@@ -105,8 +105,9 @@ class Plan:
 
     def read_names(self, layer: int) -> tuple[str, ...]:
         """The source tensors that the transform of ``layer`` reads."""
-        if self.request.to == "mla" and self.layout.code is None:
-            return latent_reads(self.model, layer)
+        if self.request.to == "mla":
+            own = self.layout.code is not None
+            return self.model.attention_names(layer) if own else latent_reads(self.model, layer)
         return self.model.attention_names(layer, self.roles)
 
     @property

@@ -42,7 +42,8 @@ def model_problems(model: Model) -> list[str]:
         *_attention_problems(model),
         *_rope_problems(model),
     ]
-    instead = _INSTEAD if model.family.own_code is None else "--layout kvfold works"
+    own = model.family.own_code is not None and not any(_attention_problems(model))
+    instead = "--layout kvfold works" if own else _INSTEAD
     return [f"--to mla: {model.family.model_type} {problem}; {instead}" for problem in problems]
 
 
@@ -52,6 +53,7 @@ def _own_problems(model: Model, target: LatentTarget) -> Iterator[str]:
         yield "has no such layout yet; its stock class or --to gqa work"
     if target.q_rank is not None:
         yield "would have queries without a latent in it; leave --q-rank out"
+    yield from _attention_problems(model)
     yield from _rope_problems(model)
 
 

@@ -15,7 +15,9 @@ from kvfold.convert.families.family import family_of, load_family, supported
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.families.values import TYPES, Values
+from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout
+from kvfold.convert.targets.own_latent import own_latent_layout
 
 FOLDER = Path(schema.__file__).parent
 
@@ -52,7 +54,8 @@ def test_a_file_that_extends_another_holds_differences_only(name):
     base = table(data["extends"])
     for section, value in data.items():
         if isinstance(value, dict):
-            assert [entry for entry in value if entry in base[section] and value[entry] == base[section][entry]] == []
+            taken = base.get(section, {})
+            assert [entry for entry in value if entry in taken and value[entry] == taken[entry]] == []
         else:
             assert value != base.get(section)
 
@@ -218,11 +221,15 @@ def ask_everything(family: schema.Family, config: dict) -> None:
     assert family_of(config).model_type == family.model_type
     model = Model(family, config)
     _ = model.block, model.names
-    if needs_own_code(model):
+    if family.own_code is not None:
         stored = {
             name: SimpleNamespace(name=name, dtype="F32", shape=each.shape) for name, each in model.tensors.items()
         }
-        own_folded_layout(model.as_stored(stored), SimpleNamespace(config=config, tensors=stored), 1, None)
+        checkpoint = SimpleNamespace(config=config, tensors=stored)
+        target = LatentTarget(8, 4, layout="kvfold")
+        own_latent_layout(model.as_stored(stored), checkpoint, target, [1.0, 0.1], None)
+    if needs_own_code(model):
+        own_folded_layout(model, checkpoint, 1, None)
     else:
         model.kv_config(1)
     model.tensor_problems({"model.layers.0.self_attn.rotary_emb.inv_freq": zeros(1)})
