@@ -109,7 +109,7 @@ def test_growth_is_for_those_who_ask_for_it():
         (
             "starcoder2",
             {},
-            "--to mla: starcoder2 layers use LayerNorm, the stock MLA class has RMSNorm only; --to gqa works",
+            "--to mla: starcoder2 layers use LayerNorm, the stock MLA class has RMSNorm only; --layout kvfold works",
         ),
         (
             "granite",
