@@ -99,9 +99,10 @@ def peak_rate(error: float, width: int) -> float:
     """The default peak learning rate, relative to the size of each tensor, of a model of ``width``.
 
     Near its minimum the KL grows with the square of the distance, so that the way to go is in proportion to the root of
-    the ``error`` before training; with more, a model that was close is thrown away from where it was.
+    the ``error`` before training; with more, a model that was close is thrown away from where it was. Rounding may make
+    the error of a lossless one negative.
     """
-    return _RATE * min(1.0, math.sqrt(error)) / math.sqrt(width)
+    return _RATE * min(1.0, math.sqrt(max(error, 0.0))) / math.sqrt(width)
 
 
 def learning_rate(step: int, steps: int) -> float:

@@ -59,6 +59,10 @@ def test_polishing_brings_the_model_closer_and_changes_attention_alone(tmp_path,
     assert "trained together for 10 steps to give the source's next-token distributions" in card
 
 
+def test_a_lossless_start_whose_error_is_negative_by_rounding_has_a_rate():
+    assert training.peak_rate(-1.7e-8, 64) == 0.0 < training.peak_rate(1e-4, 64)
+
+
 def test_weights_that_get_no_better_stay_as_they_are(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "_RATE", 1000.0)
     record = convert(tmp_path / "polished", **MQA, polish=2)
