@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvfold.convert.targets.mla.config import is_latent
+from kvfold.convert.targets.own_code import source_type
 
 _SPARE = 1.05  # factor for allocators and libraries
 _FIXED = 600 << 20  # torch itself
@@ -66,13 +66,13 @@ def costs(
 def _per_slot(config: Mapping[str, Any], form: str) -> tuple[int, int, int]:
     """Of one layer and slot: elements cached, operations, elements that attention makes in between."""
     heads = int(config["num_attention_heads"])
-    if not is_latent(config):
+    if config.get("kv_lora_rank") is None:
         dim = int(config.get("head_dim") or config["hidden_size"] // heads)
         groups = int(config.get("num_key_value_heads") or heads)
         return 2 * groups * dim, 4 * heads * dim, 0 if groups == heads else 2 * heads * dim
     rank, rope = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"])
     nope, value = int(config["qk_nope_head_dim"]), int(config["v_head_dim"])
-    if form == "absorbed":
+    if form == "absorbed" or source_type(config):  # layout kvfold decodes over the latents by itself
         return rank + rope, 2 * heads * (2 * rank + rope), heads
     made = heads * (2 * nope + rope + 2 * value)
     return rank + rope, 2 * heads * ((nope + value) * rank + nope + rope + value), made

@@ -3,12 +3,13 @@
 No torch here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.targets.mla.config import is_latent
+from kvfold.convert.targets.own_code import BLOCK, source_type
 
 _KV_HEADS, _RANK, _ROPE = 8, 512, 64  # of the converted kinds of a shape
 
@@ -93,5 +94,22 @@ def checkpoint_subjects(models: Sequence[str]) -> list[Subject]:
         config, folder = checkpoint.config, str(checkpoint.folder)
         checkpoint.close()
         forms = ("stock", "absorbed") if is_latent(config) else ("stock",)
-        subjects += [Subject(model, form, config, folder) for form in forms]
+        subjects += [Subject(model, form, {**config, **_usual_names(config)}, folder) for form in forms]
     return subjects
+
+
+def _usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of ``config`` by their usual names, where the family has names of its own, or layout ``kvfold`` has."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    own, kind = source_type(config), config.get("model_type")
+    names = CONFIG_MAPPING[own or kind].attribute_map if (own or kind) in CONFIG_MAPPING else {}
+    sizes = {usual: config[name] for usual, name in names.items() if name in config}
+    if own is None:
+        return sizes
+    block = config[BLOCK]
+    dim = block["head_dim"]
+    if "kv_rank" not in block:
+        return {**sizes, "head_dim": dim, "num_key_value_heads": block["kv_heads"]}
+    heads = {"qk_nope_head_dim": dim, "v_head_dim": dim}
+    return {**sizes, **heads, "kv_lora_rank": block["kv_rank"], "qk_rope_head_dim": block["rope_dim"]}

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, DynamicCache, StaticCache
 
 from kvfold.attention.checkpoints.registered import register_model
+from kvfold.attention.drift.frame import attention_of, layer_list
 from kvfold.convert.bench.clock import Clock, free_memory, peak_memory, repeat, reset_peak
 from kvfold.convert.bench.costs import Weights, costs
 from kvfold.convert.bench.machine import processor
@@ -169,7 +170,7 @@ def _attention_clock(model: Any, device: torch.device) -> Callable[[int], float]
     clock = Clock(device)
     marks: list[tuple[Any, Any]] = []
     starts: list[Any] = []
-    modules = [module for name, module in model.named_modules() if name.endswith("self_attn")]
+    modules = [attention_of(layer) for layer in layer_list(model)[1]]
     hooks = []
     for module in modules:
         hooks.append(module.register_forward_pre_hook(lambda *_: starts.append(clock.mark())))

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from helpers.checkpoints import stock_model
 from helpers.quantized import fp8_blocks, fp8_settings, quantized_copy
 
+from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.bench import machine, worker
 from kvfold.convert.bench import run as bench
 from kvfold.convert.bench.costs import Weights, costs
@@ -144,6 +145,23 @@ def test_latent_checkpoints_run_in_both_forms(in_process, tmp_path):
     assert [s.label for s in found] == [f"{tmp_path}, stock", f"{tmp_path}, absorbed"]
     rows = bench.bench(found, bench.Options((16,), (1,), "cpu", "float32", seconds=0.01, threads=1), lambda text: None)
     assert [row["cache_bytes"] for row in rows["rows"]] == [16 * 36 * 2 * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("family", "target"),
+    [
+        ("gpt2", {"to": "mqa", "method": "mean"}),
+        ("gpt_neox", {"to": "mla", "kv_rank": 12, "rope_dim": 4, "method": "svd"}),
+    ],
+)
+def test_families_with_names_of_their_own_are_timed(in_process, tiny_family, tmp_path, family, target):
+    source, out = str(tiny_family(family)), str(tmp_path / "out")
+    convert_checkpoint(ConvertRequest(model=source, out=out, quiet=True, **target))
+    options = bench.Options((16,), (1,), "cpu", "float32", seconds=0.01, threads=1)
+    rows = bench.bench(checkpoint_subjects([source, out]), options, lambda text: None)["rows"]
+    assert all(0 < row["attention_ms"] < row["step_ms"] for row in rows)
+    assert all(row["cache_bytes"] == row["cache_bytes_formula"] for row in rows)
+    assert rows[1]["cache_bytes"] < rows[0]["cache_bytes"]
 
 
 def test_the_legend_has_names_rather_than_paths():
