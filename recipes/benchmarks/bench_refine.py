@@ -29,6 +29,7 @@ TARGETS = {
     "GQA-4": "--to gqa --kv-heads 4",
     "GQA-2": "--to gqa --kv-heads 2",
     "MQA": "--to mqa",
+    "MLA 64+64": "--to mla --kv-rank 64 --rope-dim 64",
     "MLA 48+16": "--to mla --kv-rank 48 --rope-dim 16",
     "MLA 40+24": "--to mla --kv-rank 40 --rope-dim 24",
     "MLA 32+32": "--to mla --kv-rank 32 --rope-dim 32",
