@@ -1,6 +1,5 @@
 """The ``kvfold`` command. Heavy modules are imported inside the commands: ``--help`` and ``inspect`` must be quick."""
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,12 +17,14 @@ from kvfold.convert.console import (
     Choice,
     PanelCommand,
     PanelOption,
-    check_plot,
     check_writable,
     run_command,
     write_text,
 )
 from kvfold.convert.conversion.plan_command import plan
+from kvfold.convert.evaluation.command import evaluate
+from kvfold.convert.measure.bench_command import bench
+from kvfold.convert.measure.options import compute_dtype_option, device_option, json_file_option, tell
 from kvfold.convert.progress import stage
 from kvfold.convert.report.page import check_report, write_report
 from kvfold.convert.report.pages import conversion_page, drift_page
@@ -59,14 +60,6 @@ def kvfold(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
-
-
-def _tell(json_file: str | None, value: Callable[[], Any], text: str) -> None:
-    """Print ``text``; where ``json_file`` is given write ``value`` there, and where that is stdout nothing else."""
-    if json_file is not None:
-        write_text(json_file, json.dumps(value(), indent=2) + "\n")
-    if text:
-        click.echo(text, err=json_file == STDOUT)
 
 
 def _shown(name: str, stack: ExitStack) -> Callable[[int, int], None]:
@@ -107,25 +100,8 @@ def inspect(model: str | None, json_file: str | None, gguf: str | None) -> None:
     if json_file is not None:
         check_writable(json_file)
     facts = inspect_checkpoint(model, gguf=gguf)
-    _tell(json_file, facts.to_dict, summary(facts))
+    tell(json_file, facts.to_dict, summary(facts))
 
-
-_device = click.option(
-    "--device",
-    type=Choice(rq.DEVICES),
-    default="auto",
-    show_default=True,
-    help="auto: the GPU where there is one.",
-)
-_compute_dtype = click.option(
-    "--dtype", type=Choice(rq.DTYPES), default="auto", show_default=True, help="Dtype to compute in."
-)
-_json_file = click.option(
-    "--json",
-    "json_file",
-    metavar="FILE|-",
-    help="Also write the numbers to FILE; -: to stdout, and nothing else there.",
-)
 
 _report = click.option(
     "--report", metavar="DIR", help="Also write DIR/report.html: the numbers drawn, in one file that loads nothing."
@@ -223,7 +199,7 @@ def convert(recipe: str | None, json_file: str | None, report: str | None, **opt
         if processes.is_first():
             if report is not None and not request.dry_run:
                 write_report(conversion_page(result.to_dict(), result.summary().splitlines()), report)
-            _tell(json_file, result.to_dict, result.summary() if request.dry_run or not request.quiet else "")
+            tell(json_file, result.to_dict, result.summary() if request.dry_run or not request.quiet else "")
 
 
 kvfold.add_command(sweep)
@@ -238,9 +214,9 @@ kvfold.add_command(sweep)
 @click.option("--samples", type=click.IntRange(1), default=16, show_default=True, help="Sequences.")
 @click.option("--seq-len", type=click.IntRange(2), default=512, show_default=True, help="Tokens per sequence.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Draws the sequences from the text.")
-@_device
-@_compute_dtype
-@_json_file
+@device_option
+@compute_dtype_option
+@json_file_option
 @_report
 @click.option("--trust-remote-code", is_flag=True, help="Allow the tokenizer code in MODEL to run.")
 def drift(model: str, out: str, json_file: str | None, report: str | None, **options: Any) -> None:
@@ -267,7 +243,7 @@ def drift(model: str, out: str, json_file: str | None, report: str | None, **opt
 
 @kvfold.command(short_help="Whether OUT is what was written: hashes, shapes, finite numbers.")
 @click.argument("out")
-@_json_file
+@json_file_option
 def verify(out: str, json_file: str | None) -> None:
     """Check that OUT is as it was written: hashes, shapes, loading, finite numbers.
 
@@ -280,120 +256,23 @@ def verify(out: str, json_file: str | None) -> None:
         check_writable(json_file)
     with stage(f"verifying {out}"):
         done = verify_checkpoint(out)
-    _tell(json_file, lambda: asdict(done), "" if done.problems else done.summary())
+    tell(json_file, lambda: asdict(done), "" if done.problems else done.summary())
     check_verified(done)
 
 
-@kvfold.command(name="eval", short_help="OUT and MODEL on tasks and long contexts, paired.")
-@click.argument("model")
-@click.argument("out")
-@click.option(
-    "--tasks",
-    metavar="NAME,NAME",
-    default="",
-    help="Tasks of lm-evaluation-harness, or FILE.yaml of one; needs the eval extra.",
-)
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="Documents of each task; default: all.")
-@click.option(
-    "--lengths",
-    metavar="N,N",
-    default="",
-    help="Tokens of long contexts; default: MODEL's context, and 1/2, 1/4, 1/8.",
-)
-@click.option("--samples", type=click.IntRange(2), default=32, show_default=True, help="Documents of each length.")
-@click.option("--text", metavar="FILE", help="Text to hide words in; default: held-out text that ships with kvfold.")
-@click.option("--no-retrieval", is_flag=True, help="Only the loss by position, and --tasks.")
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Documents of a task at once.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of what is drawn.")
-@_device
-@_compute_dtype
-@_json_file
-@click.option("--quiet", is_flag=True, help="No progress.")
-@click.option("--trust-remote-code", is_flag=True, help="Allow code in the checkpoints to run.")
-def evaluate(
-    model: str, out: str, tasks: str, lengths: str, no_retrieval: bool, json_file: str | None, **options: Any
-) -> None:
-    """Compare the converted checkpoint OUT with MODEL in use, paired by document with 95 % intervals.
-
-    Without a download: whether words hidden in long texts are found again, and the loss by position. With --tasks also
-    those of lm-evaluation-harness. Each model is in memory whole, one at a time.
-    """
-    from kvfold.convert.bench.run import numbers
-    from kvfold.convert.text.sources import check_sources
-
-    if json_file is not None:
-        check_writable(json_file)
-    check_sources(filter(None, [options["text"]]), "--text")
-    chosen = numbers(lengths, "--lengths") if lengths else ()
-    if not options["quiet"]:
-        click.echo(f"reading {model}", err=True)
-    from kvfold.convert.evaluation.run import eval_checkpoints, eval_table
-
-    named = [task.strip() for task in tasks.split(",") if task.strip()]
-    found = eval_checkpoints(model, out, tasks=named, lengths=chosen, retrieval=not no_retrieval, **options)
-    _tell(json_file, lambda: found, eval_table(found))
-
-
+kvfold.add_command(evaluate)
 kvfold.add_command(plan)
 kvfold.add_command(uptrain)
-
-
-@kvfold.command(short_help="Decode speed, cache and memory of MODELs side by side.")
-@click.argument("models", nargs=-1, metavar="[MODEL]...")
-@click.option("--context", default="2048", show_default=True, metavar="N,N", help="Tokens in the cache.")
-@click.option("--batch", default="1", show_default=True, metavar="N,N", help="Sequences decoded at once.")
-@click.option("--shape", metavar="NAME", help="Random weights in a known shape, every attention kind: llama-2-7b, ...")
-@click.option("--layers", type=click.IntRange(1), metavar="N", help="Layers of --shape.")
-@_device
-@_compute_dtype
-@click.option(
-    "--cache", type=Choice(["dynamic", "static"]), default="dynamic", show_default=True, help="Kind of KV cache."
-)
-@click.option(
-    "--prefill-tokens", type=click.IntRange(0), metavar="N", help="Tokens to prefill at most; 0 skips the prefill."
-)
-@click.option("--threads", type=click.IntRange(1), metavar="N", help="CPU threads; default: torch's choice.")
-@_json_file
-@click.option("--plot", metavar="FILE", help="Also draw them (PNG, SVG, PDF); needs the report extra.")
-def bench(
-    models: tuple[str, ...],
-    context: str,
-    batch: str,
-    shape: str | None,
-    layers: int | None,
-    json_file: str | None,
-    plot: str | None,
-    **options: Any,
-) -> None:
-    """Time MODELs side by side: prefill, decoding, cache and memory, with ratios to the first.
-
-    A latent (MLA) model is timed in stock form and absorbed. Decoding starts from a cache of random values.
-    """
-    from kvfold.convert.bench import run
-
-    contexts, batches = run.numbers(context, "--context"), run.numbers(batch, "--batch")
-    chosen = run.subjects(models, shape, layers, max(contexts))
-    if plot is not None:
-        from kvfold.convert.bench.plot import draw
-
-        check_plot(plot)
-    if json_file is not None:
-        check_writable(json_file)
-    report = run.bench(chosen, run.Options(contexts, batches, **options), lambda text: click.echo(text, err=True))
-    if json_file is not None:
-        write_text(json_file, json.dumps(report, indent=2) + "\n")
-    if plot is not None:
-        draw(report, plot)
-    click.echo(run.bench_table(report), err=json_file == STDOUT)
+kvfold.add_command(bench)
 
 
 @kvfold.command(short_help="The recipes that ship, for `kvfold convert --recipe`.")
-@_json_file
+@json_file_option
 def recipes(json_file: str | None) -> None:
     """List the recipes that ship, for `kvfold convert --recipe`."""
     from kvfold.convert.recipes import recipe_list, recipe_table
 
-    _tell(json_file, recipe_list, recipe_table())
+    tell(json_file, recipe_list, recipe_table())
 
 
 @kvfold.command(short_help="Convert the small model that ships to every target; measure.")
