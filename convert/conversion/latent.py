@@ -38,7 +38,7 @@ from kvfold.convert.transforms.head_norms import linear_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.slots import LayerSurvey
 from kvfold.convert.transforms.weights import LayerStatistics
-from kvfold.convert.walk.walk import survey
+from kvfold.convert.walk.passes import survey
 
 
 class Latent(Method):

@@ -27,7 +27,7 @@ from kvfold.convert.training.constant import check_constant, has_constant
 from kvfold.convert.training.polish import Polished, Text
 from kvfold.convert.training.polish import polish as train
 from kvfold.convert.training.student import Student
-from kvfold.convert.walk.walk import chunk_size, last_states
+from kvfold.convert.walk.passes import chunk_size, last_states
 
 
 def polish(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages) -> Calibrated:

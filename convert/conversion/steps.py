@@ -39,8 +39,9 @@ from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
 from kvfold.convert.training.budget import sequences_of
 from kvfold.convert.walk.output_fit import refit_output
+from kvfold.convert.walk.passes import chunk_size, first_layer_seconds, last_states
 from kvfold.convert.walk.twin import Twin
-from kvfold.convert.walk.walk import Lesson, Step, Teacher, Walk, chunk_size, first_layer_seconds, last_states
+from kvfold.convert.walk.walk import Lesson, Step, Teacher, Walk
 
 _AGREE = 1e-3  # relative; what is written was rounded in memory too, so only the order of sums differs
 

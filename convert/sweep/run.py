@@ -42,7 +42,8 @@ from kvfold.convert.sweep.result import Row, Source, Sweep
 from kvfold.convert.sweep.splits import Split, choose_splits
 from kvfold.convert.sweep.targets import default_targets
 from kvfold.convert.text.windows import CalibrationTokens
-from kvfold.convert.walk.walk import Step, Teacher, estimate_seconds
+from kvfold.convert.walk.passes import estimate_seconds
+from kvfold.convert.walk.walk import Step, Teacher
 
 _PLACEHOLDER = "OUT"
 

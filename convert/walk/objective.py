@@ -20,7 +20,7 @@ from torch import Tensor
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.attention.drift.streams import LayerOutput
 from kvfold.convert import processes
-from kvfold.convert.walk.walk import Hidden
+from kvfold.convert.walk.passes import Hidden
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.output import fit_output
 from kvfold.convert.transforms.weights import AttentionWeights
 from kvfold.convert.walk.objective import AttentionUpdate
-from kvfold.convert.walk.walk import Hidden, Step
+from kvfold.convert.walk.passes import Hidden
+from kvfold.convert.walk.walk import Step
 
 _EXPLAINED = 1e-3  # the share of an attention's energy that its heads may leave unexplained: rounding
 

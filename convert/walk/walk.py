@@ -30,8 +30,7 @@ In memory are one layer of each and the hidden states. The teacher takes the cal
 through its layers, the student the held-out ones, and the calibration sequences too when refinement needs them.
 """
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -41,23 +40,16 @@ from torch import Tensor
 from kvfold.attention.drift.lockstep import LayerDrift, Measurement, compare_layer, compare_predictions
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.attention.drift.streams import LayerOutput
-from kvfold.convert import processes
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
+from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.finite import check_finite
+from kvfold.convert.walk.passes import Hidden, ReadLayer, advance, chunk_size, embed, gather, residual
 from kvfold.convert.walk.remembered import Remembered
-from kvfold.convert.walk.statistics import StatisticsAccumulator
 from kvfold.convert.walk.twin import Twin
 
-_CPU_TOKENS = 4096  # of one layer call
-_GPU_TOKENS = 32768
 # GQA-2 of the model that ships: 256 +0.0410 nats per token, 1024 and 2048 +0.0360 (bench_refine_constants.py)
 _JUDGED_TOKENS = 2048
-_ESTIMATED_TOKENS = 1024
-
-ReadLayer = Callable[[int], AttentionWeights]  # a layer's attention, from its files
-Hidden = list[Tensor]  # the residual stream of all sequences, in chunks [b, T, E] of one layer call each
 
 
 @dataclass
@@ -295,111 +287,5 @@ class Walk:
         return replace(measured, layers=tuple(self.drifts))
 
 
-def survey(
-    source: CheckpointStream, calibration: Tensor, *, profile: bool = True, weights: ReadLayer | None = None
-) -> Iterator[tuple[int, LayerStatistics, Tensor]]:
-    """Every layer in order, the source alone: calibration for choices that concern all layers at once.
-
-    Yields its index, its statistics, and its attention's inputs for the first chunk of tokens, ``[n, E]``. ``weights``
-    reads a layer's attention, for the statistics of what is behind norms on queries and keys.
-    """
-    states = embed(source, calibration)
-    for index in range(source.layers):
-        with source.open_layer(index) as layer:
-            statistics, inputs = gather(source, layer, states, profile, weights)
-        yield index, statistics, inputs
-
-
-@torch.no_grad()
-def gather(
-    source: CheckpointStream, layer: OpenLayer, states: Hidden, profile: bool, weights: ReadLayer | None = None
-) -> tuple[LayerStatistics, Tensor]:
-    """The statistics of a layer over ``states``, and its attention's inputs for the first chunk, ``[n, E]``.
-
-    Both are of the sequences of all processes. ``states`` are replaced by the layer's outputs. Raises InputError when
-    these are not finite.
-    """
-    accumulator = StatisticsAccumulator(profile, None if weights is None else weights(layer.index))
-    inputs: Tensor | None = None
-    for chunk, hidden in enumerate(states):
-        output = layer(hidden)
-        accumulator.add(output)
-        inputs = output.attention_input.flatten(0, -2) if inputs is None else inputs
-        states[chunk] = residual(output)
-    if inputs is None:
-        raise ValueError("states: expected at least one chunk, found none")
-    check_finite(states, source, layer.index)
-    length = states[0].shape[1]
-    return accumulator.result(), processes.first_rows(inputs, length * chunk_size(source.device, length))
-
-
-@torch.no_grad()
-def advance(source: CheckpointStream, layer: OpenLayer, states: Hidden) -> None:
-    """Replace ``states`` by the layer's outputs. Raises InputError when these are not finite."""
-    for chunk, hidden in enumerate(states):
-        states[chunk] = residual(layer(hidden))
-    check_finite(states, source, layer.index)
-
-
-@torch.no_grad()
-def last_states(stream: CheckpointStream, tokens: Tensor) -> Hidden:
-    """The residual streams of ``tokens [N, T]`` after the last layer, one layer in memory at a time, in chunks."""
-    states = embed(stream, tokens)
-    for index in range(stream.layers):
-        with stream.open_layer(index) as layer:
-            advance(stream, layer, states)
-    return states
-
-
-@torch.no_grad()
-def embed(stream: CheckpointStream, tokens: Tensor) -> Hidden:
-    """``tokens [N, T]`` as the first layer's inputs, in chunks that suit the stream's device."""
-    states = [stream.embed(chunk) for chunk in torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))]
-    stream.release()
-    check_finite(states, stream, None)
-    return states
-
-
-def chunk_size(device: torch.device, length: int) -> int:
-    """The number of sequences of ``length`` tokens in one layer call."""
-    return max(1, (_CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS) // length)
-
-
-def residual(output: LayerOutput) -> Tensor:
-    """The residual stream after a layer. Raises ValueError for the output of an attention alone."""
-    if output.hidden is None:
-        raise ValueError("output: expected a whole layer's, found one of its attention only")
-    return output.hidden
-
-
-def first_layer_seconds(
-    source: CheckpointStream, tokens: Tensor, clock: Callable[[], float] = time.monotonic
-) -> tuple[float, float]:
-    """Seconds that a token takes through the first layer, by a few sequences of ``tokens``, and those of opening it."""
-    chunk = tokens[: max(1, min(chunk_size(source.device, tokens.shape[1]), _ESTIMATED_TOKENS // tokens.shape[1]))]
-    states = embed(source, chunk)
-    started = clock()
-    with source.open_layer(0) as layer:
-        opened = clock() - started
-        advance(source, layer, states)
-        _synchronize(source.device)
-    return (clock() - started - opened) / chunk.numel(), opened
-
-
-def estimate_seconds(
-    source: CheckpointStream, held_out: Tensor, calibration: Tensor | None = None, *, passes: int = 1
-) -> float:
-    """Seconds of forward passes that a walk over these tokens will take; ``passes`` of the calibration sequences."""
-    each, opened = first_layer_seconds(source, held_out if calibration is None else calibration)
-    learned = passes * (0 if calibration is None else calibration.numel())
-    # held-out: once through the teacher, twice through the student, candidates, reading back, rounding floor
-    return source.layers * (each * (learned + 5 * held_out.numel()) + opened * (passes + 3))
-
-
 def _energy(tensor: Tensor) -> float:
     return float(tensor.double().square().sum())
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

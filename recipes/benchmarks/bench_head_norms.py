@@ -43,8 +43,8 @@ from kvfold.convert.transforms import head_norms
 from kvfold.convert.transforms.fold import grouping, principal
 from kvfold.convert.transforms.head_norms import linear_heads, project
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
+from kvfold.convert.walk.passes import survey
 from kvfold.convert.walk.statistics import StatisticsAccumulator
-from kvfold.convert.walk.walk import survey
 
 TOKENS = (128, 512, 2048, 8192)
 SHRINKS = (1e-9, 0.03, 0.3, 3.0)

@@ -40,7 +40,7 @@ def test_precision(device, name, expected):
 
 def test_a_model_alone_computes_its_logits_once(monkeypatch):
     from kvfold.attention.drift.lockstep import compare_predictions
-    from kvfold.convert.walk.walk import embed
+    from kvfold.convert.walk.passes import embed
 
     stream = _stream(open_checkpoint(demo_folder()), torch.device("cpu"), "auto")
     tokens = torch.randint(0, 2048, (2, 16))

@@ -19,8 +19,8 @@ from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.fold import grouping, principal
 from kvfold.convert.transforms.weights import AttentionWeights
+from kvfold.convert.walk.passes import survey
 from kvfold.convert.walk.statistics import StatisticsAccumulator
-from kvfold.convert.walk.walk import survey
 
 LENGTH = 31
 WINDOWS = {"gemma": [None, None], "gemma3_text": [5, None]}  # a window of 8 is 8 // 2 + 1 keys to either side

@@ -13,8 +13,9 @@ from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.io.tensors import dtype_name
 from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.walk.passes import chunk_size, estimate_seconds, first_layer_seconds, survey
 from kvfold.convert.walk.twin import Twin
-from kvfold.convert.walk.walk import Step, Teacher, Walk, chunk_size, estimate_seconds, first_layer_seconds, survey
+from kvfold.convert.walk.walk import Step, Teacher, Walk
 
 LAYERS = 3
 SHAPE = {
@@ -82,7 +83,7 @@ class Case:
 
 @pytest.fixture(params=[16, 4096], ids=["many chunks", "one chunk"])
 def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Case:
-    monkeypatch.setattr("kvfold.convert.walk.walk._CPU_TOKENS", request.param)
+    monkeypatch.setattr("kvfold.convert.walk.passes._CPU_TOKENS", request.param)
     return Case()
 
 

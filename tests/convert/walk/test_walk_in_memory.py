@@ -15,7 +15,7 @@ from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.fold import grouping, principal
 from kvfold.convert.transforms.weights import LayerStatistics
-from kvfold.convert.walk.walk import survey
+from kvfold.convert.walk.passes import survey
 
 
 def whole_statistics(model: Any, tokens: Tensor) -> list[LayerStatistics]:
@@ -48,7 +48,7 @@ def folded(checkpoint: Checkpoint, layer: int, statistics: LayerStatistics) -> d
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3", "gemma2", "phi3", "granite"])
 def test_weights_are_equal(name: str, tiny_family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvfold.convert.walk.walk._CPU_TOKENS", 100)
+    monkeypatch.setattr("kvfold.convert.walk.passes._CPU_TOKENS", 100)
     folder: Path = tiny_family(name)
     tokens = torch.randint(3, 97, (24, 31), generator=torch.Generator().manual_seed(1))
     model = AutoModelForCausalLM.from_pretrained(
