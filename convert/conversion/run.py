@@ -112,7 +112,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     started = time.monotonic()
     if not processes.is_first():
         request, progress = replace(request, quiet=True), None
-    check_output(request.out, overwrite=request.overwrite)
+    check_output(request.out, overwrite=request.overwrite, model=request.model)
     check_sources(text for text in request.texts if text != SELF)
     stages = Stages(progress, request.quiet or request.dry_run)
     with stages.step("reading"):

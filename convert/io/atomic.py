@@ -30,14 +30,14 @@ _ASIDE = ".old"
 def check_output(
     out: str | os.PathLike[str], *, overwrite: bool = False, model: str | os.PathLike[str] | None = None
 ) -> Path:
-    """The real path of OUT, when it may be written; touches nothing.
+    """The real path of OUT, when it may be written; touches nothing. ``model`` may be a hub id, which is no folder.
 
     InputError: OUT exists, is no empty folder, and ``overwrite`` is off, or it is no folder, a mount point, or a folder
     with something in it that is no part of a checkpoint (which ``overwrite`` must not throw away); OUT and MODEL inside
     each other; a parent (those that are missing will be made) that is no folder or not writable.
     """
     target = _resolved(out)
-    if model is not None:
+    if model is not None and os.path.isdir(model):
         _check_apart(target, Path(model).resolve())
     if os.path.lexists(target):
         _check_replaceable(target, overwrite)

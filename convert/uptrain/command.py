@@ -101,7 +101,7 @@ def uptrain(**options: Any) -> None:
     request = ur.UptrainRequest(**options)
     if request.plot is not None:
         check_plot(request.plot)
-    check_output(request.out, overwrite=request.overwrite)
+    check_output(request.out, overwrite=request.overwrite, model=request.model)
     check_sources([request.text], "--text")
     check_sources(filter(None, [request.eval_text]), "--eval-text")
     if not request.quiet and os.environ.get("RANK", "0") == "0":

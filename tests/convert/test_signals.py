@@ -6,6 +6,7 @@ They are raised in the thread itself: one that is sent to the process may reach 
 import io
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,15 @@ from kvfold.convert.console import _terminable
 from kvfold.convert.io import atomic
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """The signals as they are in a terminal: what runs in the background may have been started to ignore some."""
+    before = [signal.signal(each, signal.default_int_handler) for each in ENDING]
+    yield
+    for each, handler in zip(ENDING, before, strict=True):
+        signal.signal(each, handler)
 
 
 @pytest.mark.parametrize("number", ENDING)

@@ -376,8 +376,9 @@ def test_a_dataset_is_streamed_shuffled_by_the_seed(tokenizer: Any, monkeypatch:
 
 def test_a_dataset_that_is_not_there_or_has_other_fields(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", FakeDatasets(Rows()))
-    with pytest.raises(InputError, match=r"and no dataset: Couldn't find someone/something$"):
+    with pytest.raises(InputError) as error:
         load_calibration("someone/something", tokenizer, 1, 8)
+    assert error.value.message.endswith("and no dataset: Couldn't find someone/something")
     monkeypatch.setitem(sys.modules, "datasets", FakeDatasets(Rows([{"body": 1}])))
     with pytest.raises(InputError, match=r"--calibration someone/something, row 0: expected .* found the fields body"):
         load_calibration("someone/something", tokenizer, 1, 8)
