@@ -104,7 +104,7 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
 def show(row: dict[str, Any]) -> None:
     if "excess" in row:
         figures = "  ".join(f"{text} {value:+.4f}" for text, value in row["excess"].items())
-        stage = f"refine {row['refine']:>5} polish {row['polish']:>5}"
+        stage = f"refine {row['refine']:>5} polish {row.get('polish', '0'):>5}"
         print(f"{row['target']:18} {stage}  {figures}  {row['seconds']:.0f} s", flush=True)
 
 
