@@ -1,6 +1,5 @@
 """The ``kvfold`` command. Heavy modules are imported inside the commands: ``--help`` and ``inspect`` must be quick."""
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from kvfold.convert.console import (
     PanelOption,
     check_writable,
     run_command,
+    steps_or_auto,
     write_text,
 )
 from kvfold.convert.conversion.plan_command import plan
@@ -39,11 +39,6 @@ class _Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
-
-
-def _steps_or_auto(value: int | str) -> int | str:
-    text = str(value)
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else value  # the request refuses others
 
 
 @click.group(
@@ -110,7 +105,7 @@ _report = click.option(
 _target = partial(click.option, cls=PanelOption, panel="Target")
 _calibration = partial(click.option, cls=PanelOption, panel="Calibration", show_default=True)
 _refinement = partial(click.option, cls=PanelOption, panel="Refinement", show_default=True)
-_steps = partial(_refinement, type=_steps_or_auto, metavar="STEPS|auto")
+_steps = partial(_refinement, type=steps_or_auto, metavar="STEPS|auto")
 _running = partial(click.option, cls=PanelOption, panel="Running")
 
 
@@ -192,7 +187,7 @@ def convert(recipe: str | None, json_file: str | None, report: str | None, **opt
         check_writable(json_file)
     from kvfold.convert.conversion.run import convert_checkpoint
 
-    if not (request.quiet or request.dry_run) and os.environ.get("RANK", "0") == "0":
+    if not (request.quiet or request.dry_run) and processes.started_first():
         click.echo(f"reading {request.model}", err=True)
     with processes.joined(request.device):
         result = convert_checkpoint(request)

@@ -36,6 +36,12 @@ class PanelOption(click.Option):
         self.panel = panel
 
 
+def steps_or_auto(value: int | str) -> int | str:
+    """The type of an option that takes a number of steps or ``auto``; the request refuses anything else."""
+    text = str(value)
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else value
+
+
 class Choice(click.Choice[str]):
     """One of some words; an error names the one that was probably meant."""
 

@@ -43,6 +43,11 @@ def is_first() -> bool:
     return rank() == 0
 
 
+def started_first() -> bool:
+    """Whether ``torchrun`` started this process as the first, or none did: known before they are connected."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def joined(device: str) -> Iterator[None]:
     """Connects the processes that ``torchrun`` started, if it did, for the block: gloo, and nccl between GPUs.

@@ -1,17 +1,18 @@
 """The command ``kvfold plan``: what a conversion will take, before any machine is rented for it. No torch here."""
 
-import json
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import click
 
-from kvfold.convert.console import STDOUT, Choice, PanelCommand, PanelOption, check_writable, write_text
+from kvfold.convert.console import Choice, PanelCommand, PanelOption, check_writable, steps_or_auto
 from kvfold.convert.errors import InputError
+from kvfold.convert.measure.options import tell
 from kvfold.convert.request import TARGETS, ConvertRequest
 from kvfold.convert.sizes import bytes_text
 
+_POSITIVE = click.FloatRange(min=0, min_open=True)
 _FIT_GFLOPS = 200.0  # float64, of the processor beside a GPU: 16 threads of a server at a quarter of their peak
 
 
@@ -20,10 +21,6 @@ _calibration = partial(click.option, cls=PanelOption, panel="Calibration")
 _refinement = partial(click.option, cls=PanelOption, panel="Refinement")
 _machine = partial(click.option, cls=PanelOption, panel="Machine")
 _running = partial(click.option, cls=PanelOption, panel="Running")
-
-
-def _steps(value: str) -> int | str:
-    return int(value) if value.isascii() and value.isdigit() and len(value) < 19 else value
 
 
 @click.command(cls=PanelCommand, short_help="What a conversion of MODEL takes: hours, memory, bytes.")
@@ -38,25 +35,25 @@ def _steps(value: str) -> int | str:
 @_target("--group", metavar="NAME", help="As of `kvfold convert`.")
 @_calibration("--samples", type=int, default=128, show_default=True, help="Calibration sequences.")
 @_calibration("--seq-len", type=int, default=512, show_default=True, help="Tokens per sequence.")
-@_refinement("--refine", type=_steps, default="0", metavar="STEPS|auto", help="Steps per layer.")
+@_refinement("--refine", type=steps_or_auto, default="0", metavar="STEPS|auto", help="Steps per layer.")
 @_machine("--gpus", type=click.IntRange(1), default=1, show_default=True, help="GPUs, one process each.")
 @_machine(
     "--tflops",
-    type=click.FloatRange(min=0, min_open=True),
+    type=_POSITIVE,
     default=300.0,
     show_default=True,
     help="Of each GPU, reached in products of the checkpoint's dtype (an H100 has 990 at its peak).",
 )
 @_machine(
     "--fit-gflops",
-    type=click.FloatRange(min=0, min_open=True),
+    type=_POSITIVE,
     default=_FIT_GFLOPS,
     show_default=True,
     help="Of the processor in float64: one process fits.",
 )
 @_machine(
     "--disk",
-    type=click.FloatRange(min=0, min_open=True),
+    type=_POSITIVE,
     default=1.0,
     show_default=True,
     metavar="GB/S",
@@ -103,9 +100,7 @@ def plan(
         "flops": asdict(costs.work),
         "seconds": seconds,
     }
-    if json_file is not None:
-        write_text(json_file, json.dumps(found, indent=2) + "\n")
-    click.echo(_text(found, gpus), err=json_file == STDOUT)
+    tell(json_file, lambda: found, _text(found, gpus))
 
 
 def _text(found: dict[str, Any], gpus: int) -> str:

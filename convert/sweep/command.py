@@ -14,6 +14,7 @@ from kvfold.convert.console import (
     PanelOption,
     check_plot,
     check_writable,
+    steps_or_auto,
     write_text,
 )
 from kvfold.convert.io.atomic import check_output
@@ -37,10 +38,6 @@ class _Command(PanelCommand):
             else:
                 joined.append(word)
         return super().parse_args(ctx, joined)
-
-
-def _steps_or_auto(value: int | str) -> int | str:
-    return int(value) if str(value).isdecimal() and len(str(value)) < 19 else value  # the request refuses others
 
 
 @click.command(cls=_Command, short_help="What many targets of MODEL would cost, to choose one.")
@@ -80,7 +77,7 @@ def _steps_or_auto(value: int | str) -> int | str:
 @_option(
     "--refine",
     panel="Refinement",
-    type=_steps_or_auto,
+    type=steps_or_auto,
     metavar="STEPS|auto",
     default=rq.ConvertRequest.refine,
     help="Reconstruction steps per layer of every target.",

@@ -13,7 +13,6 @@ run lasts, its tokens (4 bytes each) and its checkpoints, from which ``--resume`
 The constant channel of layout ``free`` is frozen; the live norm of layout ``engine`` is trained.
 """
 
-import os
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ import click
 
 from kvfold.convert.console import Choice, PanelCommand, PanelOption, check_plot
 from kvfold.convert.io.atomic import check_output
+from kvfold.convert.processes import leave_processes, started_first
 from kvfold.convert.request import DEVICES
 from kvfold.convert.text.sources import check_sources
 from kvfold.convert.uptrain import request as ur
@@ -104,9 +104,8 @@ def uptrain(**options: Any) -> None:
     check_output(request.out, overwrite=request.overwrite, model=request.model)
     check_sources([request.text], "--text")
     check_sources(filter(None, [request.eval_text]), "--eval-text")
-    if not request.quiet and os.environ.get("RANK", "0") == "0":
+    if not request.quiet and started_first():
         click.echo(f"reading {request.model}", err=True)
-    from kvfold.convert.processes import leave_processes
     from kvfold.convert.uptrain.run import summary, uptrain_checkpoint
 
     done = uptrain_checkpoint(request)

@@ -1,6 +1,5 @@
 """A run of uptraining: checkpoint, text, teacher, trainer, and the written result."""
 
-import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from kvfold.convert.families.wrappers import text_type
 from kvfold.convert.io.atomic import check_output, output_lock
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.json_text import portable_name
-from kvfold.convert.processes import run_on_first
+from kvfold.convert.processes import run_on_first, started_first
 from kvfold.convert.stream.loading import hide_bars, load_config, load_model
 from kvfold.convert.text.documents import Corpus, open_corpus
 from kvfold.convert.text.tokenizer import load_tokenizer, renderer
@@ -85,7 +84,7 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
 def _only_run(request: UptrainRequest) -> AbstractContextManager[object]:
     """Held by the first process, so that no second run writes to the same folder meanwhile. InputError if one does."""
     request.work.parent.mkdir(parents=True, exist_ok=True)
-    return output_lock(request.work.absolute()) if int(os.environ.get("RANK", "0")) == 0 else nullcontext()
+    return output_lock(request.work.absolute()) if started_first() else nullcontext()
 
 
 def _train(request: UptrainRequest, source: Checkpoint, beside: SideFiles, width: int, plan: TokenPlan) -> Uptrained:
