@@ -108,7 +108,7 @@ def sweep(
     target within a loss, and the command that converts to it. Statistics are in the temporary folder (TMPDIR) while it
     runs.
     """
-    _check_files(options["out"], options["calibration"], json_file, plot, report)
+    _check_files(model, options["out"], options["calibration"], json_file, plot, report)
     if targets is not None:
         parse_targets(targets)
     from kvfold.convert.sweep.run import sweep_checkpoint
@@ -128,11 +128,16 @@ def sweep(
 
 
 def _check_files(
-    out: str | None, calibration: tuple[str, ...], json_file: str | None, plot: str | None, report: str | None
+    model: str,
+    out: str | None,
+    calibration: tuple[str, ...],
+    json_file: str | None,
+    plot: str | None,
+    report: str | None,
 ) -> None:
     """What can be refused before anything is loaded."""
     if out is not None:
-        check_output(out)
+        check_output(out, model=model)
     check_sources(text for text in calibration if text != rq.SELF)
     if json_file is not None:
         check_writable(json_file)
