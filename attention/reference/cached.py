@@ -12,20 +12,16 @@ of it at once. Shapes and sources as there; the entries per token are
 import torch
 from torch import Tensor
 
+from kvfold.attention.reference.pieces import BIDIRECTIONAL, Rotary, no_rotary, project_head, project_output
 from kvfold.attention.reference.whole import (
-    BIDIRECTIONAL,
     GroupedWeights,
     LatentWeights,
-    Rotary,
     absorbed_heads,
     grouped_query_heads,
     latent_heads,
     latent_keys,
     latent_queries,
-    no_rotary,
     project_all,
-    project_head,
-    project_output,
 )
 
 Cache = list[tuple[Tensor, Tensor]]

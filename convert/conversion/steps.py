@@ -110,17 +110,16 @@ class StudentWalk:
         self._refits = plan.request.resolved_method == "principal"
         keep = self._refits or self._refine.enabled
         self._twin = Twin(source, plan.layout.config, plan.layout.tensors, recast=plan.request.dtype != "auto")
-        self._walk = Walk(
+        teacher = teacher or Teacher(
             source,
-            self._twin,
             tokens.held_out,
             own_sequences(tokens.calibration) if statistics or keep else None,
             profile=statistics,
             statistics=statistics,
             keep_calibration=keep,
             weights=normed_layers(plan),
-            teacher=teacher,
         )
+        self._walk = Walk(teacher, self._twin, calibration=keep)
 
     def steps(self, journal: Journal | None = None) -> Iterator[Step]:
         """The layers that are left to convert, each to be passed to ``convert``.

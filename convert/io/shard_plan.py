@@ -5,6 +5,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.folder import SINGLE
 from kvfold.convert.io.headers import DTYPE_BITS, PREFIX, tensor_bytes
 
@@ -50,6 +51,16 @@ class Shard:
     tensors: tuple[OutputTensor, ...]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's bytes go: ``start`` and ``end`` in the file ``shard``."""
+
+    tensor: OutputTensor
+    shard: str
+    start: int
+    end: int
+
+
 def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard]:
     """Fill shards in the given order so that no file exceeds ``max_bytes``; a larger tensor gets its own file.
 
@@ -82,6 +93,19 @@ def shard_header(shard: Shard) -> bytes:
     header = ("{" + ",".join(entries) + "}").encode()
     header += b" " * (-len(header) % _ALIGNMENT)
     return struct.pack("<Q", len(header)) + header
+
+
+def tensor_places(shards: Sequence[Shard]) -> dict[str, Place]:
+    """The place of every tensor by name. KvfoldError when the plan names one twice."""
+    places: dict[str, Place] = {}
+    for shard in shards:
+        position = len(shard_header(shard))
+        for tensor in shard.tensors:
+            if tensor.name in places:
+                raise KvfoldError(f"tensor {tensor.name!r}: expected once in the plan, found twice")
+            places[tensor.name] = Place(tensor, shard.file, position, position + tensor.nbytes)
+            position += tensor.nbytes
+    return places
 
 
 def _entry(tensor: OutputTensor, start: int) -> str:

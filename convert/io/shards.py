@@ -6,57 +6,27 @@ What a transform did not touch goes from file to file as bytes, never decoded, i
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.io.copying import SourceEnded, copy_range, open_source, write_all
-from kvfold.convert.io.folder import INDEX
-from kvfold.convert.io.headers import FLOAT_DTYPES, TensorInfo, tensor_bytes
-from kvfold.convert.io.shard_plan import OutputTensor, Shard, assign_shards, shard_header, shard_index
+from kvfold.convert.io.copying import write_all
+from kvfold.convert.io.moves import OnBytes, copy_run, moves_of, runs
+from kvfold.convert.io.shard_files import is_laid_out, lay_out, write_index, write_synced
+from kvfold.convert.io.shard_plan import OutputTensor, Place, Shard, assign_shards, tensor_places
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OutputTensor", "Shard", "ShardWriter", "assign_shards", "write_index", "write_synced"]
-
-OnBytes = Callable[[int], None]  # told how many bytes were copied
-CAST_ELEMENTS = 8 << 20
+__all__ = ["OutputTensor", "Shard", "ShardWriter", "assign_shards", "is_laid_out", "write_index", "write_synced"]
 
 
 def _ignore(_: int) -> None:
     pass
-
-
-@dataclass(frozen=True)
-class _Place:
-    tensor: OutputTensor
-    shard: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class _Move:
-    """A source tensor and where its bytes go: to the whole of a ``place`` or to a part of it.
-
-    ``raw`` is the file whose bytes are copied, None where they are not.
-    """
-
-    place: _Place
-    info: TensorInfo
-    start: int
-    cast: bool
-    raw: Path | None
-
-    @property
-    def end(self) -> int:
-        return self.start + tensor_bytes(self.place.tensor.dtype, self.info.shape)
 
 
 class ShardWriter:
@@ -70,7 +40,7 @@ class ShardWriter:
 
     def __init__(self, folder: Path, shards: Sequence[Shard], resume_written: Iterable[str] = ()) -> None:
         self._folder, self._shards = folder, tuple(shards)
-        self._places = _places(self._shards)
+        self._places = tensor_places(self._shards)
         self.written = set(resume_written)
         unknown = sorted(self.written - set(self._places))
         if unknown:
@@ -78,7 +48,7 @@ class ShardWriter:
         self._copying: Future[None] | None = None
         for shard in self._shards:
             with self._opened(shard.file, os.O_RDWR if self.written else os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
-                _lay_out(file, folder / shard.file, shard, resumed=bool(self.written))
+                lay_out(file, folder / shard.file, shard, resumed=bool(self.written))
         zeros = (name for name, place in self._places.items() if place.tensor.source == ())
         self.written.update(zeros)  # a sparse file holds them
 
@@ -172,7 +142,7 @@ class ShardWriter:
             raise KvfoldError(f"{self._folder}: expected {len(self._places)} tensors, {len(missing)} missing", details)
         self.sync()
 
-    def _place(self, name: str) -> _Place:
+    def _place(self, name: str) -> Place:
         if name not in self._places:
             raise KvfoldError(f"tensor {name!r}: expected a tensor of the plan, found none of that name")
         return self._places[name]
@@ -196,140 +166,15 @@ class ShardWriter:
         finally:
             os.close(file)
 
-    def _copy_all(self, places: Iterable[_Place], checkpoint: Checkpoint, progress: OnBytes) -> None:
-        moves = [move for place in places for move in _moves(place, checkpoint)]
+    def _copy_all(self, places: Iterable[Place], checkpoint: Checkpoint, progress: OnBytes) -> None:
+        moves = [move for place in places for move in moves_of(place, checkpoint)]
         left = Counter(move.place.tensor.name for move in moves)
-        for run in _runs(sorted(moves, key=_source_order)):
-            self._copy_run(run, checkpoint, progress)
+        for run in runs(moves):
+            with self._opened(run[0].place.shard) as target:
+                copy_run(run, checkpoint, target, progress)
             left.subtract(move.place.tensor.name for move in run)
             self.written.update(name for move in run if left[name := move.place.tensor.name] == 0)
-
-    def _copy_run(self, run: list[_Move], checkpoint: Checkpoint, progress: OnBytes) -> None:
-        first, last = run[0], run[-1]
-        with self._opened(first.place.shard) as target:
-            if first.raw is None:
-                for move in run:
-                    _copy_chunks(move, checkpoint, target, progress)
-            else:
-                _copy_bytes(first.raw, first, last.info.end, target, progress)
-
-
-def _moves(place: _Place, checkpoint: Checkpoint) -> list[_Move]:
-    """Where each source of a tensor goes: one to all of it, several to one part each, in their order."""
-    tensor = place.tensor
-    if tensor.computed:
-        raise KvfoldError(f"tensor {tensor.name!r}: expected a source to copy from, found a computed tensor")
-    moves, start = [], place.start
-    for name in tensor.sources:
-        info = checkpoint.info(name)
-        cast = info.dtype != tensor.dtype
-        whole = info.shape == tensor.shape or len(tensor.sources) > 1
-        if not whole or (cast and not {info.dtype, tensor.dtype} <= FLOAT_DTYPES):
-            actual = f"{info.dtype} {info.shape} in {info.file}"
-            raise KvfoldError(f"tensor {tensor.name!r}: expected {tensor.dtype} {tensor.shape}, found {actual}")
-        moves.append(_Move(place, info, start, cast, None if cast else checkpoint.raw_path(info)))
-        start = moves[-1].end
-    if start != place.end and moves:
-        expected, found = place.end - place.start, start - place.start
-        raise KvfoldError(f"tensor {tensor.name!r}: expected parts of {expected} bytes in all, found {found}")
-    return moves
 
 
 def _unwritable(path: Path, error: OSError) -> KvfoldError:
     return KvfoldError(f"{path}: expected to be able to write it, found: {error.strerror or error}")
-
-
-def _source_order(move: _Move) -> tuple[str, int]:
-    return move.info.file, move.info.start
-
-
-def _runs(moves: list[_Move]) -> Iterator[list[_Move]]:
-    """Group neighbors that are adjacent in the source and in the target: one large copy each."""
-    run: list[_Move] = []
-    for move in moves:
-        if run and not _follows(run[-1], move):
-            yield run
-            run = []
-        run.append(move)
-    if run:
-        yield run
-
-
-def _follows(before: _Move, after: _Move) -> bool:
-    same_files = (before.info.file, before.place.shard) == (after.info.file, after.place.shard)
-    touching = before.info.end == after.info.start and before.end == after.start
-    return same_files and touching and before.raw is not None and after.raw is not None
-
-
-def _copy_bytes(path: Path, first: _Move, end: int, target: int, progress: OnBytes) -> None:
-    with open_source(path) as source:
-        try:
-            copy_range(source.fileno(), first.info.start, target, first.start, end - first.info.start, progress)
-        except SourceEnded:
-            expected = f"expected {end} bytes, found the end of the file"
-            raise InputError(f"{path}: {expected}: it changed while it was read; run again") from None
-
-
-def _copy_chunks(move: _Move, checkpoint: Checkpoint, target: int, progress: OnBytes) -> None:
-    from kvfold.convert.io.tensors import cast_chunk, tensor_memory, torch_dtype
-
-    dtype, position = torch_dtype(move.place.tensor.dtype), move.start
-    for chunk in checkpoint.chunks(move.info.name, CAST_ELEMENTS):
-        data = tensor_memory(cast_chunk(chunk, dtype, move.info.name) if move.cast else chunk)
-        write_all(target, data, position)
-        position += len(data)
-        progress(chunk.numel() * chunk.element_size())
-
-
-def _places(shards: Sequence[Shard]) -> dict[str, _Place]:
-    places: dict[str, _Place] = {}
-    for shard in shards:
-        position = len(shard_header(shard))
-        for tensor in shard.tensors:
-            if tensor.name in places:
-                raise KvfoldError(f"tensor {tensor.name!r}: expected once in the plan, found twice")
-            places[tensor.name] = _Place(tensor, shard.file, position, position + tensor.nbytes)
-            position += tensor.nbytes
-    return places
-
-
-def _lay_out(file: int, path: Path, shard: Shard, resumed: bool) -> None:
-    """Give a new shard its final size and its header; a resumed one must have both."""
-    header = shard_header(shard)
-    size = len(header) + sum(tensor.nbytes for tensor in shard.tensors)
-    if not resumed:
-        os.ftruncate(file, size)
-        write_all(file, memoryview(header), 0)
-    elif not _has_layout(file, header, size):
-        raise KvfoldError(f"{path}: expected the shard of this plan to resume, found another; start over")
-
-
-def is_laid_out(path: Path, shard: Shard) -> bool:
-    """Whether the file at ``path`` has the size and the header of ``shard``, which a resumed run needs."""
-    header = shard_header(shard)
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        return _has_layout(file, header, len(header) + sum(tensor.nbytes for tensor in shard.tensors))
-    finally:
-        os.close(file)
-
-
-def _has_layout(file: int, header: bytes, size: int) -> bool:
-    return os.fstat(file).st_size == size and os.pread(file, len(header), 0) == header
-
-
-def write_index(folder: Path, shards: Sequence[Shard]) -> None:
-    """Write the index of all ``shards`` of a checkpoint; a single one needs none."""
-    if len(shards) > 1:
-        write_synced(folder / INDEX, shard_index(shards))
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a small file and sync it."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

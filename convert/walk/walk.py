@@ -11,7 +11,7 @@ One ``Step`` is one layer of both; the ``Twin`` is the student (``twin.py``)::
 
 A run reads as ::
 
-    walk = Walk(source, twin, held_out, calibration)
+    walk = Walk(Teacher(source, held_out, calibration), twin)
     for step in walk:
         tensors = transform(step.index, step.statistics)   # may compare step.attention_error(candidate)
         step.convert(tensors)
@@ -20,7 +20,7 @@ A run reads as ::
 Several students learn side by side from one ``Teacher``, which goes through its layers once for all of them::
 
     teacher = Teacher(source, held_out, calibration)
-    walks = [Walk(source, twin, held_out, calibration, teacher=teacher) for twin in twins]
+    walks = [Walk(teacher, twin) for twin in twins]
     for lesson in teacher.lessons():
         for walk in walks:
             with walk.step(lesson) as step:
@@ -163,8 +163,11 @@ class Lesson:
 class Teacher:
     """The source's side of a walk: its residual streams, taken through each layer once for any number of students.
 
-    Arguments as in `Walk`. ``remember`` keeps what its attention gave until the layer is left, for several students
-    that compare with it, at the memory of one more residual stream of all sequences.
+    ``held_out [M, T]`` and ``calibration [N, T]`` are tokens. ``profile`` adds distance profiles to the statistics;
+    without ``statistics`` there are none; ``weights`` as in `survey`. ``keep_calibration`` keeps what refinement needs,
+    at four times the memory for hidden states. Without ``calibration`` only the held-out sequences go through.
+    ``remember`` keeps what its attention gave until the layer is left, for several students that compare with it, at
+    the memory of one more residual stream of all sequences.
     """
 
     def __init__(
@@ -179,9 +182,9 @@ class Teacher:
         weights: ReadLayer | None = None,
         remember: bool = False,
     ) -> None:
-        self.stream = source
+        self.stream, self.tokens = source, held_out
+        self.kept = calibration if keep_calibration else None
         self._profile, self._statistics, self._weights, self._remember = profile, statistics, weights, remember
-        self.keeps = keep_calibration and calibration is not None
         self.held_out = embed(source, held_out)
         self._calibration = [] if calibration is None else embed(source, calibration)
 
@@ -190,7 +193,7 @@ class Teacher:
         for index in range(self.stream.layers):
             with self.stream.open_layer(index) as opened:
                 layer = Remembered.of(opened) if self._remember else opened
-                calibration = list(self._calibration) if self.keeps else []
+                calibration = list(self._calibration) if self.kept is not None else []
                 statistics = self._gather(layer)
                 with torch.no_grad():
                     outputs = [layer(chunk) for chunk in self.held_out]
@@ -211,41 +214,17 @@ class Teacher:
 
 
 class Walk:
-    """Iterating yields every layer in order; each must be converted or kept by its step before the next.
+    """A student's way beside its teacher: iterating yields every layer, to be converted or kept before the next.
 
-    ``held_out [M, T]`` and ``calibration [N, T]`` are tokens. ``profile`` adds distance profiles to the statistics;
-    without ``statistics`` there are none; ``weights`` as in `survey`. ``keep_calibration`` keeps what refinement needs,
-    at four times the memory for hidden states. Without ``calibration`` only the held-out sequences go through.
-    ``teacher`` is one that several walks share, over the same tokens; each takes its lessons by `step` then.
+    ``calibration`` says whether the student takes along the calibration sequences, where the teacher keeps them. Of
+    several walks that share a teacher none is iterated: each takes the teacher's lessons by `step`.
     """
 
-    def __init__(
-        self,
-        source: CheckpointStream,
-        twin: Twin,
-        held_out: Tensor,
-        calibration: Tensor | None = None,
-        *,
-        profile: bool = False,
-        statistics: bool = True,
-        keep_calibration: bool = False,
-        weights: ReadLayer | None = None,
-        teacher: Teacher | None = None,
-    ) -> None:
-        self._teacher = teacher or Teacher(
-            source,
-            held_out,
-            calibration,
-            profile=profile,
-            statistics=statistics,
-            keep_calibration=keep_calibration,
-            weights=weights,
-        )
-        self._twin = twin
-        self._tokens = torch.split(held_out, chunk_size(source.device, held_out.shape[1]))
-        self._student_held_out = embed(twin.stream, held_out)
-        keeps = calibration is not None and keep_calibration
-        self._student_calibration = embed(twin.stream, calibration) if calibration is not None and keeps else []
+    def __init__(self, teacher: Teacher, twin: Twin, *, calibration: bool = True) -> None:
+        self._teacher, self._twin = teacher, twin
+        self._student_held_out = embed(twin.stream, teacher.tokens)
+        kept = teacher.kept if calibration else None
+        self._student_calibration = [] if kept is None else embed(twin.stream, kept)
         self.drifts: list[LayerDrift] = []
         self._passed = 0
 
@@ -280,7 +259,8 @@ class Walk:
         source, student = self._teacher.stream, self._twin.stream
         if self._passed < source.layers:
             raise KvfoldError(f"the walk has done {self._passed} of {source.layers} layers")
-        measured = compare_predictions(source, student, self._teacher.held_out, self._student_held_out, self._tokens)
+        tokens = torch.split(self._teacher.tokens, chunk_size(source.device, self._teacher.tokens.shape[1]))
+        measured = compare_predictions(source, student, self._teacher.held_out, self._student_held_out, tokens)
         check_finite([torch.tensor(measured.teacher_loss)], source, None)
         source.release()
         student.release()

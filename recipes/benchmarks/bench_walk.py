@@ -175,7 +175,7 @@ def bench_walk(arguments: argparse.Namespace) -> dict[str, Any]:
     from kvfold.convert.text.windows import held_out_count
     from kvfold.convert.transforms.fold import grouping, principal
     from kvfold.convert.walk.twin import Twin
-    from kvfold.convert.walk.walk import Walk
+    from kvfold.convert.walk.walk import Teacher, Walk
 
     config = config_of(SEVENTY, arguments.layers or 2, 8, arguments.vocabulary, False)
     model, source = model_of(config), weights(config)
@@ -189,13 +189,8 @@ def bench_walk(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     started = time.perf_counter()
     stream = CheckpointStream(config, source.read, source.shapes)
-    walk = Walk(
-        stream,
-        Twin(stream, target.config, planned),
-        tokens[arguments.samples :],
-        tokens[: arguments.samples],
-        profile=True,
-    )
+    teacher = Teacher(stream, tokens[arguments.samples :], tokens[: arguments.samples], profile=True)
+    walk = Walk(teacher, Twin(stream, target.config, planned))
     marks = [time.perf_counter()]
     for step in walk:
         layer = read_layer(model, step.index, source.read)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfold.attention import apply_rotary, rotary_frequencies, rotary_tables
-from kvfold.attention.reference import whole as reference
+from kvfold.attention.reference import pieces
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -22,7 +22,7 @@ def test_equals_the_reference(pairs, extra, interleaved, batched, seed):
     for row in range(2):
         places = positions[row] if batched else positions
         for head in range(3):
-            expected = reference.rotate(x[row, head], places, frequencies, interleaved)
+            expected = pieces.rotate(x[row, head], places, frequencies, interleaved)
             torch.testing.assert_close(found[row, head], expected, rtol=0, atol=1e-12)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.attention import GroupedAttention, LatentAttention, rotary_frequencies
+from kvfold.attention.reference import pieces
 from kvfold.attention.reference import whole as reference
 
 
@@ -48,14 +49,14 @@ class Case:
             seen = seen & (key < self.lengths[:, None, None])
         return seen[:, None]
 
-    def masks(self, row: int, queries: int, keys: int) -> reference.Masks:
+    def masks(self, row: int, queries: int, keys: int) -> pieces.Masks:
         """The reference's masks for one sequence of the batch."""
 
         def of_row(value: int | Tensor | None) -> int | None:
             return int(value[row]) if isinstance(value, Tensor) else value
 
         offset = of_row(self.offset_of(queries, keys))
-        return reference.Masks(self.causal, offset, self.window, of_row(self.starts) or 0, of_row(self.lengths))
+        return pieces.Masks(self.causal, offset, self.window, of_row(self.starts) or 0, of_row(self.lengths))
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, case: Case, scale: float | None = None) -> Tensor:

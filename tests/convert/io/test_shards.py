@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from kvfold.convert.errors import InputError, KvfoldError
-from kvfold.convert.io import shards as shards_module
+from kvfold.convert.io import moves, shards
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.shards import OutputTensor, Shard, ShardWriter, assign_shards, write_index
 
@@ -131,13 +131,13 @@ def test_names_that_need_escapes(out: Path) -> None:
 def test_neighbors_are_copied_in_one_piece(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = [OutputTensor("c", "BF16", (4, 8), None) if t.name == "c" else t for t in copies(checkpoint)]
     pieces: list[int] = []
-    real = shards_module.copy_range
+    real = moves.copy_range
 
     def counting(source: int, start: int, target: int, position: int, length: int, progress) -> None:
         pieces.append(length)
         real(source, start, target, position, length, progress)
 
-    monkeypatch.setattr(shards_module, "copy_range", counting)
+    monkeypatch.setattr(moves, "copy_range", counting)
     with ShardWriter(out, assign_shards(outputs, GB)) as writer:
         writer.write("c", torch.zeros(4, 8).bfloat16())
         writer.copy_rest(checkpoint)
@@ -218,7 +218,7 @@ def test_an_error_beside_the_copy_stops_it(checkpoint: Checkpoint, out: Path, mo
             super().set()
             stopped.set()
 
-    monkeypatch.setattr(shards_module, "threading", SimpleNamespace(Event=Told))
+    monkeypatch.setattr(shards, "threading", SimpleNamespace(Event=Told))
 
     def progress(count: int) -> None:
         steps.append(count)
@@ -254,7 +254,7 @@ def test_an_error_of_the_copy_reaches_the_next_write_or_the_end(checkpoint: Chec
 
 @pytest.mark.parametrize("dtype", ["F16", "F32", "F64"])
 def test_casts_in_chunks(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    monkeypatch.setattr(shards_module, "CAST_ELEMENTS", 10)
+    monkeypatch.setattr(moves, "_CAST_ELEMENTS", 10)
     with ShardWriter(out, assign_shards(copies(checkpoint, BF16=dtype), GB)) as writer:
         writer.copy_rest(checkpoint)
         writer.finish()

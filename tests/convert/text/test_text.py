@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.perplexity import token_windows
 from kvfold.convert.request import held_out_count
-from kvfold.convert.text import documents
+from kvfold.convert.text import files
 from kvfold.convert.text import tokenizer as tokens_of
 from kvfold.convert.text import windows as text
 from kvfold.convert.text.documents import BUILT_IN
@@ -388,15 +388,15 @@ def test_a_dataset_that_is_not_there_or_has_other_fields(tokenizer: Any, monkeyp
 def test_a_big_file_is_read_in_parts_from_all_over(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(documents, "_CELL", 4096)
+    monkeypatch.setattr(files, "_CELL", 4096)
     monkeypatch.setattr(text, "_READ_AT_LEAST", 1 << 14)
     path = tmp_path / name
     rows = [numbers(10, 10 * n) for n in range(4000)]
     path.write_text("".join(f"{row}\n" if name == "big.txt" else json.dumps({"text": row}) + "\n" for row in rows))
     seen = []
-    parse = documents._File._parse
+    parse = files.TextFile._parse
     monkeypatch.setattr(
-        documents._File, "_parse", lambda self, start, raw: seen.append(len(raw)) or parse(self, start, raw)
+        files.TextFile, "_parse", lambda self, start, raw: seen.append(len(raw)) or parse(self, start, raw)
     )
     found = load_calibration(str(path), tokenizer, 8, 61)
     assert sum(seen) <= 1 << 14 < path.stat().st_size / 10
@@ -412,7 +412,7 @@ def test_a_big_file_is_read_in_parts_from_all_over(
 def test_more_of_a_big_file_is_read_when_the_first_parts_are_too_little(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(documents, "_CELL", 64)
+    monkeypatch.setattr(files, "_CELL", 64)
     monkeypatch.setattr(text, "_READ_AT_LEAST", 64)
     monkeypatch.setattr(text, "_BYTES_PER_TOKEN", 0)
     path = tmp_path / "big.txt"

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from kvfold.convert.errors import InputError
 from kvfold.convert.io import atomic
 from kvfold.convert.text import documents as text_documents
+from kvfold.convert.text import files as text_files
 from kvfold.convert.text.documents import Document, open_corpus
 from kvfold.convert.text.tokenizer import tokenize
 from kvfold.convert.uptrain import resume
@@ -127,9 +128,9 @@ def test_an_epoch_takes_every_sequence_once_and_the_next_one_in_another_order(tm
 def test_a_large_file_is_not_read_whole(tmp_path, monkeypatch):
     path = tmp_path / "long.txt"
     path.write_text("".join(f"{n:07d} " + "word " * 18 + "\n" for n in range(400_000)))
-    sizes, parse = [], text_documents._File._parse
+    sizes, parse = [], text_files.TextFile._parse
     monkeypatch.setattr(
-        text_documents._File, "_parse", lambda self, start, raw: sizes.append(len(raw)) or parse(self, start, raw)
+        text_files.TextFile, "_parse", lambda self, start, raw: sizes.append(len(raw)) or parse(self, start, raw)
     )
     tokens = made(tmp_path / "run", plan_of(path, training=30_000, length=64))
     assert len(tokens.training) == 30_000
@@ -303,8 +304,8 @@ def test_tokens_are_opened_only_for_the_run_they_were_made_for(tmp_path):
 
 @pytest.mark.parametrize("place", [0, 5_000_000, -1])
 def test_the_fingerprint_of_a_large_file_is_of_cells_from_its_first_to_its_last_byte(tmp_path, monkeypatch, place):
-    monkeypatch.setattr(text_documents, "_CELL", 1000)
-    monkeypatch.setattr(text_documents, "_LARGEST_WHOLE", 1 << 20)
+    monkeypatch.setattr(text_files, "_CELL", 1000)
+    monkeypatch.setattr(text_files, "_LARGEST_WHOLE", 1 << 20)
     path = tmp_path / "long.txt"
     content = bytearray(b"a" * 63 * 100_000 + b"a" * 1000)
     path.write_bytes(content)

@@ -14,7 +14,7 @@ from kvfold.convert.transforms.weights import AttentionWeights
 from kvfold.convert.walk.objective import UNCHANGED, AttentionUpdate
 from kvfold.convert.walk.output_fit import refit_output
 from kvfold.convert.walk.twin import Twin
-from kvfold.convert.walk.walk import Step, Walk
+from kvfold.convert.walk.walk import Step, Teacher, Walk
 
 E, H, D = 32, 4, 8
 
@@ -44,7 +44,8 @@ class Case:
         ]
         twin = Twin(self.source, config.to_dict(), planned)
         tokens = torch.randint(0, 61, (40, 12))
-        self.walk = Walk(self.source, twin, tokens[:8], tokens[8:], statistics=False, keep_calibration=True)
+        teacher = Teacher(self.source, tokens[:8], tokens[8:], statistics=False, keep_calibration=True)
+        self.walk = Walk(teacher, twin)
 
     def first_step(self) -> Step:
         self.steps = iter(self.walk)  # a generator that is dropped closes its layer

@@ -27,7 +27,7 @@ from kvfold.convert.walk.refine import (
     sample_batches,
 )
 from kvfold.convert.walk.twin import Twin
-from kvfold.convert.walk.walk import Walk
+from kvfold.convert.walk.walk import Teacher, Walk
 
 # family -> the module that is given the residual stream after the attention
 AFTER_ATTENTION = {
@@ -57,7 +57,7 @@ def first_step(plan, tokens=None):
         tokens = torch.randint(0, plan.geometry.vocabulary, (16, 24), generator=generator)
     source = source_stream(plan)
     twin = Twin(source, plan.layout.config, plan.layout.tensors)
-    walk = Walk(source, twin, tokens[:4], tokens[4:], keep_calibration=True)
+    walk = Walk(Teacher(source, tokens[:4], tokens[4:], keep_calibration=True), twin)
     steps = iter(walk)
     step = next(steps)
     return steps, step, plan.layout.encode(0, pooled_layer(plan, 0))

@@ -73,7 +73,7 @@ class Case:
 
     def walk(self, **options: Any) -> Walk:
         source = self.stream()
-        return Walk(source, self.twin(source), self.held_out, self.calibration, **options)
+        return Walk(Teacher(source, self.held_out, self.calibration, **options), self.twin(source))
 
     def run(self, walk: Walk) -> Iterator[Step]:
         for step in walk:
@@ -148,7 +148,7 @@ def test_a_survey_gives_the_walks_statistics_without_a_student(case: Case) -> No
 
 def test_a_walk_without_calibration_has_no_statistics_and_the_same_drift(case: Case) -> None:
     source = case.stream()
-    bare = Walk(source, case.twin(source), case.held_out)
+    bare = Walk(Teacher(source, case.held_out), case.twin(source))
     assert all(step.statistics is None for step in case.run(bare))
     full = case.walk()
     list(case.run(full))
@@ -164,7 +164,7 @@ def test_students_that_share_a_teacher_are_what_each_would_be_alone(
     list(case.run(alone))
     tokens = case.held_out, case.calibration
     teacher = Teacher(source, *tokens, profile=True, keep_calibration=True, remember=True)
-    walks = [Walk(source, case.twin(source), *tokens, keep_calibration=True, teacher=teacher) for _ in range(2)]
+    walks = [Walk(teacher, case.twin(source)) for _ in range(2)]
     for lesson in teacher.lessons():
         for walk in walks:
             with walk.step(lesson) as step:
