@@ -91,7 +91,7 @@ def checkpoint_subjects(models: Sequence[str]) -> list[Subject]:
     subjects = []
     for model in models:
         checkpoint = open_checkpoint(model)
-        config, folder = checkpoint.config, str(checkpoint.folder)
+        config, folder = checkpoint.config, model if checkpoint.gguf else str(checkpoint.folder)
         checkpoint.close()
         forms = ("stock", "absorbed") if is_latent(config) else ("stock",)
         subjects += [Subject(model, form, {**config, **_usual_names(config)}, folder) for form in forms]

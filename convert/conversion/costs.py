@@ -9,8 +9,10 @@ import math
 import re
 from dataclasses import dataclass
 
+from kvfold.convert.conversion.memory import polishing_bytes
 from kvfold.convert.conversion.plan import Plan, latent_targets
 from kvfold.convert.request import held_out_count
+from kvfold.convert.training.budget import ROUND, sequences_of, steps_of
 
 _STEP_SEQUENCES, _ROUND, _AUTO_STEPS, _TYPICAL_STEPS = 8, 50, 500, 350  # of refinement; auto ends after 325 to 350
 _TRIAL_LAYERS, _TRIAL_TOKENS, _TRIAL_HELD_OUT, _FINALISTS, _TRIAL_STEPS = 4, 8192, 2048, 4, 20
@@ -23,24 +25,29 @@ _WIDE = 8  # bytes of float64
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of a run by what they are for. Fits are in float64 and made by one process."""
+    """Operations of a run by what they are for. Fits are in float64; one process makes them, and polishes."""
 
     walk: float = 0.0
     statistics: float = 0.0
     fits: float = 0.0
     refinement: float = 0.0
+    polishing: float = 0.0
     trials: float = 0.0
     trial_fits: float = 0.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates: operations per second of each of the ``processes``, of one processor in float64, bytes per second."""
+    """Rates: operations per second of each of the ``processes``, of one processor in float64, bytes per second.
+
+    ``training_flops`` are those of a process in training steps, which may compute in bfloat16; None: ``flops``.
+    """
 
     processes: int
     flops: float
     fit_flops: float
     disk: float
+    training_flops: float | None = None
 
 
 @dataclass(frozen=True)
@@ -56,11 +63,13 @@ class Costs:
         """Seconds by what they are for."""
         work, all_flops = self.work, machine.processes * machine.flops
         wide = all_flops / 2  # float64 on units for float32
-        refining = min(machine.processes, _STEP_SEQUENCES) * machine.flops
+        training = machine.training_flops or machine.flops
+        refining = min(machine.processes, _STEP_SEQUENCES) * training
         return {
             "forward passes": work.walk / all_flops + work.statistics / wide,
             "fitting": work.fits / machine.fit_flops,
             "refining": work.refinement / refining,
+            "polishing": work.polishing / training,
             "comparing splits": work.trials / all_flops + work.trial_fits / machine.fit_flops,
             "disk": (self.read + self.written) / machine.disk,
         }
@@ -122,6 +131,7 @@ def _work(plan: Plan) -> Work:
         statistics=shape.layers * principal * (gram + outputs),
         fits=shape.layers * fit * principal,
         refinement=shape.layers * _refinement(plan, _steps(plan), held_out),
+        polishing=_polishing(plan, held_out) if request.polish else 0.0,
         **(_trials(plan, fit, layer) if request.budget is not None else {}),
     )
 
@@ -138,6 +148,22 @@ def _refinement(plan: Plan, steps: int, held_out: int) -> float:
     batch = min(_STEP_SEQUENCES, request.samples) * request.seq_len
     targets = request.samples * request.seq_len + 2 * held_out
     return attention * (3 * batch * steps + held_out * (2 + steps // _ROUND) + targets)
+
+
+def _polishing(plan: Plan, held_out: int) -> float:
+    """Operations of polishing: the source's states, its steps, and the error on ``held_out`` tokens every round.
+
+    A step goes through the whole model forward and back, but only attention has gradients of its weights; the head is
+    run on the source's states and the student's, and back. At the end source and student are compared once more.
+    """
+    request, shape = plan.request, plan.geometry
+    model = shape.layers * layer_flops(plan, request.seq_len)
+    head = 2 * shape.model_dim * shape.vocabulary
+    step = 2 * model + shape.layers * _attention_flops(plan, request.seq_len) + 3 * head
+    rounds = math.ceil(steps_of(request.polish) / ROUND) + 1
+    text = sequences_of(request.polish, request.seq_len) * request.seq_len
+    states = (max(request.samples * request.seq_len, text) + held_out) * model
+    return states + text * step + rounds * held_out * (model + 2 * head) + held_out * (3 * model + 2 * head)
 
 
 def _trials(plan: Plan, fit: float, layer: float) -> dict[str, float]:
@@ -172,4 +198,5 @@ def _memory(plan: Plan, processes: int) -> int:
     states = shape.model_dim * (4 * tokens + 4 * held_out)
     trained = 5 * attention if request.refine else 0
     fits = _WIDE * (12 * shape.model_dim**2 + 4 * attention)
-    return int(10**9 + fits + 4 * (max(2 * layer, ends) + states + trained))
+    walking = fits + 4 * (max(2 * layer, ends) + states + trained)
+    return int(10**9 + max(walking, polishing_bytes(plan) if request.polish else 0))

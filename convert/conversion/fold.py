@@ -22,6 +22,8 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.request import WEIGHTS_ONLY
 from kvfold.convert.transforms.fold import grouping, principal
+from kvfold.convert.transforms.fold.grouping import Pairs
+from kvfold.convert.transforms.fold.moments import layer_moments
 from kvfold.convert.transforms.sinks import judged
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 from kvfold.convert.walk.walk import Step
@@ -52,10 +54,11 @@ class Fold(Method):
         return self._walk.measured({**choices, **refinement_record(notes)})
 
 
-def fold_layer(plan: Plan, step: Step) -> tuple[AttentionWeights, Notes]:
+def fold_layer(plan: Plan, step: Step, shared: dict[bool, Pairs] | None = None) -> tuple[AttentionWeights, Notes]:
     """The layer with its key/value heads folded.
 
-    Noted are which of them share, how tokens were counted, and how much norms on queries and keys vary.
+    Noted are which of them share, how tokens were counted, and how much norms on queries and keys vary. ``shared``
+    keeps what folds of the same layer to other numbers of heads need too.
     """
     plain = grouping.contiguous(plan.geometry.kv_heads, plan.kv_heads)
     if plan.request.resolved_method in WEIGHTS_ONLY:  # a start for refinement
@@ -64,6 +67,13 @@ def fold_layer(plan: Plan, step: Step) -> tuple[AttentionWeights, Notes]:
     if statistics is None:
         raise ValueError("step: expected statistics, found none")
     rotary, context = fold_rotary(plan, step.index), fold_context(plan, step.index)
+    known = {} if shared is None else shared  # by whether tokens count alike
+
+    def pairs(counted: LayerStatistics) -> Pairs:
+        alike = counted is statistics
+        if alike not in known:
+            known[alike] = Pairs(layer_moments(weights, counted, rotary, context))
+        return known[alike]
 
     def error(folded: AttentionWeights) -> float:
         return step.attention_error(plan.layout.encode(step.index, folded))  # judged as the files hold it
@@ -73,7 +83,7 @@ def fold_layer(plan: Plan, step: Step) -> tuple[AttentionWeights, Notes]:
             folded = principal.fold(weights, counted, rotary, plain, context)
             choice = grouping.Choice(plain, folded, {plain: error(folded)})
         else:
-            choice = grouping.similar(weights, counted, rotary, plan.kv_heads, error, context)
+            choice = grouping.similar(pairs(counted), plan.kv_heads, error)
         if counted.normed is None:
             return choice
         other = principal.fold(weights, replace(counted, normed=None), rotary, choice.groups, context)

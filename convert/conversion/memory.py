@@ -41,6 +41,11 @@ def scratch_bytes(plan: Plan) -> int:
     return _STATE * _elements(plan)[0] if plan.request.polish and plan.request.resume else 0
 
 
+def polishing_bytes(plan: Plan) -> int:
+    """Bytes at most of polishing, the whole model in memory."""
+    return sum(_polishing(plan).values())
+
+
 def _text(parts: Parts) -> str:
     sizes = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items())
     return f"about {bytes_text(sum(parts.values()))} ({sizes})"

@@ -33,9 +33,11 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
 @_target("--budget", type=int, metavar="N", help="Choose R + P = N by measured drift (mla).")
 @_target("--method", metavar="NAME", help="As of `kvfold convert`.")
 @_target("--group", metavar="NAME", help="As of `kvfold convert`.")
+@_target("--layout", metavar="NAME", help="As of `kvfold convert`.")
 @_calibration("--samples", type=int, default=128, show_default=True, help="Calibration sequences.")
 @_calibration("--seq-len", type=int, default=512, show_default=True, help="Tokens per sequence.")
 @_refinement("--refine", type=steps_or_auto, default="0", metavar="STEPS|auto", help="Steps per layer.")
+@_refinement("--polish", type=steps_or_auto, default="0", metavar="STEPS|auto", help="Steps of all layers together.")
 @_machine("--gpus", type=click.IntRange(1), default=1, show_default=True, help="GPUs, one process each.")
 @_machine(
     "--tflops",

@@ -29,7 +29,7 @@ from kvfold.convert.conversion.refinement import OUTPUT_FIT, Refiner, attention_
 from kvfold.convert.conversion.self_text import write_tokens
 from kvfold.convert.conversion.source import normed_layers
 from kvfold.convert.conversion.stages import Stages
-from kvfold.convert.device import choose_device, compute_dtype
+from kvfold.convert.device import choose_device, compute_dtype, training_autocast
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.request import SELF
@@ -243,10 +243,9 @@ def print_start(plan: Plan, tokens: CalibrationTokens, source: CheckpointStream)
     text = "text that the source wrote itself" if tokens.source == SELF else tokens.source
     seconds = costs_of(plan, processes.count()).seconds(machine_rates(plan, source, tokens.calibration))
     parts = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items() if value)
-    polishing = f", then polishing (--polish {plan.request.polish})" if plan.request.polish else ""
     print(
-        f"calibrating on {count} x {length} tokens of {text}; about {duration(sum(seconds.values()))}: {parts}"
-        f"{polishing}. (--method {quick_method(plan)} needs no text and is faster, but worse.)",
+        f"calibrating on {count} x {length} tokens of {text}; about {duration(sum(seconds.values()))}: {parts}. "
+        f"(--method {quick_method(plan)} needs no text and is faster, but worse.)",
         file=sys.stderr,
     )
     if tokens.source == BUILT_IN:
@@ -266,4 +265,23 @@ def machine_rates(
     started = clock()
     square @ square
     product = clock() - started
-    return Machine(processes.count(), layer_flops(plan, tokens.shape[1]) / each, 2 * 512**3 / product, stored / opened)
+    flops = layer_flops(plan, tokens.shape[1])
+    return Machine(
+        processes.count(),
+        flops / each,
+        2 * 512**3 / product,
+        stored / opened,
+        flops / _training_seconds(plan, source, tokens, each, clock),
+    )
+
+
+def _training_seconds(
+    plan: Plan, source: CheckpointStream, tokens: Tensor, each: float, clock: Callable[[], float]
+) -> float:
+    """Seconds that a token takes through a layer in training steps; ``each`` where they compute as the walk does."""
+    trains = plan.request.refine or plan.request.polish
+    dtype = training_autocast(plan.checkpoint, source.device) if trains else None
+    if dtype is None or dtype == source.dtype:
+        return each
+    with torch.autocast(source.device.type, dtype):
+        return first_layer_seconds(source, tokens, clock)[0]

@@ -15,7 +15,7 @@ from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.io import folder as folders
 from kvfold.convert.io import hub
 from kvfold.convert.io.adapter import adapted, base_model_hint, is_adapter, open_adapter
-from kvfold.convert.io.gguf import gguf_file, read_gguf
+from kvfold.convert.io.gguf import SUFFIX, gguf_file, read_gguf
 from kvfold.convert.io.headers import Header, TensorInfo
 from kvfold.convert.io.json_text import portable_name
 from kvfold.convert.io.quantized.dense import check_libraries, dequantized, plain_problems, quantization
@@ -125,7 +125,7 @@ class Checkpoint:
 
 
 def open_checkpoint(model: str | os.PathLike[str], reading: Reading = _PLAINLY) -> Checkpoint:
-    """Open a folder or a hub id (``id@revision``; downloaded whole, or taken from the cache) and check every header.
+    """Open a folder, a GGUF file or a hub id (``id@revision``; downloaded, or from the cache) and check every header.
 
     Quantized weights are seen as the dense ones that they stand for, an adapter as merged into them. Raises InputError:
     no such folder or id, no or bad config.json, truncated or inconsistent files, links that leave the folder, a
@@ -182,8 +182,9 @@ def _locate(model: str | os.PathLike[str]) -> Path | hub.HubModel:
     if is_folder:
         return folder.resolve()
     if is_folder is not None:
-        hint = f", and --gguf {folder.name}" if folder.suffix == ".gguf" else ""
-        raise InputError(f"{folder}: expected a checkpoint's folder, found a file; give the folder it lies in{hint}")
+        if folder.suffix == SUFFIX:
+            return folder.parent.resolve() / folder.name
+        raise InputError(f"{folder}: expected a checkpoint's folder, found a file; give the folder it lies in")
     named = hub.parse_hub_id(str(model))
     if named is None:
         raise InputError(f"{model}: expected a checkpoint's folder or a hub id (owner/name), found no such folder")
@@ -196,6 +197,8 @@ def _open_snapshot(model: hub.HubModel, reading: Reading) -> Checkpoint:
 
 
 def _open_folder(folder: Path, reading: Reading, origin: str = "") -> Checkpoint:
+    if folder.suffix == SUFFIX and not folder.is_dir():
+        return _open_file(folder, reading)
     names = _listed(folder)
     if is_adapter(names):
         raise InputError(
@@ -227,6 +230,13 @@ def _open_folder(folder: Path, reading: Reading, origin: str = "") -> Checkpoint
     digests = {folders.CONFIG: digest, **{file: header.digest for file, header in headers.items()}}
     origin = origin or portable_name(folder)
     return Checkpoint(folder, made.config, made.tensors, origin, digests, made.reader, aliases, states, made.made_of)
+
+
+def _open_file(path: Path, reading: Reading) -> Checkpoint:
+    """A GGUF file that is named itself."""
+    if reading.gguf is not None:
+        raise InputError(f"--gguf {reading.gguf}: expected a folder as MODEL, found the file {path}; leave --gguf out")
+    return _open_folder(path.parent, replace(reading, gguf=path.name), portable_name(path))
 
 
 def _listed(folder: Path) -> list[str]:

@@ -44,7 +44,10 @@ def gguf_file(names: list[str], wanted: str | None, folder: Path) -> str | None:
     elif not present or any(name in names for name in (SINGLE, INDEX, LEGACY_SINGLE, LEGACY_INDEX)):
         return None
     if len(present) > 1:
-        raise InputError(f"{folder}: expected --gguf FILE, found {len(present)} of them: {', '.join(present[:5])}")
+        found = ", ".join(present[:5])
+        raise InputError(
+            f"{folder}: expected one GGUF file, found {len(present)} of them: {found}; give the one to read as MODEL"
+        )
     if _PART.search(present[0]):
         raise InputError(
             f"{folder / present[0]}: expected a whole file, found a part; join them by llama-gguf-split --merge"

@@ -111,7 +111,9 @@ def spectrum_figure(worth: Values) -> Figure:
 
 
 def split_figure(splits: Sequence[Values], name: str, unit: str) -> Figure:
-    """A budget's splits and what decided between them."""
+    """A budget's splits and what decided between them; those that a first layer ruled out are left out."""
+    most = max(split.get("layers", 0) for split in splits)
+    splits = [split for split in splits if split.get("layers", 0) == most]
     points = [(split["rope_dim"], split[name]) for split in splits]
     low, high = min(rope for rope, _ in points), max(rope for rope, _ in points)
     ticks = [(split["rope_dim"], f"{split['kv_rank']}\n+{split['rope_dim']}") for split in splits]

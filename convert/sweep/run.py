@@ -42,6 +42,7 @@ from kvfold.convert.sweep.result import Row, Source, Sweep
 from kvfold.convert.sweep.splits import Split, choose_splits
 from kvfold.convert.sweep.targets import default_targets
 from kvfold.convert.text.windows import CalibrationTokens
+from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.walk.passes import estimate_seconds
 from kvfold.convert.walk.walk import Step, Teacher
 
@@ -172,16 +173,17 @@ def _learn(students: Sequence[_Student], teacher: Teacher, surveyed: Survey | No
         for lesson in teacher.lessons():
             if surveyed is not None:
                 lesson.statistics = surveyed.notes(lesson.index)[0]
+            shared: dict[bool, Pairs] = {}
             for student in students:
                 with student.clock(), student.walk.step(lesson) as step:
-                    student.walk.follow(step, _fitted(student, step, surveyed))
+                    student.walk.follow(step, _fitted(student, step, surveyed, shared))
                 advance(1)
 
 
-def _fitted(student: _Student, step: Step, surveyed: Survey | None) -> Any:
-    """The layer's weights for a target."""
+def _fitted(student: _Student, step: Step, surveyed: Survey | None, shared: dict[bool, Pairs]) -> Any:
+    """The layer's weights for a target; ``shared`` among those of the layer."""
     if student.split is None or surveyed is None:
-        return fold_layer(student.plan, step)[0]
+        return fold_layer(student.plan, step, shared)[0]
     return latent_layer(student.split.option, step, surveyed)[0]
 
 

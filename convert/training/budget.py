@@ -1,6 +1,7 @@
 """How many steps polishing makes, and how much text they take. Without torch: plans ask for it."""
 
 AUTO_STEPS = 200
+ROUND = 25  # steps between two evaluations on held-out sequences
 BATCH_TOKENS = 1024
 
 

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.training.budget import batch_size
+from kvfold.convert.training.budget import ROUND, batch_size
 from kvfold.convert.training.loss import divergence
 from kvfold.convert.training.rates import relative_groups
 from kvfold.convert.training.student import Student
 from kvfold.convert.walk.batches import random_batches
 
-ROUND = 25  # steps between two evaluations on held-out sequences
 _WARMUP = 10  # steps
 # Peak learning rate at width one and a KL of 1. KL of the model that ships after 60 steps on 96 x 128 tokens, MLA 24+8
 # from 0.3345 / refined 40+24 from 0.0419: 0.05 0.1632 / 0.0381, 0.2 0.1203 / 0.0352, 0.4 0.1069 / 0.0335,

@@ -18,8 +18,9 @@ from typing import Any
 
 import click
 
-from kvfold.convert.console import Choice, PanelCommand, PanelOption, check_plot
+from kvfold.convert.console import Choice, PanelCommand, PanelOption, check_plot, check_writable
 from kvfold.convert.io.atomic import check_output
+from kvfold.convert.measure.options import tell
 from kvfold.convert.processes import leave_processes, started_first
 from kvfold.convert.request import DEVICES
 from kvfold.convert.text.sources import check_sources
@@ -91,8 +92,11 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
 @_running("--resume", is_flag=True, help="Resume an interrupted run at its last checkpoint.")
 @_running("--overwrite", is_flag=True, help="Replace OUT; without --resume also discard an interrupted run.")
 @_running("--quiet", is_flag=True, help="No progress, no summary.")
+@_running(
+    "--json", "json_file", metavar="FILE|-", help="Also write the record and the log to FILE; -: to stdout alone."
+)
 @_running("--trust-remote-code", is_flag=True, help="Allow code in the checkpoint to run.")
-def uptrain(**options: Any) -> None:
+def uptrain(json_file: str | None, **options: Any) -> None:
     """Train MODEL further into OUT, at learning rates relative to the size of each tensor.
 
     MODEL is a checkpoint that `kvfold convert` wrote. Adam moves every element by about the learning rate, so
@@ -101,6 +105,8 @@ def uptrain(**options: Any) -> None:
     request = ur.UptrainRequest(**options)
     if request.plot is not None:
         check_plot(request.plot)
+    if json_file is not None:
+        check_writable(json_file)
     check_output(request.out, overwrite=request.overwrite, model=request.model)
     check_sources([request.text], "--text")
     check_sources(filter(None, [request.eval_text]), "--eval-text")
@@ -110,5 +116,5 @@ def uptrain(**options: Any) -> None:
 
     done = uptrain_checkpoint(request)
     leave_processes()
-    if done.rows and not request.quiet:
-        click.echo(summary(request, done))
+    if done.rows:
+        tell(json_file, done.to_dict, "" if request.quiet else summary(request, done))

@@ -42,6 +42,10 @@ class Uptrained:
         steps = self.record.get("request", {}).get("steps", 0)
         return f"Uptrained({steps} steps, {len(self.rows)} rows of the log)"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values: the record and the rows of the log."""
+        return {**self.record, "log": self.rows}
+
 
 def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
     """Train ``request.model`` further and write it to ``request.out``; every process of a distributed run calls this.

@@ -90,6 +90,7 @@ def _regressions(
     step: Step, layer: OpenLayer, weights: Weights, update: AttentionUpdate, teacher: Hidden, student: Hidden
 ) -> Iterator[_Regression]:
     """Chunk by chunk; nothing where the layer's output is not a linear map of the heads' results that it shows."""
+    shown = False
     for inputs, own in zip(teacher, student, strict=True):
         output = layer.attend(own)
         if output.context is None:
@@ -97,8 +98,9 @@ def _regressions(
         heads = output.context[..., : weights.o.shape[2]].flatten(2).double()  # engines' heads are padded with zeros
         if weights.o_bias is not None:
             heads = torch.cat([heads, torch.ones_like(heads[..., :1])], -1)
-        if not _explains(heads @ _projection(weights).to(heads).mT, output.attention):
+        if not shown and not _explains(heads @ _projection(weights).to(heads).mT, output.attention):
             return
+        shown = True  # of the layer, not of its inputs
         after = (inputs + update.of(step.teacher, step.teacher.attend(inputs))).double()
         weight = 1 / after.square().mean(-1).clamp_min(torch.finfo(inputs.dtype).tiny)
         target = (after - own) / update.scale
@@ -114,15 +116,15 @@ def _explains(found: Tensor, expected: Tensor) -> bool:
 def _sums(present: Tensor, parts: Iterator[_Regression]) -> tuple[Tensor, Tensor]:
     """The weighted means of ``z z^T`` and ``(target - present z) z^T`` over the sequences of all processes."""
     count = len(present[0])
-    gram, missing, total = present.new_zeros(count, count), torch.zeros_like(present), present.new_zeros(())
+    gram, cross, total = present.new_zeros(count, count), torch.zeros_like(present), present.new_zeros(())
     for part in parts:
         heads = part.heads * part.weight[:, None]
-        gram += heads.mT @ part.heads
-        missing += (part.target - part.heads @ present.mT).mT @ heads
+        gram.addmm_(heads.mT, part.heads)
+        cross.addmm_(part.target.mT, heads)
         total += float(part.weight.sum())
-    processes.add_up([gram, missing, total])
+    processes.add_up([gram, cross, total])
     total = total if total else torch.ones_like(total)
-    return gram / total, missing / total
+    return gram / total, (cross - present @ gram) / total
 
 
 def _error(projection: Tensor, parts: list[_Regression]) -> float:

@@ -101,8 +101,7 @@ class Step:
         with self.twin.stream.open_layer(self.index) as layer:
             replayed, student = _Replayed(self.outputs), self.twin.stream
             self.drift = compare_layer(self.index, replayed, layer, self.held_out, self.student_held_out, student)
-            for chunk, hidden in enumerate(self.student_calibration):
-                self.student_calibration[chunk] = residual(layer(hidden))
+            self._take(layer, self._onward())
         self.outputs.clear()
         self.done = True
         return self.drift
@@ -112,9 +111,8 @@ class Step:
         """Use ``tensors`` as `convert` does, but take the student alone past the layer and compare nothing."""
         self.twin.put(tensors)
         with self.twin.stream.open_layer(self.index) as layer:
-            for states in (self.student_held_out, self.student_calibration):
-                for chunk, hidden in enumerate(states):
-                    states[chunk] = residual(layer(hidden))
+            self._take(layer, self.student_held_out)
+            self._take(layer, self._onward())
         self.outputs.clear()
         self.done = True
 
@@ -125,10 +123,18 @@ class Step:
             same = torch.equal(self.held_out[chunk], self.student_held_out[chunk])
             student = output if same else self.teacher(self.student_held_out[chunk])
             self.held_out[chunk], self.student_held_out[chunk] = residual(output), residual(student)
-        for chunk, hidden in enumerate(self.student_calibration):
-            self.student_calibration[chunk] = residual(self.teacher(hidden))
+        self._take(self.teacher, self._onward())
         self.outputs.clear()
         self.done = True
+
+    def _onward(self) -> Hidden:
+        """The student's calibration sequences, none after the last layer: no layer is fitted to them any more."""
+        return self.student_calibration if self.index + 1 < self.twin.stream.layers else []
+
+    def _take(self, layer: OpenLayer, states: Hidden) -> None:
+        """Take ``states`` past ``layer``."""
+        for chunk, hidden in enumerate(states):
+            states[chunk] = residual(layer(hidden))
 
 
 class _Replayed:

@@ -1,4 +1,4 @@
-"""The estimate of a conversion's time beside measured runs: random Llama models of three shapes, one thread.
+"""The estimate of a conversion's time beside measured runs: random Llama models of several shapes, one thread.
 
     python recipes/benchmarks/bench_costs.py --json recipes/results/costs.json
 
@@ -31,6 +31,10 @@ RUNS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "MLA 128 + 64, 20 steps of refinement": (
         {"width": 768, "heads": 12, "kv_heads": 4, "layers": 2},
         {"to": "mla", "kv_rank": 128, "rope_dim": 64, "refine": 20},
+    ),
+    "MQA, 50 steps of polishing": (
+        {"width": 384, "heads": 6, "kv_heads": 6, "layers": 4},
+        {"to": "mqa", "polish": 50},
     ),
     "MLA, a budget of 128": (
         {"width": 384, "heads": 6, "kv_heads": 6, "layers": 2},

@@ -9,16 +9,17 @@ supplies the judge that decides, such as the error of the attention output on he
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import principal
 from kvfold.convert.transforms.fold.heads import share_keys
-from kvfold.convert.transforms.fold.moments import LayerMoments, layer_moments
+from kvfold.convert.transforms.fold.moments import LayerMoments
 from kvfold.convert.transforms.fold.score_fit import fit_scores, score_losses
 from kvfold.convert.transforms.linalg import among, metric_root
-from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
+from kvfold.convert.transforms.weights import AttentionWeights
 
 Partition = tuple[tuple[int, ...], ...]
 
@@ -40,6 +41,18 @@ class Choice:
     errors: dict[Partition, float]
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """A layer's moments and what any two of its heads lose by sharing: the same for every number of groups."""
+
+    layer: LayerMoments
+
+    @cached_property
+    def losses(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of `pair_losses`, computed when they are first asked for."""
+        return pair_losses(self.layer)
+
+
 def contiguous(kv_heads: int, groups: int) -> Partition:
     """Neighboring heads share, in order. Raises ValueError when ``kv_heads`` does not divide by ``groups``."""
     if groups < 1 or kv_heads % groups:
@@ -48,29 +61,21 @@ def contiguous(kv_heads: int, groups: int) -> Partition:
     return tuple(tuple(range(start, start + size)) for start in range(0, kv_heads, size))
 
 
-def similar(
-    weights: AttentionWeights,
-    statistics: LayerStatistics,
-    rotary: Rotary,
-    groups: int,
-    judge: Callable[[AttentionWeights], float],
-    context: int = 0,
-) -> Choice:
-    """The best of `candidates`, folded by `principal.fold`, as ``judge`` sees them; moments are computed once."""
-    layer = layer_moments(weights, statistics, rotary, context)
-    return choose(candidates(layer, groups), judge, lambda partition: principal.fold_moments(layer, partition))
+def similar(pairs: Pairs, groups: int, judge: Callable[[AttentionWeights], float]) -> Choice:
+    """The best of `candidates`, folded by `principal.fold`, as ``judge`` sees them."""
+    return choose(candidates(pairs, groups), judge, lambda partition: principal.fold_moments(pairs.layer, partition))
 
 
-def candidates(layer: LayerMoments, groups: int) -> list[Partition]:
+def candidates(pairs: Pairs, groups: int) -> list[Partition]:
     """A few distinct partitions worth judging; `contiguous` is always the first.
 
     The others come from greedy joining, then swaps, by the pairs' losses, one for each way to count heads.
     """
-    plain = contiguous(layer.weights.kv_heads, groups)
-    partitions = [plain]
-    if groups in (1, layer.weights.kv_heads):
+    kv_heads = pairs.layer.weights.kv_heads
+    partitions = [contiguous(kv_heads, groups)]
+    if groups in (1, kv_heads):
         return partitions
-    for loss in pair_losses(layer):
+    for loss in pairs.losses:
         partition = _sorted(_swapped(loss, _greedy(loss, groups)))
         if partition not in partitions:
             partitions.append(partition)

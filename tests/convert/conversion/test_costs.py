@@ -54,12 +54,26 @@ def test_text_refinement_and_splits_count() -> None:
     assert costs_of(plan()).work.trials == 0
 
 
+def test_polishing_counts_by_its_steps_in_one_process_and_holds_the_model() -> None:
+    made = plan()
+    brief, long = (costs_of(replace(made, request=replace(made.request, polish=steps))) for steps in (200, 400))
+    assert long.work.polishing == pytest.approx(2 * brief.work.polishing, rel=0.1)
+    step = 200 * 1024 * 3 * 32 * layer_flops(made, 512)  # 1024 tokens forward and back through 32 layers
+    assert 0.5 * step < brief.work.polishing < 1.5 * step
+    one, many = (brief.seconds(Machine(count, 1e14, 1e11, 1e9, 2e14))["polishing"] for count in (1, 8))
+    assert one == many == brief.work.polishing / 2e14
+    assert brief.memory > costs_of(made).memory
+    assert costs_of(made).work.polishing == 0
+
+
 def test_the_command_prints_numbers(tmp_path) -> None:
     line = ["--shape", "llama-3-405b", "--to", "mla", "--kv-rank", "512", "--rope-dim", "64", "--gpus", "8"]
     done = CliRunner().invoke(command, [*line, "--json", str(tmp_path / "plan.json")])
     assert done.exit_code == 0, done.output
     assert "llama-3-405b -> MLA 512+64" in done.output
     assert "hours with 8 processes" in done.output
+    assert "polishing" not in done.output
+    assert "polishing" in CliRunner().invoke(command, [*line, "--polish", "auto"]).output
     assert json.loads((tmp_path / "plan.json").read_text())["bytes_written"] > 8e11
 
 

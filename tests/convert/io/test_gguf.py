@@ -9,6 +9,7 @@ import torch
 from helpers.checkpoints import tensors
 from torch import Tensor
 
+from kvfold.convert.bench.shapes import checkpoint_subjects
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.checkpoint import Checkpoint, Reading, open_checkpoint
 
@@ -123,6 +124,12 @@ def test_gguf_of_a_folder_with_other_weights_and_a_config(source: Path, tmp_path
     check(checkpoint, meant)
     assert checkpoint.config == json.loads((source / "config.json").read_text())
     assert open_checkpoint(tmp_path / "m", Reading(gguf=str(tmp_path / "m" / "tiny.gguf"))).gguf == "tiny.gguf"
+    named = open_checkpoint(tmp_path / "m" / "tiny.gguf", Reading(dtype="F32"))  # as MODEL, for every command alike
+    check(named, meant)
+    assert (named.origin, named.gguf) == ("tiny.gguf", "tiny.gguf")
+    assert [subject.folder for subject in checkpoint_subjects([str(tmp_path / "m" / "tiny.gguf")])] == [
+        str(tmp_path / "m" / "tiny.gguf")
+    ]
     with pytest.raises(InputError, match=r"--gguf other.gguf: expected a GGUF file in .*, found tiny.gguf"):
         open_checkpoint(tmp_path / "m", Reading(gguf="other.gguf"))
 
@@ -139,15 +146,19 @@ def test_rope_scaling_without_a_config(source: Path, tmp_path: Path) -> None:
 def test_files_that_are_not_read(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
-    with pytest.raises(InputError, match=r"expected --gguf FILE, found 2 of them: a.gguf, b.gguf"):
+    with pytest.raises(
+        InputError, match=r"expected one GGUF file, found 2 of them: a.gguf, b.gguf; give the one to read as M"
+    ):
         open_checkpoint(tmp_path)
     with pytest.raises(InputError, match=r"a.gguf: expected a GGUF file that transformers reads, found: "):
         open_checkpoint(tmp_path, Reading(gguf="a.gguf"))
     (tmp_path / "m-00001-of-00002.gguf").write_bytes(b"GGUF")
     with pytest.raises(InputError, match=r"expected a whole file, found a part; join them by llama-gguf-split --merge"):
         open_checkpoint(tmp_path, Reading(gguf="m-00001-of-00002.gguf"))
-    with pytest.raises(InputError, match=r"found a file; give the folder it lies in, and --gguf a.gguf"):
+    with pytest.raises(InputError, match=r"a.gguf: expected a GGUF file that transformers reads, found: "):
         open_checkpoint(tmp_path / "a.gguf")
+    with pytest.raises(InputError, match=r"--gguf a.gguf: expected a folder as MODEL, found the file .*; leave --gguf"):
+        open_checkpoint(tmp_path / "a.gguf", Reading(gguf="a.gguf"))
 
 
 def test_gguf_is_not_installed(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,10 @@ def rows(seed: int, *shape: int) -> Tensor:
     return normal(seed, *shape) / math.sqrt(shape[-1])
 
 
+def moments_of(*layer: object, context: int = 0) -> grouping.Pairs:
+    return grouping.Pairs(layer_moments(*layer, context))
+
+
 def make(kv_heads: int, repeat: int = 1) -> AttentionWeights:
     heads = kv_heads * repeat
     return AttentionWeights(
@@ -58,7 +62,7 @@ def test_contiguous_refuses_uneven_groups(groups: int):
 def test_finds_the_heads_that_are_alike(repeat: int):
     pairs = [(0, 5), (1, 3), (2, 7), (4, 6)]
     weights = alike(pairs, repeat)
-    found = grouping.candidates(layer_moments(weights, statistics(8 * repeat), ROTARY), 4)
+    found = grouping.candidates(moments_of(weights, statistics(8 * repeat), ROTARY), 4)
     assert found[0] == grouping.contiguous(8, 4)
     assert tuple(pairs) in found
 
@@ -70,12 +74,12 @@ def test_finds_groups_of_four():
     for group in members:
         for head in group:
             k[head], v[head] = k[group[0]] + 0.02 * rows(head, D, E), v[group[0]] + 0.02 * rows(head, D, E)
-    assert members in grouping.candidates(layer_moments(replace(weights, k=k, v=v), statistics(8), ROTARY), 2)
+    assert members in grouping.candidates(moments_of(replace(weights, k=k, v=v), statistics(8), ROTARY), 2)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 def test_candidates_are_few_distinct_partitions(groups: int):
-    found = grouping.candidates(layer_moments(make(8), statistics(8), ROTARY), groups)
+    found = grouping.candidates(moments_of(make(8), statistics(8), ROTARY), groups)
     assert found[0] == grouping.contiguous(8, groups)
     assert len(set(found)) == len(found) <= 4
     for partition in found:
@@ -122,9 +126,8 @@ def test_similar_is_the_judged_best_of_the_candidates():
     pairs = [(0, 5), (1, 3), (2, 7), (4, 6)]
     weights, measured = alike(pairs), statistics(8)
     wanted = principal.fold(weights, measured, ROTARY, pairs, context=100)
-    choice = grouping.similar(
-        weights, measured, ROTARY, 4, lambda folded: (folded.k - wanted.k).norm().item(), context=100
-    )
+    heads = moments_of(weights, measured, ROTARY, context=100)
+    choice = grouping.similar(heads, 4, lambda folded: (folded.k - wanted.k).norm().item())
     assert choice.groups == tuple(pairs)
     assert torch.equal(choice.weights.k, wanted.k)
     assert choice.errors[grouping.contiguous(8, 4)] > 0
