@@ -67,6 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 8, "sliding_window_pattern": 2},
     "glm": {"head_dim": 16, "attention_bias": True},
     "glm4": {"head_dim": 16, "attention_bias": True},
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "helium": {"head_dim": 8, "attention_bias": True, "mlp_bias": True},
     "hunyuan_v1_dense": {"head_dim": 16, "attention_bias": True},
     "hyperclovax": {

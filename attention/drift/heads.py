@@ -94,8 +94,13 @@ def _greedy(similarity: Tensor) -> Tensor:
 
 
 def compare_rows(teacher: LayerOutput, student: LayerOutput, order: Tensor) -> Tensor | None:
-    """Row KL of matched heads ``[H]``, or None where one side shows no queries and keys or their masks differ."""
+    """Row KL of matched heads ``[H]``, or None where it does not say all.
+
+    That is where one side shows no queries and keys, where masks differ, and where sinks take part of each row.
+    """
     if teacher.query is None or teacher.key is None or student.query is None or student.key is None:
+        return None
+    if teacher.sinks is not None or student.sinks is not None:
         return None
     window = _window(teacher)
     if student.query.shape[1] != teacher.query.shape[1] or _window(student) != window:

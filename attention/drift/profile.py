@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfold.attention.drift.softcap import softmax_beside
+
 # Scores held at once: they bound memory, to 4 MB and 256 MB of float32. The CPU time of a profile of 8 heads and 2048
 # tokens is flat from 1 << 16 to 1 << 24, 0.12 to 0.16 s (recipes/benchmarks/bench_refine_constants.py --blocks).
 _CPU_BLOCK = 1 << 20
@@ -53,6 +55,7 @@ def attention_sums(
     window: int | None = None,
     causal: bool = True,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention weight by distance, ``[H, T]``, and by key, ``[B, T]``; both float64.
 
@@ -63,12 +66,14 @@ def attention_sums(
 
     so the rows of ``p`` sum to 1 and those of ``r`` to ``T``. Without ``causal``, ``delta`` is the distance either way.
     ``window`` is the number of keys a query sees, itself included (either way without ``causal``); ``softcap`` is that
-    of Gemma 2. Raises ValueError for shapes that do not fit.
+    of Gemma 2; ``sinks [H]`` are the scores of one more key without a value (gpt-oss): its share of each row is in
+    neither, and ``p`` is what is left, made to sum to 1. Raises ValueError for shapes that do not fit.
     """
     _check(query, key, window)
     batch, heads, length, _ = query.shape
     groups = key.shape[1]
     share = heads // groups
+    sink = None if sinks is None else sinks.view(groups, share, 1, 1).repeat(batch, 1, 1, 1)
     query = query.reshape(batch * groups, share, length, -1)
     key = key.reshape(batch * groups, length, -1)
     total = torch.zeros(batch * groups, share, 2 * length, dtype=torch.float64, device=query.device)
@@ -76,7 +81,8 @@ def attention_sums(
     for block in _blocks(length, window, causal, share, query.device):
         rows, width = block.last - block.first, block.high - block.low
         for part in _parts(batch * groups, share * rows * (width + rows - 1), query.device):
-            weights = _attention(query[part], key[part], block, scale, window, causal, softcap)
+            beside = None if sink is None else sink[part].flatten(0, 1)
+            weights = _attention(query[part], key[part], block, scale, window, causal, softcap, beside)
             sum_by_distance(weights, block.first, block.low, total[part].flatten(0, 1))
             received[part, block.low : block.high] += torch.unflatten(weights, 0, (-1, share)).sum((1, 2))
     folded = total[..., 1 : length + 1].flip(-1)
@@ -146,12 +152,19 @@ def _log_rows(
 
 
 def _attention(
-    query: Tensor, key: Tensor, block: _Block, scale: float, window: int | None, causal: bool, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    block: _Block,
+    scale: float,
+    window: int | None,
+    causal: bool,
+    softcap: float | None,
+    sink: Tensor | None,
 ) -> Tensor:
-    """A block of attention weights, ``[n * share, rows, width]``."""
+    """A block of attention weights, ``[n * share, rows, width]``; ``sink [n * share, 1, 1]``."""
     scores = _product(query, key, block, scale, softcap).view(-1, block.last - block.first, block.high - block.low)
     _mask(scores, block, window, causal)
-    return torch.softmax(scores, -1)
+    return torch.softmax(scores, -1) if sink is None else softmax_beside(scores, sink)
 
 
 def _product(query: Tensor, key: Tensor, block: _Block, scale: float, softcap: float | None) -> Tensor:

@@ -189,9 +189,10 @@ def _details(recording: _Recording) -> dict[str, Any]:
         "scale": call.query.shape[-1] ** -0.5 if scale is None else float(scale),
         "window": window,
         "softcap": call.options.get("softcap"),
+        "sinks": call.options.get("s_aux"),
         "causal": causal,
     }
-    if plain and call.options.get("position_bias") is None and call.options.get("s_aux") is None:
+    if plain and call.options.get("position_bias") is None:
         details |= {"query": call.query, "key": call.key}
     model_dim = recording.output.shape[-1]
     if weight is not None and weight.shape == (model_dim, heads * call.context.shape[-1]):

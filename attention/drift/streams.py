@@ -21,10 +21,10 @@ class LayerOutput:
     ``hidden`` is the residual stream after the layer, ``None`` when only the attention was run. ``query`` and ``key``
     are what the scores are made of (after rotary embedding and per-head norms): the attention weights are
     ``softmax(softcap * tanh(scale * query . key / softcap))`` over the keys that the mask leaves, the softcap being
-    absent for most models. ``window`` is the number of keys a query sees, itself included; without ``causal`` it sees
-    as many on its other side. ``context`` holds each head's weighted values before the output projection, whose weight
-    is ``output_weight``: head ``h`` adds ``output_weight[:, h] @ context[b, t, h]`` to the attention's output. ``None``
-    stands for what a model does not show.
+    absent for most models. ``sinks`` are the scores of one more key, whose value is zero. ``window`` is the number of
+    keys a query sees, itself included; without ``causal`` it sees as many on its other side. ``context`` holds each
+    head's weighted values before the output projection, whose weight is ``output_weight``: head ``h`` adds
+    ``output_weight[:, h] @ context[b, t, h]`` to the attention's output. ``None`` is what a model does not show.
     """
 
     hidden: Tensor | None  # [B, T, E]
@@ -35,6 +35,7 @@ class LayerOutput:
     scale: float = 1.0
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None  # [H]
     causal: bool = True
     context: Tensor | None = None  # [B, T, H, Dv]
     output_weight: Tensor | None = None  # [E, H, Dv]

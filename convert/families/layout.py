@@ -31,6 +31,8 @@ def read_layer(model: Model, layer: int, read: Read) -> AttentionWeights:
         weights = replace(weights, q_bias=q_bias, k_bias=k_bias, v_bias=v_bias)
     if model.has_bias("o"):
         weights = replace(weights, o_bias=read(f"{module}.{attention.o}.bias"))
+    if attention.sinks is not None:
+        weights = replace(weights, sinks=read(f"{module}.{attention.sinks}"))
     if (norm := model.qk_norm) is not None:
         eps = float(evaluate(norm.eps, model.values))
         q_norm = _read_norm(norm, module, "q", (geometry.heads, geometry.head_dim), eps, read)
@@ -59,6 +61,8 @@ def write_layer(
         tensors[f"{module}.{attention.o}.weight"] = _turned(model, stored.o.reshape(stored.model_dim, -1))
         if stored.o_bias is not None:
             tensors[f"{module}.{attention.o}.bias"] = stored.o_bias
+    if "q" in roles and stored.sinks is not None:
+        tensors[f"{module}.{attention.sinks}"] = stored.sinks
     norm = model.qk_norm
     for role, head_norm in (("q", stored.q_norm), ("k", stored.k_norm)):
         if norm is not None and head_norm is not None and role in roles:
@@ -143,6 +147,7 @@ def _check_places(model: Model, weights: AttentionWeights) -> None:
         "o_bias": model.has_bias("o"),
         "q_norm": norm is not None,
         "k_norm": norm is not None,
+        "sinks": model.family.attention.sinks is not None,
     }
     for name, place in places.items():
         present = getattr(weights, name) is not None

@@ -12,7 +12,7 @@ _ALL_HEADS = "its class gives every query head a key/value head, and layout kvfo
 _SHARED_CACHE = "several of its layers share one cache, or differ in key/value heads"
 _OTHER_ATTENTION = "its attention is more than one softmax over keys and values"
 _GATED = "not written yet (heads whose results are gated or normalized before the output projection)"
-_SINKS = "not written yet (attention sinks that are weights of the layer)"
+_LAYER_ROPE = "not written yet (a rotary base for every layer)"
 _EXPERTS = "not written yet (a mixture of experts)"
 _TOWER = "not written yet (the text tower of a multimodal model, without its wrapper)"
 _FUSED = "not written yet (queries, keys and values in one tensor, in another order)"
@@ -43,9 +43,9 @@ _TYPES = {
     _SHARED_CACHE: "gemma3n_text gemma4_text gemma4_unified_text mimo_v2_flash",
     _OTHER_ATTENTION: "blt diffllama doge jetmoe minimax_m3_vl_text reformer",
     _GATED: "afmoe beam bitnet laguna",
-    _SINKS: "flint gpt_oss granite_swa granitemoe_swa",
+    _LAYER_ROPE: "granite_swa granitemoe_swa",
     _EXPERTS: (
-        "aria_text cohere2_moe dbrx dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe granitemoe granitemoeshared "
+        "aria_text cohere2_moe dbrx dots1 ernie4_5_moe exaone_moe flex_olmo flint glm4_moe granitemoe granitemoeshared "
         "hunyuan_v1_moe hy_v3 kolibri1 llama4_text mellum minimax_m2 phimoe solar_open"
     ),
     _TOWER: "cohere_compass_text",

@@ -72,7 +72,8 @@ class Attention:
     """The place of the attention in a layer. Names are relative to ``module``, which holds ``{layer}``.
 
     ``layout``: queries, keys and values in a tensor each, in one behind each other, or in one head by head.
-    ``transposed``: weights are ``[inputs, outputs]`` (the Conv1D of GPT-2).
+    ``transposed``: weights are ``[inputs, outputs]`` (the Conv1D of GPT-2). ``sinks``: the tensor with a score per
+    query head for one more key, whose value is zero (gpt-oss).
     """
 
     module: str
@@ -86,6 +87,7 @@ class Attention:
     v: str | None = None
     qkv: str | None = None
     norm: Norm | None = None
+    sinks: str | None = None
     layer_type: Expression = None
     window: Expression = None
     softcap: Expression = None

@@ -18,7 +18,7 @@ class StoredTensor:
     """A tensor of the files. ``layer`` is None for those of the whole model.
 
     ``roles`` outside the attention is the one of the family file. In the attention it says which of q, k, v and o the
-    tensor is a weight, bias or norm of: a fused projection has three.
+    tensor is a weight, bias or norm of: a fused projection has three. Sinks belong to the queries.
     """
 
     name: str
@@ -55,7 +55,7 @@ def _per_layer(spec: TensorSpec) -> bool:
 
 
 def attention_tensors(values: Values, geometry: Geometry, layer: int) -> Iterator[StoredTensor]:
-    """The attention tensors of ``layer``: every projection's weight and bias, then the norms of queries and keys."""
+    """The attention tensors of ``layer``: every projection's weight and bias, sinks, the norms of queries and keys."""
     attention, norm = values.family.attention, active_norm(values)
     module = attention.module.replace("{layer}", str(layer))
     for role, name in projections(attention).items():
@@ -64,6 +64,8 @@ def attention_tensors(values: Values, geometry: Geometry, layer: int) -> Iterato
         yield StoredTensor(f"{module}.{name}.weight", roles, layer, sides[::-1] if attention.transposed else sides)
         if has_bias(values, role):
             yield StoredTensor(f"{module}.{name}.bias", roles, layer, sides[:1])
+    if attention.sinks is not None:
+        yield StoredTensor(f"{module}.{attention.sinks}", ("q",), layer, (geometry.heads,))
     if norm is None:
         return
     for role, heads in (("q", geometry.heads), ("k", geometry.kv_heads)):

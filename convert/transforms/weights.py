@@ -40,7 +40,10 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """``q [H, D, E]``, ``k, v [G, D, E]``, ``o [E, H, D]``; biases ``[H, D]``, ``[G, D]``, ``[G, D]``, ``[E]``."""
+    """``q [H, D, E]``, ``k, v [G, D, E]``, ``o [E, H, D]``; biases ``[H, D]``, ``[G, D]``, ``[G, D]``, ``[E]``.
+
+    ``sinks [H]``: scores of one more key, whose value is zero (gpt-oss).
+    """
 
     q: Tensor
     k: Tensor
@@ -52,6 +55,7 @@ class AttentionWeights:
     o_bias: Tensor | None = None
     q_norm: HeadNorm | None = None
     k_norm: HeadNorm | None = None
+    sinks: Tensor | None = None
 
     @property
     def heads(self) -> int:

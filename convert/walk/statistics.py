@@ -75,7 +75,13 @@ class StatisticsAccumulator:
             raise ValueError("statistics: a distance profile needs the layer's queries and keys, found none")
         sequences = output.query.shape[0]
         profile, received = attention_sums(
-            output.query, output.key, output.scale, window=output.window, causal=output.causal, softcap=output.softcap
+            output.query,
+            output.key,
+            output.scale,
+            window=output.window,
+            causal=output.causal,
+            softcap=output.softcap,
+            sinks=output.sinks,
         )
         weighted = profile.double() * sequences
         self._profile = weighted if self._profile is None else self._profile + weighted

@@ -17,6 +17,7 @@ from kvfold.convert.io.quantized.bitsandbytes import bitsandbytes_formats
 from kvfold.convert.io.quantized.compressed_tensors import compressed_formats
 from kvfold.convert.io.quantized.format import Format, Packed, dropped, pack
 from kvfold.convert.io.quantized.fp8 import fp8_formats
+from kvfold.convert.io.quantized.mxfp4 import mxfp4_formats
 from kvfold.convert.io.quantized.packed import awq_formats, gptq_formats
 from kvfold.convert.io.reader import Reader, Weights, flat_chunks
 
@@ -31,6 +32,7 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any]], tuple[Format, ...]]] = {
     "gptq": gptq_formats,
     "awq": awq_formats,
     "bitsandbytes": bitsandbytes_formats,
+    "mxfp4": mxfp4_formats,
 }
 _ADVICE = "convert the unquantized weights, then quantize the result"
 

@@ -16,7 +16,7 @@ Read = Callable[[TensorInfo], "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Format:
-    """One way to store the weight ``NAME.weight``: as ``NAME`` + ``root``, one of ``dtypes``, and others beside it.
+    """One way to store the weight ``NAME`` + ``dense``: ``NAME`` + ``root``, one of ``dtypes``, and others beside it.
 
     ``needs`` and ``takes`` are the ends of the names of tensors that must or may be beside the root; ``drops`` those of
     tensors that concern activations or the cache. ``shape(infos, read)`` is the dense shape ``[out, in]``; it raises
@@ -34,6 +34,7 @@ class Format:
     dequantize: "Callable[[Mapping[str, torch.Tensor], Shape, torch.dtype], torch.Tensor]"
     library: tuple[str, str]
     modules: Callable[[str], bool] = lambda module: True
+    dense: str = ".weight"
 
     def holds(self, info: TensorInfo) -> bool:
         """Whether the stored tensor ``info`` is the root of a weight."""
@@ -70,7 +71,7 @@ def pack(formats: tuple[Format, ...], tensors: Mapping[str, TensorInfo]) -> tupl
             beside = " or ".join(dict.fromkeys(" and ".join(each.needs) for each in fitting))
             problems.append(f"{info.file}: tensor {name!r} is quantized: expected {beside} beside it, found none")
         else:
-            packed[f"{name.removesuffix(found.format.root)}.weight"] = found
+            packed[name.removesuffix(found.format.root) + found.format.dense] = found
     return packed, problems
 
 

@@ -91,6 +91,8 @@ def _tensor_problems(model: Model) -> Iterator[str]:
 
 def _attention_problems(model: Model) -> Iterator[str]:
     layers, longest = model.layers, context(model)
+    if model.family.attention.sinks is not None:
+        yield "has attention sinks that are weights, the stock MLA class has none"
     if model.qk_norm is not None and model.qk_norm.bias:
         yield "has norms on queries and keys with biases of their own, which no projection can hold"
     if model.qk_norm is not None and model.qk_norm.after_rotary:

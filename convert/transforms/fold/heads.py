@@ -125,9 +125,10 @@ def fold_constants(source: AttentionWeights, folded: AttentionWeights, mean: Ten
 
     Attention rows sum to 1, so a constant passes through attention unchanged. An output bias takes the values' bias
     exactly. With a bias on the values only, that bias is chosen by least squares so that the layer's output at the mean
-    input ``mean [E]`` is what it was. ``source`` and ``folded`` order their heads alike.
+    input ``mean [E]`` is what it was. ``source`` and ``folded`` order their heads alike. Beside sinks rows of attention
+    sum to less than 1, and biases stay what the values' fit made them.
     """
-    if source.v_bias is None:
+    if source.v_bias is None or source.sinks is not None:
         return folded
     if source.o_bias is not None and folded.v_bias is not None:
         moved = _constant_output(source, source.v_bias.double()) - _constant_output(folded, folded.v_bias)

@@ -151,6 +151,7 @@ def ordered(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
         v_bias=rows(weights.v_bias, kv),
         q_norm=None if weights.q_norm is None else weights.q_norm.map(lambda row: row[q]),
         k_norm=None if weights.k_norm is None else weights.k_norm.map(lambda row: row[kv]),
+        sinks=rows(weights.sinks, q),
     )
 
 

@@ -22,7 +22,7 @@ MASKS = st.fixed_dictionaries(
 )
 
 
-def attention_map(query, key, scale, window=None, causal=True, softcap=None) -> Tensor:
+def attention_map(query, key, scale, window=None, causal=True, softcap=None, sinks=None) -> Tensor:
     """``[B, H, T, T]``: the textbook formula in the dtype of its inputs."""
     scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT * scale
     if softcap is not None:
@@ -31,7 +31,10 @@ def attention_map(query, key, scale, window=None, causal=True, softcap=None) -> 
     hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
     if window is not None:
         hidden = hidden | (distance.abs() >= window)
-    return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1).softmax(-1)[..., :-1]
 
 
 def distances(length: int) -> Tensor:
@@ -78,6 +81,19 @@ def test_profile_is_the_mean_weight_at_each_distance(seed, batch, groups, share,
     torch.testing.assert_close(found.sum(-1), torch.ones(groups * share, dtype=torch.float64), rtol=1e-14, atol=0)
     weights = attention_map(query, key, 0.7, masks["window"], masks["causal"], masks.get("softcap"))
     torch.testing.assert_close(received, weights.mean(1).sum(1), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_sinks_take_part_of_every_row(softcap):
+    query, key = heads(3, 2, 6, 3, 21, 4)
+    sinks = torch.linspace(-2, 3, 6, dtype=torch.float64)
+    found, received = attention_sums(query, key, 0.7, window=9, softcap=softcap, sinks=sinks)
+    weights = attention_map(query, key, 0.7, 9, True, softcap, sinks)
+    assert float(weights.sum(-1).mean()) < 0.9
+    torch.testing.assert_close(received, weights.mean(1).sum(1), rtol=1e-12, atol=1e-15)
+    sums = torch.zeros(6, 21, dtype=torch.float64)
+    sums.index_add_(1, distances(21).abs().flatten(), weights.mean(0).flatten(1))
+    torch.testing.assert_close(found, sums / sums.sum(-1, keepdim=True), rtol=1e-12, atol=1e-15)
 
 
 def test_sums_by_distance_are_those_of_the_diagonals():

@@ -10,7 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.attention.drift.recording import RECORDER, run_layer
-from kvfold.attention.drift.softcap import BLOCKWISE, capped_attention
+from kvfold.attention.drift.softcap import BLOCKWISE, blockwise_attention
 
 
 def arguments(length: int, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,18 +27,18 @@ def whole_map(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: fl
 
 
 @pytest.mark.parametrize(("length", "keys"), [(7, 7), (256, 256), (301, 301), (3, 300), (270, 300)])
-def test_capped_attention_is_the_formula(length: int, keys: int) -> None:
+def test_blockwise_attention_is_the_formula(length: int, keys: int) -> None:
     query, key, value = arguments(length, keys)
     seen = torch.ones(length, keys).tril(keys - length).bool()
     expected = whole_map(query, key, value, seen, 0.4, 1.5)
-    found = capped_attention(query, key, value, seen[None, None], 0.4, 1.5)
+    found = blockwise_attention(query, key, value, seen[None, None], 0.4, 1.5)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_capped_attention_has_the_formulas_gradients() -> None:
+def test_blockwise_attention_has_the_formulas_gradients() -> None:
     query, key, value = (tensor.double().requires_grad_() for tensor in arguments(5))
     seen = torch.ones(1, 1, 5, 5).tril().bool()
-    torch.autograd.gradcheck(lambda *given: capped_attention(*given, seen, 0.4, 1.5), (query, key, value))
+    torch.autograd.gradcheck(lambda *given: blockwise_attention(*given, seen, 0.4, 1.5), (query, key, value))
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -48,6 +48,24 @@ def test_masks_are_left_out_only_where_scores_are_not_capped(softcap: float | No
     mask = AttentionMaskInterface()[BLOCKWISE](batch_size=1, q_length=5, kv_length=5, config=config)
     assert (mask is None) == (softcap is None)
     assert mask is None or torch.equal(mask[0, 0], torch.ones(5, 5).tril().bool())
+
+
+@pytest.mark.parametrize(("length", "keys"), [(7, 7), (1, 9), (270, 300)])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_sinks_are_keys_without_a_value(length: int, keys: int, softcap: float | None) -> None:
+    query, key, value = arguments(length, keys)
+    seen = torch.ones(length, keys).tril(keys - length).bool()
+    sinks = torch.linspace(-1, 2, 4)
+    mask = None if softcap is None else seen[None, None]
+    found, _ = ALL_ATTENTION_FUNCTIONS[BLOCKWISE](
+        nn.Module(), query, key, value, mask, scaling=0.4, softcap=softcap, s_aux=sinks
+    )
+    scores = 0.4 * query.double() @ key.double().repeat_interleave(2, 1).mT
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    parts = scores.masked_fill(~seen, -torch.inf).exp()
+    weights = parts / (parts.sum(-1, keepdim=True) + sinks.double().exp()[:, None, None])
+    expected = (weights @ value.double().repeat_interleave(2, 1)).transpose(1, 2)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_capped_scores_need_a_mask() -> None:
@@ -144,9 +162,15 @@ def test_a_mask_outweighs_the_modules_word(
     assert (found.query is not None) is (found.key is not None) is plain
 
 
-@pytest.mark.parametrize("option", ["position_bias", "s_aux"])
-def test_scores_that_are_more_than_queries_and_keys_show_none(option: str) -> None:
-    attention = Attention(**{option: torch.zeros(1, 4, 9, 9) if option == "position_bias" else torch.zeros(4)})
+def test_sinks_are_shown_beside_queries_and_keys() -> None:
+    sinks = torch.ones(4)
+    found = run_layer(Layer(Attention(s_aux=sinks)), HIDDEN, (), {"mask": CAUSAL[None, None]})
+    assert found.query is not None
+    assert found.sinks is sinks
+
+
+def test_scores_that_are_more_than_queries_and_keys_show_none() -> None:
+    attention = Attention(position_bias=torch.zeros(1, 4, 9, 9))
     found = run_layer(Layer(attention), HIDDEN, (), {"mask": CAUSAL[None, None]})
     assert found.query is None
     assert found.key is None

@@ -26,7 +26,7 @@ PROMISED = [
     *("phi", "phi3", "olmo", "olmo2", "olmoe", "stablelm", "starcoder2", "granite", "smollm3", "cohere", "nemotron"),
     *("apertus", "arcee", "cohere2", "cwm", "ernie4_5", "exaone4", "glm", "glm4", "helium", "hunyuan_v1_dense"),
     *("hyperclovax", "internlm3", "iquestcoder", "jais2", "ministral", "ministral3", "olmo3", "seed_oss", "vaultgemma"),
-    *("gpt2", "gpt_neox", "opt"),
+    *("gpt2", "gpt_neox", "gpt_oss", "opt"),
 ]
 
 
@@ -243,7 +243,7 @@ def ask_everything(family: schema.Family, config: dict) -> None:
 def test_expressions_refer_to_keys_of_the_file(name):
     data = table(name)
     known = {*data["config"], "layer", "layer_type", "sparse"}
-    literal = {"module", "layout", "q", "k", "v", "o", "qkv", "kind", "extent"}
+    literal = {"module", "layout", "q", "k", "v", "o", "qkv", "sinks", "kind", "extent"}
     parts = [
         *data["sizes"].values(),
         *(value for key, value in data["attention"].items() if key not in literal and isinstance(value, str)),

@@ -90,13 +90,17 @@ class Decoder:
         scores = scores if how.softcap is None else how.softcap * torch.tanh(scores / how.softcap)
         distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
         hidden = (distance.abs() >= (how.window or math.inf)) | ((distance < 0) & how.causal)
-        mixed = torch.einsum("bhts,bshd->bthd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if weights.sinks is not None:  # the score of one more key, without a value
+            scores = torch.cat([scores, weights.sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+        mixed = torch.einsum("bhts,bshd->bthd", scores.softmax(-1)[..., : x.shape[1]], v)
         out = torch.einsum("bthd,ehd->bte", mixed, weights.o)
         return out if weights.o_bias is None else out + weights.o_bias
 
     def mlp(self, x: Tensor, layer: int) -> Tensor:
         if self.model.layers[layer].sparse:
-            return self.stock.model.layers[layer].mlp(x)
+            made = self.stock.model.layers[layer].mlp(x)
+            return made[0] if isinstance(made, tuple) else made
         act = ACT2FN[self.block.activation]
         if self.block.activation == "xielu":  # it has parameters
             act = self.stock.model.layers[layer].mlp.act_fn

@@ -47,5 +47,5 @@ def test_reasons_agree_with_the_stock_configs():
     assert [name for name in types(refusals._ENCODER) if "is_decoder" not in keys(name)] == ["xlm"]
     experts = [name for name in types(refusals._EXPERTS) if not any("expert" in key for key in keys(name))]
     assert experts == ["dbrx"]  # whose keys are in ffn_config
-    unwritten = {*types(refusals._GATED), *types(refusals._SINKS), *types(refusals._EXPERTS)}
+    unwritten = {*types(refusals._GATED), *types(refusals._LAYER_ROPE), *types(refusals._EXPERTS)}
     assert unwritten - heads == {"dbrx"}  # whose number is in attn_config

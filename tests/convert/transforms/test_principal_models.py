@@ -124,3 +124,20 @@ def test_as_many_heads_as_before_change_nothing(source, tmp_path, text):
 def test_identical_heads_fold_exactly(source, tmp_path, text, group):
     twins = changed(source, "twins", twin_heads)
     assert largest(logits(twins), logits(converted(twins, tmp_path / "out", text, kv_heads=4, group=group))) < 1e-5
+
+
+def test_sinks_move_with_the_query_heads_of_their_group(tiny_family, tmp_path, text):
+    """Twins that are no neighbors: query heads change places, each with its sink; rows of attention sum to under 1."""
+    folder = shutil.copytree(tiny_family("gpt_oss", vocab_size=2048, num_key_value_heads=4), tmp_path / "source")
+    add_demo_tokenizer(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".k_proj." in name or ".v_proj." in name]:
+        half = tensors[name][: len(tensors[name]) // 2]
+        tensors[name] = torch.cat([half, half])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    sinks = tensors["model.layers.0.self_attn.sinks"]
+    assert float(sinks.std()) > 0.1
+    out = converted(folder, tmp_path / "out", text, kv_heads=2, group="similar")
+    assert largest(logits(folder), logits(out)) < 1e-4
+    order = [0, 1, 4, 5, 2, 3, 6, 7]
+    assert torch.equal(load_file(out / "model.safetensors")["model.layers.0.self_attn.sinks"], sinks[order])
