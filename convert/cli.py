@@ -165,6 +165,9 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
     metavar="SIZE",
     help="Largest weight file.",
 )
+@_running(
+    "--spill", metavar="DIR", help="Keep hidden states of the text in a file in DIR, not in memory; it needs no name."
+)
 @_running("--dry-run", is_flag=True, help="Print the plan and the disk space; write nothing.")
 @_running("--resume", is_flag=True, help="Resume an interrupted calibrated run at its last finished layer.")
 @_running("--overwrite", is_flag=True, help="Replace OUT; the old one stays intact until the new one is on disk.")

@@ -39,6 +39,11 @@ def rank() -> int:
     return 0 if dist is None else int(dist.get_rank())
 
 
+def on_this_machine() -> int:
+    """The number of processes of this run on this machine."""
+    return 1 if _distributed() is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def is_first() -> bool:
     return rank() == 0
 

@@ -35,6 +35,7 @@ RUN_ONLY = frozenset(
         "gguf",
         "adapter",
         "device",
+        "spill",
         "dry_run",
         "resume",
         "overwrite",
@@ -80,9 +81,9 @@ class ConvertRequest:
 
     ``method`` and ``group`` left at None take the best there is for the target (see ``resolved_method``); ``refine``
     is a number of steps per layer, ``polish`` one of steps of all layers together, or each ``"auto"``. ``gguf`` is the
-    GGUF file of the folder to read, ``adapter`` the folder of a LoRA adapter to merge. ``calibration`` may be several
-    texts, which are mixed in equal shares. Paths may be path objects; they become text. Raises InputError, with
-    every problem at once.
+    GGUF file of the folder to read, ``adapter`` the folder of a LoRA adapter to merge, ``spill`` that of a
+    file for hidden states. ``calibration`` may be several texts, which are mixed in equal shares. Paths may be path
+    objects; they become text. Raises InputError, with every problem at once.
 
     >>> ConvertRequest(model="MODEL", out="OUT", to="gqa", kv_heads=8)
     ConvertRequest(model='MODEL', out='OUT', to='gqa', kv_heads=8)
@@ -109,6 +110,7 @@ class ConvertRequest:
     device: Device = "auto"
     dtype: Dtype = "auto"
     max_shard_size: int | str = "5GB"
+    spill: str | None = None
     dry_run: bool = False
     resume: bool = False
     overwrite: bool = False
@@ -119,7 +121,7 @@ class ConvertRequest:
     adapter: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("model", "out", "calibration", "gguf", "adapter"):
+        for name in ("model", "out", "calibration", "spill", "gguf", "adapter"):
             object.__setattr__(self, name, _as_text(getattr(self, name)))
         problems = [*_path_problems(self), *_value_problems(self), *_combination_problems(self)]
         if problems:
@@ -261,6 +263,11 @@ def _combination_problems(request: ConvertRequest) -> Iterator[str]:
         yield (
             f"--calibration: --method {method} without --refine or --polish reads no text: leave it out, or use "
             "--method principal"
+        )
+    if not request.calibrated and request.spill is not None:
+        yield (
+            f"--spill: --method {method} without --refine or --polish runs no model and has no hidden states to keep: "
+            "leave it out"
         )
 
 

@@ -6,7 +6,7 @@ Shapes: ``B`` sequences of a batch, ``T`` positions, ``E`` model dim, ``V`` voca
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -121,11 +121,11 @@ def compare_layer(
     index: int,
     layer: StreamLayer,
     student_layer: StreamLayer,
-    expected: list[Tensor],
-    actual: list[Tensor],
+    expected: MutableSequence[Tensor],
+    actual: MutableSequence[Tensor],
     student: LayerStream,
 ) -> LayerDrift:
-    """Take both residual streams (lists of ``[B, T, E]``, replaced in place) through one layer."""
+    """Take both residual streams (sequences of ``[B, T, E]``, replaced in place) through one layer."""
     totals = [_Errors(0.0, 0.0)] * 4
     heads = _HeadTotals()
     for part, (hidden, student_hidden) in enumerate(zip(expected, actual, strict=True)):

@@ -9,7 +9,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from kvfold.convert.conversion.memory import polishing_bytes
+from kvfold.convert.conversion.memory import output_bytes, polishing_bytes, state_bytes
 from kvfold.convert.conversion.plan import Plan, latent_targets
 from kvfold.convert.request import held_out_count
 from kvfold.convert.training.budget import ROUND, sequences_of, steps_of
@@ -52,12 +52,16 @@ class Machine:
 
 @dataclass(frozen=True)
 class Costs:
-    """``read``, ``written`` in bytes by all processes together, ``memory`` in bytes at the peak of one."""
+    """``read``, ``written`` in bytes by all processes together, ``memory`` in bytes at the peak of one.
+
+    ``spilled`` are the bytes at the peak of the file in which ``--spill`` keeps hidden states, of one process.
+    """
 
     work: Work
     read: int
     written: int
     memory: int
+    spilled: int
 
     def seconds(self, machine: Machine) -> dict[str, float]:
         """Seconds by what they are for."""
@@ -81,7 +85,8 @@ def costs_of(plan: Plan, processes: int = 1) -> Costs:
     source, out = _source_bytes(plan), sum(tensor.nbytes for tensor in plan.layout.tensors)
     walks = (1 + (plan.request.to == "mla")) * processes if plan.request.calibrated else 0
     read_back = out if plan.request.calibrated else 0  # its loss is measured; hashes are made while writing
-    return Costs(work, source * (1 + walks) + read_back, out, _memory(plan, processes))
+    spilled = state_bytes(plan, processes) if plan.request.spill is not None else 0
+    return Costs(work, source * (1 + walks) + read_back, out, _memory(plan, processes), spilled)
 
 
 def layer_flops(plan: Plan, length: int) -> float:
@@ -193,10 +198,8 @@ def _memory(plan: Plan, processes: int) -> int:
     sizes = [math.prod(tensor.shape) for tensor in plan.model.tensors.values()]
     ends = 2 * shape.vocabulary * shape.model_dim
     layer = (sum(sizes) - ends) / shape.layers
-    tokens = math.ceil(request.samples / processes) * request.seq_len
-    held_out = held_out_count(request.samples) * request.seq_len
-    states = shape.model_dim * (4 * tokens + 4 * held_out)
     trained = 5 * attention if request.refine else 0
     fits = _WIDE * (12 * shape.model_dim**2 + 4 * attention)
-    walking = fits + 4 * (max(2 * layer, ends) + states + trained)
+    states = state_bytes(plan, processes) + output_bytes(plan) if request.spill is None else 0
+    walking = fits + states + 4 * (max(2 * layer, ends) + trained)
     return int(10**9 + max(walking, polishing_bytes(plan) if request.polish else 0))

@@ -16,7 +16,14 @@ from kvfold.convert.conversion.pooled import pooled_layer
 from kvfold.convert.conversion.refinement import refinement_record
 from kvfold.convert.conversion.source import source_layer, source_rotary
 from kvfold.convert.conversion.stages import Stages
-from kvfold.convert.conversion.steps import Calibrated, StudentWalk, load_tokens, print_start, source_stream
+from kvfold.convert.conversion.steps import (
+    Calibrated,
+    StudentWalk,
+    hidden_states,
+    load_tokens,
+    print_start,
+    source_stream,
+)
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import layer_rotary
@@ -41,7 +48,8 @@ class Fold(Method):
     def begin(cls, plan: Plan, scratch: Path, stages: Stages) -> Iterator[Self]:
         source, tokens = source_stream(plan), load_tokens(plan, scratch, stages)
         print_start(plan, tokens, source)
-        yield cls(plan, StudentWalk(plan, source, tokens, statistics=True))
+        with hidden_states(plan.request.spill) as keep:
+            yield cls(plan, StudentWalk(plan, source, tokens, statistics=True, keep=keep))
 
     def layers(self, journal: Journal) -> Iterator[Converted]:
         for step in self._walk.steps(journal):

@@ -26,6 +26,7 @@ from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.conversion.steps import (
     Calibrated,
     StudentWalk,
+    hidden_states,
     load_tokens,
     own_sequences,
     print_start,
@@ -38,16 +39,17 @@ from kvfold.convert.transforms.head_norms import linear_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.slots import LayerSurvey
 from kvfold.convert.transforms.weights import LayerStatistics
+from kvfold.convert.walk.hidden import Keep
 from kvfold.convert.walk.passes import survey
 
 
 class Latent(Method):
     """Layers fitted to the statistics of a survey, for the split and frequencies that the survey shows to be best."""
 
-    def __init__(self, chosen: Candidate, surveyed: Survey, choices: Notes) -> None:
+    def __init__(self, chosen: Candidate, surveyed: Survey, choices: Notes, keep: Keep) -> None:
         super().__init__(chosen.plan)
         self._chosen, self._survey, self._choices = chosen, surveyed, choices
-        self._walk = StudentWalk(chosen.plan, surveyed.source, surveyed.tokens, statistics=False)
+        self._walk = StudentWalk(chosen.plan, surveyed.source, surveyed.tokens, statistics=False, keep=keep)
 
     @classmethod
     @contextmanager
@@ -55,9 +57,10 @@ class Latent(Method):
         folder = scratch / ".survey"
         folder.mkdir(exist_ok=True)
         try:
-            surveyed = survey_source(plan, folder, stages)
-            chosen, choices = resolve(plan, surveyed, stages)
-            yield cls(chosen, surveyed, choices)
+            with hidden_states(plan.request.spill) as keep:
+                surveyed = survey_source(plan, folder, stages, keep)
+                chosen, choices = resolve(plan, surveyed, stages)
+                yield cls(chosen, surveyed, choices, keep)
         finally:
             if processes.is_first():  # which alone reads it
                 shutil.rmtree(folder)
@@ -73,20 +76,23 @@ class Latent(Method):
         return self._walk.measured({**self._choices, **fits, **refinement_record(notes)})
 
 
-def survey_source(plan: Plan, folder: Path, stages: Stages) -> Survey:
+def survey_source(plan: Plan, folder: Path, stages: Stages, keep: Keep = list) -> Survey:
     """Load calibration text and walk the source alone over it; the layers' statistics go into ``folder``."""
     tokens = load_tokens(plan, folder.parent, stages)
     source = source_stream(plan)
     print_start(plan, tokens, source)
-    return survey_layers(plan, source, tokens, folder, stages)
+    return survey_layers(plan, source, tokens, folder, stages, keep)
 
 
 def survey_layers(
-    plan: Plan, source: CheckpointStream, tokens: CalibrationTokens, folder: Path, stages: Stages
+    plan: Plan, source: CheckpointStream, tokens: CalibrationTokens, folder: Path, stages: Stages, keep: Keep = list
 ) -> Survey:
-    """Walk ``source`` alone over the calibration sequences; the layers' statistics go into ``folder``."""
+    """Walk ``source`` alone over the calibration sequences; the layers' statistics go into ``folder``.
+
+    ``keep`` says where hidden states are.
+    """
     layers = []
-    surveyed = survey(source, own_sequences(tokens.calibration), weights=normed_layers(plan))
+    surveyed = survey(source, own_sequences(tokens.calibration), weights=normed_layers(plan), keep=keep)
     calibrated = stages.over("survey", surveyed, plan.geometry.layers, "layer")
     for index, statistics, inputs in calibrated:
         layers.append(processes.from_first(partial(_note, plan, folder, index, statistics, inputs)))

@@ -1,10 +1,14 @@
-"""The memory and the disk space of what has a whole model in memory: polishing, and text that the source writes."""
+"""The memory and the disk space of what is no layer: polishing, text that the source writes, hidden states."""
 
-from math import prod
+import os
+import shutil
+from math import ceil, prod
+from pathlib import Path
 
+from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError
-from kvfold.convert.request import SELF
+from kvfold.convert.request import SELF, held_out_count
 from kvfold.convert.sizes import bytes_text
 from kvfold.convert.training.budget import batch_size, sequences_of
 
@@ -13,6 +17,7 @@ _MASTER = 4 + 4 + 8 + 4 + 4  # bytes per trained element: master, gradient, Adam
 _ELEMENT = 4  # bytes in float32, the widest
 _ACTIVATIONS = 68  # bytes per token, layer and model dim in float32 (Korthikanti et al., 2022: 34 in 16 bit)
 _LOGITS = 8 * (24 << 20)  # bytes
+_STATISTICS = 2 * 8  # bytes per element of a layer's Gram matrix: two of them, in float64
 _STATE = 4 + 8 + 4  # bytes per trained element on disk: master, moments, best weights
 
 Parts = dict[str, int]  # bytes at most
@@ -30,20 +35,72 @@ def check_memory(plan: Plan) -> None:
 
 
 def memory_lines(plan: Plan) -> list[str]:
-    """Lines of ``--dry-run`` for what needs a whole model in memory."""
+    """Lines of ``--dry-run`` for what needs a whole model in memory, and for hidden states on disk."""
     free = _free_bytes(plan) if _needs(plan) else None
     found = "" if free is None else f"; {bytes_text(free)} free"
-    return [f"memory for {option}: {_text(parts)}{found}" for option, (_, _, parts) in _needs(plan).items()]
+    lines = [f"memory for {option}: {_text(parts)}{found}" for option, (_, _, parts) in _needs(plan).items()]
+    if plan.request.spill is not None:
+        lines.append(f"disk for --spill: about {bytes_text(state_bytes(plan, processes.count()))} per process")
+    return lines
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """Bytes on disk beside the output while a run that can be resumed polishes."""
-    return _STATE * _elements(plan)[0] if plan.request.polish and plan.request.resume else 0
+    """Bytes on disk beside the output while a run goes on: the statistics of MLA's survey, the state of polishing."""
+    polishing = _STATE * _elements(plan)[0] if plan.request.polish and plan.request.resume else 0
+    surveyed = plan.request.to == "mla" and plan.request.calibrated
+    return polishing + (plan.geometry.layers * _STATISTICS * plan.geometry.model_dim**2 if surveyed else 0)
+
+
+def check_spill(plan: Plan) -> None:
+    """Raise InputError when the folder of ``--spill`` is none, or has no room for hidden states."""
+    folder = plan.request.spill
+    if folder is None:
+        return
+    if not os.path.isdir(folder):
+        raise InputError(f"--spill {folder}: expected a folder to keep hidden states in, found none; make it first")
+    needed, free = _spilled(plan), shutil.disk_usage(folder).free
+    if needed > free:
+        raise InputError(
+            f"--spill {folder}: too little disk space: expected {bytes_text(needed)} free for hidden states, found "
+            f"{bytes_text(free)}; free some, choose a folder on another disk, or fewer --samples"
+        )
+
+
+def _spilled(plan: Plan) -> int:
+    """Bytes that the processes on this machine spill together, and OUT's where that is on the same disk."""
+    together = processes.on_this_machine() * state_bytes(plan, processes.count())
+    out = next(path for path in Path(plan.request.out).absolute().parents if path.exists())
+    same_disk = os.stat(out).st_dev == os.stat(str(plan.request.spill)).st_dev
+    return together + (plan.disk_bytes + scratch_bytes(plan) if same_disk else 0)
 
 
 def polishing_bytes(plan: Plan) -> int:
     """Bytes at most of polishing, the whole model in memory."""
     return sum(_polishing(plan).values())
+
+
+def state_bytes(plan: Plan, processes: int) -> int:
+    """Bytes of the hidden states of one process at the peak, in float32.
+
+    Calibration sequences: before and after the source's layer, the student's, the targets of refinement. Held-out ones:
+    once more, for the drift takes a copy on.
+    """
+    request = plan.request
+    if not request.calibrated:
+        return 0
+    targets = 1 if request.refine else 0
+    learned = 3 + targets if request.resolved_method == "principal" or request.refine else 0
+    tokens = ceil(request.samples / processes) * request.seq_len
+    held_out = held_out_count(request.samples) * request.seq_len
+    weights = targets * (tokens + held_out)  # one for each token
+    return 4 * (plan.geometry.model_dim * (learned * tokens + (4 + targets) * held_out) + weights)
+
+
+def output_bytes(plan: Plan) -> int:
+    """Bytes of what the source's layer gave for the held-out sequences: attention's input and output, heads."""
+    shape, request = plan.geometry, plan.request
+    heads = (2 * shape.heads + shape.kv_heads) * shape.head_dim
+    return 4 * held_out_count(request.samples) * request.seq_len * (2 * shape.model_dim + heads)
 
 
 def _text(parts: Parts) -> str:

@@ -61,6 +61,7 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
     metavar="GB/S",
     help="Speed of the disk, shared by all.",
 )
+@_running("--spill", metavar="DIR", help="As of `kvfold convert`: hidden states in a file in DIR, not in memory.")
 @_running("--json", "json_file", metavar="FILE|-", help="Also write the numbers to FILE; -: to stdout alone.")
 def plan(
     model: str | None,
@@ -99,6 +100,7 @@ def plan(
         "bytes_read": costs.read,
         "bytes_written": costs.written,
         "memory_per_process": costs.memory,
+        "spilled_per_process": costs.spilled,
         "flops": asdict(costs.work),
         "seconds": seconds,
     }
@@ -113,6 +115,11 @@ def _text(found: dict[str, Any], gpus: int) -> str:
         f"{found['model']} -> {found['to']}",
         f"read {bytes_text(found['bytes_read'])}, written {bytes_text(found['bytes_written'])} by all processes",
         f"memory of a process: about {bytes_text(found['memory_per_process'])}",
+        *(
+            [f"hidden states of a process on disk: {bytes_text(spilled)}"]
+            if (spilled := found["spilled_per_process"])
+            else []
+        ),
         *([f"operations, 10^15: {operations}"] if operations else []),
         f"hours with {gpus} process{'es' * (gpus > 1)}: {sum(seconds.values()) / 3600:.2g} ({times})",
     ]

@@ -15,7 +15,7 @@ from kvfold.convert import processes
 from kvfold.convert.console import TimeLeft, append_line
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, resumable
-from kvfold.convert.conversion.memory import check_memory, scratch_bytes
+from kvfold.convert.conversion.memory import check_memory, check_spill, scratch_bytes
 from kvfold.convert.conversion.method import Measured, Method
 from kvfold.convert.conversion.plan import Plan, check_processes, make_plan, reading
 from kvfold.convert.conversion.record import (
@@ -120,6 +120,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     try:
         plan = make_plan(request, checkpoint)
         check_processes(plan)
+        check_spill(plan)
         if request.dry_run:
             check_output(request.out, overwrite=request.overwrite, model=checkpoint.folder)
             return Conversion(plan, None, None, {})

@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from kvfold.convert.text.documents import BUILT_IN
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
 from kvfold.convert.training.budget import sequences_of
+from kvfold.convert.walk.hidden import Keep, Spill
 from kvfold.convert.walk.output_fit import refit_output
 from kvfold.convert.walk.passes import chunk_size, first_layer_seconds, last_states
 from kvfold.convert.walk.twin import Twin
@@ -87,12 +88,22 @@ def _load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | Non
     return tokens
 
 
+@contextmanager
+def hidden_states(folder: str | None) -> Iterator[Keep]:
+    """Keeps hidden states in memory; with a ``folder``, as ``--spill`` names it, in a file there."""
+    if folder is None:
+        yield list
+        return
+    with Spill(folder) as spill:
+        yield spill
+
+
 class StudentWalk:
     """The walk of a conversion: the source and, beside it, the student that a finished checkpoint would be.
 
     ``statistics`` has the walk gather the statistics of the calibration sequences, with distance profiles;
     ``trial_steps`` replaces the request's steps of refinement, for a short trial: None leaves them, 0 refines nothing.
-    ``teacher`` is one that several students share: each goes on by `step` then.
+    ``teacher`` is one that several students share: each goes on by `step` then. ``keep`` says where hidden states are.
     """
 
     def __init__(
@@ -104,22 +115,24 @@ class StudentWalk:
         statistics: bool,
         trial_steps: int | None = None,
         teacher: Teacher | None = None,
+        keep: Keep = list,
     ) -> None:
         self._plan, self._source, self._tokens = plan, source, tokens
         self._refine = Refiner(plan, trial_steps)
         self._refits = plan.request.resolved_method == "principal"
-        keep = self._refits or self._refine.enabled
+        trains = self._refits or self._refine.enabled
         self._twin = Twin(source, plan.layout.config, plan.layout.tensors, recast=plan.request.dtype != "auto")
         teacher = teacher or Teacher(
             source,
             tokens.held_out,
-            own_sequences(tokens.calibration) if statistics or keep else None,
+            own_sequences(tokens.calibration) if statistics or trains else None,
             profile=statistics,
             statistics=statistics,
-            keep_calibration=keep,
+            keep_calibration=trains,
             weights=normed_layers(plan),
+            keep=keep,
         )
-        self._walk = Walk(teacher, self._twin, calibration=keep)
+        self._walk = Walk(teacher, self._twin, calibration=trains)
 
     def steps(self, journal: Journal | None = None) -> Iterator[Step]:
         """The layers that are left to convert, each to be passed to ``convert``.
@@ -183,17 +196,18 @@ class StudentWalk:
     def measured(self, choices: Notes) -> "Calibrated":
         """The drift after the last layer. ``choices`` are further entries of ``kvfold.json``."""
         drift = report_of(self.measurement(), self._source, self.stream, self._tokens.held_out)
-        return Calibrated(self._tokens, drift, choices, self._source)
+        return Calibrated(self._tokens, drift, choices, self._source, self._plan.request.spill)
 
 
 @dataclass(frozen=True)
 class Calibrated(Measured):
-    """The measurements of a calibrated run. ``stream`` is the source's."""
+    """The measurements of a calibrated run. ``stream`` is the source's, ``spill`` the folder for hidden states."""
 
     tokens: CalibrationTokens
     drift: DriftReport
     choices: Notes
     stream: CheckpointStream
+    spill: str | None = None
 
     def record(self, folder: Path) -> dict[str, Any]:
         """For ``kvfold.json``: nothing that differs between equal runs.
@@ -223,9 +237,10 @@ def written_loss(folder: Path, measured: Calibrated) -> float:
     checkpoint, like, tokens = open_checkpoint(folder), measured.stream, measured.tokens.held_out
     try:
         stream = CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), like.device, like.dtype)
-        states = last_states(stream, tokens)
         parts = torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))
-        return compare_predictions(stream, stream, states, states, parts).teacher_loss
+        with hidden_states(measured.spill) as keep:
+            states = last_states(stream, tokens, keep)
+            return compare_predictions(stream, stream, states, states, parts).teacher_loss
     finally:
         checkpoint.close()
 

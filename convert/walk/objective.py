@@ -20,7 +20,7 @@ from torch import Tensor
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.attention.drift.streams import LayerOutput
 from kvfold.convert import processes
-from kvfold.convert.walk.passes import Hidden
+from kvfold.convert.walk.hidden import Hidden, sequence
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,10 @@ class Examples:
 
     def batch(self, sequences: Sequence[int]) -> Batch:
         """Inputs, targets and weights of some of the ``own`` sequences, ``[len(sequences), T, E]`` or ``[..., 1]``."""
-        size = len(self.inputs[0])
         places = [index - self.own.start for index in sequences]
         inputs, targets, weights = (
-            torch.stack([chunks[place // size][place % size] for place in places])
-            for chunks in (self.inputs, self.targets, self.weights)
+            torch.stack([sequence(states, place) for place in places])
+            for states in (self.inputs, self.targets, self.weights)
         )
         return inputs, targets, weights
 
@@ -94,7 +93,8 @@ def examples(
     ``update`` is the teacher's. Without ``correct`` the target is its attention update alone, ``a(h)``. ``shared`` says
     that ``hidden`` are this process's share of the sequences: sums and counts are then those of all.
     """
-    targets, weights, energy, inherited, numbers = [], [], 0.0, 0.0, 0
+    targets, weights = student_hidden[:0], student_hidden[:0]  # in a file where these are in one
+    energy, inherited, numbers, count = 0.0, 0.0, 0, 0
     for inputs, student_inputs in zip(hidden, student_hidden, strict=True):
         added = update.of(teacher, teacher.attend(inputs))
         wide = torch.promote_types(added.dtype, torch.float32)
@@ -105,7 +105,7 @@ def examples(
         energy += squares(added * weight)
         inherited += squares(before * weight)
         numbers += added.numel()
-    count = sum(len(chunk) for chunk in hidden)
+        count += len(added)
     own = range(count)
     if shared:
         energy, inherited, all_numbers, all_count = processes.total(energy, inherited, numbers, count)

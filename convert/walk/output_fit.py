@@ -6,8 +6,9 @@ also makes up for those before it, as far as a linear map of its heads can. Ever
 following norms see relative errors, and the few tokens with massive activations would rule everything else.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +19,8 @@ from kvfold.convert import processes
 from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.output import fit_output
 from kvfold.convert.transforms.weights import AttentionWeights
+from kvfold.convert.walk.hidden import Hidden
 from kvfold.convert.walk.objective import AttentionUpdate
-from kvfold.convert.walk.passes import Hidden
 from kvfold.convert.walk.walk import Step
 
 _EXPLAINED = 1e-3  # the share of an attention's energy that its heads may leave unexplained: rounding
@@ -69,18 +70,20 @@ def refit_output(
     step.twin.put(encode(weights))
     present = _projection(weights)
     with step.twin.stream.open_layer(step.index) as layer:
-        held_out = list(_regressions(step, layer, weights, update, step.held_out, step.student_held_out))
-        if not held_out:
+        held_out = _regressions(step, layer, weights, update, step.held_out, step.student_held_out)
+        first = next(held_out, None)
+        if first is None:
             return weights, None
         gram, missing = _sums(
             present, _regressions(step, layer, weights, update, step.calibration, step.student_calibration)
         )
 
-    def fit() -> tuple[Tensor, float, float]:
-        projection = fit_output(present, gram, missing)
-        return projection, _error(present, held_out), _error(projection, held_out)
+        def fit() -> tuple[Tensor, float, float]:
+            projection = fit_output(present, gram, missing)
+            before, after = _errors([present, projection], chain([first], held_out))
+            return projection, before, after
 
-    fitted, before, after = processes.from_first(fit)
+        fitted, before, after = processes.from_first(fit)
     if not after < before:
         return weights, OutputFit(before, before)
     return _with_projection(weights, fitted), OutputFit(before, after)
@@ -127,11 +130,15 @@ def _sums(present: Tensor, parts: Iterator[_Regression]) -> tuple[Tensor, Tensor
     return gram / total, (cross - present @ gram) / total
 
 
-def _error(projection: Tensor, parts: list[_Regression]) -> float:
-    wrong = sum(
-        float(((part.target - part.heads @ projection.mT).square().sum(1) * part.weight).sum()) for part in parts
-    )
-    return wrong / sum(part.target.numel() for part in parts)
+def _errors(projections: list[Tensor], parts: Iterable[_Regression]) -> list[float]:
+    """The weighted mean squared error of each projection; of ``parts`` one is in memory at a time."""
+    wrong, numbers = [0.0] * len(projections), 0
+    for part in parts:
+        for place, projection in enumerate(projections):
+            missing = part.target - part.heads @ projection.mT
+            wrong[place] += float((missing.square().sum(1) * part.weight).sum())
+        numbers += part.target.numel()
+    return [each / numbers for each in wrong]
 
 
 def _projection(weights: AttentionWeights | LatentWeights) -> Tensor:

@@ -1,7 +1,7 @@
 """One model on its own, layer by layer: its residual streams in chunks, and what they show of each layer."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from kvfold.convert import processes
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 from kvfold.convert.walk.finite import check_finite
+from kvfold.convert.walk.hidden import Hidden, Keep, Recomputed
 from kvfold.convert.walk.statistics import StatisticsAccumulator
 
 _CPU_TOKENS = 4096  # of one layer call
@@ -19,18 +20,23 @@ _GPU_TOKENS = 32768
 _ESTIMATED_TOKENS = 1024
 
 ReadLayer = Callable[[int], AttentionWeights]  # a layer's attention, from its files
-Hidden = list[Tensor]  # the residual stream of all sequences, in chunks [b, T, E] of one layer call each
 
 
 def survey(
-    source: CheckpointStream, calibration: Tensor, *, profile: bool = True, weights: ReadLayer | None = None
+    source: CheckpointStream,
+    calibration: Tensor,
+    *,
+    profile: bool = True,
+    weights: ReadLayer | None = None,
+    keep: Keep = list,
 ) -> Iterator[tuple[int, LayerStatistics, Tensor]]:
     """Every layer in order, the source alone: calibration for choices that concern all layers at once.
 
     Yields its index, its statistics, and its attention's inputs for the first chunk of tokens, ``[n, E]``. ``weights``
-    reads a layer's attention, for the statistics of what is behind norms on queries and keys.
+    reads a layer's attention, for the statistics of what is behind norms on queries and keys. ``keep`` says where
+    hidden states are, in memory or in a file.
     """
-    states = embed(source, calibration)
+    states = embed(source, calibration, keep)
     for index in range(source.layers):
         with source.open_layer(index) as layer:
             statistics, inputs = gather(source, layer, states, profile, weights)
@@ -69,9 +75,21 @@ def advance(source: CheckpointStream, layer: OpenLayer, states: Hidden) -> None:
 
 
 @torch.no_grad()
-def last_states(stream: CheckpointStream, tokens: Tensor) -> Hidden:
+def through(layer: OpenLayer, states: Hidden) -> tuple[Hidden, Sequence[LayerOutput]]:
+    """The states after ``layer``, with ``states`` left as they are, and its outputs."""
+    after, outputs = states[:0], list[LayerOutput]()
+    for chunk in states:
+        output = layer(chunk)
+        after.append(residual(output))
+        if isinstance(states, list):
+            outputs.append(output)
+    return after, outputs if isinstance(states, list) else Recomputed(layer, states)
+
+
+@torch.no_grad()
+def last_states(stream: CheckpointStream, tokens: Tensor, keep: Keep = list) -> Hidden:
     """The residual streams of ``tokens [N, T]`` after the last layer, one layer in memory at a time, in chunks."""
-    states = embed(stream, tokens)
+    states = embed(stream, tokens, keep)
     for index in range(stream.layers):
         with stream.open_layer(index) as layer:
             advance(stream, layer, states)
@@ -79,9 +97,9 @@ def last_states(stream: CheckpointStream, tokens: Tensor) -> Hidden:
 
 
 @torch.no_grad()
-def embed(stream: CheckpointStream, tokens: Tensor) -> Hidden:
+def embed(stream: CheckpointStream, tokens: Tensor, keep: Keep = list) -> Hidden:
     """``tokens [N, T]`` as the first layer's inputs, in chunks that suit the stream's device."""
-    states = [stream.embed(chunk) for chunk in torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))]
+    states = keep(map(stream.embed, torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))))
     stream.release()
     check_finite(states, stream, None)
     return states

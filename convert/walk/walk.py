@@ -26,11 +26,12 @@ Several students learn side by side from one ``Teacher``, which goes through its
             with walk.step(lesson) as step:
                 step.convert(transform(...))
 
-In memory are one layer of each and the hidden states. The teacher takes the calibration and the held-out sequences
-through its layers, the student the held-out ones, and the calibration sequences too when refinement needs them.
+In memory are one layer of each and the hidden states, unless these are in a file (``hidden.py``). The teacher takes the
+calibration and the held-out sequences through its layers, the student the held-out ones, and the calibration sequences
+too when refinement needs them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -44,7 +45,8 @@ from kvfold.convert.errors import KvfoldError
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.finite import check_finite
-from kvfold.convert.walk.passes import Hidden, ReadLayer, advance, chunk_size, embed, gather, residual
+from kvfold.convert.walk.hidden import Hidden, Keep
+from kvfold.convert.walk.passes import ReadLayer, advance, chunk_size, embed, gather, residual, through
 from kvfold.convert.walk.remembered import Remembered
 from kvfold.convert.walk.twin import Twin
 
@@ -68,7 +70,7 @@ class Step:
     twin: Twin
     held_out: Hidden
     student_held_out: Hidden
-    outputs: list[LayerOutput]
+    outputs: Sequence[LayerOutput]
     statistics: LayerStatistics | None = None
     calibration: Hidden = field(default_factory=list)
     student_calibration: Hidden = field(default_factory=list)
@@ -102,7 +104,7 @@ class Step:
             replayed, student = _Replayed(self.outputs), self.twin.stream
             self.drift = compare_layer(self.index, replayed, layer, self.held_out, self.student_held_out, student)
             self._take(layer, self._onward())
-        self.outputs.clear()
+        self.outputs = ()
         self.done = True
         return self.drift
 
@@ -113,7 +115,7 @@ class Step:
         with self.twin.stream.open_layer(self.index) as layer:
             self._take(layer, self.student_held_out)
             self._take(layer, self._onward())
-        self.outputs.clear()
+        self.outputs = ()
         self.done = True
 
     @torch.no_grad()
@@ -124,7 +126,7 @@ class Step:
             student = output if same else self.teacher(self.student_held_out[chunk])
             self.held_out[chunk], self.student_held_out[chunk] = residual(output), residual(student)
         self._take(self.teacher, self._onward())
-        self.outputs.clear()
+        self.outputs = ()
         self.done = True
 
     def _onward(self) -> Hidden:
@@ -140,7 +142,7 @@ class Step:
 class _Replayed:
     """A layer that has been run already: returns its outputs again, in the same order."""
 
-    def __init__(self, outputs: list[LayerOutput]) -> None:
+    def __init__(self, outputs: Sequence[LayerOutput]) -> None:
         self._outputs = iter(outputs)
 
     def __call__(self, hidden: Tensor) -> LayerOutput:
@@ -161,7 +163,7 @@ class Lesson:
     index: int
     layer: OpenLayer
     held_out: Hidden
-    outputs: list[LayerOutput]
+    outputs: Sequence[LayerOutput]
     calibration: Hidden
     statistics: LayerStatistics | None
 
@@ -173,7 +175,8 @@ class Teacher:
     without ``statistics`` there are none; ``weights`` as in `survey`. ``keep_calibration`` keeps what refinement needs,
     at four times the memory for hidden states. Without ``calibration`` only the held-out sequences go through.
     ``remember`` keeps what its attention gave until the layer is left, for several students that compare with it, at
-    the memory of one more residual stream of all sequences.
+    the memory of one more residual stream of all sequences. ``keep`` says where hidden states are, in memory or in a
+    file; with ``remember`` they must be in memory.
     """
 
     def __init__(
@@ -187,26 +190,28 @@ class Teacher:
         keep_calibration: bool = False,
         weights: ReadLayer | None = None,
         remember: bool = False,
+        keep: Keep = list,
     ) -> None:
-        self.stream, self.tokens = source, held_out
+        self.stream, self.tokens, self.keep = source, held_out, keep
         self.kept = calibration if keep_calibration else None
         self._profile, self._statistics, self._weights, self._remember = profile, statistics, weights, remember
-        self.held_out = embed(source, held_out)
-        self._calibration = [] if calibration is None else embed(source, calibration)
+        self.held_out = embed(source, held_out, keep)
+        self._calibration = keep([]) if calibration is None else embed(source, calibration, keep)
 
     def lessons(self) -> Iterator[Lesson]:
         """Every layer in order. Raises InputError when its outputs are not finite."""
         for index in range(self.stream.layers):
             with self.stream.open_layer(index) as opened:
                 layer = Remembered.of(opened) if self._remember else opened
-                calibration = list(self._calibration) if self.kept is not None else []
+                calibration = self._calibration[: 0 if self.kept is None else None]
                 statistics = self._gather(layer)
-                with torch.no_grad():
-                    outputs = [layer(chunk) for chunk in self.held_out]
-                check_finite((residual(output) for output in outputs), self.stream, index)
-                held_out, self.held_out = self.held_out, [residual(output) for output in outputs]
-                yield Lesson(index, layer, held_out, outputs, calibration, statistics)
-                outputs.clear()  # the caller still holds the lesson while the next layer runs
+                held_out = self.held_out
+                self.held_out, outputs = through(layer, held_out)
+                check_finite(self.held_out, self.stream, index)
+                lesson = Lesson(index, layer, held_out, outputs, calibration, statistics)
+                yield lesson
+                # The caller still holds the lesson while the next layer runs.
+                lesson.outputs, lesson.calibration, outputs, calibration = (), [], (), []
                 if isinstance(layer, Remembered):
                     layer.memory.clear()
 
@@ -222,15 +227,16 @@ class Teacher:
 class Walk:
     """A student's way beside its teacher: iterating yields every layer, to be converted or kept before the next.
 
-    ``calibration`` says whether the student takes along the calibration sequences, where the teacher keeps them. Of
-    several walks that share a teacher none is iterated: each takes the teacher's lessons by `step`.
+    ``calibration`` says whether the student takes along the calibration sequences, where the teacher keeps them; its
+    hidden states are where the teacher's are. Of several walks that share a teacher none is iterated: each takes the
+    teacher's lessons by `step`.
     """
 
     def __init__(self, teacher: Teacher, twin: Twin, *, calibration: bool = True) -> None:
         self._teacher, self._twin = teacher, twin
-        self._student_held_out = embed(twin.stream, teacher.tokens)
+        self._student_held_out = embed(twin.stream, teacher.tokens, teacher.keep)
         kept = teacher.kept if calibration else None
-        self._student_calibration = [] if kept is None else embed(twin.stream, kept)
+        self._student_calibration = teacher.keep([]) if kept is None else embed(twin.stream, kept, teacher.keep)
         self.drifts: list[LayerDrift] = []
         self._passed = 0
 
@@ -246,9 +252,9 @@ class Walk:
             lesson.index,
             lesson.layer,
             self._twin,
-            list(lesson.held_out),
+            lesson.held_out[:],
             self._student_held_out,
-            list(lesson.outputs),
+            lesson.outputs,
             lesson.statistics,
             lesson.calibration,
             self._student_calibration,
@@ -256,6 +262,7 @@ class Walk:
         yield step
         if not step.done:
             raise KvfoldError(f"the walk went on from layer {lesson.index} before it was converted")
+        step.calibration = []  # which the caller still holds
         self._passed += 1
         self.drifts += [] if step.drift is None else [step.drift]
 
