@@ -64,6 +64,7 @@ def test_the_recipe_that_the_readme_shows_is_one(tmp_path):
         "out",
         "device",
         "dry_run",
+        "spill",
         "resume",
         "overwrite",
         "quiet",
