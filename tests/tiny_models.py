@@ -94,21 +94,28 @@ CLASSICS: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48},
 }
 
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "distilbert": {"hidden_dim": 48},
+    "roberta": {"pad_token_id": 1, "bos_token_id": 0},
+}
+
 
 def tiny_config(name: str, changes: dict[str, Any]) -> Any:
     """The stock config of the tiny model of family ``name``."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(name, **{**SIZES, **(FAMILIES | CLASSICS)[name], **changes})
+    return AutoConfig.for_model(name, **{**SIZES, **(FAMILIES | CLASSICS | ENCODERS)[name], **changes})
 
 
 def make_tiny(name: str, folder: Path, changes: dict[str, Any]) -> None:
     """Saves a random model of family ``name`` in float32, none of its norms and biases at the value it starts from."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     torch.manual_seed(17)
-    model = AutoModelForCausalLM.from_config(tiny_config(name, changes), dtype=torch.float32)
+    auto = AutoModelForMaskedLM if name in ENCODERS else AutoModelForCausalLM
+    model = auto.from_config(tiny_config(name, changes), dtype=torch.float32)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if "norm" in path or ".ln_" in path or path.endswith("bias"):

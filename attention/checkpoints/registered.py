@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvfold.attention.checkpoints import modeling_kvfold
+from kvfold.attention.checkpoints import modeling_kvfold, modeling_kvfold_encoder
 
 MODELING = Path(modeling_kvfold.__file__)  # the file that checkpoints take along
 PREFIX = "kvfold_"  # of model types
 SOURCES = ("arcee", "gpt2", "gpt_neox", "nemotron", "opt", "phi", "stablelm", "starcoder2")
-_AUTO = (AutoModel, AutoModelForCausalLM)
+ENCODERS = ("bert", "distilbert", "roberta")
 
 
 def register_models() -> None:
@@ -20,24 +20,22 @@ def register_models() -> None:
     Checkpoints of that layout load as any other then, with the code of the installed package; models that are saved
     take the modeling file along.
     """
-    for source in SOURCES:
+    for source in (*SOURCES, *ENCODERS):
         register_model(f"{PREFIX}{source}")
 
 
 def register_model(model_type: str) -> None:
     """The same for one ``model_type``, such as ``kvfold_gpt2``; nothing for any other or a second time."""
     source = model_type.removeprefix(PREFIX)
-    if model_type == source or source not in SOURCES or model_type in CONFIG_MAPPING:
+    if model_type == source or source not in (*SOURCES, *ENCODERS) or model_type in CONFIG_MAPPING:
         return
+    encodes = source in ENCODERS
+    code: Any = modeling_kvfold_encoder if encodes else modeling_kvfold
     stock = CONFIG_MAPPING[source]
-    config = _own(stock)
+    config = getattr(code, f"Kvfold{stock.__name__}")
     config.register_for_auto_class()
     AutoConfig.register(model_type, config)
-    for auto in _AUTO:
-        model = _own(auto._model_mapping[stock])
+    for auto in (AutoModel, AutoModelForMaskedLM if encodes else AutoModelForCausalLM):
+        model = getattr(code, f"Kvfold{auto._model_mapping[stock].__name__}")
         model.register_for_auto_class(auto.__name__)
         auto.register(config, model)
-
-
-def _own(stock: type) -> Any:
-    return getattr(modeling_kvfold, f"Kvfold{stock.__name__}")

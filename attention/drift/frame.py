@@ -62,6 +62,7 @@ class Frame:
         self.path, layers = layer_list(model)
         self.layers = list(layers)
         self.model = model
+        self.encodes = is_encoder(model, self.layers)
         self._visit: Visit | None = None
         self._returns_tuples = False
         parent, _, name = self.path.rpartition(".")
@@ -163,6 +164,25 @@ def attention_name(layer: nn.Module) -> str:
             return name
     children = ", ".join(name for name, _ in layer.named_children()) or "no children"
     raise ValueError(f"layer: expected a child named {', '.join(_ATTENTION_NAMES)}, found {children}")
+
+
+def attention_parts(layer: nn.Module) -> tuple[str, str]:
+    """The names of the modules that a layer's self-attention begins and ends with; mostly one.
+
+    In BERT the output projection lies beside the attention itself, and before the residual sum and its norm.
+    """
+    name = attention_name(layer)
+    attention = layer.get_submodule(name)
+    inner, output = getattr(attention, "self", None), getattr(attention, "output", None)
+    if isinstance(inner, nn.Module) and isinstance(getattr(output, "dense", None), nn.Module):
+        return f"{name}.self", f"{name}.output.dense"
+    return name, name
+
+
+def is_encoder(model: nn.Module, layers: Sequence[nn.Module]) -> bool:
+    """Whether ``model`` predicts no next token and its tokens see those behind them: what it gives is embeddings."""
+    attention = layers[0].get_submodule(attention_parts(layers[0])[0])
+    return not getattr(model, "can_generate", lambda: True)() and getattr(attention, "is_causal", True) is False
 
 
 def cache_bytes_per_token(

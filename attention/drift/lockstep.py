@@ -59,6 +59,9 @@ class Measurement:
     ``agreement`` is the top-1 agreement: the fraction of positions with the same most likely token. The margins are
     half the widths of the 95 % intervals of ``kl`` and ``excess`` over texts like these: sequences are independent
     draws, tokens of one are not, and both models see the same. None for a single sequence.
+
+    Of encoders, which predict no next token, there is ``cosine`` in place of all these, which are not-a-number: the
+    mean cosine similarity of both models' embeddings of a sequence, the mean over its tokens.
     """
 
     predictions: int
@@ -69,6 +72,8 @@ class Measurement:
     layers: tuple[LayerDrift, ...]
     kl_margin: float | None = None
     excess_margin: float | None = None
+    cosine: float | None = None
+    cosine_margin: float | None = None
 
     @property
     def excess(self) -> float:
@@ -211,7 +216,12 @@ def compare_predictions(
     actual: Sequence[Tensor],
     parts: Sequence[Tensor],
 ) -> Measurement:
-    """Next-token distributions after the last layer, a few positions at a time: ``[N, T, V]`` never exists."""
+    """Next-token distributions after the last layer, a few positions at a time: ``[N, T, V]`` never exists.
+
+    Of encoders the embeddings.
+    """
+    if teacher.encodes:
+        return _compare_embeddings(expected, actual)
     sums, count = [], 0
     for hidden, student_hidden, tokens in zip(expected, actual, parts, strict=True):
         labels = tokens[:, 1:].to(teacher.device)
@@ -230,6 +240,19 @@ def compare_predictions(
     length = count / each.shape[1]
     margins = margin(each[0] / length), margin((each[3] - each[2]) / length)
     return Measurement(count, kl, agreement, loss, student_loss, (), *margins)
+
+
+def _compare_embeddings(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> Measurement:
+    """Embeddings of sequences: the mean over the tokens of the residual stream after the last layer."""
+    pairs = zip(expected, actual, strict=True)
+    each = torch.cat(
+        [
+            torch.cosine_similarity(hidden.double().mean(1), other.to(hidden.device).double().mean(1), dim=-1)
+            for hidden, other in pairs
+        ]
+    )
+    similarity = {"cosine": float(each.mean()), "cosine_margin": margin(each)}
+    return Measurement(len(each), math.nan, math.nan, math.nan, math.nan, (), **similarity)
 
 
 def margin(values: Tensor) -> float | None:

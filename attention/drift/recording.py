@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AttentionInterface
 
-from kvfold.attention.drift.frame import Arguments, Stop, attention_of
+from kvfold.attention.drift.frame import Arguments, Stop, attention_parts
 from kvfold.attention.drift.streams import LayerOutput
 
 RECORDER = "kvfold_recorder"
-_OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo")
+_OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo", "out_lin")
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def run_layer(
     result are None for models whose attention does not go through transformers' attention interface, or whose mask
     says more than causality and a window. Raises ValueError for a layer that never calls its attention module.
     """
-    attention = attention_of(layer)
-    with _recording(attention, whole) as recording:
+    first, last = (layer.get_submodule(name) for name in attention_parts(layer))
+    with _recording(first, last, whole) as recording:
         try:
             if tensors is None:
                 result = layer(hidden, *args, **kwargs)
@@ -113,7 +113,8 @@ def run_layer(
 
 
 @contextmanager
-def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
+def _recording(attention: nn.Module, last: nn.Module, whole: bool) -> Iterator[_Recording]:
+    """Record what ``attention`` is given and what ``last``, itself or its output projection, returns."""
     config = getattr(attention, "config", None)
     implementation = getattr(config, "_attn_implementation", None) or "eager"
     recording = _Recording(implementation)
@@ -129,7 +130,7 @@ def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
 
     hooks = (
         attention.register_forward_pre_hook(note_input, with_kwargs=True),
-        attention.register_forward_hook(note_output),
+        last.register_forward_hook(note_output),
     )
     token = _current.set(recording)
     name_implementation(config, RECORDER)
@@ -220,9 +221,8 @@ def _mask_rule(call: _Call, window: int | None) -> tuple[bool, bool]:
 
 
 def _output_weight(attention: nn.Module) -> Tensor | None:
-    """The output projection's weight as ``[E, H * Dv]``, stored either way round."""
-    for name in _OUTPUT_NAMES:
-        projection = getattr(attention, name, None)
+    """The weight of the output projection in ``attention``, or that is it, as ``[E, H * Dv]``, stored either way."""
+    for projection in (attention, *(getattr(attention, name, None) for name in _OUTPUT_NAMES)):
         weight = getattr(projection, "weight", None)
         if isinstance(weight, Tensor) and weight.dim() == 2:
             return (weight.T if type(projection).__name__ == "Conv1D" else weight).detach()

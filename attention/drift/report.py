@@ -54,6 +54,8 @@ class DriftReport:
 
     def __repr__(self) -> str:
         measured = self.measured
+        if measured.cosine is not None:
+            return f"DriftReport({self.sequences} x {self.length} tokens: cosine similarity {measured.cosine:.4f})"
         both = f"perplexity {perplexity(measured.teacher_loss):.2f} -> {perplexity(measured.student_loss):.2f}"
         return (
             f"DriftReport({self.sequences} x {self.length} tokens: KL {measured.kl:.4f} nats, "
@@ -65,6 +67,8 @@ class DriftReport:
         """Whether every drift is exactly 0."""
         measured = self.measured
         values = [getattr(layer, name) for layer in measured.layers for name in _LAYER_NUMBERS]
+        if measured.cosine is not None:
+            return not any(values)
         return measured.agreement == 1 and not any([measured.kl, measured.excess, *values])
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,6 +87,7 @@ class DriftReport:
             "dtype": {"source": self.source_dtype, "student": self.student_dtype},
             "floor": None if self.floor is None else {k: v for k, v in asdict(self.floor).items() if k != "measured"},
             "identical": self.identical,
+            **self._similarity(),
             "kl": {**_pair(measured.kl, None if floor is None else floor.kl), "margin": _finite(measured.kl_margin)},
             "agreement": _pair(measured.agreement, None if floor is None else floor.agreement),
             "excess": {
@@ -100,6 +105,14 @@ class DriftReport:
                 for index, layer in enumerate(measured.layers)
             ],
         }
+
+    def _similarity(self) -> dict[str, Any]:
+        """The entry ``cosine`` of ``to_dict``, for encoders alone."""
+        measured, floor = self.measured, None if self.floor is None else self.floor.measured
+        if measured.cosine is None:
+            return {}
+        pair = _pair(measured.cosine, None if floor is None else floor.cosine)
+        return {"cosine": {**pair, "margin": _finite(measured.cosine_margin)}}
 
     def to_json(self) -> str:
         """``to_dict`` as JSON text: equal reports give equal bytes."""

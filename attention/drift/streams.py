@@ -55,10 +55,18 @@ class StreamLayer(Protocol):
 
 @runtime_checkable
 class LayerStream(Protocol):
-    """A decoder as a sequence of layers. ``device`` and ``dtype`` are those of the computation."""
+    """A model as a sequence of layers. ``device`` and ``dtype`` are those of the computation.
+
+    An encoder's residual stream after the last layer is what it gives for each token; it has no logits and no cache.
+    """
 
     @property
     def layers(self) -> int: ...
+
+    @property
+    def encodes(self) -> bool:
+        """Whether it is an encoder."""
+        ...
 
     @property
     def device(self) -> torch.device: ...

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.record import engine_cost, rank_sizes, text_name, versions
+from kvfold.convert.conversion.record import cosine_margin, engine_cost, rank_sizes, text_name, versions
 from kvfold.convert.conversion.usage import repeating, source_name, usage
+from kvfold.convert.families.family import encoders
 from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.hub import parse_hub_id
@@ -24,14 +26,13 @@ Converted from `{name}` by kvfold {version}: {before} attention became {kind}.
 | | source | this checkpoint |
 |---|---|---|
 | attention | {before} | {kind} |
-| KV-cache elements per token per layer | {cached} | {cached_now} |
-{measured}{ranks}
+{cache}{measured}{ranks}
 ## Use
 
 {usage}
 ## Engines
 
-Cache in KV-cache elements per token per layer, on one device.
+{engines_note}
 
 | engine | serves it | cache | how, or why not |
 |---|---|---|---|
@@ -62,6 +63,15 @@ _METHODS = {
 }
 
 
+_EMBEDDED = """| cosine similarity with the source's embeddings | | {similarity} |
+
+Embeddings are means over the tokens of a sequence, on {count} held-out tokens of {text}. These were kept aside from
+what was fitted, but they also chose among groups: the figure flatters a little. `kvfold drift {source} .` measures on
+text that chose nothing.
+"""
+
+_NO_CACHE = "An encoder keeps no KV cache: what it saves is parameters, and bandwidth to read them."
+
 _REFINED = """
 Then each layer's attention was refined to reproduce the source's residual stream on the calibration text, no labels."""
 _POLISHED = """
@@ -75,6 +85,14 @@ def _rest(plan: Plan) -> str:
     return f"stored as {plan.layout.config['dtype']}" if plan.checkpoint.made_of else "byte for byte"
 
 
+def _cache_rows(plan: Plan) -> str:
+    """The row of the cache, or what an encoder has instead."""
+    if not plan.encodes:
+        return f"| KV-cache elements per token per layer | {plan.cache_elements} | {plan.layout.cache_elements} |\n"
+    before, after = plan.attention_parameters
+    return f"| attention parameters | {before:,} | {after:,} |\n| KV cache | none | none |\n"
+
+
 def _engine_row(verdict: Verdict) -> str:
     evidence = "run" if verdict.ran else "read in its sources, not run"
     how = f"{verdict.how}; instead: `{verdict.instead}`" if verdict.instead else verdict.how
@@ -85,6 +103,13 @@ def _engine_row(verdict: Verdict) -> str:
 def _measured(record: Mapping[str, Any], source: str) -> str:
     """Rows of the card's table, and the text that they were measured on."""
     drift = record["drift"]
+    if "cosine" in drift:
+        return _EMBEDDED.format(
+            similarity=f"{drift['cosine']['value']:.4f}{cosine_margin(drift['cosine'])}",
+            count=f"{drift['sequences']} x {drift['length']}",
+            text=text_name(record),
+            source=source,
+        )
     perplexity, size = drift["perplexity"], drift["cache_bytes_per_token"]
     return f"""| cache, bytes per token | {size["source"]} | {size["student"]} |
 | perplexity | {perplexity["source"]:.3f} | {perplexity["student"]:.3f} |
@@ -119,12 +144,14 @@ def model_card(plan: Plan, record: Mapping[str, Any]) -> str:
         version=versions()["kvfold"],
         before=plan.source_kind,
         kind=plan.layout.kind,
-        cached=plan.cache_elements,
-        cached_now=plan.layout.cache_elements,
+        cache=_cache_rows(plan),
         measured=_measured(record, source_name(plan)) if "drift" in record else "",
         ranks=_rank_table(record),
         usage=usage(plan),
-        engines="\n".join(map(_engine_row, plan.engines)),
+        engines="\n".join(
+            _engine_row(each if not plan.encodes else replace(each, cache=None)) for each in plan.engines
+        ),
+        engines_note=_NO_CACHE if plan.encodes else "Cache in KV-cache elements per token per layer, on one device.",
         method=_METHODS[plan.request.resolved_method],
         refined=_REFINED if plan.request.refine else "",
         polished=_POLISHED.format(steps=record["polish"]["kept"]) if record.get("polish", {}).get("kept") else "",
@@ -162,10 +189,18 @@ def front_matter(source: Checkpoint) -> str:
         license=_texts(known.get("license")),
         license_name=_texts(known.get("license_name")),
         license_link=_texts(known.get("license_link")),
-        pipeline_tag="image-text-to-text" if source.config.get("model_type") in WRAPPERS else "text-generation",
+        pipeline_tag=_task(source.config),
         tags=["kvfold"],
     )
     return str(metadata.to_yaml())
+
+
+def _task(config: Mapping[str, Any]) -> str:
+    """The hub's name of what a model of ``config`` does."""
+    if config.get("model_type") in encoders():
+        heads = [str(name) for name in config.get("architectures") or ()]
+        return "fill-mask" if any(name.endswith("MaskedLM") for name in heads) else "feature-extraction"
+    return "image-text-to-text" if config.get("model_type") in WRAPPERS else "text-generation"
 
 
 def card_metadata(folder: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The plan of a conversion, from headers alone: an impossible request fails here, before any weight is read."""
 
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from kvfold.convert.families.tensors import Role
 from kvfold.convert.io.checkpoint import Checkpoint, Reading
 from kvfold.convert.io.headers import FLOAT_DTYPES
 from kvfold.convert.io.shards import Shard, assign_shards
-from kvfold.convert.request import ConvertRequest
+from kvfold.convert.request import SELF, ConvertRequest
 from kvfold.convert.targets.engines import Verdict, alternatives, verdicts
 from kvfold.convert.targets.mla.config import LatentTarget, padding, query_rank
 from kvfold.convert.targets.mla.layout import latent_layout, latent_reads
@@ -62,12 +63,25 @@ class Plan:
         return 1 if self.request.kv_heads is None else self.request.kv_heads
 
     @property
+    def encodes(self) -> bool:
+        """Whether the model is an encoder, which keeps no cache: fewer keys and values are fewer parameters."""
+        return self.model.family.kind == "encoder"
+
+    @property
+    def attention_parameters(self) -> tuple[int, int]:
+        """The parameters of the attention of all layers, of the source and of the output."""
+        layers, made = range(self.geometry.layers), {name for names in self.layout.computed for name in names}
+        before = [self.model.tensors[name].shape for layer in layers for name in self.model.attention_names(layer)]
+        after = [tensor.shape for tensor in self.layout.tensors if tensor.name in made]
+        return sum(map(math.prod, before)), sum(map(math.prod, after))
+
+    @property
     def source_kind(self) -> str:
         return attention_label(self.geometry)
 
     @property
     def cache_elements(self) -> int:
-        return cache_elements(self.geometry)
+        return 0 if self.encodes else cache_elements(self.geometry)
 
     @property
     def own_shards(self) -> tuple[Shard, ...]:
@@ -162,10 +176,23 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
             problems,
         )
     model.check_values()
+    if model.family.kind == "encoder":
+        _check_encoder(request, model)
     if request.to == "mla":
         target = latent_targets(request, model)[-1]  # of a budget the largest: calibration resolves it later
         return _latent_plan(request, checkpoint, model, target, [1.0] * (target.rope_dim // 2))
     return _fold_plan(request, checkpoint, model)
+
+
+def _check_encoder(request: ConvertRequest, model: Model) -> None:
+    """Raise InputError for options that need a model which predicts next tokens."""
+    asked = {"--polish": bool(request.polish), f"--calibration {SELF}": SELF in request.texts}
+    for option, given in asked.items():
+        if given:
+            raise InputError(
+                f"{option}: needs a model that predicts next tokens, {model.family.model_type} is an encoder; leave it "
+                "out (--refine works)"
+            )
 
 
 def check_processes(plan: Plan) -> None:

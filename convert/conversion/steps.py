@@ -80,9 +80,8 @@ def _load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | Non
     else:
         wanted = sequences_of(request.polish, request.seq_len) if request.polish else 0
         further = max(0, wanted - request.samples)
-        tokens = load_calibration(
-            request.calibration, tokenizer, request.samples, request.seq_len, request.seed, further=further
-        )
+        sizes, encodes = (request.samples, request.seq_len, request.seed), plan.model.family.kind == "encoder"
+        tokens = load_calibration(request.calibration, tokenizer, *sizes, further=further, closed=encodes)
     for part in (tokens.training, tokens.held_out):
         check_vocabulary(part, plan.geometry.vocabulary, plan.source_name)
     return tokens
@@ -190,8 +189,16 @@ class StudentWalk:
         return self._walk.measurement()
 
     def kl(self) -> float:
-        """KL of the next-token distributions on held-out tokens after the last layer, nats."""
-        return processes.from_first(lambda: self.measurement().kl)
+        """KL of the next-token distributions on held-out tokens after the last layer, nats.
+
+        Of encoders what is left of the cosine similarity to 1.
+        """
+
+        def drift() -> float:
+            measured = self.measurement()
+            return measured.kl if measured.cosine is None else 1 - measured.cosine
+
+        return processes.from_first(drift)
 
     def measured(self, choices: Notes) -> "Calibrated":
         """The drift after the last layer. ``choices`` are further entries of ``kvfold.json``."""
@@ -214,33 +221,62 @@ class Calibrated(Measured):
 
         Raises KvfoldError when the loss of the checkpoint in ``folder`` is not the one that was measured in memory.
         """
+        if self.drift.measured.cosine is not None:
+            return self._entries({"cosine_of_written_checkpoint": self._checked_cosine(folder)})
         expected, written = self.drift.measured.student_loss, written_loss(folder, self)
         if not math.isclose(written, expected, rel_tol=_AGREE, abs_tol=_AGREE):
             raise KvfoldError(
                 f"the written checkpoint has a loss of {written:.6f} nats, the converted model in memory had "
                 f"{expected:.6f} on the same text: nothing was kept; please report it"
             )
+        return self._entries({"loss_in_memory": expected, "loss_of_written_checkpoint": written})
+
+    def _checked_cosine(self, folder: Path) -> float:
+        """The cosine similarity of the encoder in ``folder``. Raises KvfoldError when another one was measured."""
+        expected, written = self.drift.measured.cosine or 0.0, written_cosine(folder, self)
+        if abs(written - expected) > _AGREE:
+            raise KvfoldError(
+                f"the written checkpoint has embeddings of cosine similarity {written:.6f} with the source's, the "
+                f"converted model in memory had {expected:.6f} on the same text: nothing was kept; please report it"
+            )
+        return written
+
+    def _entries(self, written: Mapping[str, float]) -> dict[str, Any]:
         text = {"source": self.tokens.source, "sha256": self.tokens.digest}
         counts = {"sequences": len(self.tokens.calibration), "held_out": len(self.tokens.held_out)}
-        both = {"loss_in_memory": expected, "loss_of_written_checkpoint": written}
         length = {"tokens_each": self.tokens.calibration.shape[1]}
         return {
             "calibration": text | counts | length,
             **self.choices,
-            "drift": self.drift.to_dict() | {"written": both},
+            "drift": self.drift.to_dict() | {"written": dict(written)},
         }
 
 
 @torch.no_grad()
 def written_loss(folder: Path, measured: Calibrated) -> float:
     """Mean negative log-likelihood of the checkpoint in ``folder`` on the held-out sequences, nats per token."""
-    checkpoint, like, tokens = open_checkpoint(folder), measured.stream, measured.tokens.held_out
-    try:
-        stream = CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), like.device, like.dtype)
+    tokens = measured.tokens.held_out
+    with _written(folder, measured) as stream, hidden_states(measured.spill) as keep:
         parts = torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))
-        with hidden_states(measured.spill) as keep:
-            states = last_states(stream, tokens, keep)
-            return compare_predictions(stream, stream, states, states, parts).teacher_loss
+        states = last_states(stream, tokens, keep)
+        return compare_predictions(stream, stream, states, states, parts).teacher_loss
+
+
+@torch.no_grad()
+def written_cosine(folder: Path, measured: Calibrated) -> float:
+    """Mean cosine similarity of the embeddings of held-out sequences by the encoder in ``folder`` and the source."""
+    tokens = measured.tokens.held_out
+    with _written(folder, measured) as stream, hidden_states(measured.spill) as keep:
+        states, expected = last_states(stream, tokens, keep), last_states(measured.stream, tokens, keep)
+        return compare_predictions(measured.stream, stream, expected, states, [tokens]).cosine or 0.0
+
+
+@contextmanager
+def _written(folder: Path, measured: Calibrated) -> Iterator[CheckpointStream]:
+    """The checkpoint in ``folder`` as a stream like the source's."""
+    checkpoint, like = open_checkpoint(folder), measured.stream
+    try:
+        yield CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), like.device, like.dtype)
     finally:
         checkpoint.close()
 

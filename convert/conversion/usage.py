@@ -47,7 +47,7 @@ AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM)
 """
 
 _OWN_CODE = """
-No stock class holds this model: `modeling_kvfold.py` builds the source's class and replaces its attention. Read it
+No stock class holds this model: `{file}.py` builds the source's class and replaces its attention. Read it
 before you trust it. Where kvfold is installed, its own copy loads the model without `trust_remote_code`:
 
 ```python
@@ -78,16 +78,24 @@ def usage(plan: Plan) -> str:
     """How to load the result, decode quickly, serve it and train it further."""
     experts, own_code = plan.result.experts, plan.layout.code is not None
     latent = plan.request.to == "mla" and not own_code
-    loader = "Mistral4ForCausalLM" if experts else "AutoModelForCausalLM"
+    loader = "Mistral4ForCausalLM" if experts else _loader(plan)
     parts = [
         _LOAD.format(loader=loader, options=", trust_remote_code=True" if own_code else ""),
-        _OWN_CODE if own_code else "",
+        _OWN_CODE.format(file=plan.layout.code.rpartition(".")[2]) if plan.layout.code is not None else "",
         _UNKNOWN if experts else "",
         _ABSORB if latent else "",
         _SERVE.format(commands=served) if (served := _serving(plan)) else "",
-        _TRAIN.format(source=source_name(plan), text=_TRAINING_TEXT) if not _is_wrapper(plan) else "",
+        "" if _is_wrapper(plan) or plan.encodes else _TRAIN.format(source=source_name(plan), text=_TRAINING_TEXT),
     ]
     return "".join(parts)
+
+
+def _loader(plan: Plan) -> str:
+    """The Auto class that loads the result."""
+    if not plan.encodes:
+        return "AutoModelForCausalLM"
+    heads = plan.checkpoint.config.get("architectures") or ["Model"]
+    return "AutoModel" if all(str(name).endswith("Model") for name in heads) else "AutoModelForMaskedLM"
 
 
 def _is_wrapper(plan: Plan) -> bool:

@@ -16,6 +16,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.evaluation import harness
 from kvfold.convert.evaluation.positions import stretches, token_losses
 from kvfold.convert.evaluation.retrieval import CHOICES, TASKS, Question, Questions, answers
+from kvfold.convert.families.family import check_decodes
 from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.progress import stage
 from kvfold.convert.stream.loading import hide_bars, load_model
@@ -96,6 +97,7 @@ def eval_checkpoints(
     check_sources(texts, "--text")
     source = open_checkpoint(model)
     try:
+        check_decodes(source.config, source.origin, "kvfold eval")
         tokenizer = load_tokenizer(source, trust_remote_code, "an evaluation")
         context = source.config.get("max_position_embeddings") or 2048
         chosen = _lengths(lengths, context, source.origin)

@@ -14,6 +14,7 @@ from kvfold.convert.families.values import TYPES
 from kvfold.convert.families.wrappers import INNER, WRAPPERS, text_type
 
 _FOLDER = Path(__file__).parent
+_ENCODERS = _FOLDER / "encoders"
 _TOWERS = re.compile(r"(text|vision|audio|speech|image|video|decoder|encoder|thinker|talker|llm)_config$")
 
 
@@ -24,12 +25,18 @@ def supported() -> tuple[str, ...]:
 
 
 @lru_cache
+def encoders() -> tuple[str, ...]:
+    """The model types of encoders that have a family file, sorted."""
+    return tuple(sorted(path.stem for path in _ENCODERS.glob("*.json")))
+
+
+@lru_cache
 def load_family(name: str) -> Family:
-    """The family called ``name``, which must be one of ``supported()`` or ``INNER``.
+    """The family called ``name``, which must be one of ``supported()``, ``encoders()`` or ``INNER``.
 
     Raises ``ValueError`` naming file, place and key when its file does not fit the schema.
     """
-    path = _FOLDER / f"{name}.json"
+    path = (_ENCODERS if name in encoders() else _FOLDER) / f"{name}.json"
     return parse_family(read_table(path), path.name)
 
 
@@ -54,11 +61,34 @@ def family_of(config: Mapping[str, Any]) -> Family:
         )
     if reason := REASONS.get(str(model_type)):
         raise InputError(f"config.json: model_type {model_type!r} is not supported: {reason}")
-    if model_type not in supported():
-        raise InputError(f"config.json: model_type {model_type!r} is not supported; expected one of: {known}")
+    if model_type not in (*supported(), *encoders()):
+        raise InputError(
+            f"config.json: model_type {model_type!r} is not supported; expected one of: {known}; or an encoder: "
+            f"{', '.join(encoders())}"
+        )
     family = load_family(model_type)
     _check_architecture(family, config.get("architectures"))
+    _check_required(family, config)
     return family
+
+
+def check_decodes(config: Mapping[str, Any], origin: str, command: str) -> None:
+    """Raises InputError for the ``config`` of an encoder, converted or not: ``command`` cannot run it."""
+    kind = str(config.get("model_type")).removeprefix("kvfold_")
+    if kind in encoders():
+        raise InputError(
+            f"{origin}: {command} needs a model that writes text and keeps a cache, found an encoder ({kind}); "
+            "kvfold convert and kvfold drift work with encoders"
+        )
+
+
+def _check_required(family: Family, config: Mapping[str, Any]) -> None:
+    for key, expected in family.requires.items():
+        if config.get(key, expected) != expected:
+            raise InputError(
+                f"config.json: {key} is {config[key]!r}; for model_type {family.model_type!r} {expected!r} was "
+                "expected: other models of this class are not supported"
+            )
 
 
 def _wrapped_family(model_type: str, inner: str, config: Mapping[str, Any]) -> Family:

@@ -123,11 +123,16 @@ class Model:
         return {self.values.spelling(self.family.sizes.kv_heads): kv_heads}
 
     def as_stored(self, names: Collection[str]) -> "Model":
-        """The model without its family's prefix, where the files hold tensors ``names`` without it."""
-        prefix = self.family.prefix
-        if not prefix or not names or any(name.startswith(prefix) for name in names):
-            return self
-        return Model(self.family.renamed(lambda name: name.removeprefix(prefix)), self.config, self.tower)
+        """The model as the files with tensors ``names`` spell it.
+
+        Some leave the family's prefix out; some of the time of TensorFlow call the parameters of norms gamma and beta.
+        """
+        family, prefix = self.family, self.family.prefix
+        if prefix and names and not any(name.startswith(prefix) for name in names):
+            family = family.renamed(lambda name: name.removeprefix(prefix))
+        if any(name.endswith(".LayerNorm.gamma") for name in names):
+            family = family.renamed(_as_tensorflow)
+        return self if family is self.family else Model(family, self.config, self.tower)
 
     def check_values(self) -> None:
         """Raises ``InputError`` for a present value of the wrong type, whether or not this config uses it."""
@@ -177,6 +182,11 @@ class Model:
     @cached_property
     def _layer_values(self) -> tuple[Values, ...]:
         return tuple(layer_values(self.values, index) for index in range(self.geometry.layers))
+
+
+def _as_tensorflow(name: str) -> str:
+    """The older name of a norm's parameter, which transformers still reads."""
+    return name.replace(".LayerNorm.weight", ".LayerNorm.gamma").replace(".LayerNorm.bias", ".LayerNorm.beta")
 
 
 def model_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Model:

@@ -5,7 +5,7 @@ Checked against transformers 5.23.0 by ``tests/convert/families/test_refusals.py
 
 _NO_CACHE = "it keeps a recurrent state and no KV cache"
 _HYBRID = "some of its layers keep a recurrent or convolutional state; only models whose layers all cache are converted"
-_ENCODER = "it is an encoder, which keeps no KV cache"
+_ENCODER = "it is an encoder, which keeps no KV cache, and layout kvfold is not written for it"
 _ENCODED = "its layers attend to another model's output too; only plain decoders are converted"
 _LATENT = "its attention is latent (MLA) or shares one head already"
 _ALL_HEADS = "its class gives every query head a key/value head, and layout kvfold is not written for it yet"
@@ -25,7 +25,7 @@ _TYPES = {
         "zamba zamba2 zaya"
     ),
     _ENCODER: (
-        "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
+        "bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert "
         "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xmod"
     ),
     _ENCODED: (

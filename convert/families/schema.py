@@ -10,7 +10,7 @@ under ``config`` (and ``layer``, ``layer_type``, ``sparse`` where it is evaluate
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -167,7 +167,9 @@ class OwnCode:
     """What layout ``kvfold`` puts its own attention in: names of transformers' classes, and the dropouts of training.
 
     ``attention`` is the class of the modules that are replaced; ``classes`` are the models by the Auto class that loads
-    each. ``attention_dropout`` is of attention weights, ``output_dropout`` of what the output projection gives.
+    each. ``attention_dropout`` is of attention weights, ``output_dropout`` of what the output projection gives. In the
+    attention the new projections of queries, keys and values have names that begin with ``inside``, the output
+    projection is called ``output``.
     """
 
     attention: str
@@ -175,6 +177,8 @@ class OwnCode:
     classes: Mapping[str, str]
     attention_dropout: Expression = 0.0
     output_dropout: Expression = 0.0
+    inside: str = ""
+    output: str = "o_proj"
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,8 @@ class Family:
     """One model type, as its file says.
 
     ``also``: other names of ``architecture`` in published files. ``prefix``: what begins the names of all tensors but
-    the head's, and is left out in some published files. ``own_code``: the model in layout ``kvfold``.
+    the head's, and is left out in some published files. ``own_code``: the model in layout ``kvfold``. An ``encoder``
+    keeps no cache and predicts no next token. ``requires``: config keys that are missing or have this value.
     """
 
     model_type: str
@@ -215,6 +220,8 @@ class Family:
     also: tuple[str, ...] = ()
     prefix: str = ""
     own_code: OwnCode | None = None
+    kind: Literal["decoder", "encoder"] = "decoder"
+    requires: Mapping[str, Any] = field(default_factory=dict)
 
     def renamed(self, rename: Callable[[str], str]) -> "Family":
         """The same family where files call their tensors otherwise."""
@@ -236,7 +243,7 @@ def build(cls: type[T], table: Any, where: str) -> T:
     known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(set(table) - set(known)):
         raise ValueError(f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(known)}")
-    required = [name for name, item in known.items() if item.default is MISSING]
+    required = [name for name, item in known.items() if item.default is MISSING and item.default_factory is MISSING]
     if absent := [name for name in required if name not in table]:
         raise ValueError(f"{where}: missing key {', '.join(absent)}")
     return cls(**{name: _freeze(table[name]) for name in table})

@@ -10,14 +10,14 @@ from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.tensors import ROLES
 from kvfold.convert.inspection.latent import latent_faults
 from kvfold.convert.inspection.own import own_model
-from kvfold.convert.inspection.targets import CacheSize, TargetSize, cache_size, target_sizes
+from kvfold.convert.inspection.targets import CacheSize, TargetSize, cache_size, no_cache, target_sizes
 from kvfold.convert.io.checkpoint import Checkpoint, Reading, open_headers
 from kvfold.convert.io.headers import FLOAT_DTYPES
 from kvfold.convert.targets.engines import Verdict, verdicts
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.mla.problems import model_problems
 from kvfold.convert.targets.own_code import needs_own_code, source_type
-from kvfold.convert.targets.results import folded_result, latent_result
+from kvfold.convert.targets.results import Result, folded_result, latent_result
 from kvfold.convert.targets.same_family import attention_kind, cache_elements
 
 _LATENT_ONLY = ("value_dim", "kv_rank", "q_rank")
@@ -78,7 +78,14 @@ class Inspection:
     targets: list[TargetSize]
     latent: LatentLimits | None
 
+    @property
+    def encodes(self) -> bool:
+        """Whether it is an encoder, which keeps no cache."""
+        return self.cache.numbers_per_token_and_layer == 0
+
     def __repr__(self) -> str:
+        if self.encodes:
+            return f"Inspection({self.model!r}: {self.family}, {self.attention}, {self.layers} layers, no KV cache)"
         elements = f"{self.cache.numbers_per_token_and_layer} KV-cache elements per token per layer"
         return f"Inspection({self.model!r}: {self.family}, {self.attention}, {self.layers} layers, {elements})"
 
@@ -130,7 +137,7 @@ def _inspect_own(checkpoint: Checkpoint) -> Inspection:
         facts |= {"attention": attention_kind(heads, own.kv_heads), "kv_heads": own.kv_heads}
     return Inspection(
         **facts,
-        cache=cache_size(own.result, [None] * own.source.geometry.layers, facts["dtype"]),
+        cache=_cache(own.source, own.result, [None] * own.source.geometry.layers, facts["dtype"]),
         engines=verdicts(own.result),
         targets=[],
         latent=None,
@@ -145,11 +152,15 @@ def _inspect(checkpoint: Checkpoint) -> Inspection:
     facts, windows = _facts(model, checkpoint), [layer.window for layer in model.layers]
     return Inspection(
         **facts,
-        cache=cache_size(folded_result(model), windows, facts["dtype"]),
+        cache=_cache(model, folded_result(model), windows, facts["dtype"]),
         engines=[],
         targets=target_sizes(model, windows, facts["dtype"]),
         latent=_latent_limits(model),
     )
+
+
+def _cache(model: Model, result: Result, windows: list[int | None], dtype: str) -> CacheSize:
+    return no_cache() if model.family.kind == "encoder" else cache_size(result, windows, dtype)
 
 
 def _facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -158,7 +169,7 @@ def _facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "model": checkpoint.origin,
         "family": family.model_type,
-        "architecture": family.architecture,
+        "architecture": next(iter(checkpoint.config.get("architectures") or ()), family.architecture),
         "attention": attention_kind(geometry.heads, geometry.kv_heads),
         "layers": geometry.layers,
         "heads": geometry.heads,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvfold.convert.errors import InputError, short
-from kvfold.convert.families.family import load_family, supported
+from kvfold.convert.families.family import encoders, load_family, supported
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.tensors import ROLES
 from kvfold.convert.families.values import TYPES
@@ -52,7 +52,7 @@ def own_model(checkpoint: Checkpoint) -> OwnModel:
     """Raises InputError for a config that kvfold did not write, or tensors that are not those of the config."""
     config = checkpoint.config
     kind, block = source_type(config), config.get(BLOCK)
-    if kind not in supported() or load_family(kind).own_code is None or not isinstance(block, Mapping):
+    if kind not in (*supported(), *encoders()) or load_family(kind).own_code is None or not isinstance(block, Mapping):
         raise InputError(f"config.json: model_type {config.get('model_type')!r} is not one that kvfold writes")
     source = Model(load_family(kind), {**config, "model_type": kind}).as_stored(checkpoint.tensors)
     made = _described(block, source)

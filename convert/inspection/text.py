@@ -4,6 +4,8 @@ from kvfold.convert.inspection.facts import Inspection
 from kvfold.convert.inspection.targets import CONTEXTS, CacheSize
 from kvfold.convert.sizes import bytes_text
 
+_NO_CACHE = "none, an encoder keeps none: fewer keys and values save parameters and bandwidth"
+
 
 def summary(facts: Inspection) -> str:
     """The facts as lines for the terminal."""
@@ -25,7 +27,7 @@ def summary(facts: Inspection) -> str:
         **({"windows": ", ".join(map(str, facts.windows))} if facts.windows else {}),
         "weights": f"{_count(facts.parameters)} parameters, {bytes_text(facts.weight_bytes)} "
         f"of {facts.dtype} in {facts.files} file{'s' if facts.files > 1 else ''}",
-        "KV cache": _cache_text(facts.cache),
+        "KV cache": _NO_CACHE if facts.encodes else _cache_text(facts.cache),
     }
     rows |= {verdict.engine: verdict.to_text().split(": ", 1)[1] for verdict in facts.engines}
     width = max(map(len, rows))
@@ -37,6 +39,11 @@ def _target_lines(facts: Inspection) -> list[str]:
     if not facts.targets:
         return ["can become: nothing smaller"]
     width = max(24, *(len(target.options) for target in facts.targets))
+    if facts.encodes:
+        rows = [
+            f"  {target.options:{width}}  {100 * target.saves:5.1f} %  {target.served_by}" for target in facts.targets
+        ]
+        return [f"  {'can become':{width}}  {'saves':>7}  of the attention's parameters; served by", *rows]
     heading = f"  {'can become':{width}}  {'saves':>7}  {'per token':>10}"
     heading += "".join(f"  {'at ' + context:>10}" for context in CONTEXTS) + "  served by"
     rows = [

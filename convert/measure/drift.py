@@ -46,9 +46,9 @@ def drift_checkpoints(
         _check_pair(source, student, model, out)
         place = choose_device(device)
         tokenizer = load_tokenizer(source, trust_remote_code, "measuring drift")
-        read = drift_tokens(text, tokenizer, samples, seq_len, seed)
-        tokens = read.calibration
         streams = _stream(source, place, dtype), _stream(student, place, dtype)
+        read = drift_tokens(text, tokenizer, samples, seq_len, seed, closed=streams[0].encodes)
+        tokens = read.calibration
         for stream, checkpoint in zip(streams, (source, student), strict=True):
             check_fits(stream.parameters.map, checkpoint.tensors, checkpoint.origin)
         check_vocabulary(tokens, streams[0].vocabulary, source.origin)
@@ -80,6 +80,9 @@ def _stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> Checkpo
         raise InputError(f"{checkpoint.origin}: {error.message}", error.details) from error
 
 
-def drift_tokens(text: str | None, tokenizer: Any, samples: int, seq_len: int, seed: int) -> CalibrationTokens:
-    """``[samples, seq_len]`` tokens to measure on, as ``calibration``."""
-    return load_calibration(text, tokenizer, samples, seq_len, seed, held_out=0, split="held_out", option="--text")
+def drift_tokens(
+    text: str | None, tokenizer: Any, samples: int, seq_len: int, seed: int, closed: bool = False
+) -> CalibrationTokens:
+    """``[samples, seq_len]`` tokens to measure on, as ``calibration``; ``closed`` as in ``load_calibration``."""
+    where: Any = {"split": "held_out", "option": "--text", "closed": closed}
+    return load_calibration(text, tokenizer, samples, seq_len, seed, held_out=0, **where)

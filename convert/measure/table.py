@@ -55,6 +55,13 @@ def _named(name: str, values: Mapping[str, Any]) -> str:
 
 def _totals(report: DriftReport) -> list[str]:
     measured, floor = report.measured, None if report.floor is None else report.floor.measured
+    if measured.cosine is not None:
+        low = None if floor is None or floor.cosine is None else f"{floor.cosine:.6f}"
+        margin = "" if measured.cosine_margin is None else f" ± {measured.cosine_margin:.6f} (95 % interval)"
+        return [
+            f"cosine similarity of embeddings, mean over sequences: {measured.cosine:.6f}{margin}; floor {low or '-'}",
+            "cache: none, an encoder keeps none",
+        ]
     before, after = perplexity(measured.teacher_loss), perplexity(measured.student_loss)
     ratio = report.student_cache_bytes / report.source_cache_bytes if report.source_cache_bytes else math.nan
     rows = [

@@ -67,6 +67,10 @@ def _target(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def totals(drift: Values) -> list[tuple[str, ...]]:
     """The numbers at the end of a comparison."""
+    if "cosine" in drift:
+        cosine = drift["cosine"]
+        margin = "" if cosine["margin"] is None else f" ± {cosine['margin']:.4f}"
+        return [("", "drift"), ("cosine similarity of embeddings", _number(cosine["value"], ".4f") + margin)]
     excess, cache, both = drift["excess"], drift["cache_bytes_per_token"], drift["perplexity"]
     margin = "" if excess["margin"] is None else f" ± {excess['margin']:.4f}"
     return [
@@ -82,10 +86,11 @@ def totals(drift: Values) -> list[tuple[str, ...]]:
 def drift_figures(drift: Values) -> list[Figure]:
     """The figures of every comparison."""
     cache = drift["cache_bytes_per_token"]
+    caches = [("source", cache["source"]), ("converted", cache["student"])]
     figures = [
         layer_figure(drift) if drift["layers"] and not drift["identical"] else None,
         head_figure(drift),
-        cache_figure([("source", cache["source"]), ("converted", cache["student"])], ""),
+        cache_figure(caches, "") if cache["source"] else None,
     ]
     return [each for each in figures if each is not None]
 

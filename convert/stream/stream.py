@@ -1,4 +1,4 @@
-"""A checkpoint as a stream of layers: any decoder that transformers knows, one layer in memory at a time.
+"""A checkpoint as a stream of layers: any decoder that transformers knows, or encoder, one layer in memory at a time.
 
 The model is built from its config on the meta device, where it weighs nothing; the module itself never leaves it.
 transformers' own forward, with every decoder layer replaced by a stand-in (``attention/drift/frame.py``), gives the
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.frame import Arguments, Frame, attention_name, cache_bytes_per_token
+from kvfold.attention.drift.frame import Arguments, Frame, attention_parts, cache_bytes_per_token
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert.errors import InputError
 from kvfold.convert.stream.parameters import Parameters
@@ -67,6 +67,10 @@ class CheckpointStream:
     def layers(self) -> int:
         return len(self._frame.layers)
 
+    @property
+    def encodes(self) -> bool:
+        return self._frame.encodes
+
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
         """``tokens [B, T]`` -> the first layer's input ``[B, T, E]``.
@@ -75,7 +79,10 @@ class CheckpointStream:
         """
         rows, local = torch.unique(tokens.to(self.device), return_inverse=True)
         tensors = self._ends(head=False)
-        tensors[self._embedding] = self.parameters.rows(self._embedding, rows)
+        table = self.parameters.rows(self._embedding, rows)
+        if self.encodes:  # some number positions by where a token is not padding: ours are renumbered
+            return self._enter(tensors, inputs_embeds=table[local])[0]
+        tensors[self._embedding] = table
         return self._enter(tensors, input_ids=local)[0]
 
     @contextmanager
@@ -110,9 +117,10 @@ class CheckpointStream:
         return self._recorded[1]
 
     def attention_sources(self, index: int) -> list[WeightSource]:
-        """The sources of the parameters of a layer's attention module."""
-        attention = attention_name(self._frame.layers[index])
-        return self.parameters.map.under(f"{self._prefix(index)}{attention}.")
+        """The sources of the parameters of a layer's attention."""
+        parts = dict.fromkeys(attention_parts(self._frame.layers[index]))
+        found = [self.parameters.map.under(f"{self._prefix(index)}{name}.") for name in parts]
+        return [source for sources in found for source in sources]
 
     def reload(self, layer: OpenLayer, sources: Iterable[WeightSource]) -> None:
         """Make parameters of an open layer of what ``read`` gives now; gradients flow back to that."""
@@ -136,8 +144,10 @@ class CheckpointStream:
     def cache_bytes_per_token(self) -> int:
         """Bytes that transformers' own cache grows by per token, all layers, with the model in its stored dtype.
 
-        That is the dtype which transformers loads it in, whatever this stream computes in.
+        That is the dtype which transformers loads it in, whatever this stream computes in. Encoders keep no cache: 0.
         """
+        if self.encodes:
+            return 0
 
         def enter(tokens: int) -> tuple[Tensor, list[Arguments]]:
             hidden, arguments = self._enter(self._blank_ends(), inputs_embeds=self._blank(tokens), use_cache=True)
@@ -181,6 +191,8 @@ class CheckpointStream:
     def _end_names(self, head: bool) -> list[str]:
         base, decoder = f"{self._frame.model.base_model_prefix}.", f"{self._frame.path.rpartition('.')[0]}."
         outside = [name for name in self.parameters.map.expected if not name.startswith(f"{self._frame.path}.")]
+        if self.encodes:  # beside the layers: embeddings, then heads that embeddings do not go through
+            decoder, head = f"{self._embedding.rpartition('.')[0].rpartition('.')[0]}.", False
         wanted = [name for name in outside if name.startswith(decoder) or (head and not name.startswith(base))]
         return [name for name in wanted if name != self._embedding]
 

@@ -32,6 +32,7 @@ from kvfold.convert.conversion.source import normed_layers
 from kvfold.convert.conversion.stages import Progress, Stages
 from kvfold.convert.conversion.steps import StudentWalk, load_tokens, source_stream
 from kvfold.convert.errors import InputError
+from kvfold.convert.families.family import check_decodes
 from kvfold.convert.families.model import model_of
 from kvfold.convert.io.atomic import check_output
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
@@ -117,6 +118,7 @@ def sweep_checkpoint(
     started = time.monotonic()
     checkpoint = open_checkpoint(model, reading(ConvertRequest(**common, to="mqa")))
     try:
+        check_decodes(checkpoint.config, checkpoint.origin, "kvfold sweep")
         if out is not None:
             check_output(out, model=checkpoint.folder)
         chosen = named or default_targets(model_of(checkpoint.config, checkpoint.tensors), layout or DEFAULT_LAYOUT)

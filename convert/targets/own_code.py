@@ -1,9 +1,9 @@
 """Layout ``kvfold``: the source's model with other attention modules, whose code the checkpoint brings along.
 
 For what no stock class holds. ``config.json`` is the source's under a model type of its own, with a block ``kvfold``
-that says what the attention is like; the code is ``attention/checkpoints/modeling_kvfold.py``. Its attention has
-queries, keys, values and output in a linear layer each, whatever the source has, and rotates half-split heads by listed
-frequencies.
+that says what the attention is like; the code is ``attention/checkpoints/modeling_kvfold.py``, of encoders
+``modeling_kvfold_encoder.py``. Its attention has queries, keys, values and output in a linear layer each, whatever the
+source has, and rotates half-split heads by listed frequencies.
 """
 
 import re
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvfold.convert.transforms.weights import AttentionWeights
 
 CODE = "kvfold.attention.checkpoints.modeling_kvfold"
+ENCODER_CODE = f"{CODE}_encoder"
 BLOCK = "kvfold"  # the key of config.json that says what the attention is like
 _PREFIX = "kvfold_"  # of model types
 
@@ -88,8 +89,13 @@ def own_layout(
         computed=tuple(tuple(layer) for layer in shapes),
         cache_elements=cache_elements,
         encode=encode,
-        code=CODE,
+        code=_code(source),
     )
+
+
+def _code(source: Model) -> str:
+    """The module that the checkpoint takes along."""
+    return ENCODER_CODE if source.family.kind == "encoder" else CODE
 
 
 def _own_code(source: Model) -> OwnCode:
@@ -101,12 +107,13 @@ def _own_code(source: Model) -> OwnCode:
 
 def _config(source: Model, checkpoint: Checkpoint, facts: dict[str, Any], dtype: str | None) -> dict[str, Any]:
     own = _own_code(source)
+    file, known = _code(source).rpartition(".")[2], {*own.classes.values()}
+    stated = [name for name in checkpoint.config.get("architectures") or () if name in known]
     changes = {
         "model_type": f"{_PREFIX}{source.family.model_type}",
-        "architectures": [f"Kvfold{source.family.architecture}"],
+        "architectures": [f"Kvfold{name}" for name in stated or [source.family.architecture]],
         "auto_map": {
-            auto: f"{CODE.rpartition('.')[2]}.Kvfold{stock}"
-            for auto, stock in {"AutoConfig": own.config, **own.classes}.items()
+            auto: f"{file}.Kvfold{stock}" for auto, stock in {"AutoConfig": own.config, **own.classes}.items()
         },
         BLOCK: facts,
     }
@@ -125,6 +132,7 @@ def _facts(source: Model) -> dict[str, Any]:
         "head_dim": size.head_dim,
         "attention_dropout": evaluate(own.attention_dropout, values),
         "output_dropout": evaluate(own.output_dropout, values),
+        **({"projects": own.output == OwnCode.output} if source.family.kind == "encoder" else {}),
     }
     scales = [layer.scale for layer in source.layers]
     if len(set(scales)) == 1:
@@ -169,8 +177,10 @@ def _grouped_tensors(source: Model, layer: int, weights: "AttentionWeights") -> 
 
 
 def projection(source: Model, layer: int, name: str) -> str:
-    """The full name of ``name`` in the attention of ``layer``."""
-    return f"{source.family.attention.module.replace('{layer}', str(layer))}.{name}"
+    """The full name of ``name``, such as ``o_proj.weight``, in the attention of ``layer``."""
+    own, (part, dot, kind) = _own_code(source), name.partition(".")
+    placed = own.output if part == "o_proj" else f"{own.inside}{part}"
+    return f"{source.family.attention.module.replace('{layer}', str(layer))}.{placed}{dot}{kind}"
 
 
 def _output_tensors(
@@ -181,11 +191,13 @@ def _output_tensors(
     Buffers of the old attention (causal masks, frequencies) are left out.
     """
     computed = stored_dtype(_computed_dtype(source, checkpoint), dtype)
-    pattern = re.compile(re.escape(source.family.attention.module).replace(r"\{layer\}", r"(\d+)") + r"\.")
+    inner = f"{source.family.attention.module}.{_own_code(source).inside}"
+    pattern = re.compile(re.escape(inner).replace(r"\{layer\}", r"(\d+)"))
+    stored = {name: layer for layer in range(len(shapes)) for name in source.attention_names(layer)}
     made: set[int] = set()
     for info in checkpoint.tensors.values():
         inside = pattern.match(info.name)
-        layer = None if inside is None else int(inside[1])
+        layer = stored.get(info.name) if inside is None else int(inside[1])
         if layer is None:
             yield OutputTensor(info.name, stored_dtype(info.dtype, dtype), info.shape, info.name)
         elif layer not in made:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.errors import InputError
+from kvfold.convert.families.family import check_decodes
 from kvfold.convert.families.wrappers import text_type
 from kvfold.convert.io.atomic import check_output, output_lock
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
@@ -63,6 +64,7 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
         raise InputError("uptraining needs accelerate, which is not installed: pip install 'kvfold[train]'")
     source, locks = open_checkpoint(request.model), ExitStack()
     try:
+        check_decodes(source.config, source.origin, "kvfold uptrain")
         if source.made_of:
             raise InputError(
                 f"{source.origin}: expected plain weights to train, found {source.made_of[0]}; convert it first"

@@ -274,7 +274,8 @@ class Walk:
             raise KvfoldError(f"the walk has done {self._passed} of {source.layers} layers")
         tokens = torch.split(self._teacher.tokens, chunk_size(source.device, self._teacher.tokens.shape[1]))
         measured = compare_predictions(source, student, self._teacher.held_out, self._student_held_out, tokens)
-        check_finite([torch.tensor(measured.teacher_loss)], source, None)
+        judged = measured.teacher_loss if measured.cosine is None else measured.cosine
+        check_finite([torch.tensor(judged)], source, None)
         source.release()
         student.release()
         return replace(measured, layers=tuple(self.drifts))

@@ -53,7 +53,7 @@ def _own_problems(model: Model, target: LatentTarget) -> Iterator[str]:
         yield "has no such layout yet; its stock class or --to gqa work"
     if target.q_rank is not None:
         yield "would have queries without a latent in it; leave --q-rank out"
-    yield from _attention_problems(model)
+    yield from _attention_problems(model, both_ways=model.family.kind == "encoder")
     yield from _rope_problems(model)
 
 
@@ -89,7 +89,7 @@ def _tensor_problems(model: Model) -> Iterator[str]:
         yield f"has tensors that the stock MLA class lacks ({', '.join(other)})"
 
 
-def _attention_problems(model: Model) -> Iterator[str]:
+def _attention_problems(model: Model, both_ways: bool = False) -> Iterator[str]:
     layers, longest = model.layers, context(model)
     if model.family.attention.sinks is not None:
         yield "has attention sinks that are weights, the stock MLA class has none"
@@ -108,7 +108,7 @@ def _attention_problems(model: Model) -> Iterator[str]:
         yield "clips queries, keys and values, the stock MLA class does not"
     if any(layer.growth for layer in layers):
         yield "multiplies queries by a factor that grows with their position, the stock MLA class does not"
-    if not all(layer.causal for layer in layers):
+    if not both_ways and not all(layer.causal for layer in layers):
         yield "attends in both directions, the stock MLA class only backwards"
 
 

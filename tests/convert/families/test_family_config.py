@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.family import family_of, supported
+from kvfold.convert.families.family import encoders, family_of, supported
 from kvfold.convert.families.model import model_of
 
 LLAMA = {
@@ -124,7 +124,10 @@ def test_an_unsupported_family_lists_the_supported_ones(model_type):
     with pytest.raises(InputError) as caught:
         family_of({"model_type": model_type})
     known = ", ".join(supported())
-    assert str(caught.value) == f"config.json: model_type {model_type!r} is not supported; expected one of: {known}"
+    assert str(caught.value) == (
+        f"config.json: model_type {model_type!r} is not supported; expected one of: {known}; or an encoder: "
+        f"{', '.join(encoders())}"
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from helpers.processes import run_python
 
 from kvfold.convert.families import expressions, schema
-from kvfold.convert.families.family import family_of, load_family, supported
+from kvfold.convert.families.family import encoders, family_of, load_family, supported
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.families.values import TYPES, Values
@@ -30,25 +30,34 @@ PROMISED = [
 ]
 
 
+ALL = (*supported(), *encoders())
+
+
+def place(name: str) -> Path:
+    """The file of a family."""
+    return FOLDER / ("encoders" if name in encoders() else "") / f"{name}.json"
+
+
 def table(name: str) -> dict:
     """The family file with what it takes over from those it extends."""
-    return schema.read_table(FOLDER / f"{name}.json")
+    return schema.read_table(place(name))
 
 
 def test_the_families_are_those_promised():
     assert supported() == tuple(sorted(PROMISED))
+    assert encoders() == ("bert", "distilbert", "roberta")
 
 
-@pytest.mark.parametrize("name", supported())
+@pytest.mark.parametrize("name", ALL)
 def test_a_file_is_named_for_its_model_type(name):
     assert load_family(name).model_type == name == table(name)["model_type"]
 
 
 def raw(name: str) -> dict:
-    return json.loads((FOLDER / f"{name}.json").read_text())
+    return json.loads(place(name).read_text())
 
 
-@pytest.mark.parametrize("name", [name for name in supported() if "extends" in raw(name)])
+@pytest.mark.parametrize("name", [name for name in ALL if "extends" in raw(name)])
 def test_a_file_that_extends_another_holds_differences_only(name):
     data = raw(name)
     base = table(data["extends"])
@@ -88,7 +97,7 @@ def test_what_cannot_be_extended_is_named(tmp_path):
 
 
 def test_every_option_of_the_schema_is_used_by_some_family():
-    families = [load_family(name) for name in supported()]
+    families = [load_family(name) for name in ALL]
     parts = {
         schema.Family: families,
         schema.Key: [key for family in families for key in family.config.values()],
@@ -161,7 +170,7 @@ def test_a_missing_key_is_an_error_that_names_its_place():
         schema.parse_family(data, "x.json")
 
 
-@pytest.mark.parametrize("name", supported())
+@pytest.mark.parametrize("name", ALL)
 def test_every_key_of_every_file_is_read(name, tiny_family, monkeypatch):
     """Asks a family everything that kvfold asks, and sees that no part of its file was left unread."""
     data, read = table(name), defaultdict(set)
@@ -239,7 +248,7 @@ def ask_everything(family: schema.Family, config: dict) -> None:
         write_layer(model, layer.index, weights)
 
 
-@pytest.mark.parametrize("name", supported())
+@pytest.mark.parametrize("name", ALL)
 def test_expressions_refer_to_keys_of_the_file(name):
     data = table(name)
     known = {*data["config"], "layer", "layer_type", "sparse"}
@@ -297,7 +306,7 @@ def test_a_malformed_expression_is_named():
 def test_reading_families_imports_neither_torch_nor_transformers():
     code = (
         "import sys; import kvfold.convert.families.model; from kvfold.convert.families.family import *; "
-        "[load_family(n) for n in supported()]; "
+        "[load_family(n) for n in (*supported(), *encoders())]; "
         "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     run_python("-c", code)
