@@ -16,7 +16,15 @@ from torch import Tensor
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.journal import Journal
-from kvfold.convert.conversion.latent_layer import DAMPERS, SHARE, Candidate, Survey, latent_layer
+from kvfold.convert.conversion.latent_layer import (
+    DAMPERS,
+    SHARE,
+    Candidate,
+    Survey,
+    latent_layer,
+    spectrum_note,
+    spectrum_record,
+)
 from kvfold.convert.conversion.method import Converted, Method, Notes
 from kvfold.convert.conversion.norms import NORMS
 from kvfold.convert.conversion.plan import Plan
@@ -38,9 +46,11 @@ from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.head_norms import linear_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.slots import LayerSurvey
+from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.hidden import Keep
 from kvfold.convert.walk.passes import survey
+from kvfold.convert.walk.walk import Step
 
 
 class Latent(Method):
@@ -67,12 +77,17 @@ class Latent(Method):
 
     def layers(self, journal: Journal) -> Iterator[Converted]:
         for step in self._walk.steps(journal):
-            latent, notes = processes.from_first(partial(latent_layer, self._chosen, step, self._survey))
+            latent, notes = processes.from_first(partial(self._fitted, step))
             yield self._walk.convert(step, latent, notes)
+
+    def _fitted(self, step: Step) -> tuple[LatentWeights, Notes]:
+        latent, notes = latent_layer(self._chosen, step, self._survey)
+        return latent, {**notes, **spectrum_note(self._chosen, step.index, self._survey)}
 
     def measured(self, notes: Sequence[Notes]) -> Calibrated:
         fits = {name: [note[name] for note in notes if name in note] for name in (SHARE, DAMPERS, NORMS)}
         fits = {name: values for name, values in fits.items() if values}
+        fits |= spectrum_record(notes, self._chosen.target.channels)
         return self._walk.measured({**self._choices, **fits, **refinement_record(notes)})
 
 

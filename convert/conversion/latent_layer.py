@@ -19,7 +19,7 @@ from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.head_norms import linear_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.damper import with_damper
-from kvfold.convert.transforms.latent.latent import to_latent
+from kvfold.convert.transforms.latent.latent import latent_spectrum, to_latent
 from kvfold.convert.transforms.latent.norm import live_norm
 from kvfold.convert.transforms.latent.queries import query_latent
 from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots
@@ -28,7 +28,8 @@ from kvfold.convert.transforms.sinks import judged
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 from kvfold.convert.walk.walk import Step
 
-SHARE, DAMPERS = "received_attention_share", "damper_channels"
+SHARE, DAMPERS, SPECTRUM = "received_attention_share", "damper_channels", "latent_spectrum"
+_SHOWN_CHANNELS = 3  # of the spectrum that is recorded, relative to the channels
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,31 @@ def latent_layer(chosen: Candidate, step: Step, surveyed: Survey) -> tuple[Laten
     latent, dampers = best.weights
     notes = {SHARE: best.share, **({} if target.centered else {DAMPERS: dampers})}
     return latent, {**notes, **norms_note(weights, statistics, key_constant=target.centered)}
+
+
+def spectrum_note(chosen: Candidate, layer: int, surveyed: Survey) -> Notes:
+    """How much energy each principal component of the latent has, a few times as many as there are channels.
+
+    ``lost`` is the share of those beyond the channels. Nothing for a layer that was not fitted to statistics.
+    """
+    plan, target = chosen.plan, chosen.target
+    if plan.request.resolved_method == "svd":
+        return {}
+    statistics, _ = surveyed.notes(layer)
+    weights = linear_heads(source_layer(plan, layer), statistics, key_constant=target.centered)
+    rotary, context = source_rotary(plan, layer), plan.geometry.positions
+    shares = latent_spectrum(weights, statistics, rotary, chosen.slots, context=context, centered=target.centered)
+    shown = shares[: _SHOWN_CHANNELS * target.channels].tolist()
+    return {SPECTRUM: {"sorted": shown, "lost": float(shares[target.channels :].sum())}}
+
+
+def spectrum_record(notes: Sequence[Notes], channels: int) -> Notes:
+    """The layers' notes for ``kvfold.json``: the mean spectrum, and what each layer loses."""
+    found = [note[SPECTRUM] for note in notes if SPECTRUM in note]
+    if not found or len(found) < len(notes):
+        return {}
+    mean = torch.tensor([each["sorted"] for each in found], dtype=torch.float64).mean(0)
+    return {SPECTRUM: {"channels": channels, "sorted": mean.tolist(), "lost": [each["lost"] for each in found]}}
 
 
 def sketched_layer(chosen: Candidate, layer: int, surveyed: Survey) -> LatentWeights:

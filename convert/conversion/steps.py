@@ -155,9 +155,9 @@ class StudentWalk:
         step.convert(tensors)
         return Converted(step.index, tensors, {**(notes or {}), **made})
 
-    def follow(self, step: Step, weights: Any) -> None:
-        """As ``convert``, but without the drift of the layer."""
-        step.follow(self._made(step, weights)[0])
+    def follow(self, step: Step, weights: Any) -> float:
+        """As ``convert``, but without the drift of the layer, except that of the residual stream, which it returns."""
+        return step.follow(self._made(step, weights)[0])
 
     def _made(self, step: Step, weights: Any) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
         """The layer's tensors as they will be stored, and notes on how they came about."""

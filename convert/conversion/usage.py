@@ -66,7 +66,7 @@ To serve it from this folder:
 """
 
 _TRAIN = """
-To train it a little further against its source, on a dataset of the hub (`pip install 'kvfold[train,data]'`):
+To train it a little further against its source{beside}, on a dataset of the hub (`pip install 'kvfold[train,data]'`):
 
 ```sh
 kvfold uptrain . ../trained --teacher {source} --text {text} --steps 1000
@@ -85,7 +85,7 @@ def usage(plan: Plan) -> str:
         _UNKNOWN if experts else "",
         _ABSORB if latent else "",
         _SERVE.format(commands=served) if (served := _serving(plan)) else "",
-        "" if _is_wrapper(plan) or plan.encodes else _TRAIN.format(source=source_name(plan), text=_TRAINING_TEXT),
+        "" if _is_wrapper(plan) or plan.encodes else _training(plan),
     ]
     return "".join(parts)
 
@@ -96,6 +96,11 @@ def _loader(plan: Plan) -> str:
         return "AutoModelForCausalLM"
     heads = plan.checkpoint.config.get("architectures") or ["Model"]
     return "AutoModel" if all(str(name).endswith("Model") for name in heads) else "AutoModelForMaskedLM"
+
+
+def _training(plan: Plan) -> str:
+    beside = "" if plan.checkpoint.hub_id else ", whose folder lies beside this one"
+    return _TRAIN.format(source=source_name(plan), text=_TRAINING_TEXT, beside=beside)
 
 
 def _is_wrapper(plan: Plan) -> bool:
@@ -124,8 +129,8 @@ def _serving(plan: Plan) -> str:
 
 
 def source_name(plan: Plan) -> str:
-    """The source as a word of a command: its hub id and commit, or the name of its folder."""
-    return shlex.quote(plan.source_name)
+    """The source as a word of a command in this folder: its hub id and commit, or its folder beside this one."""
+    return shlex.quote(plan.source_name if plan.checkpoint.hub_id else f"../{plan.source_name}")
 
 
 def repeating(plan: Plan) -> str:

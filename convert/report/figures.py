@@ -6,6 +6,7 @@ from typing import Any
 
 from kvfold.convert.report.page import Figure
 from kvfold.convert.report.svg import (
+    SERIES,
     Axis,
     Line,
     bar_chart,
@@ -20,6 +21,7 @@ from kvfold.convert.sizes import bytes_text, bytes_unit
 
 Values = Mapping[str, Any]
 
+_RESIDUALS = "residual_by_layer"
 _CONTEXTS = tuple(2**power for power in range(10, 18))
 _NUMBERS = (
     ("attention_local", "alone"),
@@ -47,6 +49,28 @@ def layer_figure(drift: Values) -> Figure:
     )
 
 
+def sweep_layer_figure(targets: Sequence[Values]) -> Figure | None:
+    """The distance of every target's residual stream by layer; None where none was measured or all are 0."""
+    lines = [
+        Line(
+            row["kind"],
+            [(layer, value) for layer, value in enumerate(row[_RESIDUALS]) if value],
+            kind % SERIES,
+        )
+        for kind, row in enumerate(targets)
+    ]
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return None
+    x, y = counted_axis("layer", len(targets[0][_RESIDUALS])), log_axis("relative error", values_of(lines))
+    return Figure(
+        "Drift by layer",
+        line_chart("relative error of the residual stream by layer and target", x, y, lines),
+        "Distance of each target's residual stream from the source's after every layer, as a share of its size. Good: "
+        "a low line that rises slowly; a step up in one layer of all targets is a layer that wants refinement.",
+    )
+
+
 def head_figure(drift: Values) -> Figure | None:
     """KL of the attention rows of every head; None where no maps could be compared."""
     rows = [[head["row_kl"]["value"] for head in layer["heads"]] for layer in drift["layers"]]
@@ -67,7 +91,7 @@ def cache_figure(bytes_per_token: Sequence[tuple[str, float]], what: str) -> Fig
     largest = max(size for _, size in bytes_per_token) * _CONTEXTS[-1]
     unit, scale = bytes_unit(largest)
     lines = [
-        Line(name, [(context, size * context / scale) for context in _CONTEXTS], kind % 4)
+        Line(name, [(context, size * context / scale) for context in _CONTEXTS], kind % SERIES)
         for kind, (name, size) in enumerate(bytes_per_token)
     ]
     ticks = [(context, f"{context // 1024}k") for context in _CONTEXTS]
@@ -110,10 +134,33 @@ def spectrum_figure(worth: Values) -> Figure:
     )
 
 
+def latent_figure(spectrum: Values) -> Figure:
+    """Principal components of what the latent is to carry, most energy first, and where its channels end."""
+    values, count, lost = spectrum["sorted"], spectrum["channels"], spectrum["lost"]
+    line = Line("mean over layers", [(place, value) for place, value in enumerate(values) if value > 0], 0)
+    y = log_axis("share of energy", values_of([line]))
+    cut = Line("the budget cuts here", [(count - 0.5, y.low), (count - 0.5, y.high)], 1, dashed=True)
+    worst = max(range(len(lost)), key=lambda layer: lost[layer])
+    return Figure(
+        "Spectrum of the latent, and the cut",
+        line_chart(
+            "energy of the latent's principal components in descending order, and the cut",
+            counted_axis("channel, most energy first", len(values)),
+            y,
+            [line, cut],
+        ),
+        "What the rotary keys leave of keys and values is stored in the latent's channels, in order of their energy; "
+        f"those left of the cut are kept and hold {100 * (1 - sum(lost) / len(lost)):.1f} % of it (in layer {worst}, "
+        f"the worst, {100 * (1 - lost[worst]):.1f} %). Good: the line has fallen far before the cut; where it is still "
+        "high, more rank (--kv-rank) would pay.",
+    )
+
+
 def split_figure(splits: Sequence[Values], name: str, unit: str) -> Figure:
     """A budget's splits and what decided between them; those that a first layer ruled out are left out."""
-    most = max(split.get("layers", 0) for split in splits)
+    most, tried = max(split.get("layers", 0) for split in splits), len(splits)
     splits = [split for split in splits if split.get("layers", 0) == most]
+    ruled = f" ({tried - len(splits)} more, which one layer ruled out, are not drawn)" if tried > len(splits) else ""
     points = [(split["rope_dim"], split[name]) for split in splits]
     low, high = min(rope for rope, _ in points), max(rope for rope, _ in points)
     ticks = [(split["rope_dim"], f"{split['kv_rank']}\n+{split['rope_dim']}") for split in splits]
@@ -124,8 +171,8 @@ def split_figure(splits: Sequence[Values], name: str, unit: str) -> Figure:
     return Figure(
         f"Splits of {splits[0]['kv_rank'] + splits[0]['rope_dim']} elements",
         line_chart("error by split of the budget", x, y, [Line("splits tried", points, 0)]),
-        "Every split of the budget into rank and rotary dims that was tried. Good: the one taken lies at the bottom of "
-        "a wide valley, so that its neighbors, which kernels may take, cost little more.",
+        f"Splits of the budget into rank and rotary dims that were tried{ruled}. Good: the one taken lies at the "
+        "bottom of a wide valley, so that its neighbors, which kernels may take, cost little more.",
     )
 
 

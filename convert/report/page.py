@@ -6,13 +6,16 @@ from html import escape
 from pathlib import Path
 
 from kvfold.convert.errors import InputError
+from kvfold.convert.report.svg import SERIES
 
 FILE = "report.html"
-_STYLE = """
+_THEMES = """
 :root { color-scheme: light dark; --back: #ffffff; --ink: #2e3440; --dim: #6b7280; --rule: #e5e7eb;
-  --c0: #2f6db5; --c1: #c2571a; --c2: #3f8f4f; --c3: #8a5aa8; }
+  --c0: #2f6db5; --c1: #c2571a; --c2: #3f8f4f; --c3: #8a5aa8; --c4: #b03a5b; --c5: #8a6d1a; }
 @media (prefers-color-scheme: dark) { :root { --back: #15181d; --ink: #e5e9f0; --dim: #9aa3b2; --rule: #333a45;
-  --c0: #74aef0; --c1: #f0935a; --c2: #82cf8e; --c3: #c99be6; } }
+  --c0: #74aef0; --c1: #f0935a; --c2: #82cf8e; --c3: #c99be6; --c4: #f08aa8; --c5: #d8bd62; } }
+"""
+_PAGE = """
 body { background: var(--back); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem;
   max-width: 64rem; }
 h1 { font-size: 1.4rem; line-height: 1.25; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin: 0 0 .3rem; }
@@ -22,13 +25,16 @@ figure { margin: 0; } figcaption, .dim { color: var(--dim); font-size: .9rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { text-align: right; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; white-space: normal; }
-svg { width: 100%; height: auto; display: block; } svg text { font: 9.5px system-ui, sans-serif; fill: var(--dim); }
-svg .label { fill: var(--ink); } svg .grid { stroke: var(--rule); stroke-width: 1; }
+svg { width: 100%; height: auto; display: block; }
+@media (max-width: 30rem) { table { font-size: .75rem; } th, td { padding-right: .3rem; } }
 """
-_SERIES = "".join(
+_DRAWING = """
+svg text { font: 9.5px system-ui, sans-serif; fill: var(--dim); }
+svg .label { fill: var(--ink); } svg .grid { stroke: var(--rule); stroke-width: 1; }
+""" + "".join(
     f"svg .l{kind} {{ stroke: var(--c{kind}); stroke-width: 1.6; fill: none; }}\n"
     f"svg .f{kind} {{ fill: var(--c{kind}); }} svg .t{kind} {{ fill: var(--c{kind}); }}\n"
-    for kind in range(4)
+    for kind in range(SERIES)
 )
 
 
@@ -60,7 +66,7 @@ class Page:
         return (
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
             '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-            f"<title>{escape(self.title)}</title><style>{_STYLE}{_SERIES}</style></head><body>"
+            f"<title>{escape(self.title)}</title><style>{_THEMES}{_PAGE}{_DRAWING}</style></head><body>"
             f"<h1>{escape(self.title)}</h1>{lines}{_table(self.table)}<main>{figures}</main></body></html>\n"
         )
 
@@ -74,6 +80,12 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
     body = "".join(row(cells, "td") for cells in rows[1:])
     return f'<div class="wide"><table><thead>{row(rows[0], "th")}</thead><tbody>{body}</tbody></table></div><p></p>'
+
+
+def drawing(svg: str) -> str:
+    """A figure's ``svg`` as a file of its own, in both themes."""
+    start, rest = svg.split(">", 1)
+    return f"{start}><style>{_THEMES}svg {{ background: var(--back); }}{_DRAWING}</style>{rest}\n"
 
 
 def check_report(folder: str) -> None:

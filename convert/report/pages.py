@@ -8,11 +8,13 @@ from kvfold.convert.report.figures import (
     cache_figure,
     curve_figure,
     head_figure,
+    latent_figure,
     layer_figure,
     refinement_figure,
     slot_figure,
     spectrum_figure,
     split_figure,
+    sweep_layer_figure,
 )
 from kvfold.convert.report.page import Figure, Page
 
@@ -30,6 +32,8 @@ def conversion_page(result: Values, lines: Sequence[str]) -> Page:
     figures.append(refinement_figure(result))
     if worth := result.get("rotary_worth"):
         figures += [slot_figure(worth), spectrum_figure(worth)]
+    if spectrum := result.get("latent_spectrum"):
+        figures.append(latent_figure(spectrum))
     if splits := result.get("splits"):
         figures.append(split_figure(splits, "kl", "KL, nats"))
     table = totals(result["drift"]) if "drift" in result else []
@@ -44,10 +48,11 @@ def sweep_page(sweep: Values, lines: Sequence[str]) -> Page:
     caches = [(source["kind"], source["elements"] * per_element)]
     smallest = [row for row in targets if row["target"] == sweep["smallest"]] or targets[-1:]
     caches += [(row["kind"], row[name] * per_element) for row in smallest]
-    figures = [curve_figure(sweep), cache_figure(caches, ", at 2 bytes per element")]
+    figures = [curve_figure(sweep), sweep_layer_figure(targets), cache_figure(caches, ", at 2 bytes per element")]
     figures += [split_figure(row["splits"], "error", "relative squared error") for row in targets if "splits" in row]
     head = ("target", "elements", "saving", "excess loss", "95 % interval", "KL", "top-1", "time")
-    return Page("kvfold sweep", lines, [head, *map(_target, targets)], figures)
+    drawn = [each for each in figures if each is not None]
+    return Page("kvfold sweep", lines, [head, *map(_target, targets)], drawn)
 
 
 def _target(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -10,7 +10,10 @@ from html import escape
 
 WIDTH, HEIGHT = 400, 240
 LEFT, RIGHT, TOP, BOTTOM = 56, 18, 18, 42
-SERIES = 4  # classes s0 .. s3, in this order
+SERIES = 6  # colors: classes l0 .. l5 of lines, f0 .. f5 of areas, t0 .. t5 of texts
+_LETTER, _ROW = 5.4, 13  # units
+_NARROW = 30  # a logarithmic axis with less between its ends has more marks than powers of ten
+_KEY = 28  # of a line of the legend beside its name
 
 Point = tuple[float, float]
 
@@ -56,13 +59,20 @@ class Line:
 
 
 def log_axis(label: str, values: Sequence[float]) -> Axis:
-    """A logarithmic axis over whole decades around the positive ``values``."""
+    """A logarithmic axis around the positive ``values``: over whole decades, or from 1, 2 or 5 to 1, 2 or 5."""
     positive = [value for value in values if value > 0 and math.isfinite(value)] or [1.0]
-    low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
-    high = max(high, low + 1)
-    step = max(1, math.ceil((high - low) / 6))
-    ticks = [(10.0**power, _power(power)) for power in range(low, high + 1, step)]
-    return Axis(label, ticks, 10.0**low, 10.0**high, log=True)
+    low, high = min(positive), max(positive)
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+    marks = [(factor, power) for power in powers for factor in ((1, 2, 5) if high < _NARROW * low else (1,))]
+    first = max(place for place, mark in enumerate(marks) if _value(mark) <= low)
+    last = min(place for place, mark in enumerate(marks) if _value(mark) >= high and place > first)
+    step = max(1, math.ceil((last - first) / 6))
+    ticks = [(_value(mark), _mark(*mark)) for mark in marks[first : last + 1 : step]]
+    return Axis(label, ticks, _value(marks[first]), _value(marks[last]), log=True)
+
+
+def _value(mark: tuple[int, int]) -> float:
+    return mark[0] * 10.0 ** mark[1]
 
 
 def linear_axis(label: str, values: Sequence[float]) -> Axis:
@@ -87,7 +97,7 @@ def counted_axis(label: str, count: int) -> Axis:
 
 def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
     """Lines with their points, and a legend above."""
-    return _chart(title, x, y, "".join(_line(x, y, line) for line in lines), _legend(lines))
+    return _chart(title, x, y, "".join(_line(x, y, line) for line in lines), *_legend(lines))
 
 
 def bar_chart(title: str, x: Axis, y: Axis, bars: Sequence[tuple[str, Sequence[float], int]]) -> str:
@@ -100,7 +110,7 @@ def bar_chart(title: str, x: Axis, y: Axis, bars: Sequence[tuple[str, Sequence[f
         for name, heights, kind in bars
         for place, height in enumerate(heights)
     )
-    return _chart(title, x, y, drawn, _legend([Line(name, (), kind) for name, _, kind in bars]))
+    return _chart(title, x, y, drawn, *_legend([Line(name, (), kind) for name, _, kind in bars]))
 
 
 def heat_map(title: str, x: Axis, y: Axis, rows: Sequence[Sequence[float]], what: str) -> str:
@@ -119,10 +129,11 @@ def heat_map(title: str, x: Axis, y: Axis, rows: Sequence[Sequence[float]], what
     return _chart(title, x, y, cells, key)
 
 
-def _chart(title: str, x: Axis, y: Axis, drawn: str, above: str) -> str:
-    parts = "".join([*_grid(x, y), drawn, *_labels(x, y), above])
+def _chart(title: str, x: Axis, y: Axis, drawn: str, above: str, rows: int = 1) -> str:
+    """``above``: ``rows`` lines of text or more of them upwards."""
+    parts, more = "".join([*_grid(x, y), drawn, *_labels(x, y), above]), _ROW * (rows - 1)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {-more} {WIDTH} {HEIGHT + more}" role="img" '
         f'aria-label="{escape(title, quote=True)}">{parts}</svg>'
     )
 
@@ -173,19 +184,33 @@ def _line(x: Axis, y: Axis, line: Line) -> str:
     return "".join(parts)
 
 
-def _legend(lines: Sequence[Line]) -> str:
-    """The names in one row above the axes."""
-    parts, at = [], float(LEFT)
+def _legend(lines: Sequence[Line]) -> tuple[str, int]:
+    """The names above the axes, and in how many rows: the last one lies on the axes, others above it."""
+    rows: list[list[Line]] = [[]]
     for line in lines:
-        dash = ' stroke-dasharray="4 3"' if line.dashed else ""
-        parts.append(f'<line class="l{line.kind} key" x1="{at:.0f}" x2="{at + 14:.0f}" y1="8" y2="8"{dash}/>')
-        parts.append(f'<text x="{at + 17:.0f}" y="11">{escape(line.name)}</text>')
-        at += 28 + 5.4 * len(line.name)
-    return "".join(parts)
+        if LEFT + sum(map(_key_width, [*rows[-1], line])) > WIDTH and rows[-1]:
+            rows.append([])
+        rows[-1].append(line)
+    parts = []
+    for upwards, row in enumerate(reversed(rows)):
+        at, down = float(LEFT), 8 - _ROW * upwards
+        for line in row:
+            dash = ' stroke-dasharray="4 3"' if line.dashed else ""
+            ends = f'x1="{at:.0f}" x2="{at + 14:.0f}" y1="{down}" y2="{down}"'
+            parts.append(f'<line class="l{line.kind} key" {ends}{dash}/>')
+            parts.append(f'<text x="{at + 17:.0f}" y="{down + 3}">{escape(line.name)}</text>')
+            at += _key_width(line)
+    return "".join(parts), len(rows)
 
 
-def _power(power: int) -> str:
-    return f"{10**power:,}" if 0 <= power <= 3 else f"{10.0**power:g}" if -3 <= power < 0 else f"1e{power}"
+def _key_width(line: Line) -> float:
+    return _KEY + _LETTER * len(line.name)
+
+
+def _mark(factor: int, power: int) -> str:
+    if -3 <= power <= 3:
+        return f"{factor * 10**power:,}" if power >= 0 else f"{factor * 10.0**power:g}"
+    return f"{factor}e{power}"
 
 
 def values_of(lines: Sequence[Line], of: Callable[[Point], float] = lambda point: point[1]) -> list[float]:

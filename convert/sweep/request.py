@@ -10,6 +10,7 @@ from kvfold.convert.request import TARGETS
 WITHIN = 0.01  # of the perplexity, where nobody said otherwise
 Options = dict[str, Any]  # of a ConvertRequest: those that name a target
 
+_WORDS = {"--kv-heads": "heads", "--kv-rank": "channels", "--rope-dim": "rotary dims", "--budget": "elements"}
 _SIZE = re.compile(r"(\d{1,9})(?:\+(\d{1,9}))?")
 
 
@@ -49,6 +50,13 @@ def _options(kind: str | None, size: str, item: str) -> Options:
         f"--targets: expected gqa:HEADS, mqa, mla:ELEMENTS or mla:RANK+ROTARY, such as gqa:4,2 mqa mla:576,512+64, "
         f"found {item!r}{meant}"
     )
+
+
+def in_words(message: str) -> str:
+    """An error of a conversion without the options that a target stands for, and without those that a sweep lacks."""
+    for option, word in _WORDS.items():
+        message = re.sub(rf"{option} (\d+)", rf"\1 {word}", message).replace(option, word)
+    return re.sub(r" \(--allow-growth [^)]*\)", "", message)
 
 
 def spelled(options: Options) -> str:

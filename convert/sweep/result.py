@@ -46,7 +46,8 @@ class Row:
     """One target: as ``--targets`` spells it, the request that converts to it, and what it costs.
 
     ``kind`` is such as ``MLA 32+32``; ``elements`` are cached per token per layer; ``seconds`` were spent on this
-    target alone. ``splits`` are those of a budget that were compared, with the error that decided.
+    target alone. ``splits`` are those of a budget that were compared, with the error that decided. ``distances`` are
+    those of its residual stream from the source's after every layer, relative to the size of that.
     """
 
     target: str
@@ -56,6 +57,7 @@ class Row:
     measured: Measurement
     seconds: float
     splits: list[dict[str, Any]] = field(default_factory=list)
+    distances: tuple[float, ...] = ()
 
     @property
     def excess(self) -> float:
@@ -90,6 +92,7 @@ class Row:
             "kl": {"value": _finite(self.measured.kl), "margin": _finite(self.measured.kl_margin)},
             "agreement": self.measured.agreement,
             "seconds": self.seconds,
+            "residual_by_layer": [_finite(distance) for distance in self.distances],
             **({"splits": self.splits} if self.splits else {}),
         }
 

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from kvfold.convert.io.atomic import check_output
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, Layout
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.sweep.request import Options, parse_targets, spelled
+from kvfold.convert.sweep.request import Options, in_words, parse_targets, spelled
 from kvfold.convert.sweep.result import Row, Source, Sweep
 from kvfold.convert.sweep.splits import Split, choose_splits
 from kvfold.convert.sweep.targets import default_targets
@@ -52,13 +52,17 @@ _PLACEHOLDER = "OUT"
 
 @dataclass
 class _Student:
-    """A target's student. ``seconds`` were spent on it alone; ``split`` is that of an MLA target."""
+    """A target's student. ``seconds`` were spent on it alone; ``split`` is that of an MLA target.
+
+    ``distances`` are those of its residual stream from the source's, layer by layer.
+    """
 
     options: Options
     plan: Plan
     walk: StudentWalk
     split: Split | None
     seconds: float = 0.0
+    distances: list[float] = field(default_factory=list)
 
     @contextmanager
     def clock(self) -> Iterator[None]:
@@ -137,7 +141,8 @@ def _plan(options: Options, common: Options, layout: Layout | None, checkpoint: 
         request = ConvertRequest(**common, **options, layout=layout if options["to"] == "mla" else None)
         return make_plan(request, checkpoint)
     except InputError as error:
-        raise InputError(f"--targets {spelled(options)}: {error.message}", error.details) from error
+        found = f"--targets {spelled(options)}: {in_words(error.message)}"
+        raise InputError(found, [in_words(detail) for detail in error.details]) from error
 
 
 def _sweep(chosen: Sequence[Options], plans: Sequence[Plan], scratch: Path, stages: Stages, quiet: bool) -> Sweep:
@@ -178,7 +183,8 @@ def _learn(students: Sequence[_Student], teacher: Teacher, surveyed: Survey | No
             shared: dict[bool, Pairs] = {}
             for student in students:
                 with student.clock(), student.walk.step(lesson) as step:
-                    student.walk.follow(step, _fitted(student, step, surveyed, shared))
+                    fitted = _fitted(student, step, surveyed, shared)
+                    student.distances.append(student.walk.follow(step, fitted))
                 advance(1)
 
 
@@ -196,7 +202,8 @@ def _measured(students: Sequence[_Student], tokens: CalibrationTokens) -> Sweep:
             measured = student.walk.measurement()
         layout, request, target = student.plan.layout, _explicit(student.plan), spelled(student.options)
         tried = [] if student.split is None else student.split.tried
-        rows.append(Row(target, request, layout.kind, layout.cache_elements, measured, student.seconds, tried))
+        size, distances = layout.cache_elements, tuple(student.distances)
+        rows.append(Row(target, request, layout.kind, size, measured, student.seconds, tried, distances))
     return Sweep(_source(students[0].plan, tokens), tuple(rows))
 
 

@@ -38,7 +38,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.lockstep import LayerDrift, Measurement, compare_layer, compare_predictions
+from kvfold.attention.drift.heads import squares
+from kvfold.attention.drift.lockstep import LayerDrift, Measurement, compare_layer, compare_predictions, relative
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.attention.drift.streams import LayerOutput
 from kvfold.convert.errors import KvfoldError
@@ -109,14 +110,21 @@ class Step:
         return self.drift
 
     @torch.no_grad()
-    def follow(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use ``tensors`` as `convert` does, but take the student alone past the layer and compare nothing."""
+    def follow(self, tensors: Mapping[str, Tensor]) -> float:
+        """Use ``tensors`` as `convert` does, but run the student alone: returns the distance of its residual stream.
+
+        ``||h - h'|| / ||h||`` after the layer, `LayerDrift.residual_propagated`; nothing else is compared.
+        """
         self.twin.put(tensors)
         with self.twin.stream.open_layer(self.index) as layer:
             self._take(layer, self.student_held_out)
             self._take(layer, self._onward())
+        expected = [residual(output) for output in self.outputs]
+        wrong = sum(float(squares(a - b)) for a, b in zip(expected, self.student_held_out, strict=True))
+        distance = relative(wrong, sum(float(squares(each)) for each in expected))
         self.outputs = ()
         self.done = True
+        return distance
 
     @torch.no_grad()
     def keep(self) -> None:

@@ -82,8 +82,9 @@ def to_latent(
     queries = head_moments(layer.queries, moment)
     split = split_rotary(layer, rotary, slots, queries, moment)
     gains = pair_gains(statistics, rotary, context)
-    blocks = key_units(queries, rotary, gains, split.rest), value_units(layer)
-    basis = joint_basis(*blocks, moment_root(moment, centered), rank)
+    root = moment_root(moment, centered)
+    rows = joint_rows(key_units(queries, rotary, gains, split.rest), value_units(layer), root)
+    basis = principal_basis(rows, root, rank)
     fit = first_fit(split, apply_gains(split.rest, gains, rotary), layer.values, basis)
     rounds = als.ROUNDS if rounds is None else rounds
     if rounds and basis.down.any():  # where nothing is left for the latent, the first fit is exact
@@ -91,6 +92,29 @@ def to_latent(
         problem = als.make_problem(layer, queries, moment, rotary, slots.theta, distances, rank, centered=centered)
         fit = als.alternate(problem, fit, rounds)
     return assemble(weights, layer, moment[-1, :-1], fit, slots, centered=centered)
+
+
+def latent_spectrum(
+    weights: AttentionWeights,
+    statistics: LayerStatistics,
+    rotary: Rotary,
+    slots: Slots,
+    *,
+    context: int = 0,
+    centered: bool = True,
+) -> Tensor:
+    """``[E]``, descending, float64: the shares of energy of the principal components that `to_latent` starts from.
+
+    They are those of all that the rotary keys leave; a latent of rank ``R`` keeps the first ``R``.
+    """
+    statistics = statistics.to(weights.q.device)
+    moment, layer = input_moment(statistics), linear_layer(weights, rotary, None)
+    queries = head_moments(layer.queries, moment)
+    rest = split_rotary(layer, rotary, slots, queries, moment).rest
+    keys = key_units(queries, rotary, pair_gains(statistics, rotary, context), rest)
+    rows = joint_rows(keys, value_units(layer), moment_root(moment, centered))
+    energies: Tensor = torch.linalg.eigvalsh(rows.mT @ rows).flip(0).clamp_min(0)
+    return energies / energies.sum().clamp_min(torch.finfo(energies.dtype).tiny)
 
 
 def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float | None) -> LinearLayer:
@@ -172,14 +196,13 @@ def value_units(layer: LinearLayer) -> Tensor:
     return root @ layer.values
 
 
-def joint_basis(keys: Tensor, values: Tensor, root: Tensor, rank: int) -> Basis:
-    """Principal components of ``keys`` and ``values [G, D, E+1]`` together, each block at unit energy.
+def joint_rows(keys: Tensor, values: Tensor, root: Tensor) -> Tensor:
+    """``keys`` and ``values [G, D, E+1]`` together as rows ``[n, E]`` on whitened inputs, each block at unit energy.
 
-    ``root`` of `moment_root`. Unused channels are zero.
+    ``root`` of `moment_root`.
     """
     blocks = [block[..., :-1].flatten(0, 1) @ root for block in (keys, values)]
-    stacked = torch.cat([block / block.norm().clamp_min(torch.finfo(block.dtype).tiny) for block in blocks])
-    return principal_basis(stacked, root, rank)
+    return torch.cat([block / block.norm().clamp_min(torch.finfo(block.dtype).tiny) for block in blocks])
 
 
 def moment_root(moment: Tensor, centered: bool) -> Tensor:
@@ -191,7 +214,7 @@ def moment_root(moment: Tensor, centered: bool) -> Tensor:
 def principal_basis(rows: Tensor, root: Tensor, rank: int) -> Basis:
     """The right singular vectors of ``rows [n, E]``, scaled by the singular values, as a latent of ``rank`` channels.
 
-    The rows act on whitened inputs ``root^{-1} x``.
+    The rows act on whitened inputs ``root^{-1} x``. Unused channels are zero.
     """
     _, sigma, vectors = torch.linalg.svd(rows, full_matrices=False)
     used = min(rank, int((sigma > sigma.max() * 1e-12).sum()))

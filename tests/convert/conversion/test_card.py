@@ -1,13 +1,20 @@
 """The front matter of the model card: the license that binds, and the model it came from."""
 
+import json
 import re
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
-from huggingface_hub import ModelCard
+from click.testing import CliRunner
+from helpers.checkpoints import add_demo_tokenizer
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.utils import validate_repo_id
+from transformers.pipelines import SUPPORTED_TASKS
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.cli import kvfold
 from kvfold.convert.conversion.card import front_matter, trained_card
 from kvfold.convert.data import demo_folder
 from kvfold.convert.io.checkpoint import Checkpoint
@@ -77,11 +84,46 @@ def test_the_card_has_commands_without_places_to_fill_in(tmp_path):
     ]
     commands = re.findall("```[a-z]+\n(.*?)```", found, re.DOTALL)
     assert any("vllm serve .\n" in each for each in commands)
-    assert any("--teacher 'tiny llama' --text " in each for each in commands)
+    assert any("--teacher '../tiny llama' --text " in each for each in commands)
     assert not re.search(r"\bPATH\b|\bOUT\b|\bMODEL\b|\bFILE\b|<[a-z]+>", "".join(commands))
     assert str(tmp_path) not in found
     assert "held-out tokens of own words.txt." in found
     assert "they also chose among groups" in found
+
+
+@pytest.mark.slow
+def test_the_commands_of_a_card_run(tmp_path, monkeypatch, tiny_family):
+    source, out = shutil.copytree(tiny_family("llama", vocab_size=2048, mlp_bias=False), tmp_path / "tiny"), "out"
+    add_demo_tokenizer(source)
+    latent = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd"}
+    convert_checkpoint(ConvertRequest(model=str(source), out=str(tmp_path / out), quiet=True, **latent))
+    (tmp_path / "words.txt").write_text("Some words about nothing. " * 200)
+    monkeypatch.chdir(tmp_path / out)
+    blocks = re.findall("```(python|sh)\n(.*?)```", Path("README.md").read_text(), re.DOTALL)
+    names: dict[str, object] = {}
+    for kind, block in blocks:
+        if kind == "python":
+            exec(block, names)
+    prompt = names["tokenizer"]("The list of", return_tensors="pt")
+    assert names["model"].generate(**prompt, max_new_tokens=2, do_sample=False).shape[1] > 2
+    line = next(line for _, block in blocks for line in block.splitlines() if line.startswith("kvfold uptrain "))
+    words = ["../words.txt" if word.startswith("HuggingFaceFW/") else word for word in shlex.split(line)[1:]]
+    words[words.index("1000")] = "1"
+    sizes = ["--batch-tokens", "32", "--seq-len", "32", "--eval-every", "0", "--device", "cpu"]
+    done = CliRunner().invoke(kvfold, [*words, *sizes, "--json", "trained.json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    trained = json.loads(Path("trained.json").read_text())
+    assert trained["teacher"] == "tiny"
+    assert [row["step"] for row in trained["log"]] == [1]
+    assert (tmp_path / "trained" / "config.json").is_file()
+
+
+def test_what_the_hub_validates_offline(front):
+    found = ModelCardData(**front("---\nlicense: apache-2.0\nlanguage: en\nbase_model: team/base\n---\n"))
+    assert found.library_name == "transformers"
+    assert found.pipeline_tag in SUPPORTED_TASKS
+    assert found.base_model_relation in {"adapter", "finetune", "merge", "quantized"}
+    assert validate_repo_id(found.base_model) is None
 
 
 def test_a_trained_card_begins_with_the_training():

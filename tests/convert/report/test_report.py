@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from helpers.checkpoints import add_demo_tokenizer
 
 from kvfold.convert.cli import kvfold
-from kvfold.convert.report.svg import linear_axis, log_axis
+from kvfold.convert.report.svg import Line, counted_axis, line_chart, linear_axis, log_axis
 
 SVG = "{http://www.w3.org/2000/svg}"
 DRIFT = ["Drift by layer", "Attention rows by head", "Cache against context"]
@@ -54,10 +54,11 @@ def page(folder, name):
                 "What the fit of the output projection gained",
                 "Rotary slots by frequency",
                 "Spectrum of rotary keys, and the cut",
+                "Spectrum of the latent, and the cut",
                 "Splits of 32 elements",
             ],
         ),
-        ("sweep", ["Cache against loss", "Cache against context", "Splits of 32 elements"]),
+        ("sweep", ["Cache against loss", "Drift by layer", "Cache against context", "Splits of 32 elements"]),
     ],
 )
 def test_every_figure_is_drawn_and_says_what_is_good(folder, name, titles):
@@ -81,6 +82,18 @@ def test_a_page_is_one_file_with_two_themes(folder, name):
     assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
     defined, used = set(re.findall(r"(--[a-z0-9]+):", text)), set(re.findall(r"var\((--[a-z0-9]+)\)", text))
     assert used <= defined
+
+
+def test_a_legend_that_is_too_long_has_further_rows_above():
+    names = [f"MLA {rank}+64" for rank in (64, 128, 192, 256, 320, 512)]
+    lines = [Line(name, [(0, 1.0), (1, 2.0)], kind) for kind, name in enumerate(names)]
+    drawn = ElementTree.fromstring(line_chart("title", counted_axis("x", 2), linear_axis("y", [2.0]), lines))
+    left, top, width, height = map(float, drawn.get("viewBox").split())
+    keys = {text.text: text for text in drawn.iter(f"{SVG}text") if text.text in names}
+    assert list(keys) == [*names[4:], *names[:4]]
+    assert all(top <= float(key.get("y")) <= top + height for key in keys.values())
+    assert all(float(key.get("x")) + 5.4 * len(name) <= left + width for name, key in keys.items())
+    assert len({key.get("y") for key in keys.values()}) == 2
 
 
 def test_a_heat_map_has_a_cell_per_head_strongest_where_the_kl_is_largest(folder):

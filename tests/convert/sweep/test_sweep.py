@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 
@@ -51,6 +52,7 @@ def test_a_target_is_what_its_conversion_alone_would_be(tmp_path, swept, place):
     assert alone["kl"]["value"] == measured.kl
     assert (alone["excess"]["value"], alone["excess"]["margin"]) == (measured.excess, measured.excess_margin)
     assert alone["agreement"]["value"] == measured.agreement
+    assert tuple(layer["residual_propagated"]["value"] for layer in alone["layers"]) == row.distances
     assert (done.plan.layout.kind, done.plan.layout.cache_elements) == (row.kind, row.elements)
 
 
@@ -58,7 +60,9 @@ def test_a_budget_gets_the_split_with_the_least_error_and_its_request_names_it(s
     row = swept.rows[3]
     assert len(row.splits) > 2
     assert {split["kv_rank"] + split["rope_dim"] for split in row.splits} == {32}
-    best = min(row.splits, key=lambda split: split["error"])
+    last = [split for split in row.splits if split["layers"] == 2]  # the better half of the first layer
+    assert len(last) == (len(row.splits) + 1) // 2
+    best = min(last, key=lambda split: split["error"])
     request = row.request
     assert (request.budget, request.kv_rank, request.rope_dim) == (None, best["kv_rank"], best["rope_dim"])
     assert f"--kv-rank {best['kv_rank']} --rope-dim {best['rope_dim']} --samples 4" in row.command("MODEL", "OUT")
@@ -132,8 +136,12 @@ def test_a_wrong_target_is_named_with_what_was_expected(words, named):
 
 
 def test_an_impossible_target_ends_the_sweep_before_it_begins(model):
-    with pytest.raises(InputError, match="--targets gqa:3: --kv-heads 3: does not divide the 8 key/value heads"):
+    with pytest.raises(InputError, match="--targets gqa:3: 3 heads: does not divide the 8 key/value heads"):
         sweep_checkpoint(str(model), "mqa gqa:3", **TEXT)
+    for words in ("mla:9999", "mla:24+7", "mla:200+8", "gqa:8"):
+        with pytest.raises(InputError, match=f"--targets {re.escape(words)}: ") as caught:
+            sweep_checkpoint(str(model), words, **TEXT)
+        assert set(re.findall(r"--[a-z-]+", str(caught.value))) == {"--targets"}, str(caught.value)
 
 
 def test_targets_that_suit_a_model_are_the_default(tiny_family):

@@ -11,7 +11,7 @@ from kvfold.convert.transforms.distances import Distances, mixed_distances
 from kvfold.convert.transforms.latent import als as latent_fit
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.kernels import RotaryRows, kernels, wave_moments
-from kvfold.convert.transforms.latent.latent import to_latent
+from kvfold.convert.transforms.latent.latent import latent_spectrum, to_latent
 from kvfold.convert.transforms.latent.queries import query_latent
 from kvfold.convert.transforms.latent.svd import svd_latent
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
@@ -289,3 +289,15 @@ def test_query_latent_is_exact_at_full_rank_and_smaller_below():
         found = torch.cat([query.q_nope, query.q_rope], 1) @ query.down
         error = relative_error(found, torch.cat([latent.q_nope, latent.q_rope], 1))
         assert error < limit if limit else 1e-3 < error < 1
+
+
+@pytest.mark.parametrize("centered", [True, False])
+def test_the_spectrum_is_the_energy_of_the_latents_channels(centered):
+    weights, statistics, x = random_layer()
+    layer = (weights, statistics, Rotary(THETA), rope_slots.Slots((1, 1, 0, 0), THETA[:2]))
+    shares = latent_spectrum(*layer, centered=centered)
+    assert shares.sum().item() == pytest.approx(1)
+    assert torch.equal(shares, shares.sort(descending=True).values)
+    latent = to_latent(*layer, 5, centered=centered, rounds=0)
+    channels = (x @ latent.down.double().T + (latent.down_bias.double() if centered else 0)).square().mean(0)
+    torch.testing.assert_close(channels, shares[:5] / shares[:5].sum(), rtol=1e-4, atol=1e-6)

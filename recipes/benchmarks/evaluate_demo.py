@@ -1,0 +1,31 @@
+"""The table of ``docs/evaluating.md``: `kvfold eval` of the model that ships as MQA.
+
+python recipes/benchmarks/evaluate_demo.py [--json recipes/results/evaluate_demo.json]
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.bench.machine import conditions
+from kvfold.convert.data import demo_folder
+from kvfold.convert.evaluation.run import eval_checkpoints, eval_table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kvfold-bench-") as work:
+        out = Path(work) / "mqa"
+        convert_checkpoint(ConvertRequest(demo_folder(), out, "mqa", refine=20, samples=8, seq_len=128, quiet=True))
+        found = eval_checkpoints(str(demo_folder()), str(out), samples=16, lengths=(256, 512), quiet=True)
+    print(eval_table(found))
+    if given.json:
+        given.json.write_text(json.dumps({**conditions(), **found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
