@@ -233,8 +233,9 @@ def _value_problems(request: ConvertRequest) -> Iterator[str]:
         value = getattr(request, field.name)
         description = None if value is None and field.default is None else expected(field.name, value)
         if field.name == "method" and value is not None and value not in methods_of(request.to):
-            allowed = ", ".join(methods_of(request.to))
-            yield f"--method with --to {request.to}: expected one of {allowed}, found {value!r}"
+            allowed = methods_of(request.to)
+            meant = did_you_mean(value, allowed)
+            yield f"--method with --to {request.to}: expected one of {', '.join(allowed)}, found {value!r}{meant}"
         elif description is not None:
             yield f"{_option(field.name)}: expected {description}, found {value!r}"
 

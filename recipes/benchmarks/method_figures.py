@@ -1,0 +1,65 @@
+"""The figures of ``docs/method.md``, one for each idea, measured on the model that ships.
+
+python recipes/benchmarks/method_figures.py docs/figures
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from kvfold.convert import ConvertRequest, convert_checkpoint, drift_checkpoints
+from kvfold.convert.data import demo_folder
+from kvfold.convert.report.figures import latent_figure, refinement_figure, slot_figure
+from kvfold.convert.report.page import drawing
+from kvfold.convert.report.svg import Line, counted_axis, line_chart, log_axis, values_of
+
+TEXT: dict[str, Any] = {"samples": 16, "seq_len": 256}  # of calibration
+DRIFT: dict[str, Any] = {"samples": 4, "seq_len": 256}
+TARGETS: dict[str, dict[str, Any]] = {
+    "mean": {"to": "gqa", "kv_heads": 2, "method": "mean"},
+    "principal": {"to": "gqa", "kv_heads": 2, **TEXT},
+    "latent": {"to": "mla", "kv_rank": 32, "rope_dim": 32, **TEXT},
+}
+
+
+def converted(work: Path) -> dict[str, dict[str, Any]]:
+    """The records of the conversions; they lie in ``work``."""
+    for name, options in TARGETS.items():
+        convert_checkpoint(ConvertRequest(model=demo_folder(), out=work / name, quiet=True, **options))
+    return {name: json.loads((work / name / "kvfold.json").read_text()) for name in TARGETS}
+
+
+def head_figure(work: Path) -> str:
+    """Error of each layer's attention on the source's inputs: heads shared by their mean and by `principal`."""
+    lines = []
+    for kind, name in enumerate(("mean", "principal")):
+        layers = drift_checkpoints(demo_folder(), work / name, **DRIFT).to_dict()["layers"]
+        lines.append(Line(name, [(layer["layer"], layer["attention_local"]["value"]) for layer in layers], kind))
+    x, y = counted_axis("layer", len(lines[0].points)), log_axis("relative error of attention", values_of(lines))
+    return line_chart("error of each layer's attention with 2 of 8 heads, by method", x, y, lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the figures go")
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kvfold-figures-") as work:
+        records = converted(Path(work))
+        fit = refinement_figure(records["principal"])
+        assert fit is not None  # principal fits the output
+        figures = {
+            "shared-head": head_figure(Path(work)),
+            "rotation": slot_figure(records["latent"]["rotary_worth"]).svg,
+            "latent": latent_figure(records["latent"]["latent_spectrum"]).svg,
+            "output-fit": fit.svg,
+        }
+    for name, svg in figures.items():
+        (folder / f"{name}.svg").write_text(drawing(svg), encoding="utf-8")
+        print(folder / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()
