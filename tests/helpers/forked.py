@@ -1,10 +1,11 @@
 """Command lines of kvfold in forked children, in which one call of the system fails, is killed, or meets a change.
 
-A fork of a process that has imported torch starts in milliseconds, so that hundreds of cases run in a minute.
+A fork of a process that has imported torch and transformers starts in milliseconds, a new one after seconds of imports.
 """
 
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -59,11 +60,32 @@ def run(folder: Path, work: Callable[[], object]) -> Ended:
     return ended(folder, start(folder, work))
 
 
+def run_ranks(folder: Path, work: Callable[[], object], count: int = 2) -> list[Ended]:
+    """``count`` children that do ``work`` at once, each with its RANK in the environment that torchrun would set."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+
+    def ranked(rank: int) -> Callable[[], object]:
+        def begin() -> None:
+            os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank))
+            work()
+
+        return begin
+
+    folders = [folder / f"rank{rank}" for rank in range(count)]
+    for each in folders:
+        each.mkdir(parents=True)
+    children = [start(each, ranked(rank)) for rank, each in enumerate(folders)]
+    return [ended(each, child) for each, child in zip(folders, children, strict=True)]
+
+
 def _become(folder: Path, work: Callable[[], object]) -> NoReturn:
     status = 70
     try:
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not forked, of which it would warn
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -26,6 +26,7 @@ from kvfold.convert.targets.results import target_result
 from kvfold.convert.text.windows import CalibrationTokens
 
 QUICK = {"samples": 16, "seq_len": 128, "quiet": True}
+BUDGET = {"to": "mla", "budget": 16, "samples": 8, "seq_len": 64}
 
 
 def convert(out, **options):
@@ -83,16 +84,10 @@ def test_a_calibrated_run_records_its_drift(folded, held_out):
     assert f"{drift['kl']['value']:.4f}" in card
 
 
-def test_equal_requests_give_equal_bytes(tmp_path, folded):
-    convert(tmp_path / "again", to="gqa", kv_heads=2, group="contiguous")
-    for file in folded.iterdir():
-        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
-
-
 def test_text_of_ones_own(tmp_path):
     text = tmp_path / "own.txt"
     text.write_text(read_text("train")[:200_000])
-    record = convert(tmp_path / "out", to="mqa", calibration=str(text)).record
+    record = convert(tmp_path / "out", to="mqa", calibration=str(text), samples=2, seq_len=16).record
     assert record["calibration"]["source"] == "own.txt"
 
 
@@ -136,29 +131,46 @@ def test_latent_loses_less_calibrated_than_by_svd(tmp_path, latent, held_out):
     assert source < principal < source + (svd - source) / 2
 
 
+@pytest.fixture(scope="module")
+def split(tmp_path_factory):
+    """The folder of a run with a budget, and the steps of its progress."""
+    out, steps = tmp_path_factory.mktemp("split") / "out", []
+    request = ConvertRequest(model=str(demo_folder()), out=str(out), **BUDGET, quiet=True)
+    convert_checkpoint(request, progress=lambda *step: steps.append(step))
+    return out, steps
+
+
 @pytest.mark.slow
-def test_a_budget_takes_the_split_that_drifts_least(tmp_path):
-    record = convert(tmp_path / "out", to="mla", budget=32, samples=8, seq_len=64).record
-    splits = record["splits"]
-    assert [split["rope_dim"] for split in splits] == [4, 8, 12, 16, 20, 24, 28]
-    best = min(splits, key=lambda split: split["kl"])
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+def test_a_budget_takes_the_split_that_drifts_least(split):
+    record = json.loads((split[0] / "kvfold.json").read_text())
+    assert [each["rope_dim"] for each in record["splits"]] == [2, 4, 6, 8, 10, 12, 14]
+    best = min(record["splits"], key=lambda each: each["kl"])
+    config = json.loads((split[0] / "config.json").read_text())
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (best["kv_rank"], best["rope_dim"])
     assert record["drift"]["kl"]["value"] == pytest.approx(best["kl"], rel=1e-6)
 
 
 @pytest.mark.slow
-def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, monkeypatch):
+def test_progress_of_a_survey_and_of_the_splits_of_a_budget(split):
+    steps = split[1]
+    stages = {stage: [step[1:] for step in steps if step[0] == stage] for stage in dict.fromkeys(s[0] for s in steps)}
+    assert list(stages) == ["survey", "splits", "write", "convert"]
+    assert stages["survey"] == [(layers, 4) for layers in range(5)]
+    assert stages["splits"] == [(splits, 7) for splits in range(8)]
+    assert stages["convert"] == [(layers, 4) for layers in range(5)]
+
+
+@pytest.mark.slow
+def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, split, monkeypatch):
     monkeypatch.setattr(trials, "_TRIAL_STEPS", 4)
-    options = {"to": "mla", "budget": 16, "samples": 8, "seq_len": 64}
-    plain = convert(tmp_path / "plain", **options).record["splits"]
-    refined = convert(tmp_path / "refined", **options, refine=4).record["splits"]
-    assert [split["kl"] for split in refined] == [split["kl"] for split in plain]
-    finals = [split for split in refined if "refined_kl" in split]
-    assert finals == [split for split in refined if split in sorted(refined, key=lambda each: each["kl"])[:4]]
-    assert all(split["refined_kl"] < split["kl"] for split in finals)
+    plain = json.loads((split[0] / "kvfold.json").read_text())["splits"]
+    refined = convert(tmp_path / "refined", **BUDGET, refine=4).record["splits"]
+    assert [each["kl"] for each in refined] == [each["kl"] for each in plain]
+    finals = [each for each in refined if "refined_kl" in each]
+    assert finals == [each for each in refined if each in sorted(refined, key=lambda each: each["kl"])[:4]]
+    assert all(each["refined_kl"] < each["kl"] for each in finals)
     config = json.loads((tmp_path / "refined" / "config.json").read_text())
-    assert config["qk_rope_head_dim"] == min(finals, key=lambda split: split["refined_kl"])["rope_dim"]
+    assert config["qk_rope_head_dim"] == min(finals, key=lambda each: each["refined_kl"])["rope_dim"]
 
 
 def tried(rank, rope, kl, layout="free", dim=128):
@@ -328,17 +340,3 @@ def test_engine_layout_has_no_attention_bias_and_plain_rope(tmp_path, held_out, 
     assert f"layout free would by {record['free_layout']['kl']:.4f}" in card
     assert re.search(r"\| llama.cpp .* \| yes \| 64 \| with \"q_lora_rank\": 0", card)
     assert checkpoint_perplexity(tmp_path / "out", held_out) < 2 * checkpoint_perplexity(latent, held_out)
-
-
-@pytest.mark.slow
-def test_progress_of_a_survey_and_of_the_splits_of_a_budget(tmp_path):
-    steps = []
-    request = ConvertRequest(
-        model=str(demo_folder()), out=str(tmp_path / "out"), to="mla", budget=8, samples=8, seq_len=32, quiet=True
-    )
-    convert_checkpoint(request, progress=lambda *step: steps.append(step))
-    stages = {stage: [step[1:] for step in steps if step[0] == stage] for stage in dict.fromkeys(s[0] for s in steps)}
-    assert list(stages) == ["survey", "splits", "write", "convert"]
-    assert stages["survey"] == [(layers, 4) for layers in range(5)]
-    assert stages["splits"] == [(splits, 3) for splits in range(4)]
-    assert stages["convert"] == [(layers, 4) for layers in range(5)]

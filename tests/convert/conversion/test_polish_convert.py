@@ -22,8 +22,8 @@ MQA = {"to": "mqa", "group": "contiguous"}
 LATENT = {"to": "mla", "kv_rank": 24, "rope_dim": 16}
 
 
-def convert(out, **options):
-    convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(out), **{**QUICK, **options}))
+def convert(out, model=None, **options):
+    convert_checkpoint(ConvertRequest(model=str(model or demo_folder()), out=str(out), **{**QUICK, **options}))
     return json.loads((out / "kvfold.json").read_text())
 
 
@@ -63,11 +63,11 @@ def test_a_lossless_start_whose_error_is_negative_by_rounding_has_a_rate():
     assert training.peak_rate(-1.7e-8, 64) == 0.0 < training.peak_rate(1e-4, 64)
 
 
-def test_weights_that_get_no_better_stay_as_they_are(tmp_path, monkeypatch):
+def test_weights_that_get_no_better_stay_as_they_are(tiny_reader, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "_RATE", 1000.0)
-    record = convert(tmp_path / "polished", **MQA, polish=2)
+    record = convert(tmp_path / "polished", tiny_reader, **MQA, polish=2)
     assert record["polish"]["kept"] == 0
-    convert(tmp_path / "plain", **MQA)
+    convert(tmp_path / "plain", tiny_reader, **MQA)
     polished, plain = tensors(tmp_path / "polished"), tensors(tmp_path / "plain")
     assert all(torch.equal(polished[name], plain[name]) for name in plain)
     assert "trained together" not in (tmp_path / "polished" / "README.md").read_text()
@@ -82,11 +82,22 @@ class HalfWritten(ShardWriter):
         raise RuntimeError("killed")
 
 
-@pytest.mark.slow
+POLISHED = {**MQA, "polish": 5}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tiny_reader, tmp_path_factory):
+    """The files of an unbroken run in rounds of two steps."""
+    out = tmp_path_factory.mktemp("unbroken") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "ROUND", 2)
+        convert(out, tiny_reader, **POLISHED)
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
 @pytest.mark.parametrize("killed", ["in a round", "while the result is written"])
-def test_a_killed_run_goes_on_from_its_last_round(tmp_path, monkeypatch, killed):
+def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_path, monkeypatch, killed):
     monkeypatch.setattr(training, "ROUND", 2)
-    options = {**MQA, "polish": 5, "resume": True}
     train, made = training._Run.train, []
 
     def counted(self, until):
@@ -99,18 +110,13 @@ def test_a_killed_run_goes_on_from_its_last_round(tmp_path, monkeypatch, killed)
         patch.setattr(training._Run, "train", counted)
         patch.setattr(polishing, "ShardWriter", HalfWritten)
         with pytest.raises(RuntimeError, match="killed"):
-            convert(tmp_path / "out", **options)
+            convert(tmp_path / "out", tiny_reader, **POLISHED, resume=True)
     assert made == ([2] if killed == "in a round" else [2, 4, 5])
     made += [None]
     monkeypatch.setattr(training._Run, "train", counted)
-    convert(tmp_path / "out", **options)
+    convert(tmp_path / "out", tiny_reader, **POLISHED, resume=True)
     assert made[made.index(None) + 1 :] == ([4, 5] if killed == "in a round" else [])
-    convert(tmp_path / "unbroken", **{**options, "resume": False})
-    for file in (tmp_path / "unbroken").iterdir():
-        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes(), file.name
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
-        path.name for path in (tmp_path / "unbroken").iterdir()
-    )
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == unbroken
 
 
 def test_a_model_that_does_not_fit_into_memory_is_refused_before_any_work(tmp_path, monkeypatch):
@@ -143,7 +149,7 @@ def test_products_are_in_16_bit_only_where_the_checkpoint_and_the_machine_have_i
         assert training_autocast(open_checkpoint(tmp_path / "32"), cpu) is None
 
 
-def test_every_round_is_printed(tmp_path, capsys):
-    convert(tmp_path / "out", **MQA, polish=2, quiet=False)
+def test_every_round_is_printed(tiny_reader, tmp_path, capsys):
+    convert(tmp_path / "out", tiny_reader, **MQA, polish=2, quiet=False)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("polished")]
     assert [line.split(":")[0] for line in lines] == ["polished 0/2 steps", "polished 2/2 steps"]

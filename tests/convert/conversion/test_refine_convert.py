@@ -16,8 +16,8 @@ GQA = {"to": "gqa", "kv_heads": 2, "group": "contiguous"}
 LATENT = {"to": "mla", "kv_rank": 24, "rope_dim": 16}
 
 
-def convert(out, **options):
-    convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(out), **{**QUICK, **options}))
+def convert(out, model=None, **options):
+    convert_checkpoint(ConvertRequest(model=str(model or demo_folder()), out=str(out), **{**QUICK, **options}))
     return json.loads((out / "kvfold.json").read_text())
 
 
@@ -48,10 +48,9 @@ def test_any_start_can_be_refined(tmp_path, options):
     assert first["after"] < 0.98 * first["before"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_constant_channel_stays_what_it_is(tmp_path, dtype):
-    record = convert(tmp_path / "out", **LATENT, dtype=dtype, q_rank=48, refine=12)
+def test_the_constant_channel_stays_what_it_is(tiny_reader, tmp_path, dtype):
+    record = convert(tmp_path / "out", tiny_reader, **LATENT, dtype=dtype, q_rank=48, refine=12)
     assert record["refinement"][0]["kept"]
     found = tensors(tmp_path / "out")
     generator = torch.Generator().manual_seed(0)
@@ -69,11 +68,10 @@ def test_the_constant_channel_stays_what_it_is(tmp_path, dtype):
             assert float(latent.square().sum(1).mean()) / CONSTANT**2 < 2e-4
 
 
-@pytest.mark.slow
-def test_equal_requests_give_equal_bytes_and_the_error_of_every_layer_is_printed(tmp_path, capsys):
+def test_equal_requests_give_equal_bytes_and_the_error_of_every_layer_is_printed(tiny_reader, tmp_path, capsys):
     told = []
     for name, quiet in (("one", False), ("two", True)):
-        convert(tmp_path / name, to="mqa", group="contiguous", refine=3, quiet=quiet)
+        convert(tmp_path / name, tiny_reader, **GQA, refine=3, quiet=quiet)
         told.append(capsys.readouterr().err)
     for file in (tmp_path / "one").iterdir():
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name

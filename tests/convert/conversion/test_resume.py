@@ -1,56 +1,58 @@
 """``--resume``: runs killed with SIGKILL go on at their last finished layer and give the bytes of an unbroken run."""
 
-import json
+import os
 import signal
 
 import pytest
 import torch
-from helpers.processes import run_python
+from helpers import forked
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.conversion import journal
 from kvfold.convert.data import demo_folder
+from kvfold.convert.io import shards
 from kvfold.convert.io.folder import read_header
 
 OPTIONS = {
     "mqa": {"to": "mqa", "group": "contiguous", "refine": 3},
     "mla": {"to": "mla", "kv_rank": 24, "rope_dim": 16, "refine": 3},
 }
-QUICK = {"samples": 12, "seq_len": 48, "quiet": True}
-
-# Kills itself when it has noted so many layers (or, for 0, before the first), or while it copies the rest.
-CHILD = r"""
-import json, os, signal, sys
-import torch
-torch.set_num_threads(1)
-from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.conversion import journal
-from kvfold.convert.io import shards
-
-options, layers = json.loads(sys.argv[1]), int(sys.argv[2])
-note, made = journal.Journal.note, [0]
-
-def noted(self, layer, notes):
-    if made[0] == layers:
-        os.kill(os.getpid(), signal.SIGKILL)
-    note(self, layer, notes)
-    made[0] += 1
-    print("layer", layer, flush=True)
-
-journal.Journal.note = noted
-if layers == 4:
-    shards.ShardWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
-convert_checkpoint(ConvertRequest(**options))
-"""
 
 
-def child(options, layers):
-    found = run_python("-c", CHILD, json.dumps(options), layers, check=False)
-    return found.returncode, found.stdout.split("\n")[:-1], found.stderr
+@pytest.fixture
+def child(tmp_path_factory):
+    """``child(options, layers)``: a conversion in a fork, and how it ended.
+
+    It kills itself when it has noted so many layers (or, for 0, before the first), for 4 while it copies the rest.
+    """
+    torch.set_num_threads(1)  # a fork has one thread
+
+    def run(options, layers):
+        def work():
+            note, made = journal.Journal.note, [0]
+
+            def noted(self, layer, notes):
+                if made[0] == layers:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                note(self, layer, notes)
+                made[0] += 1
+                print("layer", layer, flush=True)
+
+            journal.Journal.note = noted
+            if layers == 4:
+                shards.ShardWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+            convert_checkpoint(ConvertRequest(**options))
+
+        return forked.run(tmp_path_factory.mktemp("log"), work)
+
+    return run
 
 
-def request(tmp_path, name, **options):
-    return {"model": str(demo_folder()), "out": str(tmp_path / "out"), **QUICK, **OPTIONS[name], **options}
+@pytest.fixture
+def request_of(tiny_reader, tmp_path):
+    """``request_of("mqa")``: options of a run of some seconds that writes ``tmp_path / "out"``."""
+    fixed = {"model": str(tiny_reader), "out": str(tmp_path / "out"), "samples": 12, "seq_len": 48, "quiet": True}
+    return lambda name, **options: {**fixed, **OPTIONS[name], **options}
 
 
 def layer_start(path, name):
@@ -68,30 +70,23 @@ KILLS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_killed_run_goes_on_at_its_last_finished_layer(tmp_path, name):
-    options = request(tmp_path, name, resume=True)
+def test_a_killed_run_goes_on_at_its_last_finished_layer(tmp_path, tmp_path_factory, request_of, child, name):
+    options, unbroken = request_of(name, resume=True), tmp_path_factory.mktemp("unbroken") / "out"
+    convert_checkpoint(ConvertRequest(**{**options, "out": str(unbroken), "resume": False}))
     for layers, made in KILLS[name]:
-        status, printed, _ = child(options, layers)
-        assert status == -signal.SIGKILL
-        assert printed == made
+        killed = child(options, layers)
+        assert killed.status == -signal.SIGKILL, killed.stderr
+        assert killed.stdout.splitlines() == made
         assert not (tmp_path / "out").exists()
-    status, _, errors = child(options, 99)
-    assert status == 0, errors
+    done = child(options, 99)
+    assert done.status == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.log"]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        convert_checkpoint(ConvertRequest(**{**options, "out": str(tmp_path / "unbroken"), "resume": False}))
-    finally:
-        torch.set_num_threads(threads)
-    assert contents(tmp_path / "out") == contents(tmp_path / "unbroken")
+    assert contents(tmp_path / "out") == contents(unbroken)
 
 
-@pytest.mark.slow
-def test_only_an_equal_request_with_resume_goes_on(tmp_path, monkeypatch, capsys):
-    options = request(tmp_path, "mqa", resume=True, quiet=False)
+def test_only_an_equal_request_with_resume_goes_on(tmp_path, request_of, monkeypatch, capsys):
+    options = request_of("mqa", resume=True, quiet=False)
     noted = []
     note = journal.Journal.note
 
@@ -112,7 +107,7 @@ def test_only_an_equal_request_with_resume_goes_on(tmp_path, monkeypatch, capsys
     assert not list(tmp_path.iterdir())  # without --resume nothing is left
 
 
-def test_an_error_during_a_resumable_run_keeps_what_was_done(tmp_path, monkeypatch):
+def test_an_error_during_a_resumable_run_keeps_what_was_done(tmp_path, request_of, monkeypatch):
     from kvfold.convert.conversion import run
 
     def fail(*arguments):
@@ -121,22 +116,22 @@ def test_an_error_during_a_resumable_run_keeps_what_was_done(tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(run, "_write_side_files", fail)
         with pytest.raises(RuntimeError, match="went away"):
-            convert_checkpoint(ConvertRequest(**request(tmp_path, "mqa", resume=True)))
+            convert_checkpoint(ConvertRequest(**request_of("mqa", resume=True)))
     assert not (tmp_path / "out").exists()
     assert len(list(tmp_path.glob(".out.kvfold-*"))) == 1
-    convert_checkpoint(ConvertRequest(**request(tmp_path, "mqa", resume=True)))
+    convert_checkpoint(ConvertRequest(**request_of("mqa", resume=True)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.log"]
     assert not [name for name in contents(tmp_path / "out") if "journal" in name]
 
 
 @pytest.mark.parametrize("damage", ["bytes", "size"])
-def test_finished_layers_that_were_damaged_are_made_again(tmp_path, monkeypatch, capsys, damage):
+def test_finished_layers_that_were_damaged_are_made_again(tmp_path, request_of, monkeypatch, capsys, damage):
     from kvfold.convert.conversion import run
 
     def fail(*arguments):
         raise RuntimeError("the disk went away")
 
-    options = request(tmp_path, "mqa", resume=True) | {"refine": 0}
+    options = request_of("mqa", resume=True) | {"refine": 0}
     with monkeypatch.context() as patch:
         patch.setattr(run, "_write_side_files", fail)
         with pytest.raises(RuntimeError, match="went away"):

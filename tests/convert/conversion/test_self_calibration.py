@@ -1,4 +1,4 @@
-"""``--calibration self`` end to end, on the small trained checkpoint that ships with kvfold."""
+"""``--calibration self`` end to end, and what it refuses."""
 
 import json
 import shutil
@@ -17,17 +17,26 @@ def convert(out, model=None, **options):
     return json.loads((out / "kvfold.json").read_text())
 
 
-def test_the_record_says_whose_text_it_was(tmp_path):
-    record = convert(tmp_path / "out")
+@pytest.fixture(scope="module")
+def unbroken(tiny_reader, tmp_path_factory):
+    out = tmp_path_factory.mktemp("unbroken") / "out"
+    convert(out, tiny_reader)
+    return out
+
+
+def test_the_record_says_whose_text_it_was(unbroken):
+    record = json.loads((unbroken / "kvfold.json").read_text())
     text = record["calibration"]
     assert (text["source"], text["sequences"], text["held_out"], text["tokens_each"]) == ("self", 6, 8, 24)
     assert len(text["sha256"]) == 64
     assert record["request"]["seed"] == 0
-    assert not list((tmp_path / "out").glob(".*"))
-    assert "held-out tokens of text that the source wrote itself." in (tmp_path / "out" / "README.md").read_text()
+    assert not list(unbroken.glob(".*"))
+    assert "held-out tokens of text that the source wrote itself." in (unbroken / "README.md").read_text()
 
 
-def test_a_resumed_run_finds_its_text_and_gives_the_bytes_of_an_unbroken_one(tmp_path, monkeypatch):
+def test_a_resumed_run_finds_its_text_and_gives_the_bytes_of_an_unbroken_one(
+    tiny_reader, unbroken, tmp_path, monkeypatch
+):
     note, noted = journal.Journal.note, []
 
     def stop(self, layer, notes):
@@ -38,13 +47,12 @@ def test_a_resumed_run_finds_its_text_and_gives_the_bytes_of_an_unbroken_one(tmp
 
     monkeypatch.setattr(journal.Journal, "note", stop)
     with pytest.raises(RuntimeError, match="killed"):
-        convert(tmp_path / "out", resume=True)
+        convert(tmp_path / "out", tiny_reader, resume=True)
     with monkeypatch.context() as patch:
         patch.setattr(self_text, "write_sequences", lambda *_: pytest.fail("the text was written again"))
-        convert(tmp_path / "out", resume=True)
+        convert(tmp_path / "out", tiny_reader, resume=True)
     assert noted == [0, 1, 2, 3]
-    convert(tmp_path / "unbroken")
-    for file in (tmp_path / "unbroken").iterdir():
+    for file in unbroken.iterdir():
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes(), file.name
 
 

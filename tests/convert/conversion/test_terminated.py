@@ -2,56 +2,53 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
-from helpers.processes import PATIENCE
+import torch
+from helpers import forked
 
+import kvfold.convert.conversion.run  # noqa: F401  what the children need is imported once
 from kvfold.convert import console as command
+from kvfold.convert.cli import main
 from kvfold.convert.data import demo_folder
 
 CALIBRATED = ["--to", "mqa", "--group", "contiguous", "--samples", "12", "--seq-len", "48", "--refine", "100"]
 
 
-def start(out, *options):
-    return subprocess.Popen(
-        [sys.executable, "-m", "kvfold.convert", "convert", str(demo_folder()), str(out), *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+@pytest.fixture
+def terminated(tmp_path, tmp_path_factory):
+    """``terminated(options, pattern)``: a run that gets SIGTERM once a path of the pattern is there; how it ended."""
+    torch.set_num_threads(1)  # a fork has one thread
+    log = tmp_path_factory.mktemp("log")
 
+    def run(options, pattern):
+        command = ["convert", str(demo_folder()), str(tmp_path / "out"), *CALIBRATED, *options]
+        child = forked.start(log, lambda: main(command))
+        until = time.monotonic() + forked.PATIENCE
+        while not list(tmp_path.glob(pattern)):
+            assert os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None, forked.ended(log, child)
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        os.kill(child, signal.SIGTERM)
+        return forked.ended(log, child)
 
-def terminate_when(process, there):
-    """Sends SIGTERM once ``there()`` is true; returns what was on stderr."""
-    until = time.monotonic() + PATIENCE
-    while not there():
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    return process.communicate(timeout=PATIENCE)[1]
+    return run
 
 
 @pytest.mark.parametrize("options", [[], ["--resume"]])
-def test_nothing_is_left_of_a_run_without_a_finished_layer(tmp_path, options):
-    process = start(tmp_path / "out", *CALIBRATED, *options)
-    errors = terminate_when(process, lambda: list(tmp_path.glob(".out.kvfold-*")))
-    assert process.returncode == 1
-    assert errors.splitlines()[-1].startswith("error: interrupted: nothing was left behind")
-    assert "Traceback" not in errors
+def test_nothing_is_left_of_a_run_without_a_finished_layer(tmp_path, terminated, options):
+    end = terminated(options, ".out.kvfold-*")
+    assert end.status == 1
+    assert end.stderr.splitlines()[-1].startswith("error: interrupted: nothing was left behind")
+    assert "Traceback" not in end.stderr
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-def test_a_resumable_run_keeps_its_finished_layers(tmp_path):
-    process = start(tmp_path / "out", *CALIBRATED, "--resume")
-    errors = terminate_when(process, lambda: list(tmp_path.glob(".out.kvfold-*/.journal.json")))
-    assert process.returncode == 1
-    assert errors.splitlines()[-1].startswith("error: interrupted: ")
+def test_a_resumable_run_keeps_its_finished_layers(tmp_path, terminated):
+    end = terminated(["--resume"], ".out.kvfold-*/.journal.json")
+    assert end.status == 1
+    assert end.stderr.splitlines()[-1].startswith("error: interrupted: ")
     (left,) = tmp_path.iterdir()
     assert (left / ".journal.json").is_file()
 

@@ -1,11 +1,15 @@
 """The constant channel of layout ``free`` under optimizers, weight decay and low precision."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
-from helpers.processes import run_python
+import torch.distributed as dist
+from helpers import forked
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
@@ -157,49 +161,37 @@ def test_a_channel_that_moved_is_not_written(latent):
         check_constant(state, checkpoint)
 
 
-SHARDED = """
-import sys
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
-from kvfold.convert.training.constant import ConstantChannel
-from kvfold.convert.training.loss import next_token_loss
-
-folder, out, sharded = sys.argv[1], sys.argv[2], sys.argv[3] == "sharded"
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-model = AutoModelForCausalLM.from_pretrained(folder)
-channel = ConstantChannel(model)
-channel.install()
-if sharded:
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3, weight_decay=0.1)
-channel.watch(optimizer)
-generator = torch.Generator().manual_seed(0)
-for _ in range(4):
-    tokens = torch.randint(97, (4, 24), generator=generator)[rank::world]
-    next_token_loss(model(input_ids=tokens).logits, tokens).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-state = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
-if rank == 0:
-    torch.save({n: p.detach().clone() for n, p in state.items()}, out)
-dist.destroy_process_group()
-"""
+def train_rank(folder, out, is_sharded):
+    """Four steps of one of several processes, with its part of the batches; the first writes the weights to ``out``."""
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    channel = ConstantChannel(model)
+    channel.install()
+    if is_sharded:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3, weight_decay=0.1)
+    channel.watch(optimizer)
+    for tokens in batches(4):
+        own = tokens[rank::world]
+        next_token_loss(model(input_ids=own).logits, own).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+    if rank == 0:
+        torch.save({n: p.detach().clone() for n, p in state.items()}, out)
+    dist.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_sharded_weights_are_held_too(latent, tmp_path):
     """Two processes, each with half of every tensor (FSDP version 2), train as one does with the whole."""
-    script = tmp_path / "sharded.py"
-    script.write_text(SHARDED)
+    torch.set_num_threads(1)  # a fork has one thread
     for processes, way in ((1, "whole"), (2, "sharded")):
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        run_python(*launch, script, latent, tmp_path / way, way)
+        work = partial(train_rank, latent, tmp_path / way, way == "sharded")
+        ended = forked.run_ranks(tmp_path / f"{way}-log", work, processes)
+        assert [each.status for each in ended] == [0] * processes, ended
     whole, sharded = (torch.load(tmp_path / way) for way in ("whole", "sharded"))
     check_constant(sharded, open_checkpoint(latent))
     for name, value in whole.items():

@@ -1,72 +1,56 @@
 """What the first process of a distributed run does while the others wait."""
 
 import json
-import subprocess
+import os
 import sys
+import time
+from datetime import timedelta
 from types import SimpleNamespace
 
-import pytest
-from helpers.processes import PATIENCE
+import torch
+import torch.distributed as dist
+from helpers import forked
 from transformers import TrainingArguments
 
-from kvfold.convert.processes import run_on_first
+from kvfold.convert.errors import InputError
+from kvfold.convert.processes import leave_processes, run_on_first
 from kvfold.convert.uptrain import resume
 from kvfold.convert.uptrain.arguments import training_arguments
 from kvfold.convert.uptrain.request import UptrainRequest
 
-PROCESS = """
-import json, sys, time
-from datetime import timedelta
-from pathlib import Path
-import torch.distributed as dist
-from kvfold.convert.errors import InputError
-from kvfold.convert.processes import leave_processes, run_on_first
 
-folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-(folder / f"started{rank}").touch()
-while not (folder / f"started{1 - rank}").exists():
-    time.sleep(0.01)
-store = dist.FileStore(str(folder / "store"), 2)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=4))
-calls = []
+def two_of_them():
+    """Both wait longer for the first one's work than the training's timeout, and both get its error."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=4))
+    calls = []
 
-def slow():
-    time.sleep(7)
-    calls.append(rank)
-    return "done"
+    def slow():
+        time.sleep(7)
+        calls.append(int(os.environ["RANK"]))
+        return "done"
 
-def wrong():
-    raise InputError("no text", ["a detail"])
+    def wrong():
+        raise InputError("no text", ["a detail"])
 
-begin = time.monotonic()
-result = run_on_first(slow)
-seconds = time.monotonic() - begin
-try:
-    run_on_first(wrong)
-except InputError as error:
-    print(json.dumps({"result": result, "calls": calls, "waited": seconds > 6, "error": str(error)}))
-leave_processes()
-print(dist.is_initialized(), file=sys.stderr)
-"""
+    begin = time.monotonic()
+    result = run_on_first(slow)
+    seconds = time.monotonic() - begin
+    try:
+        run_on_first(wrong)
+    except InputError as error:
+        print(json.dumps({"result": result, "calls": calls, "waited": seconds > 6, "error": str(error)}))
+    leave_processes()
+    print(dist.is_initialized(), file=sys.stderr)
 
 
-@pytest.mark.slow
 def test_the_others_wait_longer_than_the_timeout_of_the_training_and_share_its_error(tmp_path):
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(tmp_path), str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    ended = [process.communicate(timeout=PATIENCE) for process in started]
-    assert [process.returncode for process in started] == [0, 0], [error for _, error in ended]
-    assert all(error.endswith("False\n") for _, error in ended)
+    torch.set_num_threads(1)  # a fork has one thread
+    ended = forked.run_ranks(tmp_path, two_of_them)
+    assert [each.status for each in ended] == [0, 0], ended
+    assert all(each.stderr.endswith("False\n") for each in ended)
     same = {"waited": True, "error": "no text\n  a detail"}
-    assert json.loads(ended[0][0]) == {"result": "done", "calls": [0], **same}
-    assert json.loads(ended[1][0]) == {"result": None, "calls": [], **same}
+    assert json.loads(ended[0].stdout) == {"result": "done", "calls": [0], **same}
+    assert json.loads(ended[1].stdout) == {"result": None, "calls": [], **same}
 
 
 def test_a_single_process_works_at_once():
