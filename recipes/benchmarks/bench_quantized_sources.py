@@ -35,9 +35,11 @@ from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.data import read_text
 from kvfold.convert.io.checkpoint import open_checkpoint
 
-TARGETS = {"fp8": {"kv_rank": 48, "rope_dim": 16}, "gguf": {"kv_rank": 128, "rope_dim": 64}}
-TEXT = {"samples": 16, "seq_len": 128}
-WINDOWS = {"fp8": 48, "gguf": 8}  # of 256 tokens
+OPTIONS = {
+    "fp8": {"kv_rank": 48, "rope_dim": 16, "samples": 16, "seq_len": 128},
+    "gguf": {"kv_rank": 32, "rope_dim": 16, "samples": 4, "seq_len": 128},
+}
+WINDOWS = {"fp8": 48, "gguf": 4}  # of 256 tokens
 BLOCK = 128
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -123,7 +125,7 @@ def row(args: argparse.Namespace, place: Path) -> dict[str, Any]:
         source, twin = write_fp8(args.source, place)
     else:
         source, twin = write_gguf(args.source, place), args.twin
-    options = TARGETS[args.format] | TEXT
+    options = OPTIONS[args.format]
     estimate = planned(source, options)
     outs = {"source": place / "source-out", "twin": place / "twin-out"}
     peaks = {name: converted(folder, outs[name], options) for name, folder in (("source", source), ("twin", twin))}
@@ -155,7 +157,7 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("format", choices=TARGETS)
+    parser.add_argument("format", choices=OPTIONS)
     parser.add_argument("source", type=Path)
     parser.add_argument("--twin", type=Path, help="of GGUF: the same model dequantized by transformers")
     parser.add_argument("--work", type=Path, help="folder for checkpoints; default: the system's")

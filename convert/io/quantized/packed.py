@@ -1,4 +1,4 @@
-"""4-bit and 8-bit integers packed into words of 32 bits: GPTQ and AWQ.
+"""Integers of 2, 3, 4 or 8 bits packed into words of 32 bits: GPTQ and AWQ.
 
 Their libraries unpack them in kernels for GPUs only; the formulas are GPTQModel's and AutoAWQ's (GEMM):
 ``W[o, i] = scales[g, o] * (q[i, o] - zeros[g, o])`` where ``g`` is the group of input ``i``.
@@ -18,7 +18,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of 8 neighbors lie
 
 def gptq_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
     """Raises ValueError for settings that are not read here."""
-    bits = _bits(settings, (2, 4, 8))
+    bits = _bits(settings, (2, 3, 4, 8))
     first = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1  # version 1 stores zeros less one
     return (_format("GPTQ", bits, (".g_idx",), partial(_gptq_shape, bits), partial(_dequantize_gptq, bits, first)),)
 
@@ -98,9 +98,17 @@ def _ordered(numbers: "Tensor") -> "Tensor":
 
 
 def _unpacked(words: "Tensor", bits: int) -> "Tensor":
-    """``[n, w]`` words -> ``[n, w * 32 / bits]`` numbers from 0, the lowest bits of a word first."""
+    """``[n, w]`` words -> ``[n, w * 32 / bits]`` numbers from 0, the lowest bits of a word first.
+
+    Numbers of 3 bits reach from one word into the next.
+    """
     import torch
 
+    if 32 % bits:
+        places = torch.arange(8, dtype=torch.uint8)
+        stream = (words.contiguous().view(torch.uint8).unsqueeze(-1) >> places).bitwise_and_(1).flatten(1)
+        weights = torch.tensor([1 << place for place in range(bits)], dtype=torch.uint8)
+        return torch.unflatten(stream, 1, (-1, bits)).mul_(weights).sum(-1, dtype=torch.uint8)
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.checkpoint import Checkpoint, Reading, open_checkpoint, open_headers
 
-OUT, IN, GROUP = 16, 64, 32
+OUT, IN, GROUP = 32, 64, 32
 
 
 def make(folder: Path, stored: dict[str, Tensor], settings: dict[str, Any]) -> Path:
@@ -28,14 +28,9 @@ def opened(folder: Path) -> Checkpoint:
 
 def words(numbers: Tensor, bits: int) -> Tensor:
     """``[n, m]`` numbers -> ``[n, m * bits / 32]`` words, by Python's integers."""
-    each = 32 // bits
-    rows = [
-        [
-            sum(value << (bits * place) for place, value in enumerate(row[start : start + each]))
-            for start in range(0, len(row), each)
-        ]
-        for row in numbers.tolist()
-    ]
+    streams = [sum(value << (bits * place) for place, value in enumerate(row)) for row in numbers.tolist()]
+    count = numbers.shape[1] * bits // 32
+    rows = [[stream >> (32 * word) & 0xFFFFFFFF for word in range(count)] for stream in streams]
     return torch.tensor(
         [[value - (1 << 32) if value >= 1 << 31 else value for value in row] for row in rows], dtype=torch.int32
     )
@@ -49,7 +44,7 @@ def numbers(bits: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randint(high, (IN, OUT)), torch.randint(high, (IN // GROUP, OUT)), scales
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
 def test_gptq(tmp_path: Path, bits: int, version: str) -> None:
     weight, zeros, scales = numbers(bits)
@@ -116,7 +111,7 @@ def test_awq_as_compressed_tensors_reads_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"quant_method": "gptq", "bits": 3}, "expected bits 2 or 4 or 8, found 3"),
+        ({"quant_method": "gptq", "bits": 5}, "expected bits 2 or 3 or 4 or 8, found 5"),
         ({"quant_method": "awq", "version": "gemv"}, "expected version gemm, found 'gemv'"),
         ({"quant_method": "compressed-tensors"}, "expected config_groups, found none"),
     ],
@@ -131,12 +126,12 @@ def test_settings_that_are_not_read(tmp_path: Path, settings: dict[str, Any], pr
 def test_scales_of_another_weight(tmp_path: Path) -> None:
     stored = {
         "l.qweight": torch.zeros(8, OUT, dtype=torch.int32),
-        "l.qzeros": torch.zeros(2, 2, dtype=torch.int32),
+        "l.qzeros": torch.zeros(2, OUT // 8, dtype=torch.int32),
         "l.scales": torch.ones(2, OUT + 8).half(),
     }
     folder = make(tmp_path / "m", stored, {"quant_method": "gptq", "bits": 4})
     with pytest.raises(
-        InputError, match=r"'l.qweight' is quantized: expected scales \[groups, 16\] .* found \[2, 24\]"
+        InputError, match=r"'l.qweight' is quantized: expected scales \[groups, 32\] .* found \[2, 40\]"
     ):
         open_headers(folder)
 
@@ -214,6 +209,19 @@ def test_groups_of_compressed_tensors_are_told_apart_by_their_targets(tmp_path: 
     settings = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
     tensors = open_headers(make(tmp_path / "m", stored, settings)).tensors
     assert {name: info.shape for name, info in tensors.items()} == {"mlp.l.weight": (4, 4), "attn.l.weight": (OUT, IN)}
+
+
+def test_columns_in_the_order_of_activations_are_refused(tmp_path: Path) -> None:
+    """The library drops their order when it decompresses them."""
+    group = {"targets": ["Linear"], "weights": SCHEMES["pack-quantized"]}
+    stored = {
+        "l.weight_packed": torch.zeros(OUT, IN // 8, dtype=torch.int32),
+        "l.weight_scale": torch.ones(OUT, IN // GROUP),
+        "l.weight_g_idx": torch.arange(IN, dtype=torch.int32) % 2,
+    }
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    with pytest.raises(InputError, match=r"expected columns in groups of neighbors, found .weight_g_idx \(actorder"):
+        open_headers(make(tmp_path / "m", stored, settings))
 
 
 @pytest.mark.parametrize("nested", [False, True])
