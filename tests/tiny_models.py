@@ -89,8 +89,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 # Families whose stock class gives every query head a key and a value of its own: they become layout kvfold.
 CLASSICS: dict[str, dict[str, Any]] = {
+    "bloom": {},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 8, "bias": True, "ffn_hidden_size": 48},
     "gpt2": {"n_inner": 48},
     "gpt_neox": {"rotary_pct": 0.5},
+    "gptj": {"n_inner": 48, "rotary_dim": 4},
+    "mpt": {"max_seq_len": 128},
     "opt": {"ffn_dim": 48},
 }
 

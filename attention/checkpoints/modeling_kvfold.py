@@ -57,32 +57,42 @@ class GroupedAttention(nn.Module):
         self.o_proj = nn.Linear(queries, width, bias=facts["o_bias"])
         self.rotation = Rotation(facts["frequencies"], facts["amplitude"]) if facts["frequencies"] else None
         self.num_key_value_groups = facts["heads"] // facts["kv_heads"]
+        self.clip: float | None = facts.get("clip")
         self.scaling: float = facts["scale"]
+        self.rules = rules_of(facts)
         self.attention_dropout: float = facts["attention_dropout"]
         self.output_dropout = nn.Dropout(facts["output_dropout"])
 
     def forward(
         self,
         hidden_states: Tensor,
+        residual: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         layer_past: Any = None,  # what some families call their cache
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """``hidden_states [B, T, E]`` to ``[B, T, E]``, and the attention weights where they were computed."""
+        """``hidden_states [B, T, E]`` to ``[B, T, E]``, and the attention weights where they were computed.
+
+        ``residual``: what the result is added to, in families that do so here (Bloom).
+        """
         cache = layer_past if past_key_values is None else past_key_values
         query, key, value = (
-            projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, T, D]
+            torch.unflatten(self.clipped(projection(hidden_states)), -1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        )  # [B, heads, T, D]
         if self.rotation is not None:
             positions = positions_of(hidden_states, position_ids, cache, self.layer_idx)
             query, key = self.rotation(query, positions), self.rotation(key, positions)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        context, weights = attend(self, query, key, value, attention_mask, **options)
-        return self.output_dropout(self.o_proj(context.flatten(2))), weights
+        context, weights = attend(self, query, key, value, with_alibi(attention_mask, query, options), **options)
+        result = self.output_dropout(self.o_proj(context.flatten(2)))
+        return result if residual is None else residual + result, weights
+
+    def clipped(self, projected: Tensor) -> Tensor:
+        return projected if self.clip is None else projected.clamp(-self.clip, self.clip)
 
 
 class LatentAttention(nn.Module):
@@ -108,19 +118,21 @@ class LatentAttention(nn.Module):
         self.rotation = Rotation(facts["frequencies"], 1.0) if self.rope_dim else None
         self.num_key_value_groups = 1
         self.scaling: float = facts["scale"]
+        self.rules = rules_of(facts)
         self.attention_dropout: float = facts["attention_dropout"]
         self.output_dropout = nn.Dropout(facts["output_dropout"])
 
     def forward(
         self,
         hidden_states: Tensor,
+        residual: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         layer_past: Any = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """``hidden_states [B, T, E]`` to ``[B, T, E]``, and the attention weights where they were computed."""
+        """As ``GroupedAttention.forward``."""
         cache = layer_past if past_key_values is None else past_key_values
         query = self.q_proj(hidden_states).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         plain, turning = query[..., : self.head_dim], query[..., self.head_dim :]  # [B, H, T, N], [B, H, T, P]
@@ -131,6 +143,7 @@ class LatentAttention(nn.Module):
             turning, rope = self.rotation(turning, positions), self.rotation(rope, positions)
         if cache is not None:
             latent, rope = cache.update(latent, rope, self.layer_idx)
+        attention_mask = with_alibi(attention_mask, query, options)
         if cache is not None and hidden_states.shape[1] == 1:
             context, weights = self._over_latents(plain, turning, latent, rope, attention_mask, options)
         else:
@@ -140,7 +153,8 @@ class LatentAttention(nn.Module):
             )
             key = torch.cat([key, rope.expand(-1, self.heads, -1, -1)], -1)
             context, weights = attend(self, torch.cat([plain, turning], -1), key, value, attention_mask, **options)
-        return self.output_dropout(self.o_proj(context.flatten(2))), weights
+        result = self.output_dropout(self.o_proj(context.flatten(2)))
+        return result if residual is None else residual + result, weights
 
     def _over_latents(
         self, plain: Tensor, turning: Tensor, latent: Tensor, rope: Tensor, mask: Tensor | None, options: dict[str, Any]
@@ -168,12 +182,32 @@ def facts_of(config: Any, layer: int) -> dict[str, Any]:
     return {**block, **layers[layer]} if layers else block
 
 
+def rules_of(facts: dict[str, Any]) -> dict[str, Any]:
+    """What attention functions are told beside the mask: a soft cap of scores, how many positions back a query sees."""
+    return {name: facts[name] for name in ("softcap", "sliding_window") if facts.get(name) is not None}
+
+
 def positions_of(hidden_states: Tensor, position_ids: Tensor | None, cache: Any, layer: int) -> Tensor:
     """The positions ``[B or 1, T]`` of ``hidden_states [B, T, E]``: as given, or those that follow the cache."""
     if position_ids is not None:
         return position_ids
     start = 0 if cache is None else cache.get_seq_length(layer)
     return torch.arange(start, start + hidden_states.shape[1], device=hidden_states.device)[None]
+
+
+def with_alibi(mask: Tensor | None, query: Tensor, options: dict[str, Any]) -> Any:
+    """The mask ``[B, 1, T, S]`` and, where the model hands over ALiBi, its biases too: ``[B, H, T, S]``.
+
+    Those of Bloom are ``[B * H, 1, S]``. Those of MPT are ``[H, 1, positions]``, beside a mask that is True where
+    a query sees nothing. Falcon has put its own into the mask.
+    """
+    alibi, biases = options.pop("alibi", None), options.pop("position_bias", None)
+    if mask is None or (biases is None and (alibi is None or mask.shape[1] > 1)):
+        return mask
+    if biases is not None:
+        blank = torch.zeros_like(mask, dtype=query.dtype)
+        return blank.masked_fill(mask, torch.finfo(query.dtype).min) + biases[None, :, :, -mask.shape[-1] :].to(query)
+    return mask + alibi.view(len(query), -1, 1, mask.shape[-1])
 
 
 def attend(
@@ -184,7 +218,7 @@ def attend(
     function = eager_attention_forward if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
     dropout = module.attention_dropout if module.training else 0.0
     result: tuple[Tensor, Tensor | None] = function(
-        module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **options
+        module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **module.rules, **options
     )
     return result
 
@@ -197,11 +231,14 @@ def eager_attention_forward(
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """The same in plain torch, with the attention weights ``[B, H, T, S]``."""
     repeats = query.shape[1] // key.shape[1]
     scores = scaling * query @ key.repeat_interleave(repeats, 1).transpose(2, 3)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if attention_mask is not None:
         scores = scores + attention_mask
     weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
@@ -217,7 +254,7 @@ class Replaced:
         attention = VARIANTS[config.kvfold["variant"]]
         for parent in list(self.modules()):  # type: ignore[attr-defined]
             for name, child in list(parent.named_children()):
-                if type(child).__name__ == config.kvfold["replaces"]:
+                if config.kvfold["replaces"] in [kind.__name__ for kind in type(child).__mro__]:
                     made = attention(config, child.layer_idx)
                     made.apply(self._init_weights)  # type: ignore[attr-defined]
                     setattr(parent, name, made)
@@ -234,7 +271,8 @@ def __getattr__(name: str) -> type:
         config = f"Kvfold{stock.config_class.__name__}"
         config_class = globals()[config] if config in globals() else __getattr__(config)
         made = type(name, (Replaced, stock), {"config_class": config_class})
-        if renamed := get_checkpoint_conversion_mapping(stock.__name__):  # names of tensors in files
+        names = (stock.__name__, stock.config_class.model_type)  # what files call tensors, by the class or by the type
+        if renamed := next(filter(None, map(get_checkpoint_conversion_mapping, names)), None):
             register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
     made.__module__ = __name__
     globals()[name] = made  # one class for each name: pickling and registering look it up here

@@ -10,7 +10,10 @@ from kvfold.attention.checkpoints import modeling_kvfold, modeling_kvfold_encode
 
 MODELING = Path(modeling_kvfold.__file__)  # the file that checkpoints take along
 PREFIX = "kvfold_"  # of model types
-SOURCES = ("arcee", "gpt2", "gpt_neox", "nemotron", "opt", "phi", "stablelm", "starcoder2")
+SOURCES = (
+    *("arcee", "bloom", "cohere", "cohere2", "falcon", "gemma", "gemma2", "gpt2", "gpt_neox", "gptj", "granite"),
+    *("mixtral", "mpt", "nemotron", "olmo", "opt", "phi", "phi3", "qwen2_moe", "stablelm", "starcoder2"),
+)
 ENCODERS = ("bert", "distilbert", "roberta")
 
 

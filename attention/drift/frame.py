@@ -100,6 +100,9 @@ class Frame:
         def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
             entered.append(hidden)
             recorded.append(arguments)
+            self._returns_tuples |= hidden.dim() < entered[0].dim()
+            if index and self._returns_tuples:
+                hidden = entered[0]
             if index == len(self.layers) - 1:
                 raise Stop
             return hidden
@@ -114,7 +117,10 @@ class Frame:
             return hidden if index == len(self.layers) - 1 else entering
 
         logits: Tensor = self.run(visit, tensors, **inputs).logits
-        return logits
+        if logits.dim() == hidden.dim():
+            return logits
+        self._returns_tuples = True  # of a stand-in's tensor the model took the first row
+        return self.logits(hidden, tensors, **inputs)
 
     def detect_tuples(self, device: torch.device) -> None:
         """Learn from a forward over two tokens whether the model unpacks what its layers return.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from kvfold.attention.drift.frame import Arguments, Stop, attention_parts
 from kvfold.attention.drift.streams import LayerOutput
 
 RECORDER = "kvfold_recorder"
+_RESIDUAL = "residual"
 _OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo", "out_lin")
 
 
@@ -40,6 +42,7 @@ class _Recording:
 
     implementation: str
     input: Tensor | None = None
+    residual: Tensor | None = None  # what the module itself adds its output to (bloom)
     output: Tensor | None = None
     output_weight: Tensor | None = None
     call: _Call | None = None
@@ -121,9 +124,12 @@ def _recording(attention: nn.Module, last: nn.Module, whole: bool) -> Iterator[_
 
     def note_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recording.input = args[0] if args else kwargs["hidden_states"]
+        recording.residual = args[1] if len(args) > 1 and _RESIDUAL in signature(module.forward).parameters else None
 
     def note_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         recording.output = output[0] if isinstance(output, tuple) else output
+        if recording.residual is not None:
+            recording.output = recording.output - recording.residual
         recording.output_weight = _output_weight(module)  # within the call: it may be one of ``tensors``
         if not whole:
             raise Stop

@@ -29,7 +29,7 @@ from kvfold.convert.conversion.method import Converted, Method, Notes
 from kvfold.convert.conversion.norms import NORMS
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.refinement import refinement_record
-from kvfold.convert.conversion.source import normed_layers, source_layer, source_rotary
+from kvfold.convert.conversion.source import source_heads, source_layer, source_rotary
 from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.conversion.steps import (
     Calibrated,
@@ -107,7 +107,7 @@ def survey_layers(
     ``keep`` says where hidden states are.
     """
     layers = []
-    surveyed = survey(source, own_sequences(tokens.calibration), weights=normed_layers(plan), keep=keep)
+    surveyed = survey(source, own_sequences(tokens.calibration), heads=source_heads(plan), keep=keep)
     calibrated = stages.over("survey", surveyed, plan.geometry.layers, "layer")
     for index, statistics, inputs in calibrated:
         layers.append(processes.from_first(partial(_note, plan, folder, index, statistics, inputs)))

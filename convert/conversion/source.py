@@ -1,7 +1,6 @@
 """The source's attention layers, read from its files."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.tensors import refuse_non_finite, torch_dtype
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary
+from kvfold.convert.walk.heads import ReadHeads, SourceHeads
 
 
 def source_layer(plan: Plan, layer: int) -> AttentionWeights:
@@ -19,12 +19,21 @@ def source_layer(plan: Plan, layer: int) -> AttentionWeights:
     return read_layer(plan.model, layer, reader(plan, layer))
 
 
-def normed_layers(plan: Plan) -> Callable[[int], AttentionWeights] | None:
-    """What reads a layer for the statistics behind its norms on queries and keys; None for models without such norms.
+def source_heads(plan: Plan) -> ReadHeads | None:
+    """What reads a layer for statistics that take its weights; None where these say nothing more.
 
-    Their layers are not read once more for nothing.
+    They do behind norms on queries and keys, and where attention does not show its queries and keys: other layers are
+    not read once more for nothing.
     """
-    return None if plan.model.qk_norm is None else partial(source_layer, plan)
+    model = plan.model
+    if model.qk_norm is None and model.family.attention.shown:
+        return None
+
+    def read(layer: int) -> SourceHeads:
+        how = model.layers[layer]
+        return SourceHeads(source_layer(plan, layer), source_rotary(plan, layer), how.scale, how.clip)
+
+    return read
 
 
 def source_rotary(plan: Plan, layer: int) -> Rotary:

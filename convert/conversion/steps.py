@@ -27,7 +27,7 @@ from kvfold.convert.conversion.method import Converted, Measured, Notes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.refinement import OUTPUT_FIT, Refiner, attention_update
 from kvfold.convert.conversion.self_text import write_tokens
-from kvfold.convert.conversion.source import normed_layers
+from kvfold.convert.conversion.source import source_heads
 from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.device import choose_device, compute_dtype, training_autocast
 from kvfold.convert.errors import KvfoldError
@@ -128,7 +128,7 @@ class StudentWalk:
             profile=statistics,
             statistics=statistics,
             keep_calibration=trains,
-            weights=normed_layers(plan),
+            heads=source_heads(plan),
             keep=keep,
         )
         self._walk = Walk(teacher, self._twin, calibration=trains)

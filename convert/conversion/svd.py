@@ -51,7 +51,8 @@ def svd_slots(plan: Plan) -> Slots:
 def svd_layer(plan: Plan, layer: int, slots: Slots) -> LatentWeights:
     """``layer`` as latent attention, from its weights alone. Raises InputError when a weight is not finite."""
     target, scale = plan.latent_target(), plan.model.layers[layer].scale
-    gain = plan.checkpoint.read(plan.model.names["attention_norm", layer][0])
+    names = plan.model.names.get(("attention_norm", layer))
+    gain = plan.checkpoint.read(names[0]) if names else None
     weights = source_layer(plan, layer)
     weights = linear_heads(weights, blank_statistics(weights.model_dim, weights.heads, scales=gain))
     latent = svd_latent(weights, source_rotary(plan, layer), slots, target.channels, scale=scale, gain=gain)

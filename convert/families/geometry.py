@@ -44,6 +44,7 @@ class Layer:
     softcap: float | None
     clip: float | None
     causal: bool
+    alibi: bool  # linear biases by distance
     sparse: bool  # a mixture of experts instead of one MLP
     growth: float = 0.0
 
@@ -90,11 +91,11 @@ def geometry_of(values: Values) -> Geometry:
     """Raises ``InputError`` when the heads do not divide as attention needs."""
     sizes = values.family.sizes
     heads = evaluate(sizes.heads, values)
-    kv_heads = heads if sizes.kv_heads is None else values[sizes.kv_heads]
+    kv_heads = _kv_heads(values, heads)
     if heads % kv_heads:
+        name = sizes.kv_heads or "key/value heads"
         raise InputError(
-            f"config.json: {sizes.kv_heads} is {kv_heads}, which does not divide the {heads} query heads; "
-            "a divisor was expected"
+            f"config.json: {name} is {kv_heads}, which does not divide the {heads} query heads; a divisor was expected"
         )
     return Geometry(
         layers=evaluate(sizes.layers, values),
@@ -107,6 +108,13 @@ def geometry_of(values: Values) -> Geometry:
         positions=evaluate(sizes.positions, values),
         initializer_range=evaluate(sizes.initializer_range, values),
     )
+
+
+def _kv_heads(values: Values, heads: int) -> int:
+    sizes = values.family.sizes
+    if sizes.kv_heads is not None:
+        return int(values[sizes.kv_heads])
+    return heads if sizes.own_kv_heads is None else int(evaluate(sizes.own_kv_heads, values))
 
 
 def layer_values(values: Values, index: int) -> Values:
@@ -142,6 +150,7 @@ def layer_of(values: Values) -> Layer:
         softcap=evaluate(attention.softcap, values),
         clip=evaluate(attention.clip, values),
         causal=bool(evaluate(attention.causal, values)),
+        alibi=bool(evaluate(attention.alibi, values)),
         sparse=values["sparse"],
         growth=query_growth(values, values["layer_type"]),
     )

@@ -83,8 +83,9 @@ def _read_qkv(model: Model, module: str, kind: str, read: Read) -> tuple[Tensor,
     if attention.layout == "separate":
         return rows(attention.q, heads), rows(attention.k, kv_heads), rows(attention.v, kv_heads)
     fused = rows(attention.qkv, heads + 2 * kv_heads)
-    if attention.layout == "per_head":
-        return fused[0::3], fused[1::3], fused[2::3]
+    if attention.layout == "per_group":
+        groups = torch.unflatten(fused, 0, (kv_heads, -1))
+        return groups[:, :-2].flatten(0, 1), groups[:, -2], groups[:, -1]
     return fused[:heads], fused[heads : heads + kv_heads], fused[heads + kv_heads :]
 
 
@@ -97,7 +98,9 @@ def _join_qkv(
         return {f"{module}.{name}.{kind}": part.flatten(0, 1) for role, name, part in named if role in roles}
     if not {"q", "k", "v"} & set(roles):
         return {}
-    fused = torch.stack(parts, 1).flatten(0, 1) if attention.layout == "per_head" else torch.cat(parts)
+    q, k, v = parts
+    by_group = torch.cat([torch.unflatten(q, 0, (len(k), -1)), k[:, None], v[:, None]], 1).flatten(0, 1)
+    fused = by_group if attention.layout == "per_group" else torch.cat(parts)
     return {f"{module}.{attention.qkv}.{kind}": _turned(model, fused.flatten(0, 1))}
 
 

@@ -14,7 +14,7 @@ from kvfold.convert.families.expressions import evaluate
 from kvfold.convert.families.family import family_of
 from kvfold.convert.families.geometry import Block, Geometry, Layer, block_of, geometry_of, layer_of, layer_values
 from kvfold.convert.families.rope import rope_table
-from kvfold.convert.families.schema import Family, Norm
+from kvfold.convert.families.schema import ABSENT, Family, Norm
 from kvfold.convert.families.tensors import (
     ROLES,
     Role,
@@ -26,7 +26,7 @@ from kvfold.convert.families.tensors import (
     has_bias,
     present,
 )
-from kvfold.convert.families.values import Values
+from kvfold.convert.families.values import Values, nested
 from kvfold.convert.families.wrappers import place_of, placed, text_config, text_type
 
 _MOST_UNCHECKED = 4096  # layers or experts that may be listed one by one whatever the files hold
@@ -137,7 +137,7 @@ class Model:
     def check_values(self) -> None:
         """Raises ``InputError`` for a present value of the wrong type, whether or not this config uses it."""
         for name in self.family.config:
-            if self.config.get(self.values.spelling(name)) is not None:
+            if nested(self.config, self.values.spelling(name)) not in (None, ABSENT):
                 self.values[name]
         for layer_type in self.family.rotary.by_type or ():
             self.rope_table(layer_type)

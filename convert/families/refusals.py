@@ -37,8 +37,8 @@ _TYPES = {
         "longcat_flash minicpm3 mistral4 youtu"
     ),
     _ALL_HEADS: (
-        "biogpt bloom codegen cpmant ctrl gpt-sw3 gpt_neo gpt_neox_japanese gptj hrm_text "
-        "modernbert-decoder mpt openai-gpt persimmon xglm xlnet"
+        "biogpt codegen cpmant ctrl gpt-sw3 gpt_neo gpt_neox_japanese hrm_text "
+        "modernbert-decoder openai-gpt persimmon xglm xlnet"
     ),
     _SHARED_CACHE: "gemma3n_text gemma4_text gemma4_unified_text mimo_v2_flash",
     _OTHER_ATTENTION: "blt diffllama doge jetmoe minimax_m3_vl_text reformer",
@@ -49,6 +49,6 @@ _TYPES = {
         "hunyuan_v1_moe hy_v3 kolibri1 llama4_text mellum minimax_m2 phimoe solar_open"
     ),
     _TOWER: "cohere_compass_text",
-    _FUSED: "falcon gpt_bigcode nanochat",
+    _FUSED: "gpt_bigcode nanochat",
 }
 REASONS = {model_type: reason for reason, types in _TYPES.items() for model_type in types.split()}

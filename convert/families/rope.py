@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.expressions import evaluate
+from kvfold.convert.families.expressions import evaluate, names
 from kvfold.convert.families.values import Values
 
 _SCALED_BY_LENGTH = ("llama3", "yarn", "longrope")
@@ -119,10 +119,14 @@ def rotary_fraction(values: Values, table: Mapping[str, Any]) -> float:
 
 def rotary_dims(values: Values) -> int:
     """``D_rot``, the same in every layer that rotates; 0 without a rotary embedding."""
-    if values.family.rotary.rotates is False:
+    rotary = values.family.rotary
+    if not names(rotary.rotates) & {"layer", "layer_type"} and not evaluate(rotary.rotates, values):
         return 0
     head_dim = evaluate(values.family.sizes.head_dim, values)
-    dims = int(head_dim * rotary_fraction(values, rope_table(values)))
+    if rotary.dims is None:
+        dims = int(head_dim * rotary_fraction(values, rope_table(values)))
+    else:
+        dims = int(evaluate(rotary.dims, values))
     if dims % 2 or not dims:
         raise InputError(
             f"config.json: {dims} of {head_dim} dims of a head rotate; an even number above 0 was expected "

@@ -31,7 +31,8 @@ def layer_rotary(model: Model, layer: int, context: Context | None = None) -> Ro
     if not how.rotates:
         return Rotary(torch.empty(0, dtype=torch.float64))
     table = model.rope_table(how.type)
-    dims = int(geometry.head_dim * rotary_fraction(model.values, table))
+    stated = model.family.rotary.dims is not None
+    dims = geometry.rotary_dims if stated else int(geometry.head_dim * rotary_fraction(model.values, table))
     pairs = torch.arange(0, dims, 2, dtype=torch.float64)
     theta = checked_number(table, "rope_theta") ** (-pairs / dims)
     kind = table["rope_type"]

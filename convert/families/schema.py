@@ -2,7 +2,7 @@
 
 A file that ``extends`` another holds only what differs. Each of its sections (``config``, ``attention``, ``tensors``,
 ...) is merged with the base's entry by entry: an entry replaces the base's as a whole, and null removes it. Anything
-but a section, such as the list ``tolerated``, replaces the base's.
+but a section, such as the list ``tolerated``, replaces the base's; ``own_code`` is not passed on.
 
 A value marked *expression* is a string in the language of ``expressions.py`` over the config keys that the file lists
 under ``config`` (and ``layer``, ``layer_type``, ``sparse`` where it is evaluated per layer), or a JSON literal.
@@ -35,7 +35,7 @@ class Sizes:
     """Expressions for the numbers of ``Geometry``.
 
     ``kv_heads`` names the config key that a conversion rewrites; None: the class gives every query head a key and a
-    value of its own.
+    value of its own, or shares them as ``own_kv_heads`` says, which no conversion rewrites.
     """
 
     layers: Expression
@@ -46,6 +46,7 @@ class Sizes:
     positions: Expression
     initializer_range: Expression
     kv_heads: str | None = None
+    own_kv_heads: Expression = None
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,15 @@ class Norm:
 class Attention:
     """The place of the attention in a layer. Names are relative to ``module``, which holds ``{layer}``.
 
-    ``layout``: queries, keys and values in a tensor each, in one behind each other, or in one head by head.
-    ``transposed``: weights are ``[inputs, outputs]`` (the Conv1D of GPT-2). ``sinks``: the tensor with a score per
-    query head for one more key, whose value is zero (gpt-oss).
+    ``layout``: queries, keys and values in a tensor each, in one behind each other, or in one by groups: the queries
+    that share a key, that key, its value. ``transposed``: weights are ``[inputs, outputs]`` (the Conv1D of GPT-2).
+    ``sinks``: the tensor with a score per query head for one more key, whose value is zero (gpt-oss). ``alibi``: scores
+    have linear biases by distance (ALiBi), which the model hands to its attention. ``shown``: the stock class calls
+    transformers' attention functions, by which queries and keys are recorded.
     """
 
     module: str
-    layout: Literal["separate", "concatenated", "per_head"]
+    layout: Literal["separate", "concatenated", "per_group"]
     o: str
     qkv_bias: Expression
     o_bias: Expression
@@ -94,6 +97,8 @@ class Attention:
     clip: Expression = None
     causal: Expression = True
     transposed: bool = False
+    alibi: Expression = False
+    shown: bool = True
 
 
 @dataclass(frozen=True)
@@ -114,12 +119,14 @@ class Rope:
     types with a rotary embedding of their own. ``renamed``: rope types that the class reads as another.
     ``original_positions``: the class's default of the config key ``original_max_position_embeddings``, where it has
     one. ``table``: the class's default of ``rope_parameters``, where it is more than ``theta``. ``query_growth``: the
-    key of the rope parameters by which queries grow with their position.
+    key of the rope parameters by which queries grow with their position. ``dims``: how many
+    dims of a head rotate, where the config has their number.
     """
 
     style: Literal["half", "interleaved"]
     theta: float
     fraction: float | None = None
+    dims: Expression = None
     rotates: Expression = True
     by_type: Mapping[str, RopeOfType] | None = None
     renamed: Mapping[str, str] | None = None
@@ -265,6 +272,7 @@ def read_table(path: Path, extending: tuple[str, ...] = ()) -> dict[str, Any]:
     if "extends" not in table:
         return table
     base = read_table(path.with_name(f"{table.pop('extends')}.json"), (*extending, path.name))
+    base.pop("own_code", None)  # names of classes, which no other family shares
     return base | {key: _merged(base.get(key), value, f"{path.name}: {key}") for key, value in table.items()}
 
 

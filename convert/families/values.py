@@ -29,6 +29,15 @@ TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
+def nested(config: Mapping[str, Any], key: str) -> Any:
+    """The value of ``key``, or of ``table.key`` in a table of the config; ABSENT where there is none."""
+    outer, _, inner = key.partition(".")
+    value = config.get(outer, ABSENT)
+    if not inner or value is ABSENT:
+        return value
+    return value.get(inner, ABSENT) if isinstance(value, Mapping) else ABSENT
+
+
 class Values(Mapping[str, Any]):
     """Read lazily, so that only the keys that a question needs have to be right; each is checked once."""
 
@@ -45,7 +54,8 @@ class Values(Mapping[str, Any]):
 
     def spelling(self, name: str) -> str:
         """The key under which the config holds ``name``: its own or an alias."""
-        return next((key for key in (name, *self.family.config[name].aliases) if key in self.config), name)
+        names = (name, *self.family.config[name].aliases)
+        return next((key for key in names if nested(self.config, key) is not ABSENT), name)
 
     def __getitem__(self, name: str) -> Any:
         if name in self._names:
@@ -57,7 +67,7 @@ class Values(Mapping[str, Any]):
     def _checked(self, name: str) -> Any:
         key = self.family.config[name]
         spelling = self.spelling(name)
-        value = self.config.get(spelling, ABSENT)
+        value = nested(self.config, spelling)
         if value is ABSENT and key.default is not ABSENT:
             return key.default
         if value is ABSENT or value is None:

@@ -44,11 +44,20 @@ def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
     with torch.device("meta"):
         # torch's grouped matrix product, which experts use by default, has no float64
         experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
-        model = auto.from_config(hf_config, dtype=dtype, attn_implementation=BLOCKWISE, **experts)
+        model = auto.from_config(hf_config, dtype=dtype, attn_implementation=_attention(auto, hf_config), **experts)
     embedding = model.get_input_embeddings()
     embedding.padding_idx = None  # it only concerns gradients, and must lie inside a table of which few rows are loaded
     materialize_buffers(model, device)
     return model.eval().requires_grad_(False)
+
+
+def _attention(auto: Any, config: Any) -> str:
+    """The attention function for a model of ``config``: one of its own where its class takes no others (bloom)."""
+    made = auto._model_mapping[type(config)]
+    own = getattr(made, "__mro__", ())
+    if any(getattr(kind, "_supports_attention_backend", False) for kind in own):
+        return BLOCKWISE
+    return "sdpa" if getattr(made, "_supports_sdpa", False) else "eager"
 
 
 def materialize_buffers(model: Any, device: torch.device) -> None:

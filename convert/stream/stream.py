@@ -92,7 +92,7 @@ class CheckpointStream:
         tensors = self.parameters.under(self._prefix(index))
         module = self._frame.layers[index]
         try:
-            yield OpenLayer(index, module, lambda hidden: self.arguments(hidden.shape[1])[index], tensors)
+            yield OpenLayer(index, module, lambda hidden: self._arguments_of(index, hidden), tensors)
         finally:
             tensors.clear()
             self.release()
@@ -115,6 +115,14 @@ class CheckpointStream:
         if self._recorded is None or self._recorded[0] != tokens:
             self._recorded = (tokens, self._enter(self._blank_ends(), inputs_embeds=self._blank(tokens))[1])
         return self._recorded[1]
+
+    def _arguments_of(self, index: int, hidden: Tensor) -> Arguments:
+        """Those of a layer for ``hidden [B, T, E]``: biases of scores that are not broadcast (bloom) are repeated."""
+        recorded = self.arguments(hidden.shape[1])[index]
+        biases = recorded.kwargs.get("alibi")
+        if biases is None or biases.dim() != 3:  # [H, 1, T]
+            return recorded
+        return Arguments(recorded.args, {**recorded.kwargs, "alibi": biases.repeat(len(hidden), 1, 1)})
 
     def attention_sources(self, index: int) -> list[WeightSource]:
         """The sources of the parameters of a layer's attention."""

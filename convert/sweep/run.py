@@ -28,7 +28,7 @@ from kvfold.convert.conversion.latent import survey_layers
 from kvfold.convert.conversion.latent_layer import Survey, latent_layer
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, make_plan, reading
-from kvfold.convert.conversion.source import normed_layers
+from kvfold.convert.conversion.source import source_heads
 from kvfold.convert.conversion.stages import Progress, Stages
 from kvfold.convert.conversion.steps import StudentWalk, load_tokens, source_stream
 from kvfold.convert.errors import InputError
@@ -160,7 +160,7 @@ def _sweep(chosen: Sequence[Options], plans: Sequence[Plan], scratch: Path, stag
         profile=True,
         statistics=surveyed is None,
         keep_calibration=True,
-        weights=normed_layers(plans[0]),
+        heads=source_heads(plans[0]),
         remember=True,
     )
     students = []

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.families.expressions import evaluate
+from kvfold.convert.families.geometry import Layer
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import OwnCode
 from kvfold.convert.io.checkpoint import Checkpoint
@@ -52,7 +53,9 @@ def own_folded_layout(source: Model, checkpoint: Checkpoint, kv_heads: int, dtyp
     frequencies that depend on the length of the text.
     """
     biases = {"qkv_bias": source.has_bias("q"), "o_bias": source.has_bias("o")}
+    clip = source.layers[0].clip
     facts = {"variant": "grouped", "kv_heads": kv_heads, **biases, **_rotations(source)}
+    facts |= {} if clip is None else {"clip": clip}
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
         return _grouped_tensors(source, layer, weights)
@@ -134,10 +137,15 @@ def _facts(source: Model) -> dict[str, Any]:
         "output_dropout": evaluate(own.output_dropout, values),
         **({"projects": own.output == OwnCode.output} if source.family.kind == "encoder" else {}),
     }
-    scales = [layer.scale for layer in source.layers]
-    if len(set(scales)) == 1:
-        return {**common, "scale": scales[0]}
-    return {**common, "layers": [{"scale": scale} for scale in scales]}
+    layers = [_layer_facts(layer) for layer in source.layers]
+    shared = {name: value for name, value in layers[0].items() if all(facts[name] == value for facts in layers)}
+    differing = [{name: value for name, value in facts.items() if name not in shared} for facts in layers]
+    given = {name: value for name, value in shared.items() if value is not None}
+    return {**common, **given, **({"layers": differing} if differing[0] else {})}
+
+
+def _layer_facts(layer: Layer) -> dict[str, float | None]:
+    return {"scale": layer.scale, "sliding_window": layer.window, "softcap": layer.softcap}
 
 
 def _rotations(source: Model) -> dict[str, Any]:

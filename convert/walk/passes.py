@@ -10,8 +10,9 @@ from kvfold.attention.drift.recording import OpenLayer
 from kvfold.attention.drift.streams import LayerOutput
 from kvfold.convert import processes
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
+from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.finite import check_finite
+from kvfold.convert.walk.heads import ReadHeads, with_heads
 from kvfold.convert.walk.hidden import Hidden, Keep, Recomputed
 from kvfold.convert.walk.statistics import StatisticsAccumulator
 
@@ -19,44 +20,44 @@ _CPU_TOKENS = 4096  # of one layer call
 _GPU_TOKENS = 32768
 _ESTIMATED_TOKENS = 1024
 
-ReadLayer = Callable[[int], AttentionWeights]  # a layer's attention, from its files
-
 
 def survey(
     source: CheckpointStream,
     calibration: Tensor,
     *,
     profile: bool = True,
-    weights: ReadLayer | None = None,
+    heads: ReadHeads | None = None,
     keep: Keep = list,
 ) -> Iterator[tuple[int, LayerStatistics, Tensor]]:
     """Every layer in order, the source alone: calibration for choices that concern all layers at once.
 
-    Yields its index, its statistics, and its attention's inputs for the first chunk of tokens, ``[n, E]``. ``weights``
-    reads a layer's attention, for the statistics of what is behind norms on queries and keys. ``keep`` says where
-    hidden states are, in memory or in a file.
+    Yields its index, its statistics, and its attention's inputs for the first chunk of tokens, ``[n, E]``. ``heads``
+    reads a layer's attention, for statistics of what is behind norms on queries and keys, and of attention that shows
+    none of its queries and keys. ``keep`` says where hidden states are, in memory or in a file.
     """
     states = embed(source, calibration, keep)
     for index in range(source.layers):
         with source.open_layer(index) as layer:
-            statistics, inputs = gather(source, layer, states, profile, weights)
+            statistics, inputs = gather(source, layer, states, profile, heads)
         yield index, statistics, inputs
 
 
 @torch.no_grad()
 def gather(
-    source: CheckpointStream, layer: OpenLayer, states: Hidden, profile: bool, weights: ReadLayer | None = None
+    source: CheckpointStream, layer: OpenLayer, states: Hidden, profile: bool, heads: ReadHeads | None = None
 ) -> tuple[LayerStatistics, Tensor]:
     """The statistics of a layer over ``states``, and its attention's inputs for the first chunk, ``[n, E]``.
 
     Both are of the sequences of all processes. ``states`` are replaced by the layer's outputs. Raises InputError when
     these are not finite.
     """
-    accumulator = StatisticsAccumulator(profile, None if weights is None else weights(layer.index))
+    source_heads = None if heads is None else heads(layer.index)
+    accumulator = StatisticsAccumulator(profile, None if source_heads is None else source_heads.weights)
     inputs: Tensor | None = None
     for chunk, hidden in enumerate(states):
         output = layer(hidden)
-        accumulator.add(output)
+        seen = output if source_heads is None else with_heads(output, source_heads, layer.arguments(hidden))
+        accumulator.add(seen)
         inputs = output.attention_input.flatten(0, -2) if inputs is None else inputs
         states[chunk] = residual(output)
     if inputs is None:

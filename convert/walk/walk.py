@@ -46,8 +46,9 @@ from kvfold.convert.errors import KvfoldError
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.finite import check_finite
+from kvfold.convert.walk.heads import ReadHeads
 from kvfold.convert.walk.hidden import Hidden, Keep
-from kvfold.convert.walk.passes import ReadLayer, advance, chunk_size, embed, gather, residual, through
+from kvfold.convert.walk.passes import advance, chunk_size, embed, gather, residual, through
 from kvfold.convert.walk.remembered import Remembered
 from kvfold.convert.walk.twin import Twin
 
@@ -180,7 +181,7 @@ class Teacher:
     """The source's side of a walk: its residual streams, taken through each layer once for any number of students.
 
     ``held_out [M, T]`` and ``calibration [N, T]`` are tokens. ``profile`` adds distance profiles to the statistics;
-    without ``statistics`` there are none; ``weights`` as in `survey`. ``keep_calibration`` keeps what refinement needs,
+    without ``statistics`` there are none; ``heads`` as in `survey`. ``keep_calibration`` keeps what refinement needs,
     at four times the memory for hidden states. Without ``calibration`` only the held-out sequences go through.
     ``remember`` keeps what its attention gave until the layer is left, for several students that compare with it, at
     the memory of one more residual stream of all sequences. ``keep`` says where hidden states are, in memory or in a
@@ -196,13 +197,13 @@ class Teacher:
         profile: bool = False,
         statistics: bool = True,
         keep_calibration: bool = False,
-        weights: ReadLayer | None = None,
+        heads: ReadHeads | None = None,
         remember: bool = False,
         keep: Keep = list,
     ) -> None:
         self.stream, self.tokens, self.keep = source, held_out, keep
         self.kept = calibration if keep_calibration else None
-        self._profile, self._statistics, self._weights, self._remember = profile, statistics, weights, remember
+        self._profile, self._statistics, self._heads, self._remember = profile, statistics, heads, remember
         self.held_out = embed(source, held_out, keep)
         self._calibration = keep([]) if calibration is None else embed(source, calibration, keep)
 
@@ -227,7 +228,7 @@ class Teacher:
         if not self._calibration:
             return None
         if self._statistics:
-            return gather(self.stream, layer, self._calibration, self._profile, self._weights)[0]
+            return gather(self.stream, layer, self._calibration, self._profile, self._heads)[0]
         advance(self.stream, layer, self._calibration)
         return None
 

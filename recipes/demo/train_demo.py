@@ -5,7 +5,8 @@ multi-head attention. ``--texts shipped`` starts from the texts inside kvfold in
 Runs that differ in nothing but ``--output`` write equal bytes, unless ``--minutes`` cuts the schedule short. It did
 for the shipped model: ``--steps`` as the ``steps_done`` of its ``training.json`` make one like it, not the same.
 ``--texts-only`` stops after the first stage. ``--qk-norm`` trains a ``Qwen3ForCausalLM`` instead, the same but for its
-norms on queries and keys; ``--peak-rate`` sets the learning rate. ``--start MODEL`` goes on from the weights of a model
+norms on queries and keys, and ``--gpt-neox`` a ``GPTNeoXForCausalLM``: partial rotary embedding, parallel residual,
+LayerNorm, biases. ``--peak-rate`` sets the learning rate. ``--start MODEL`` goes on from the weights of a model
 of these sizes; norms that it lacks start with gains that keep the mean lengths of its queries and keys.
 
 DIR then holds ``{train,calibration,held_out}.txt.xz`` and ``demo/``, a complete checkpoint with ``training.json``: how
@@ -33,6 +34,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
+    GPTNeoXConfig,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -64,6 +66,7 @@ class Recipe:
     clip: float = 1.0
     seed: int = 0
     qk_norm: bool = False
+    gpt_neox: bool = False
 
 
 def main() -> None:
@@ -74,6 +77,7 @@ def main() -> None:
         peak_rate=options.peak_rate,
         seed=options.seed,
         qk_norm=options.qk_norm,
+        gpt_neox=options.gpt_neox,
     )
     options.output.mkdir(parents=True, exist_ok=True)
     texts = {s: read_documents(s) for s in SPLITS} if options.texts == "shipped" else build_texts()
@@ -123,7 +127,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--peak-rate", type=float, default=Recipe.peak_rate, help="highest learning rate")
     parser.add_argument("--warmup", type=int, default=Recipe.warmup, help="steps until the highest learning rate")
     parser.add_argument("--start", type=Path, help="a checkpoint of these sizes to go on from")
-    parser.add_argument("--qk-norm", action="store_true", help="normalize queries and keys, as Qwen3 does")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--qk-norm", action="store_true", help="normalize queries and keys, as Qwen3 does")
+    kind.add_argument("--gpt-neox", action="store_true", help="a GPT-NeoX in place of a Llama")
     return parser.parse_args()
 
 
@@ -177,21 +183,26 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> Tensor:
 
 
 def model_config(recipe: Recipe) -> PreTrainedConfig:
+    shared = {
+        "vocab_size": recipe.vocabulary,
+        "hidden_size": recipe.heads * recipe.head_dim,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads,
+        "max_position_embeddings": recipe.sequence,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
+    if recipe.gpt_neox:  # two matrices of half as many inner dims again hold what three gated ones do
+        return GPTNeoXConfig(**shared, intermediate_size=recipe.intermediate * 3 // 2, rotary_pct=0.25)
     kind = Qwen3Config if recipe.qk_norm else LlamaConfig
     return kind(
-        vocab_size=recipe.vocabulary,
-        hidden_size=recipe.heads * recipe.head_dim,
+        **shared,
         intermediate_size=recipe.intermediate,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
         num_key_value_heads=recipe.heads,
         head_dim=recipe.head_dim,
-        max_position_embeddings=recipe.sequence,
         rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
     )
 
 

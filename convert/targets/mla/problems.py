@@ -40,9 +40,10 @@ def model_problems(model: Model) -> list[str]:
         *_tensor_problems(model),
         *(expert_problems(model) if model.block.sparse else ()),
         *_attention_problems(model),
+        *_stock_attention_problems(model),
         *_rope_problems(model),
     ]
-    own = model.family.own_code is not None and not any(_attention_problems(model))
+    own = model.family.own_code is not None and not any(_own_attention_problems(model))
     instead = "--layout kvfold works" if own else _INSTEAD
     return [f"--to mla: {model.family.model_type} {problem}; {instead}" for problem in problems]
 
@@ -53,8 +54,15 @@ def _own_problems(model: Model, target: LatentTarget) -> Iterator[str]:
         yield "has no such layout yet; its stock class or --to gqa work"
     if target.q_rank is not None:
         yield "would have queries without a latent in it; leave --q-rank out"
+    yield from _own_attention_problems(model)
+
+
+def _own_attention_problems(model: Model) -> Iterator[str]:
     yield from _attention_problems(model, both_ways=model.family.kind == "encoder")
     yield from _rope_problems(model)
+    table = model.rope_table()
+    if table["rope_type"] == "longrope" and table.get("short_factor") != table.get("long_factor"):
+        yield f"has frequencies for texts of up to {context(model)} tokens and others for longer ones, expected one set"
 
 
 def context(model: Model) -> int:
@@ -90,13 +98,24 @@ def _tensor_problems(model: Model) -> Iterator[str]:
 
 
 def _attention_problems(model: Model, both_ways: bool = False) -> Iterator[str]:
-    layers, longest = model.layers, context(model)
+    """What latent attention of no layout computes."""
+    layers = model.layers
     if model.family.attention.sinks is not None:
         yield "has attention sinks that are weights, the stock MLA class has none"
     if model.qk_norm is not None and model.qk_norm.bias:
         yield "has norms on queries and keys with biases of their own, which no projection can hold"
     if model.qk_norm is not None and model.qk_norm.after_rotary:
         yield "normalizes queries and keys after their rotary embedding, for which no linear map can stand in"
+    if any(layer.clip is not None for layer in layers):
+        yield "clips queries, keys and values, the stock MLA class does not"
+    if any(layer.growth for layer in layers):
+        yield "multiplies queries by a factor that grows with their position, the stock MLA class does not"
+    if not both_ways and not all(layer.causal for layer in layers):
+        yield "attends in both directions, the stock MLA class only backwards"
+
+
+def _stock_attention_problems(model: Model) -> Iterator[str]:
+    layers, longest = model.layers, context(model)
     if narrow := [layer.window for layer in layers if layer.window is not None and layer.window < longest]:
         yield (
             f"has {len(narrow)} of {len(layers)} layers that see {narrow[0]} positions back, fewer than the context of "
@@ -104,12 +123,6 @@ def _attention_problems(model: Model, both_ways: bool = False) -> Iterator[str]:
         )
     if any(layer.softcap is not None for layer in layers):
         yield "caps its scores softly, the stock MLA class does not"
-    if any(layer.clip is not None for layer in layers):
-        yield "clips queries, keys and values, the stock MLA class does not"
-    if any(layer.growth for layer in layers):
-        yield "multiplies queries by a factor that grows with their position, the stock MLA class does not"
-    if not both_ways and not all(layer.causal for layer in layers):
-        yield "attends in both directions, the stock MLA class only backwards"
 
 
 def _rope_problems(model: Model) -> Iterator[str]:

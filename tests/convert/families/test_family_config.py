@@ -49,9 +49,10 @@ def test_missing_keys_have_the_defaults_of_the_stock_class(name):
     config = {"model_type": name, **sizes}
     model = model_of(config)
     geometry, values = model.geometry, model.values
-    assert geometry.kv_heads == (getattr(stock, "num_key_value_heads", None) or stock.num_attention_heads)
+    heads = 1 if name == "falcon" else stock.num_attention_heads
+    assert geometry.kv_heads == (getattr(stock, "num_key_value_heads", None) or heads)
     assert geometry.head_dim == (getattr(stock, "head_dim", None) or 128)
-    assert geometry.positions == stock.max_position_embeddings
+    assert geometry.positions == getattr(stock, "max_position_embeddings", 2048)  # bloom and mpt have ALiBi
     for key in model.family.config:
         if hasattr(stock, key) and key not in ("layer_types", "no_rope_layers", "mlp_only_layers", "sliding_window"):
             assert values[key] == (getattr(stock, key) or values[key]), key

@@ -26,7 +26,7 @@ PROMISED = [
     *("phi", "phi3", "olmo", "olmo2", "olmoe", "stablelm", "starcoder2", "granite", "smollm3", "cohere", "nemotron"),
     *("apertus", "arcee", "cohere2", "cwm", "ernie4_5", "exaone4", "glm", "glm4", "helium", "hunyuan_v1_dense"),
     *("hyperclovax", "internlm3", "iquestcoder", "jais2", "ministral", "ministral3", "olmo3", "seed_oss", "vaultgemma"),
-    *("gpt2", "gpt_neox", "gpt_oss", "opt"),
+    *("bloom", "falcon", "gpt2", "gpt_neox", "gpt_oss", "gptj", "mpt", "opt"),
 ]
 
 
@@ -60,7 +60,7 @@ def raw(name: str) -> dict:
 @pytest.mark.parametrize("name", [name for name in ALL if "extends" in raw(name)])
 def test_a_file_that_extends_another_holds_differences_only(name):
     data = raw(name)
-    base = table(data["extends"])
+    base = {**table(data["extends"]), "own_code": {}}  # which is not passed on
     for section, value in data.items():
         if isinstance(value, dict):
             taken = base.get(section, {})
@@ -229,7 +229,7 @@ def ask_everything(family: schema.Family, config: dict) -> None:
 
     assert family_of(config).model_type == family.model_type
     model = Model(family, config)
-    _ = model.block, model.names
+    _ = model.block, model.names, family.attention.shown
     if family.own_code is not None:
         stored = {
             name: SimpleNamespace(name=name, dtype="F32", shape=each.shape) for name, each in model.tensors.items()

@@ -87,6 +87,9 @@ class Decoder:
         v = project(weights.v, weights.v_bias)
         k, v = (y.repeat_interleave(weights.heads // weights.kv_heads, 2) for y in (k, v))
         scores = torch.einsum("bthd,bshd->bhts", q, k) * how.scale
+        if how.alibi:  # for numbers of heads that are powers of two
+            slopes = 2.0 ** (-8 / weights.heads * torch.arange(1, weights.heads + 1))
+            scores = scores + slopes[:, None, None] * torch.arange(x.shape[1])
         scores = scores if how.softcap is None else how.softcap * torch.tanh(scores / how.softcap)
         distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
         hidden = (distance.abs() >= (how.window or math.inf)) | ((distance < 0) & how.causal)
@@ -117,6 +120,8 @@ class Decoder:
         if order == "parallel":
             normed = self.norm(x, "attention_norm", layer)
             other = self.norm(x, "mlp_norm", layer) if ("mlp_norm", layer) in self.names else normed
+            if ("mlp_own_norm", layer) in self.names:  # falcon
+                normed, other = (self.norm(x, f"{part}_own_norm", layer) for part in ("attention", "mlp"))
             return x + self.attention(normed, layer) + self.mlp(other, layer)
         for name, part in (("attention", self.attention), ("mlp", self.mlp)):
             y = part(x if order in ("post", "outer") else self.norm(x, f"{name}_norm", layer), layer)
@@ -134,6 +139,7 @@ class Decoder:
             x = self.linear(x, "project_in")
         if (positions := self.role("positions")) is not None:  # opt has two rows more in front
             x = x + positions[len(positions) - self.model.geometry.positions :][: tokens.shape[1]]
+        x = self.norm(x, "embedding_norm") if ("embedding_norm", None) in self.names else x
         for layer in range(self.model.geometry.layers):
             x = self.layer(x, layer)
         head = self.role("embedding") if self.block.tied else self.role("head")
@@ -167,6 +173,9 @@ VARIANTS = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
     ("gpt_neox", {"use_parallel_residual": False, "rotary_emb_base": 500, "rotary_pct": 1.0}),
     ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    ("falcon", {"new_decoder_architecture": False, "multi_query": True, "bias": False, "parallel_attn": False}),
+    ("falcon", {"num_kv_heads": 2}),
+    ("mpt", {"attn_config": {"softmax_scale": 0.2, "clip_qkv": 0.8}, "tie_word_embeddings": False}),
 ]
 
 
@@ -195,6 +204,8 @@ def test_it_agrees_with_every_flag_the_other_way_and_an_eps_that_is_felt(name, t
     config = json.loads((tiny_family(name) / "config.json").read_text())
     keys = family_of(config).config
     flags = {key: not config.get(key, entry.default) for key, entry in keys.items() if entry.type == "flag"}
+    if name == "falcon":  # eager attention adds ALiBi twice, and the newer architecture is always parallel
+        flags |= {"alibi": False, "parallel_attn": True}
     flags.pop("use_bidirectional_attention", None)  # what gemma then does depends on the attention implementation
     check(tiny_family(name, **flags, **{key: 0.2 for key in keys if key.endswith(("_eps", "_epsilon"))}))
 

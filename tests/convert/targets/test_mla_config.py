@@ -114,7 +114,7 @@ def test_growth_is_for_those_who_ask_for_it():
         (
             "granite",
             {"residual_multiplier": 0.5},
-            "--to mla: granite has a residual scale of 0.5, the stock MLA class has none; --to gqa works",
+            "--to mla: granite has a residual scale of 0.5, the stock MLA class has none; --layout kvfold works",
         ),
     ],
 )
