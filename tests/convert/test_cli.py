@@ -94,7 +94,8 @@ def test_help_of_uptrain_lists_options_by_panels(kvfold):
         "Running:": ["--device", "--precision", "--micro-batch", "--gradient-checkpointing", "--save-every"],
     }
     expected["Training:"] += ["--weight-decay", "--clip"]
-    expected["Running:"] += ["--max-shard-size", "--resume", "--overwrite", "--quiet", "--trust-remote-code", "-h"]
+    expected["Running:"] += ["--max-shard-size", "--resume", "--overwrite", "--quiet"]
+    expected["Running:"] += ["--json", "--trust-remote-code", "-h"]
     for panel, options in expected.items():
         rows = text.split(f"\n{panel}\n")[1].split("\n\n")[0]
         assert re.findall(r"^  (-[a-z-]+)", rows, re.MULTILINE) == options, panel

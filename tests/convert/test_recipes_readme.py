@@ -47,6 +47,7 @@ def test_an_uptraining_line_is_one_that_the_script_takes(name):
     taken = uptrain.make_context("uptrain", line[len(SCRIPT) :]).params
     assert (taken["model"], taken["out"], taken["text"]) == ("OUT", "UPTRAINED", "FILE")
     assert taken["teacher"] == about["model"]
+    assert taken.pop("json_file") is None
     assert UptrainRequest(**taken).seq_len <= CONFIGS[about["model"]]["max_position_embeddings"]
 
 

@@ -438,6 +438,7 @@ def test_default_learning_rates():
 def test_lr_is_another_name_of_relative_lr():
     for name in ("--lr", "--relative-lr"):
         options = uptrain_command.make_context("uptrain", ["a", "b", "--text", "c", name, "0.02"]).params
+        del options["json_file"]
         assert UptrainRequest(**options).relative_lr == 0.02
 
 
