@@ -255,8 +255,7 @@ def test_the_command_line_and_the_request_have_the_same_defaults(monkeypatch):
     assert requests == [ConvertRequest(model="m", out="o", to="mqa")]
 
 
-@pytest.mark.slow
-def test_a_recipe_and_the_same_options_give_equal_bytes(tmp_path):
+def test_a_recipe_and_the_same_options_give_equal_bytes(tiny_reader, tmp_path):
     text = (
         'to = "gqa"\nkv_heads = 2\ngroup = "contiguous"\nsamples = 8\nseq_len = 64\nseed = 3\n[about]\nmodel = "demo"'
     )
@@ -277,7 +276,7 @@ def test_a_recipe_and_the_same_options_give_equal_bytes(tmp_path):
         "--quiet",
     )
     for name, options in (("a", with_recipe), ("b", with_options)):
-        assert run("convert", demo_folder(), tmp_path / name, *options) == 0
+        assert run("convert", tiny_reader, tmp_path / name, *options) == 0
     assert content(tmp_path / "a") == content(tmp_path / "b")
     recorded = json.loads((tmp_path / "a" / "kvfold.json").read_text())["request"]
     assert (recorded["kv_heads"], recorded["samples"], recorded["seed"]) == (4, 8, 3)

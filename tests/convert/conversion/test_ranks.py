@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from helpers import forked
 from helpers.processes import run_python
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert import ConvertRequest, convert_checkpoint, processes
 from kvfold.convert.data import demo_folder
 
 pytestmark = pytest.mark.slow
@@ -79,7 +81,16 @@ def test_two_processes_calibrate_as_one(tmp_path: Path) -> None:
     """Statistics and gradients are sums over all sequences: nothing differs but the order of their terms."""
     for made in requests(tmp_path / "one", CALIBRATED):
         convert_checkpoint(ConvertRequest(**made, quiet=True))
-    launch(tmp_path, requests(tmp_path / "two", CALIBRATED))
+    two = requests(tmp_path / "two", CALIBRATED)
+
+    def convert_together() -> None:
+        with processes.joined("cpu"):
+            for made in two:
+                convert_checkpoint(ConvertRequest(**made, quiet=True))
+
+    torch.set_num_threads(1)  # a fork has one thread
+    ended = forked.run_ranks(tmp_path / "log", convert_together)
+    assert [each.status for each in ended] == [0, 0], ended
     for name in CALIBRATED:
         one, two = (json.loads((tmp_path / ranks / name / "kvfold.json").read_text()) for ranks in ("one", "two"))
         assert two["calibration"] == one["calibration"]

@@ -2,12 +2,15 @@
 
 import json
 import re
+import runpy
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from helpers import forked
 from helpers.checkpoints import tensors
 from helpers.processes import run_python
 from safetensors.torch import save_file
@@ -416,11 +419,15 @@ def test_errors_name_what_to_do(converted, text, tmp_path, tiny_family, fails):
         assert not list(tmp_path.iterdir()), last
 
 
-@pytest.mark.slow
 def test_an_error_in_a_process_of_its_own(converted, tmp_path):
-    done = command(converted("gqa"), tmp_path / "out", "--text", "no.txt", *options_of())
-    assert done.returncode == 2
-    assert done.stderr == "error: --text: no file no.txt\n"
+    arguments = [converted("gqa"), tmp_path / "out", "--text", "no.txt", *options_of()]
+
+    def work():
+        sys.argv = ["uptrain", *map(str, arguments)]
+        main()
+
+    done = forked.run(tmp_path / "log", work)
+    assert (done.status, done.stderr) == (2, "error: --text: no file no.txt\n")
 
 
 @pytest.mark.slow
@@ -467,20 +474,26 @@ def test_the_configuration_for_fsdp_is_one_that_accelerate_reads():
     assert "fsdp_transformer_layer_cls_to_wrap" not in found.fsdp_config
 
 
-@pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(source, converted, text, tmp_path):
+    """By the recipe's script, in processes that begin as torchrun's do."""
     options = ["--text", text, "--teacher", source, *options_of(steps=8, eval_every=4, micro_batch=4)]
     start = converted("free")
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    two = command(start, tmp_path / "two", *options, start=(*launch, str(ROOT / "recipes" / "uptrain.py")))
-    assert two.returncode == 0, two.stderr
+
+    def work():
+        AcceleratorState._reset_state(reset_partial_state=True)  # it remembers that the tests are one process
+        sys.argv = ["uptrain.py", *map(str, [start, tmp_path / "two", *options])]
+        runpy.run_path(str(ROOT / "recipes" / "uptrain.py"), run_name="__main__")
+
+    torch.set_num_threads(1)  # a fork has one thread
+    ended = forked.run_ranks(tmp_path / "log", work)
+    assert [each.status for each in ended] == [0, 0], ended
     train(start, tmp_path / "one", text, teacher=str(source), steps=8, eval_every=4, micro_batch=4)
     rows = [read_log(tmp_path / f"{name}.training" / "log.jsonl") for name in ("one", "two")]
     assert len(rows[0]) == len(rows[1]) == 11
     for name in ("loss", "eval_loss", "eval_kl", "eval_excess"):
         first, second = ([row[name] for row in found if name in row] for found in rows)
         assert first == pytest.approx(second, abs=1e-3), name
-    assert two.stdout.count("wrote ") == 1
+    assert [each.stdout.count("wrote ") for each in ended] == [1, 0]
     before, after = tensors(tmp_path / "one"), tensors(tmp_path / "two")
     for name, value in before.items():
         torch.testing.assert_close(after[name], value, rtol=0, atol=1e-3, msg=name)
