@@ -56,14 +56,15 @@ class Distances:
         return (1 - self.tail - self.flat) * seen + common
 
 
-def mixed_distances(profile: Tensor, context: int, uniform: float = 0.0) -> Distances:
+def mixed_distances(profile: Tensor, context: int, uniform: float = 0.0, tail: float | None = None) -> Distances:
     """The mixture of the module's docstring for ``profile [H, S]`` and a model that has to serve ``context`` positions.
 
     At least the ``S`` distances of the profile count, and no others beyond `FARTHEST`. ``uniform`` is the flat part's
-    share.
+    share, ``tail`` (default `TAIL`) the tail's of the rest.
     """
     reach = max(profile.shape[1], min(context, FARTHEST))
-    return Distances(profile.double(), reach, (1 - uniform) * TAIL, uniform)
+    share = TAIL if tail is None else tail
+    return Distances(profile.double(), reach, (1 - uniform) * share, uniform)
 
 
 def rotary_moments(distances: Distances, speed: Tensor) -> Tensor:

@@ -5,9 +5,9 @@
 
 converts MODEL with every constant at a few values, the one in the code among them, and prints the excess loss (nats per
 token) on sequences of the calibration file that were held out from the fit. The conversions run in this process, with
-the constant replaced in its module; nothing is refined. The targets are meant for a model that caches 512 numbers per
-token and layer. `--text` measures the loss elsewhere, for example on windows longer than the calibration's sequences.
-`--distances` times the sum over the distances that count instead.
+the constant replaced in its module; nothing is refined. The targets are meant for a model that caches 512 elements per
+token per layer; `--target` takes another for all constants. `--text` measures the loss elsewhere, for example on
+windows longer than the calibration's sequences. `--distances` times the sum over the distances that count instead.
 """
 
 import argparse
@@ -28,15 +28,16 @@ TARGETS: dict[str, dict[str, Any]] = {
     "GQA-2": {"to": "gqa", "kv_heads": 2},
     "MLA 48+16": {"to": "mla", "kv_rank": 48, "rope_dim": 16},
     "MLA 48+16 engine": {"to": "mla", "kv_rank": 48, "rope_dim": 16, "layout": "engine"},
+    "MLA 128+64": {"to": "mla", "kv_rank": 128, "rope_dim": 64},
 }
 CONSTANTS: list[tuple[str, str, list[float], str]] = [  # module, name, values, target
     ("latent.als", "VALUE_WEIGHT", [1.0, 3.0, 5.0, 10.0, 20.0, 50.0], "MLA 48+16"),
-    ("latent.als", "UNIFORM", [0.0, 0.05, 0.1, 0.2, 0.5], "MLA 48+16"),
+    ("latent.als", "UNIFORM", [0.0, 0.02, 0.05, 0.1, 0.2, 0.5], "MLA 48+16"),
+    ("latent.als", "TAIL", [0.0, 0.25, 0.5, 0.75, 1.0], "MLA 48+16"),
     ("latent.als", "ROUNDS", [0, 1, 4, 8, 16], "MLA 48+16"),
     ("latent.als", "DAMPING", [1e-9, 1e-6, 1e-4, 1e-2], "MLA 48+16"),
     ("latent.slots", "UNIFORM", [0.0, 0.25, 0.5, 0.75], "MLA 48+16"),
     ("distances", "TAIL", [0.0, 0.25, 0.5, 0.75, 1.0], "GQA-2"),
-    ("distances", "TAIL", [0.0, 0.25, 0.5, 0.75, 1.0], "MLA 48+16"),
     ("fold.heads", "WEAKEST_QUERY", [1e-9, 1e-6, 1e-3], "GQA-2"),
     ("fold.score_fit", "ROUNDS", [0, 3, 10, 30], "GQA-2"),
     ("fold.score_fit", "DAMPING", [1e-9, 1e-6, 1e-3], "GQA-2"),
@@ -78,7 +79,8 @@ def perplexity(args: argparse.Namespace, folder: Path) -> float:
 def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """One row per constant, value and target that ``done`` lacks."""
     known = {(row["constant"], row["value"], row["target"]) for row in done}
-    for name, constant, values, target in CONSTANTS:
+    for name, constant, values, usual_target in CONSTANTS:
+        target = args.target or usual_target
         module, label = import_module(TRANSFORMS + name), f"{name}.{constant}"
         usual = getattr(module, constant)
         for value in values:
@@ -120,6 +122,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--distances", action="store_true", help="time the sum over distances; needs no model")
     parser.add_argument("--only", default="", help="constants whose name holds this")
+    parser.add_argument("--target", choices=TARGETS, help="convert to this one, whatever the constant's own")
     parser.add_argument("--samples", type=int, default=32, help="calibration sequences; at least 8 more are held out")
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--text", type=Path, help="measure the loss on windows of this file instead")

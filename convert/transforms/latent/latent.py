@@ -88,7 +88,7 @@ def to_latent(
     fit = first_fit(split, apply_gains(split.rest, gains, rotary), layer.values, basis)
     rounds = als.ROUNDS if rounds is None else rounds
     if rounds and basis.down.any():  # where nothing is left for the latent, the first fit is exact
-        distances = mixed_distances(statistics.profile, context, als.UNIFORM)
+        distances = mixed_distances(statistics.profile, context, als.UNIFORM, als.TAIL)
         problem = als.make_problem(layer, queries, moment, rotary, slots.theta, distances, rank, centered=centered)
         fit = als.alternate(problem, fit, rounds)
     return assemble(weights, layer, moment[-1, :-1], fit, slots, centered=centered)

@@ -244,7 +244,7 @@ def output_energy(rows, o):
 def score_error(weights, latent, statistics, x):
     """Squared error of scores about each query's mean, summed over heads, queries and keys at distances drawn apart."""
     error, group = 0.0, weights.heads // weights.kv_heads
-    profile = mixed_distances(statistics.profile, 0, latent_fit.UNIFORM).weights
+    profile = mixed_distances(statistics.profile, 0, latent_fit.UNIFORM, latent_fit.TAIL).weights
     c = x @ latent.down.T
     for head in range(weights.heads):
         means, squares = [], []
