@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvfold.attention.checkpoints import modeling_kvfold, modeling_kvfold_encoder
+from kvfold.attention.checkpoints import modeling_kvfold, modeling_kvfold_encoder, modeling_kvfold_seq2seq
 
 MODELING = Path(modeling_kvfold.__file__)  # the file that checkpoints take along
 PREFIX = "kvfold_"  # of model types
@@ -15,6 +15,7 @@ SOURCES = (
     *("mixtral", "mpt", "nemotron", "olmo", "opt", "phi", "phi3", "qwen2_moe", "stablelm", "starcoder2"),
 )
 ENCODERS = ("bert", "distilbert", "roberta")
+SEQ2SEQ = ("bart", "t5")
 
 
 def register_models() -> None:
@@ -23,22 +24,30 @@ def register_models() -> None:
     Checkpoints of that layout load as any other then, with the code of the installed package; models that are saved
     take the modeling file along.
     """
-    for source in (*SOURCES, *ENCODERS):
+    for source in (*SOURCES, *ENCODERS, *SEQ2SEQ):
         register_model(f"{PREFIX}{source}")
 
 
 def register_model(model_type: str) -> None:
     """The same for one ``model_type``, such as ``kvfold_gpt2``; nothing for any other or a second time."""
     source = model_type.removeprefix(PREFIX)
-    if model_type == source or source not in (*SOURCES, *ENCODERS) or model_type in CONFIG_MAPPING:
+    if model_type == source or source not in (*SOURCES, *ENCODERS, *SEQ2SEQ) or model_type in CONFIG_MAPPING:
         return
-    encodes = source in ENCODERS
-    code: Any = modeling_kvfold_encoder if encodes else modeling_kvfold
+    code, auto_class = _kind(source)
     stock = CONFIG_MAPPING[source]
     config = getattr(code, f"Kvfold{stock.__name__}")
     config.register_for_auto_class()
     AutoConfig.register(model_type, config)
-    for auto in (AutoModel, AutoModelForMaskedLM if encodes else AutoModelForCausalLM):
+    for auto in (AutoModel, auto_class):
         model = getattr(code, f"Kvfold{auto._model_mapping[stock].__name__}")
         model.register_for_auto_class(auto.__name__)
         auto.register(config, model)
+
+
+def _kind(source: str) -> tuple[Any, Any]:
+    """The modeling file of a source's model type, and the Auto class of the model with its head."""
+    if source in ENCODERS:
+        return modeling_kvfold_encoder, AutoModelForMaskedLM
+    if source in SEQ2SEQ:
+        return modeling_kvfold_seq2seq, AutoModelForSeq2SeqLM
+    return modeling_kvfold, AutoModelForCausalLM

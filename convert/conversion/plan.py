@@ -21,6 +21,7 @@ from kvfold.convert.targets.mla.layout import latent_layout, latent_reads
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout
 from kvfold.convert.targets.own_latent import own_latent_layout
+from kvfold.convert.targets.own_shared import shared_layout
 from kvfold.convert.targets.results import Result, folded_result, latent_result, latent_result_of
 from kvfold.convert.targets.same_family import (
     ABSORBED,
@@ -178,6 +179,8 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
     model.check_values()
     if model.family.kind == "encoder":
         _check_encoder(request, model)
+    if model.family.kind == "seq2seq":
+        _check_encoder_decoder(request, model)
     if request.to == "mla":
         target = latent_targets(request, model)[-1]  # of a budget the largest: calibration resolves it later
         return _latent_plan(request, checkpoint, model, target, [1.0] * (target.rope_dim // 2))
@@ -193,6 +196,20 @@ def _check_encoder(request: ConvertRequest, model: Model) -> None:
                 f"{option}: needs a model that predicts next tokens, {model.family.model_type} is an encoder; leave it "
                 "out (--refine works)"
             )
+
+
+def _check_encoder_decoder(request: ConvertRequest, model: Model) -> None:
+    """Raise InputError for what is not written for encoder-decoders: MLA, and everything that reads text."""
+    kind = model.family.model_type
+    if request.to == "mla":
+        raise InputError(f"--to mla: not written for encoder-decoders such as {kind} yet; --to gqa works")
+    if request.calibrated:
+        read = {"--refine": request.refine, "--polish": request.polish}
+        asked = next((name for name, given in read.items() if given), f"--method {request.resolved_method}")
+        raise InputError(
+            f"{asked}: calibration is not written for encoder-decoders such as {kind} yet; use --method mean, and "
+            "train the result further"
+        )
 
 
 def check_processes(plan: Plan) -> None:
@@ -246,7 +263,9 @@ def _fold_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
     kv_heads = 1 if request.kv_heads is None else request.kv_heads
     check_kv_heads(kv_heads, model.geometry, request.allow_growth)
     dtype = _stored_dtype(request)
-    if needs_own_code(model):
+    if model.family.kind == "seq2seq":
+        layout = shared_layout(model, checkpoint, kv_heads, dtype)
+    elif needs_own_code(model):
         layout = own_folded_layout(model, checkpoint, kv_heads, dtype)
     elif request.layout is not None:
         raise InputError(

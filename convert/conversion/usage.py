@@ -47,7 +47,7 @@ AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM)
 """
 
 _OWN_CODE = """
-No stock class holds this model: `{file}.py` builds the source's class and replaces its attention. Read it
+No stock class holds this model: `{file}.py` builds the source's class and changes its attention. Read it
 before you trust it. Where kvfold is installed, its own copy loads the model without `trust_remote_code`:
 
 ```python
@@ -85,17 +85,18 @@ def usage(plan: Plan) -> str:
         _UNKNOWN if experts else "",
         _ABSORB if latent else "",
         _SERVE.format(commands=served) if (served := _serving(plan)) else "",
-        "" if _is_wrapper(plan) or plan.encodes else _training(plan),
+        "" if _is_wrapper(plan) or plan.model.family.kind != "decoder" else _training(plan),
     ]
     return "".join(parts)
 
 
 def _loader(plan: Plan) -> str:
     """The Auto class that loads the result."""
-    if not plan.encodes:
-        return "AutoModelForCausalLM"
     heads = plan.checkpoint.config.get("architectures") or ["Model"]
-    return "AutoModel" if all(str(name).endswith("Model") for name in heads) else "AutoModelForMaskedLM"
+    if plan.model.family.kind != "decoder" and all(str(name).endswith("Model") for name in heads):
+        return "AutoModel"
+    headed = {"encoder": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
+    return headed.get(plan.model.family.kind, "AutoModelForCausalLM")
 
 
 def _training(plan: Plan) -> str:

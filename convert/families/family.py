@@ -15,6 +15,7 @@ from kvfold.convert.families.wrappers import INNER, WRAPPERS, text_type
 
 _FOLDER = Path(__file__).parent
 _ENCODERS = _FOLDER / "encoders"
+_SEQ2SEQ = _FOLDER / "seq2seq"
 _TOWERS = re.compile(r"(text|vision|audio|speech|image|video|decoder|encoder|thinker|talker|llm)_config$")
 
 
@@ -31,12 +32,19 @@ def encoders() -> tuple[str, ...]:
 
 
 @lru_cache
+def seq2seq() -> tuple[str, ...]:
+    """The model types of encoder-decoders that have a family file, sorted."""
+    return tuple(sorted(path.stem for path in _SEQ2SEQ.glob("*.json")))
+
+
+@lru_cache
 def load_family(name: str) -> Family:
-    """The family called ``name``, which must be one of ``supported()``, ``encoders()`` or ``INNER``.
+    """The family called ``name``, one of ``supported()``, ``encoders()``, ``seq2seq()`` or ``INNER``.
 
     Raises ``ValueError`` naming file, place and key when its file does not fit the schema.
     """
-    path = (_ENCODERS if name in encoders() else _FOLDER) / f"{name}.json"
+    folder = _ENCODERS if name in encoders() else _SEQ2SEQ if name in seq2seq() else _FOLDER
+    path = folder / f"{name}.json"
     return parse_family(read_table(path), path.name)
 
 
@@ -61,10 +69,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
         )
     if reason := REASONS.get(str(model_type)):
         raise InputError(f"config.json: model_type {model_type!r} is not supported: {reason}")
-    if model_type not in (*supported(), *encoders()):
+    if model_type not in (*supported(), *encoders(), *seq2seq()):
         raise InputError(
             f"config.json: model_type {model_type!r} is not supported; expected one of: {known}; or an encoder: "
-            f"{', '.join(encoders())}"
+            f"{', '.join(encoders())}; or an encoder-decoder: {', '.join(seq2seq())}"
         )
     family = load_family(model_type)
     _check_architecture(family, config.get("architectures"))
@@ -73,8 +81,13 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def check_decodes(config: Mapping[str, Any], origin: str, command: str) -> None:
-    """Raises InputError for the ``config`` of an encoder, converted or not: ``command`` cannot run it."""
+    """Raises InputError for the ``config`` of an encoder or encoder-decoder: ``command`` cannot run it."""
     kind = str(config.get("model_type")).removeprefix("kvfold_")
+    if kind in seq2seq():
+        raise InputError(
+            f"{origin}: {command} runs models of one sequence, found an encoder-decoder ({kind}), which kvfold "
+            "converts from weights alone"
+        )
     if kind in encoders():
         raise InputError(
             f"{origin}: {command} needs a model that writes text and keeps a cache, found an encoder ({kind}); "

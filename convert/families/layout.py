@@ -22,7 +22,7 @@ Read = Callable[[str], Tensor]
 def read_layer(model: Model, layer: int, read: Read) -> AttentionWeights:
     """The attention of ``layer``; ``read`` gives a tensor of the checkpoint by name. Nothing is cast."""
     geometry, attention = model.geometry, model.family.attention
-    module = attention.module.replace("{layer}", str(layer))
+    module = attention.place(layer)
     q, k, v = _read_qkv(model, module, "weight", read)
     o = _turned(model, read(f"{module}.{attention.o}.weight"))
     weights = AttentionWeights(q, k, v, o.reshape(geometry.model_dim, geometry.heads, geometry.head_dim))
@@ -52,7 +52,7 @@ def write_layer(
     """
     _check_places(model, weights)
     attention = model.family.attention
-    module = attention.module.replace("{layer}", str(layer))
+    module = attention.place(layer)
     stored = _rotary_order(model, weights, _to_interleaved)
     tensors = _join_qkv(model, module, "weight", (stored.q, stored.k, stored.v), roles)
     if stored.q_bias is not None and stored.k_bias is not None and stored.v_bias is not None:

@@ -29,7 +29,7 @@ _TYPES = {
         "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xmod"
     ),
     _ENCODED: (
-        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mllama_text_model musicgen musicgen_decoder "
+        "bigbird_pegasus blenderbot blenderbot-small marian mbart mllama_text_model musicgen musicgen_decoder "
         "musicgen_melody musicgen_melody_decoder mvp pegasus plbart prophetnet trocr whisper"
     ),
     _LATENT: (

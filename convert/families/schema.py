@@ -77,6 +77,7 @@ class Attention:
     ``sinks``: the tensor with a score per query head for one more key, whose value is zero (gpt-oss). ``alibi``: scores
     have linear biases by distance (ALiBi), which the model hands to its attention. ``shown``: the stock class calls
     transformers' attention functions, by which queries and keys are recorded.
+    ``cross``: the second attention of a decoder layer, to an encoder's outputs; each of the two counts as a layer then.
     """
 
     module: str
@@ -99,6 +100,13 @@ class Attention:
     transposed: bool = False
     alibi: Expression = False
     shown: bool = True
+    cross: str | None = None
+
+    def place(self, layer: int) -> str:
+        """The module of ``layer``. With ``cross`` the even ones are self-attention, the odd ones to the encoder."""
+        if self.cross is None:
+            return self.module.replace("{layer}", str(layer))
+        return (self.module, self.cross)[layer % 2].replace("{layer}", str(layer // 2))
 
 
 @dataclass(frozen=True)
@@ -212,7 +220,8 @@ class Family:
 
     ``also``: other names of ``architecture`` in published files. ``prefix``: what begins the names of all tensors but
     the head's, and is left out in some published files. ``own_code``: the model in layout ``kvfold``. An ``encoder``
-    keeps no cache and predicts no next token. ``requires``: config keys that are missing or have this value.
+    keeps no cache and predicts no next token; ``seq2seq`` is an encoder-decoder. ``requires``: config keys that are
+    missing or have this value.
     """
 
     model_type: str
@@ -227,14 +236,18 @@ class Family:
     also: tuple[str, ...] = ()
     prefix: str = ""
     own_code: OwnCode | None = None
-    kind: Literal["decoder", "encoder"] = "decoder"
+    kind: Literal["decoder", "encoder", "seq2seq"] = "decoder"
     requires: Mapping[str, Any] = field(default_factory=dict)
 
     def renamed(self, rename: Callable[[str], str]) -> "Family":
         """The same family where files call their tensors otherwise."""
         return replace(
             self,
-            attention=replace(self.attention, module=rename(self.attention.module)),
+            attention=replace(
+                self.attention,
+                module=rename(self.attention.module),
+                cross=None if self.attention.cross is None else rename(self.attention.cross),
+            ),
             tensors={role: replace(spec, name=rename(spec.name)) for role, spec in self.tensors.items()},
             tolerated=tuple(replace(item, name=rename(item.name)) for item in self.tolerated),
         )

@@ -57,7 +57,7 @@ def _per_layer(spec: TensorSpec) -> bool:
 def attention_tensors(values: Values, geometry: Geometry, layer: int) -> Iterator[StoredTensor]:
     """The attention tensors of ``layer``: every projection's weight and bias, sinks, the norms of queries and keys."""
     attention, norm = values.family.attention, active_norm(values)
-    module = attention.module.replace("{layer}", str(layer))
+    module = attention.place(layer)
     for role, name in projections(attention).items():
         sides = _sides(role, geometry)
         roles = ("q", "k", "v") if role == "qkv" else (role,)

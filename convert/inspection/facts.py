@@ -241,6 +241,8 @@ def _weights(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
 
 
 def _latent_limits(model: Model) -> LatentLimits:
+    if model.family.kind == "seq2seq":
+        return LatentLimits(("--to mla: not written for encoder-decoders yet",))
     geometry, problems = model.geometry, [] if needs_own_code(model) else model_problems(model)
     if problems:
         return LatentLimits(tuple(problems))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvfold.convert.errors import InputError, short
-from kvfold.convert.families.family import encoders, load_family, supported
+from kvfold.convert.families.family import encoders, load_family, seq2seq, supported
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.tensors import ROLES
 from kvfold.convert.families.values import TYPES
@@ -13,6 +13,7 @@ from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.targets.own_code import BLOCK, Shape, grouped_shapes, source_type
 from kvfold.convert.targets.own_latent import latent_shapes
+from kvfold.convert.targets.own_shared import shared_shapes
 from kvfold.convert.targets.results import Result, folded_result, latent_result_of
 
 
@@ -36,6 +37,9 @@ class OwnModel:
 
     def shapes(self) -> dict[str, Shape]:
         """Every tensor of the checkpoint."""
+        if self.source.family.kind == "seq2seq":
+            every = {name: tensor.shape for name, tensor in self.source.tensors.items()}
+            return {**every, **shared_shapes(self.source, self.kv_heads or 1)}
         tensors = self.source.tensors.items()
         shapes = {name: tensor.shape for name, tensor in tensors if not {*tensor.roles} & {*ROLES}}
         for layer in range(self.source.geometry.layers):
@@ -52,9 +56,10 @@ def own_model(checkpoint: Checkpoint) -> OwnModel:
     """Raises InputError for a config that kvfold did not write, or tensors that are not those of the config."""
     config = checkpoint.config
     kind, block = source_type(config), config.get(BLOCK)
-    if kind not in (*supported(), *encoders()) or load_family(kind).own_code is None or not isinstance(block, Mapping):
+    known = kind in (*supported(), *encoders(), *seq2seq())
+    if not known or load_family(str(kind)).own_code is None or not isinstance(block, Mapping):
         raise InputError(f"config.json: model_type {config.get('model_type')!r} is not one that kvfold writes")
-    source = Model(load_family(kind), {**config, "model_type": kind}).as_stored(checkpoint.tensors)
+    source = Model(load_family(str(kind)), {**config, "model_type": kind}).as_stored(checkpoint.tensors)
     made = _described(block, source)
     stored = {name: info.shape for name, info in checkpoint.tensors.items()}
     if problems := [

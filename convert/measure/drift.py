@@ -10,6 +10,7 @@ import torch
 from kvfold.attention.drift.report import DriftReport, floor_count, measure_drift
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
+from kvfold.convert.families.family import check_decodes, seq2seq
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.stream.fits import check_fits
 from kvfold.convert.stream.stream import CheckpointStream
@@ -44,6 +45,8 @@ def drift_checkpoints(
     source, student = open_checkpoint(model), open_checkpoint(out)
     try:
         _check_pair(source, student, model, out)
+        if str(source.config.get("model_type")) in seq2seq():
+            check_decodes(source.config, source.origin, "kvfold drift")
         place = choose_device(device)
         tokenizer = load_tokenizer(source, trust_remote_code, "measuring drift")
         streams = _stream(source, place, dtype), _stream(student, place, dtype)

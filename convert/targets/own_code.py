@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kvfold.convert.transforms.weights import AttentionWeights
 
 CODE = "kvfold.attention.checkpoints.modeling_kvfold"
-ENCODER_CODE = f"{CODE}_encoder"
 BLOCK = "kvfold"  # the key of config.json that says what the attention is like
 _PREFIX = "kvfold_"  # of model types
 
@@ -87,18 +86,18 @@ def own_layout(
     """The layout for an attention of tensors ``shapes``, by layer and name; ``facts`` describe it in config.json."""
     return TargetLayout(
         kind=kind,
-        config=_config(source, checkpoint, {**facts, **_facts(source)}, dtype),
+        config=own_config(source, checkpoint, facts, dtype),
         tensors=tuple(_output_tensors(source, checkpoint, shapes, dtype)),
         computed=tuple(tuple(layer) for layer in shapes),
         cache_elements=cache_elements,
         encode=encode,
-        code=_code(source),
+        code=own_module(source),
     )
 
 
-def _code(source: Model) -> str:
+def own_module(source: Model) -> str:
     """The module that the checkpoint takes along."""
-    return ENCODER_CODE if source.family.kind == "encoder" else CODE
+    return {"encoder": f"{CODE}_encoder", "seq2seq": f"{CODE}_seq2seq"}.get(source.family.kind, CODE)
 
 
 def _own_code(source: Model) -> OwnCode:
@@ -108,9 +107,10 @@ def _own_code(source: Model) -> OwnCode:
     return own
 
 
-def _config(source: Model, checkpoint: Checkpoint, facts: dict[str, Any], dtype: str | None) -> dict[str, Any]:
+def own_config(source: Model, checkpoint: Checkpoint, facts: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
+    """The source's config as one of this layout; ``facts`` describe the attention beside what every variant has."""
     own = _own_code(source)
-    file, known = _code(source).rpartition(".")[2], {*own.classes.values()}
+    file, known = own_module(source).rpartition(".")[2], {*own.classes.values()}
     stated = [name for name in checkpoint.config.get("architectures") or () if name in known]
     changes = {
         "model_type": f"{_PREFIX}{source.family.model_type}",
@@ -118,7 +118,7 @@ def _config(source: Model, checkpoint: Checkpoint, facts: dict[str, Any], dtype:
         "auto_map": {
             auto: f"{file}.Kvfold{stock}" for auto, stock in {"AutoConfig": own.config, **own.classes}.items()
         },
-        BLOCK: facts,
+        BLOCK: {**facts, **_facts(source)},
     }
     config = edit_config(checkpoint.config, changes)
     stored = dtype or TORCH_NAMES[_computed_dtype(source, checkpoint)]

@@ -34,7 +34,6 @@ TARGETS: dict[str, dict[str, Any]] = {
     "GQA-4": {"to": "gqa", "kv_heads": 4},
     "MQA": {"to": "mqa"},
     "MLA 192": {"to": "mla", "kv_rank": 192, "rope_dim": 0},
-    "MLA 96": {"to": "mla", "kv_rank": 96, "rope_dim": 0},
 }
 SENTENCES = 200
 CALIBRATION = {"samples": 256, "seq_len": 64}
@@ -55,8 +54,8 @@ def main() -> None:
         for method in (weights_only(target), "principal"):
             rows.append({"target": target, "method": method, **compared(model, {**TARGETS[target], "method": method})})
             print(f"{target:8} {method:10} cosine similarity {rows[-1]['cosine']:.4f}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({**about(model), "rows": rows}, indent=2) + "\n")
+            if options.json:
+                options.json.write_text(json.dumps({**about(model), "rows": rows}, indent=2) + "\n")
 
 
 def packaged_model() -> Path | None:
@@ -77,7 +76,8 @@ def compared(model: Path, how: dict[str, Any]) -> dict[str, float]:
         done = convert_checkpoint(ConvertRequest(model=str(model), out=str(out), quiet=True, **how, **text))
         similarity = torch.cosine_similarity(embeddings(model), embeddings(out), dim=-1)
     parameters = done.record["attention_parameters"]
-    return {"cosine": float(similarity.mean()), "attention_parameters": parameters["to"] / parameters["from"]}
+    left = parameters["to"] / parameters["from"]
+    return {"cosine": round(float(similarity.mean()), 4), "attention_parameters": round(left, 4)}
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.family import encoders, family_of, supported
+from kvfold.convert.families.family import encoders, family_of, seq2seq, supported
 from kvfold.convert.families.model import model_of
 
 LLAMA = {
@@ -127,7 +127,7 @@ def test_an_unsupported_family_lists_the_supported_ones(model_type):
     known = ", ".join(supported())
     assert str(caught.value) == (
         f"config.json: model_type {model_type!r} is not supported; expected one of: {known}; or an encoder: "
-        f"{', '.join(encoders())}"
+        f"{', '.join(encoders())}; or an encoder-decoder: {', '.join(seq2seq())}"
     )
 
 

@@ -11,13 +11,14 @@ import pytest
 from helpers.processes import run_python
 
 from kvfold.convert.families import expressions, schema
-from kvfold.convert.families.family import encoders, family_of, load_family, supported
+from kvfold.convert.families.family import encoders, family_of, load_family, seq2seq, supported
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.families.values import TYPES, Values
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout
 from kvfold.convert.targets.own_latent import own_latent_layout
+from kvfold.convert.targets.own_shared import shared_layout
 
 FOLDER = Path(schema.__file__).parent
 
@@ -30,12 +31,13 @@ PROMISED = [
 ]
 
 
-ALL = (*supported(), *encoders())
+ALL = (*supported(), *encoders(), *seq2seq())
 
 
 def place(name: str) -> Path:
     """The file of a family."""
-    return FOLDER / ("encoders" if name in encoders() else "") / f"{name}.json"
+    folder = "encoders" if name in encoders() else "seq2seq" if name in seq2seq() else ""
+    return FOLDER / folder / f"{name}.json"
 
 
 def table(name: str) -> dict:
@@ -46,6 +48,7 @@ def table(name: str) -> dict:
 def test_the_families_are_those_promised():
     assert supported() == tuple(sorted(PROMISED))
     assert encoders() == ("bert", "distilbert", "roberta")
+    assert seq2seq() == ("bart", "t5")
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -236,8 +239,11 @@ def ask_everything(family: schema.Family, config: dict) -> None:
         }
         checkpoint = SimpleNamespace(config=config, tensors=stored)
         target = LatentTarget(8, 4, layout="kvfold")
-        own_latent_layout(model.as_stored(stored), checkpoint, target, [1.0, 0.1], None)
-    if needs_own_code(model):
+        if family.kind != "seq2seq":
+            own_latent_layout(model.as_stored(stored), checkpoint, target, [1.0, 0.1], None)
+    if family.kind == "seq2seq":
+        shared_layout(model.as_stored(stored), checkpoint, 1, None)
+    elif needs_own_code(model):
         own_folded_layout(model, checkpoint, 1, None)
     else:
         model.kv_config(1)
@@ -252,7 +258,7 @@ def ask_everything(family: schema.Family, config: dict) -> None:
 def test_expressions_refer_to_keys_of_the_file(name):
     data = table(name)
     known = {*data["config"], "layer", "layer_type", "sparse"}
-    literal = {"module", "layout", "q", "k", "v", "o", "qkv", "sinks", "kind", "extent"}
+    literal = {"module", "layout", "q", "k", "v", "o", "qkv", "sinks", "cross", "kind", "extent"}
     parts = [
         *data["sizes"].values(),
         *(value for key, value in data["attention"].items() if key not in literal and isinstance(value, str)),

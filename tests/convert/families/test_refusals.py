@@ -6,7 +6,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.families import refusals
-from kvfold.convert.families.family import encoders, family_of, supported
+from kvfold.convert.families.family import encoders, family_of, seq2seq, supported
 
 TOWERS = {"text_config", "vision_config", "audio_config", "audio_encoder_config", "text_encoder"}
 
@@ -24,8 +24,13 @@ def parts(model_type: str) -> set[str]:
 
 def test_every_causal_language_model_is_accounted_for():
     wrappers = {name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if parts(name) & TOWERS}
-    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - wrappers <= {*supported(), *encoders(), *refusals.REASONS}
-    assert not {*supported(), *encoders()} & {*refusals.REASONS}
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - wrappers <= {
+        *supported(),
+        *encoders(),
+        *seq2seq(),
+        *refusals.REASONS,
+    }
+    assert not {*supported(), *encoders(), *seq2seq()} & {*refusals.REASONS}
 
 
 def test_the_reason_is_the_whole_answer():
