@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvfold.convert.families.expressions import evaluate
 from kvfold.convert.families.geometry import Layer
 from kvfold.convert.families.model import Model
+from kvfold.convert.families.rotary import layer_frequencies
 from kvfold.convert.families.schema import OwnCode
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.config import dtype_changes, edit_config
@@ -152,10 +153,8 @@ def _rotations(source: Model) -> dict[str, Any]:
     """The rotary embedding of the source, which all its layers share."""
     if not source.geometry.rotary_dims:
         return {"frequencies": [], "amplitude": 1.0}
-    from kvfold.convert.families.rotary import layer_rotary  # needs torch
-
-    rotary = layer_rotary(source, 0)
-    return {"frequencies": [float(angle) for angle in rotary.theta], "amplitude": rotary.amplitude}
+    frequencies, amplitude = layer_frequencies(source, 0)
+    return {"frequencies": frequencies, "amplitude": amplitude}
 
 
 def grouped_shapes(source: Model, layer: int, kv_heads: int) -> dict[str, Shape]:

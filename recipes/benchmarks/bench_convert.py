@@ -2,15 +2,17 @@
 
     python recipes/benchmarks/bench_convert.py --work /scratch --json recipes/results/convert_llama2_7b.json
     python recipes/benchmarks/bench_convert.py --work /scratch --layers 8          # a quarter of it, for a trial
+    python recipes/benchmarks/bench_convert.py --work /scratch --pairs 1 --processes 1 2
 
 Makes a bfloat16 checkpoint in several shards (13.5 GB with 32 layers) in a new folder below --work, converts it from
-MHA to GQA-8 in its own process, copies it with `cp -r --reflink=never`, in alternating pairs, each followed by
-`sync` and preceded by dropping the page cache where that is permitted. The first pair is discarded. Needs three times
-the checkpoint's size on that disk; removes everything it made. On a machine with other work only the CPU seconds count,
-which are also given by what takes them: each part is made once more alone.
+MHA to GQA-8 by each number of --processes (several by torchrun, gloo), copies it with `cp -r --reflink=never`, in turn,
+each followed by `sync` and preceded by dropping the page cache where that is permitted. The first round is discarded.
+Every OUT is hashed; needs twice the checkpoint's size on that disk; removes everything it made. On a machine with other
+work only the CPU seconds count, which are also given by what takes them: each part is made once more alone.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import resource
@@ -52,6 +54,7 @@ CONFIG = {
 }
 ATTENTION_LAYER = 4 * WIDTH * WIDTH * 2  # bytes of q, k, v and o
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+SPARE = 2 * 10**9  # bytes that stay free on the disk
 POLL = 0.02  # seconds between two looks at the process's memory
 
 
@@ -118,6 +121,12 @@ def write_shard(path: Path, shard: dict[str, tuple[int, ...]], noise: memoryview
                 left, start = left - len(part), 0
 
 
+def check_room(folder: Path, size: int) -> None:
+    """End the run rather than fill the disk."""
+    if (free := shutil.disk_usage(folder).free) < size + SPARE:
+        raise SystemExit(f"{folder}: expected {size + SPARE} bytes free, found {free}")
+
+
 def drop_caches() -> bool:
     """Write out what is pending and drop the page cache; False when that is not permitted."""
     subprocess.run(["sync"], check=True)
@@ -128,19 +137,32 @@ def drop_caches() -> bool:
     return True
 
 
-def timed(command: list[str], environment: dict[str, str]) -> tuple[float, dict[str, int]]:
-    """Seconds until the command and a `sync` after it are done; the peaks of its memory in bytes."""
-    start = time.perf_counter()
-    process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
-    peaks: dict[str, int] = {}
+def timed(command: list[str], launched: bool = False) -> dict[str, Any]:
+    """Seconds until the command and a `sync` after it are done, CPU seconds, and the peaks of its memory in bytes.
+
+    ``launched``: the command starts others, and the memory is that of each of them.
+    """
+    start, used = time.perf_counter(), children_cpu()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    peaks: dict[int, dict[str, int]] = {}
     while process.poll() is None:
-        for name, value in memory_of(process.pid).items():
-            peaks[name] = max(value, peaks.get(name, 0))
+        for number in started_by(process.pid) if launched else [process.pid]:
+            seen = peaks.setdefault(number, {})
+            seen.update({name: max(value, seen.get(name, 0)) for name, value in memory_of(number).items()})
         time.sleep(POLL)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}: exit status {process.returncode}")
+    cpu = children_cpu() - used
     subprocess.run(["sync"], check=True)
-    return time.perf_counter() - start, peaks
+    return {"seconds": time.perf_counter() - start, "cpu_seconds": cpu, "peaks": list(peaks.values())}
+
+
+def started_by(process: int) -> list[int]:
+    """The processes that a process has started."""
+    try:
+        return [int(number) for number in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except OSError:  # it has just ended
+        return []
 
 
 def memory_of(process: int) -> dict[str, int]:
@@ -159,8 +181,16 @@ def children_cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def hashed(out: Path) -> tuple[str, float]:
+    """A digest of all names and hashes in OUT, and the CPU seconds of hashing it."""
+    began = time.process_time()
+    hashes = file_hashes(out)
+    digest = hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
+    return digest, time.process_time() - began
+
+
 def cpu_parts(source: Path, work: Path) -> dict[str, float]:
-    """CPU seconds of what a conversion does beside pooling, each alone: importing torch, copying, hashing OUT."""
+    """CPU seconds of what a conversion does beside hashing and pooling, each alone: importing torch, copying."""
     before = children_cpu()
     subprocess.run([sys.executable, "-c", "import torch, numpy"], check=True)
     parts = {"importing torch": children_cpu() - before}
@@ -170,56 +200,79 @@ def cpu_parts(source: Path, work: Path) -> dict[str, float]:
             copy_range(file.fileno(), 0, target.fileno(), 0, path.stat().st_size, lambda count: None)
     parts["copying"] = time.process_time() - began
     (work / "copied").unlink()
-    began = time.process_time()
-    file_hashes(work / "out")
-    return {**parts, "hashing": time.process_time() - began}
+    return parts
 
 
-def measure(source: Path, work: Path, pairs: int, options: list[str]) -> list[dict[str, Any]]:
-    """Alternate cp and convert; one row per pair."""
+def convert_command(source: Path, out: Path, processes: int, options: list[str]) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    call = ["-m", "kvfold.convert", "convert", str(source), str(out), *options]
+    return [sys.executable, *(launcher if processes > 1 else []), *call]
+
+
+def measure(source: Path, work: Path, pairs: int, counts: list[int], options: list[str]) -> list[dict[str, Any]]:
+    """cp and the conversions in turn; one row per round."""
     rows = []
+    size = sum(path.stat().st_size for path in source.iterdir())
     for pair in range(pairs):
         row: dict[str, Any] = {"caches_dropped": drop_caches(), "load_average": os.getloadavg()[0]}
-        row["cp_seconds"], _ = timed(["cp", "-r", "--reflink=never", str(source), str(work / "copy")], {})
+        check_room(work, size)
+        row["cp"] = timed(["cp", "-r", "--reflink=never", str(source), str(work / "copy")])
         shutil.rmtree(work / "copy")
-        drop_caches()
-        command = [sys.executable, "-m", "kvfold.convert", "convert", str(source), str(work / "out"), *options]
-        before = children_cpu()
-        row["convert_seconds"], row["peaks"] = timed(command, {})
-        row["convert_cpu_seconds"] = children_cpu() - before
         row["cpu_parts"] = cpu_parts(source, work)
-        row["out_bytes"] = sum(path.stat().st_size for path in (work / "out").iterdir())
-        shutil.rmtree(work / "out")
-        row["ratio"] = row["convert_seconds"] / row["cp_seconds"]
+        print(f"round {pair}: cp {row['cp']['seconds']:.2f} s", flush=True)
+        for count in counts:
+            drop_caches()
+            check_room(work, size)
+            run = timed(convert_command(source, work / "out", count, options), launched=count > 1)
+            run["sha256"], hashing = hashed(work / "out")
+            row["out_bytes"] = sum(path.stat().st_size for path in (work / "out").iterdir())
+            shutil.rmtree(work / "out")
+            run["ratio"] = run["seconds"] / row["cp"]["seconds"]
+            row["cpu_parts"] = {**row["cpu_parts"], "hashing": hashing}
+            row[str(count)] = run
+            print(f"round {pair}: {count} processes {run['seconds']:.2f} s, {run['ratio']:.3f} x cp", flush=True)
         rows.append(row)
-        print(f"pair {pair}: cp {row['cp_seconds']:.2f} s, convert {row['convert_seconds']:.2f} s, {row['ratio']:.3f}")
     return rows
 
 
-def summary(rows: list[dict[str, Any]], layers: int, size: int, options: list[str]) -> dict[str, Any]:
-    """The figures without the first pair, and the machine they hold for."""
-    counted = rows[1:] or rows
-    ratios = [row["ratio"] for row in counted]
-    peaks = {name: max(row["peaks"][name] for row in counted) for name in counted[0]["peaks"]}
-    private = peaks.get("RssAnon", 0) + peaks.get("RssShmem", 0)
-    allowed = 10**9 + 4 * ATTENTION_LAYER
+def of_count(rows: list[dict[str, Any]], count: str) -> dict[str, Any]:
+    """The figures of the conversions by ``count`` processes, ``peak_bytes`` of each process."""
+    runs = [row[count] for row in rows]
+    ratios = [run["ratio"] for run in runs]
+    peaks = [memory for run in runs for memory in run["peaks"]]
     return {
-        "what": f"Llama-2-7B shapes, {layers} layers, bfloat16: {' '.join(options)} against cp -r --reflink=never",
+        "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios), "allowed": 1.25},
+        "seconds": statistics.median(run["seconds"] for run in runs),
+        "cpu_seconds": statistics.median(run["cpu_seconds"] for run in runs),
+        "peak_bytes": {
+            "own": max(memory.get("RssAnon", 0) + memory.get("RssShmem", 0) for memory in peaks),
+            "mapped_files": max(memory.get("RssFile", 0) for memory in peaks),
+            "all": max(memory.get("VmHWM", 0) for memory in peaks),
+        },
+        "sha256": sorted({run["sha256"] for run in runs}),
+    }
+
+
+def summary(rows: list[dict[str, Any]], counts: list[int], layers: int, size: int, text: str) -> dict[str, Any]:
+    """The figures without the first round, and the machine they hold for."""
+    counted = rows[1:] or rows
+    made = {str(count): of_count(counted, str(count)) for count in counts}
+    return {
+        "what": f"Llama-2-7B shapes, {layers} layers, bfloat16: {text} against cp -r --reflink=never",
         "checkpoint_bytes": size,
         "out_bytes": counted[0]["out_bytes"],
-        "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios), "allowed": 1.25},
-        "cp_seconds": statistics.median(row["cp_seconds"] for row in counted),
-        "convert_seconds": statistics.median(row["convert_seconds"] for row in counted),
-        "convert_cpu_seconds": statistics.median(row["convert_cpu_seconds"] for row in counted),
+        "cp_seconds": statistics.median(row["cp"]["seconds"] for row in counted),
+        "cp_cpu_seconds": statistics.median(row["cp"]["cpu_seconds"] for row in counted),
         "cpu_parts": {
             part: statistics.median(row["cpu_parts"][part] for row in counted) for part in counted[0]["cpu_parts"]
         },
-        "peak_bytes": {"own": private, "mapped_files": peaks.get("RssFile", 0), "all": peaks.get("VmHWM", 0)},
-        "allowed_bytes": allowed,
+        "processes": made,
+        "equal_hashes": len({digest for figures in made.values() for digest in figures["sha256"]}) == 1,
+        "allowed_bytes": 10**9 + 4 * ATTENTION_LAYER,
         "caches_dropped": all(row["caches_dropped"] for row in rows),
         **conditions(),
         "cp": subprocess.run(["cp", "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0],
-        "pairs": rows,
+        "rounds": rows,
     }
 
 
@@ -229,7 +282,8 @@ def main() -> None:
         "--work", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk to measure"
     )
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--pairs", type=int, default=6, help="the first is discarded")
+    parser.add_argument("--pairs", type=int, default=6, help="rounds; of several the first is discarded")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1], help="numbers of processes that convert")
     parser.add_argument("--shard-size", type=float, default=5.0, help="GB per shard of the source")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--options", default="--to gqa --kv-heads 8 --method mean", help="of kvfold convert")
@@ -238,14 +292,14 @@ def main() -> None:
     work = Path(tempfile.mkdtemp(prefix="kvfold-bench-", dir=arguments.work))
     try:
         size = make_checkpoint(work / "source", arguments.layers, int(arguments.shard_size * 1e9))
-        rows = measure(work / "source", work, arguments.pairs, options)
+        rows = measure(work / "source", work, arguments.pairs, arguments.processes, options)
     finally:
         shutil.rmtree(work)
-    result = summary(rows, arguments.layers, size, options)
+    result = summary(rows, arguments.processes, arguments.layers, size, " ".join(options))
     text = json.dumps(result, indent=2) + "\n"
     if arguments.json:
         arguments.json.write_text(text)
-    print(json.dumps({key: value for key, value in result.items() if key != "pairs"}, indent=2))
+    print(json.dumps({key: value for key, value in result.items() if key != "rounds"}, indent=2))
 
 
 if __name__ == "__main__":

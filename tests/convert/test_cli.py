@@ -47,10 +47,11 @@ def test_the_first_page_of_help_is_whole_at_80_columns(kvfold, monkeypatch):
     assert all(row.endswith(".") and not row.endswith("..") for row in rows)
 
 
-def test_help_and_inspect_import_nothing_heavy():
+def test_help_and_inspect_import_nothing_heavy(tiny_family):
     """In one process of its own: what they import is imported once."""
     lines = [[], *([command, "--help"] for command in COMMANDS), ["inspect", str(demo_folder()), "--json"]]
     lines.append(["convert", str(demo_folder()), "nowhere", "--to", "mla", "--budget", "32", "--dry-run"])
+    lines.append(["convert", str(tiny_family("gpt_neox")), "nowhere", "--to", "mqa", "--method", "mean", "--dry-run"])
     lines.append(["plan", "--shape", "llama-3-405b", "--to", "mla", "--kv-rank", "512", "--rope-dim", "64"])
     script = f"""
 import sys

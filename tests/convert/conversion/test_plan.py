@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvfold.convert.conversion.plan import make_plan
+from kvfold.convert import processes
+from kvfold.convert.conversion.plan import check_processes, make_plan
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
 from kvfold.convert.families.tensors import StoredTensor
@@ -77,3 +78,18 @@ def test_weights_of_whole_numbers_are_refused():
     with pytest.raises(InputError) as raised:
         make_plan(ConvertRequest("m", "o", "gqa", kv_heads=2), checkpoint)
     assert raised.value.details == (f"wrong dtype: {name} is I16, expected one of BF16, F16, F32, F64",)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"polish": 10}, "--polish: trains the whole model in one process, found 4; run it without torchrun"),
+        ({"samples": 3}, "--samples: expected at least 4, a sequence for each process, found 3"),
+    ],
+)
+def test_what_several_processes_cannot_share_is_refused(options, message, monkeypatch):
+    plan = make_plan(ConvertRequest(model="m", out="o", to="mqa", **options), headers(2))
+    check_processes(plan)
+    monkeypatch.setattr(processes, "count", lambda: 4)
+    with pytest.raises(InputError, match=message):
+        check_processes(plan)

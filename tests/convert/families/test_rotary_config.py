@@ -226,6 +226,10 @@ def test_dynamic_scaling_is_refused():
             {"rope_scaling": {**SCALED["longrope"], "type": "longrope", "long_factor": [1.0]}},
             "config.json: long_factor must be a list of 32 numbers, one per rotary pair, found 1",
         ),
+        (
+            {"rope_scaling": {**SCALED["llama3"], "type": "llama3", "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+            "config.json: the numbers of rope_type 'llama3' give no frequencies: float division by zero",
+        ),
     ],
 )
 def test_errors_name_the_key(rope, message):
