@@ -55,7 +55,7 @@ class EncoderAttention(nn.Module):
 
     def split(self, projected: Tensor) -> Tensor:
         """``[B, T, heads * D]`` by head: ``[B, heads, T, D]``."""
-        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
 
 class GroupedAttention(EncoderAttention):
