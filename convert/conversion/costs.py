@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass
 
 from kvfold.convert.conversion.memory import output_bytes, polishing_bytes, state_bytes
-from kvfold.convert.conversion.plan import Plan, latent_targets
+from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.conversion.possible import latent_targets
 from kvfold.convert.request import held_out_count
 from kvfold.convert.training.budget import ROUND, sequences_of, steps_of
 

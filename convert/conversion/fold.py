@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Self
 
 from kvfold.convert import processes
+from kvfold.convert.conversion.calibrated import Calibrated
+from kvfold.convert.conversion.calibration import hidden_states, load_tokens, source_stream
 from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.method import Converted, Method, Notes
 from kvfold.convert.conversion.norms import NORMS, norms_note
@@ -16,14 +18,8 @@ from kvfold.convert.conversion.pooled import pooled_layer
 from kvfold.convert.conversion.refinement import refinement_record
 from kvfold.convert.conversion.source import source_layer, source_rotary
 from kvfold.convert.conversion.stages import Stages
-from kvfold.convert.conversion.steps import (
-    Calibrated,
-    StudentWalk,
-    hidden_states,
-    load_tokens,
-    print_start,
-    source_stream,
-)
+from kvfold.convert.conversion.start import print_start
+from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import layer_rotary

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from kvfold.convert import processes
+from kvfold.convert.conversion.calibrated import Calibrated
+from kvfold.convert.conversion.calibration import hidden_states, load_tokens, own_sequences, source_stream
 from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.latent_layer import (
     DAMPERS,
@@ -31,15 +33,8 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.refinement import refinement_record
 from kvfold.convert.conversion.source import source_heads, source_layer, source_rotary
 from kvfold.convert.conversion.stages import Stages
-from kvfold.convert.conversion.steps import (
-    Calibrated,
-    StudentWalk,
-    hidden_states,
-    load_tokens,
-    own_sequences,
-    print_start,
-    source_stream,
-)
+from kvfold.convert.conversion.start import print_start
+from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.conversion.trials import resolve
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens

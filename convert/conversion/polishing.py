@@ -13,10 +13,10 @@ from tqdm import tqdm
 from kvfold.attention.drift.lockstep import compare
 from kvfold.attention.drift.report import DriftReport, report_of
 from kvfold.convert.console import duration
+from kvfold.convert.conversion.calibrated import Calibrated
 from kvfold.convert.conversion.journal import POLISH_STATE
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.stages import Stages
-from kvfold.convert.conversion.steps import Calibrated
 from kvfold.convert.device import training_autocast
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.shards import ShardWriter

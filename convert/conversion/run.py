@@ -256,8 +256,8 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Meas
 
 def _polished(plan: Plan, measured: Measured | None, folder: Path, stages: Stages) -> Measured:
     """Train all converted attention in ``folder`` together; returns what is measured after it."""
+    from kvfold.convert.conversion.calibrated import Calibrated
     from kvfold.convert.conversion.polishing import polish
-    from kvfold.convert.conversion.steps import Calibrated
 
     assert isinstance(measured, Calibrated)  # a request to polish is calibrated
     return polish(plan, measured, folder, stages)

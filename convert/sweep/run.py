@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.console import duration
+from kvfold.convert.conversion.calibration import load_tokens, source_stream
 from kvfold.convert.conversion.fold import fold_layer
 from kvfold.convert.conversion.latent import survey_layers
 from kvfold.convert.conversion.latent_layer import Survey, latent_layer
@@ -30,7 +31,7 @@ from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, make_plan, reading
 from kvfold.convert.conversion.source import source_heads
 from kvfold.convert.conversion.stages import Progress, Stages
-from kvfold.convert.conversion.steps import StudentWalk, load_tokens, source_stream
+from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import check_decodes
 from kvfold.convert.families.model import model_of

@@ -13,7 +13,8 @@ from itertools import chain
 from typing import Any
 
 from kvfold.convert.conversion.latent_layer import Candidate, Survey, candidate, sketched_layer
-from kvfold.convert.conversion.plan import Plan, latent_targets
+from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.conversion.possible import latent_targets
 from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.conversion.trials import few, probed_layers
 from kvfold.convert.walk.twin import Twin

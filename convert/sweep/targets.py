@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kvfold.convert.conversion.plan import possible_kv_heads
+from kvfold.convert.conversion.possible import possible_kv_heads
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import Layout

@@ -19,9 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.bench.machine import conditions
+from kvfold.convert.conversion.calibration import source_stream
 from kvfold.convert.conversion.costs import costs_of
 from kvfold.convert.conversion.plan import make_plan, reading
-from kvfold.convert.conversion.steps import machine_rates, source_stream
+from kvfold.convert.conversion.start import machine_rates
 from kvfold.convert.data import demo_folder
 from kvfold.convert.io.checkpoint import open_checkpoint
 

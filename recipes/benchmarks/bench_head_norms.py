@@ -29,11 +29,12 @@ from transformers import AutoTokenizer
 
 from kvfold.attention.drift.streams import LayerOutput
 from kvfold.convert import ConvertRequest
+from kvfold.convert.conversion.calibration import load_tokens, source_stream
 from kvfold.convert.conversion.fold import fold_context, fold_rotary
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.conversion.source import source_layer
 from kvfold.convert.conversion.stages import Stages
-from kvfold.convert.conversion.steps import StudentWalk, load_tokens, source_stream
+from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.families.layout import read_layer
 from kvfold.convert.families.model import model_of
 from kvfold.convert.io.checkpoint import open_checkpoint

@@ -1,0 +1,74 @@
+"""What every calibrated method starts from: the source as a stream of layers, the text, and where hidden states are."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from kvfold.convert import processes
+from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.conversion.self_text import write_tokens
+from kvfold.convert.conversion.stages import Stages
+from kvfold.convert.device import choose_device, compute_dtype
+from kvfold.convert.request import SELF
+from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
+from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
+from kvfold.convert.training.budget import sequences_of
+from kvfold.convert.walk.hidden import Keep, Spill
+
+
+def source_stream(plan: Plan) -> CheckpointStream:
+    """The source as a stream of layers, on the device and in the precision that the request asks for."""
+    checkpoint, device = plan.checkpoint, choose_device(plan.request.device)
+    dtype = compute_dtype(checkpoint, device)
+    return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, dtype)
+
+
+def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None = None) -> CalibrationTokens:
+    """Calibration and held-out sequences; text that the source writes itself is kept in ``scratch``.
+
+    The first of several processes reads them for all. Raises InputError without a tokenizer or enough text;
+    ``otherwise`` is what to do instead, by default a method that reads no text.
+    """
+    return processes.from_first(lambda: _load_tokens(plan, scratch, stages, otherwise))
+
+
+def own_sequences(tokens: Tensor) -> Tensor:
+    """This process's share of the sequences ``tokens [N, T]``."""
+    own = processes.part(len(tokens))
+    return tokens[own.start : own.stop]
+
+
+def _load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None) -> CalibrationTokens:
+    request = plan.request
+    check_seq_len(request.seq_len, plan.geometry.positions, plan.source_name)
+    if otherwise is None:
+        otherwise = f", or use --method {quick_method(plan)}, which reads no text"
+    tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration", otherwise)
+    if request.calibration == SELF:
+        tokens = write_tokens(plan, tokenizer, scratch, stages)
+    else:
+        wanted = sequences_of(request.polish, request.seq_len) if request.polish else 0
+        further = max(0, wanted - request.samples)
+        sizes, encodes = (request.samples, request.seq_len, request.seed), plan.model.family.kind == "encoder"
+        tokens = load_calibration(request.calibration, tokenizer, *sizes, further=further, closed=encodes)
+    for part in (tokens.training, tokens.held_out):
+        check_vocabulary(part, plan.geometry.vocabulary, plan.source_name)
+    return tokens
+
+
+@contextmanager
+def hidden_states(folder: str | None) -> Iterator[Keep]:
+    """Keeps hidden states in memory; with a ``folder``, as ``--spill`` names it, in a file there."""
+    if folder is None:
+        yield list
+        return
+    with Spill(folder) as spill:
+        yield spill
+
+
+def quick_method(plan: Plan) -> str:
+    """The method that reads no text."""
+    return "svd" if plan.request.to == "mla" else "mean"

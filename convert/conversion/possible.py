@@ -1,0 +1,109 @@
+"""What a request may ask of a model: numbers of key/value heads, splits of a latent, options of its kind."""
+
+from kvfold.convert.errors import InputError
+from kvfold.convert.families.geometry import Geometry
+from kvfold.convert.families.model import Model
+from kvfold.convert.io.checkpoint import Checkpoint
+from kvfold.convert.io.headers import FLOAT_DTYPES
+from kvfold.convert.request import SELF, ConvertRequest
+from kvfold.convert.targets.mla.config import LatentTarget
+from kvfold.convert.targets.mla.problems import latent_problems
+from kvfold.convert.targets.own_code import needs_own_code
+
+
+def check_kind(request: ConvertRequest, model: Model) -> None:
+    """Raise InputError for options that are for decoders alone."""
+    if model.family.kind == "encoder":
+        _check_encoder(request, model)
+    if model.family.kind == "seq2seq":
+        _check_encoder_decoder(request, model)
+
+
+def _check_encoder(request: ConvertRequest, model: Model) -> None:
+    """Raise InputError for options that need a model which predicts next tokens."""
+    asked = {"--polish": bool(request.polish), f"--calibration {SELF}": SELF in request.texts}
+    for option, given in asked.items():
+        if given:
+            raise InputError(
+                f"{option}: needs a model that predicts next tokens, {model.family.model_type} is an encoder; leave it "
+                "out (--refine works)"
+            )
+
+
+def _check_encoder_decoder(request: ConvertRequest, model: Model) -> None:
+    """Raise InputError for what is not written for encoder-decoders: MLA, and everything that reads text."""
+    kind = model.family.model_type
+    if request.to == "mla":
+        raise InputError(f"--to mla: not written for encoder-decoders such as {kind} yet; --to gqa works")
+    if request.calibrated:
+        read = {"--refine": request.refine, "--polish": request.polish}
+        asked = next((name for name, given in read.items() if given), f"--method {request.resolved_method}")
+        raise InputError(
+            f"{asked}: calibration is not written for encoder-decoders such as {kind} yet; use --method mean, and "
+            "train the result further"
+        )
+
+
+def dtype_problems(model: Model, checkpoint: Checkpoint) -> list[str]:
+    """Weights and biases that hold whole numbers; buffers beside them may."""
+    stored = {name: checkpoint.tensors[name].dtype for name in model.tensors}
+    expected = ", ".join(sorted(FLOAT_DTYPES))
+    return [
+        f"wrong dtype: {name} is {dtype}, expected one of {expected}"
+        for name, dtype in stored.items()
+        if dtype not in FLOAT_DTYPES
+    ]
+
+
+def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
+    """The splits that an MLA request allows, the one with most rotary dims last; a single one unless it is a budget.
+
+    For a budget of N elements P is a multiple of the largest power of two up to N/8: among these are the splits that
+    kernels are written for. Raises InputError when none is possible.
+    """
+    if request.budget is None:
+        splits = [(request.kv_rank or 0, request.rope_dim or 0)]
+    elif not model.geometry.rotary_dims:
+        splits = [(request.budget, 0)]
+    else:
+        step = max(2, 1 << (request.budget // 8).bit_length() >> 1)
+        splits = [(request.budget - rope, rope) for rope in range(step, request.budget, step)]
+    layout = "kvfold" if request.layout is None and needs_own_code(model) else request.resolved_layout
+    options = request.q_rank, layout, request.rotate_latent
+    targets = [LatentTarget(rank, rope, *options) for rank, rope in splits]
+    problems = [latent_problems(model, target, allow_growth=request.allow_growth) for target in targets]
+    possible = [target for target, found in zip(targets, problems, strict=True) if not found]
+    if not possible:
+        raise InputError(problems[0][0], problems[0][1:])
+    return possible
+
+
+def possible_kv_heads(geometry: Geometry) -> list[int]:
+    """Numbers of key/value heads that a fold can reach: the proper divisors of the present number, largest first."""
+    return [g for g in range(geometry.kv_heads - 1, 0, -1) if geometry.kv_heads % g == 0]
+
+
+def check_kv_heads(kv_heads: int, geometry: Geometry, allow_growth: bool) -> None:
+    """Raises InputError unless ``kv_heads`` groups can be made of the present heads."""
+    present = geometry.kv_heads
+    choices = ", ".join(map(str, possible_kv_heads(geometry))) or "none: there is one head already"
+    if kv_heads > geometry.heads:
+        raise InputError(f"--kv-heads {kv_heads}: more than the {geometry.heads} query heads; possible here: {choices}")
+    if present == 1 and not allow_growth:
+        raise InputError(
+            "the model is MQA already, with one key/value head, so nothing would shrink; `kvfold inspect` lists what "
+            "it can become (--allow-growth converts all the same)"
+        )
+    if kv_heads == present and not allow_growth:
+        raise InputError(
+            f"--kv-heads {kv_heads}: the model has {present} key/value heads already, so nothing would shrink; "
+            f"possible here: {choices} (--allow-growth converts all the same)"
+        )
+    if kv_heads > present:
+        raise InputError(
+            f"--kv-heads {kv_heads}: the model has only {present} key/value heads; possible here: {choices}"
+        )
+    if present % kv_heads:
+        raise InputError(
+            f"--kv-heads {kv_heads}: does not divide the {present} key/value heads; possible here: {choices}"
+        )
