@@ -189,7 +189,7 @@ def test_shapes_and_routing_are_those_of_the_stock_class(name, changes, layout):
             "qwen2_moe",
             {},
             "--to mla: qwen2_moe weighs its shared expert by a gate of its own, the stock MLA class with experts adds "
-            "them as they are; --to gqa works",
+            "them as they are; --layout kvfold works",
         ),
         (
             "qwen3_moe",
@@ -200,7 +200,8 @@ def test_shapes_and_routing_are_those_of_the_stock_class(name, changes, layout):
         (
             "mixtral",
             {"num_local_experts": 1, "num_experts": 1},
-            "--to mla: mixtral has layers with one expert, the stock MLA class routes to 2 at least; --to gqa works",
+            "--to mla: mixtral has layers with one expert, the stock MLA class routes to 2 at least; --layout kvfold "
+            "works",
         ),
     ],
 )
