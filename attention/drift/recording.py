@@ -139,7 +139,8 @@ def _recording(attention: nn.Module, last: nn.Module, whole: bool) -> Iterator[_
         last.register_forward_hook(note_output),
     )
     token = _current.set(recording)
-    name_implementation(config, RECORDER)
+    if _dispatches(attention):
+        name_implementation(config, RECORDER)
     try:
         yield recording
     finally:
@@ -147,6 +148,12 @@ def _recording(attention: nn.Module, last: nn.Module, whole: bool) -> Iterator[_
         _current.reset(token)
         for hook in hooks:
             hook.remove()
+
+
+def _dispatches(attention: nn.Module) -> bool:
+    """Whether the attention calls the function that its config names: others may read that name for rules of theirs."""
+    files = (sys.modules.get(kind.__module__) for kind in type(attention).__mro__)
+    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
 
 
 def name_implementation(config: Any, name: str) -> None:
