@@ -1,5 +1,6 @@
 """Tasks of lm-evaluation-harness (Gao et al., 2024), paired by document. Needs the extra ``eval``."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -9,6 +10,13 @@ from typing import Any
 from torch import Tensor, tensor
 
 from kvfold.convert.errors import InputError, one_line
+
+# What the harness names by their mean over all texts: the name and unit of one text's share of it
+_LOSSES = {
+    "bits_per_byte": ("bits_per_byte", -1 / math.log(2)),
+    "byte_perplexity": ("nats_per_byte", -1.0),
+    "word_perplexity": ("nats_per_word", -1.0),
+}
 
 Scores = dict[tuple[str, str], dict[str, float]]  # (task, metric) -> document -> value
 
@@ -55,17 +63,19 @@ def _task(name: str) -> str | dict[str, Any]:
 
 
 def document_scores(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> Scores:
-    """The numbers of every document. A loss over a text comes with the length that divides it."""
+    """The numbers of every document. Of a text the harness gives log-likelihood and length in words or bytes."""
     found: Scores = {}
     for task, documents in samples.items():
         for document in documents:
             for metric in document.get("metrics", ()):
                 value = document.get(metric)
+                name = metric
                 if isinstance(value, (tuple, list)) and len(value) == 2 and value[1]:
-                    value = value[0] / value[1]
+                    name, unit = _LOSSES.get(metric, (metric, 1.0))
+                    value = value[0] / value[1] * unit
                 if isinstance(value, (bool, int, float)):
                     key = f"{document['doc_id']}/{document.get('filter', '')}"
-                    found.setdefault((task, metric), {})[key] = float(value)
+                    found.setdefault((task, name), {})[key] = float(value)
     return found
 
 

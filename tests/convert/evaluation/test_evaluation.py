@@ -78,20 +78,27 @@ def test_losses_by_position_are_those_of_transformers(encode):
     assert rows[0]["student"] == pytest.approx(rows[0]["source"] * 2.718281828**0.5)
 
 
+# Of a text the harness gives the log-likelihood and the length in words or bytes, whatever the metric's name
+LOSSES = {"word_perplexity": "nats_per_word", "bits_per_byte": "bits_per_byte"}
+
+
 def test_scores_of_the_harness_are_paired_by_document():
     def samples(values, losses):
         return {
             "tiny": [{"doc_id": i, "metrics": ["acc"], "acc": value} for i, value in values.items()],
-            "text": [{"doc_id": i, "metrics": ["bits"], "bits": value} for i, value in losses.items()],
+            "text": [
+                {"doc_id": i, "metrics": [*LOSSES], **dict.fromkeys(LOSSES, value)} for i, value in losses.items()
+            ],
         }
 
     before = harness.document_scores(samples({0: 1, 1: True, 2: 0.0, 3: 1}, {0: (-8.0, 4)}))
     after = harness.document_scores(samples({3: 0, 2: 0, 1: 1, 9: 1}, {0: (-12.0, 4)}))
     rows = [run._scored(*row) for row in harness.paired(before, after)]
-    assert [(row["task"], row["metric"], row["documents"]) for row in rows] == [("tiny", "acc", 3), ("text", "bits", 1)]
+    assert [(row["metric"], row["documents"]) for row in rows] == [("acc", 3), *((name, 1) for name in LOSSES.values())]
     assert rows[0]["difference"] == pytest.approx(-1 / 3)
     assert rows[0]["margin"] == pytest.approx(1.434, rel=0.15)  # t of 2 degrees of freedom, 4.30, x 1/3
-    assert (rows[1]["source"], rows[1]["student"], rows[1]["margin"]) == (-2.0, -3.0, None)
+    assert (rows[1]["source"], rows[1]["student"], rows[1]["margin"]) == (2.0, 3.0, None)
+    assert rows[2]["source"] == pytest.approx(2 / 0.693147, rel=1e-5)
 
 
 def test_tasks_need_the_harness(monkeypatch):
