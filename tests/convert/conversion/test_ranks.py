@@ -63,6 +63,19 @@ def launch(folder: Path, made: list[dict[str, Any]], script: str = CONVERT, chec
     return run_python(*command, folder / "script.py", json.dumps(made), check=check)
 
 
+def convert_together(log: Path, made: list[dict[str, Any]]) -> None:
+    """Two forks of this process carry out the requests ``made``."""
+
+    def work() -> None:
+        with processes.joined("cpu"):
+            for options in made:
+                convert_checkpoint(ConvertRequest(**options, quiet=True))
+
+    torch.set_num_threads(1)  # a fork has one thread
+    ended = forked.run_ranks(log, work)
+    assert [each.status for each in ended] == [0, 0], ended
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -81,16 +94,7 @@ def test_two_processes_calibrate_as_one(tmp_path: Path) -> None:
     """Statistics and gradients are sums over all sequences: nothing differs but the order of their terms."""
     for made in requests(tmp_path / "one", CALIBRATED):
         convert_checkpoint(ConvertRequest(**made, quiet=True))
-    two = requests(tmp_path / "two", CALIBRATED)
-
-    def convert_together() -> None:
-        with processes.joined("cpu"):
-            for made in two:
-                convert_checkpoint(ConvertRequest(**made, quiet=True))
-
-    torch.set_num_threads(1)  # a fork has one thread
-    ended = forked.run_ranks(tmp_path / "log", convert_together)
-    assert [each.status for each in ended] == [0, 0], ended
+    convert_together(tmp_path / "two log", requests(tmp_path / "two", CALIBRATED))
     for name in CALIBRATED:
         one, two = (json.loads((tmp_path / ranks / name / "kvfold.json").read_text()) for ranks in ("one", "two"))
         assert two["calibration"] == one["calibration"]
@@ -99,6 +103,10 @@ def test_two_processes_calibrate_as_one(tmp_path: Path) -> None:
             assert two["drift"][value]["value"] == pytest.approx(one["drift"][value]["value"], **same)
         for layer, expected in zip(two["drift"]["layers"], one["drift"]["layers"], strict=True):
             assert layer["attention_local"]["value"] == pytest.approx(expected["attention_local"]["value"], **same)
+    again = {name: CALIBRATED[name] for name in ("gqa", "refined")}
+    convert_together(tmp_path / "again log", requests(tmp_path / "again", again))
+    for name in again:
+        assert files(tmp_path / "again" / name) == files(tmp_path / "two" / name), "as many processes, other bytes"
 
 
 def test_a_process_that_dies_ends_the_others_and_leaves_no_out(tmp_path: Path) -> None:
