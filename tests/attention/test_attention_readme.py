@@ -59,5 +59,5 @@ def test_every_public_name_is_defined_in_this_package_and_documented(name):
 def test_table_of_files_is_complete():
     folder = Path(kvfold.attention.__file__).parent
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py") if path.name != "__init__.py"}
-    listed = re.findall(r"`([a-z_/]+\.py)`", README.partition("## Files")[2])
+    listed = re.findall(r"`([a-z0-9_/]+\.py)`", README.partition("## Files")[2])
     assert sorted(listed) == sorted(files)

@@ -99,7 +99,8 @@ def test_a_folder_whose_name_is_no_text(folder: Path) -> None:
 def test_many_equal_names_take_linear_time() -> None:
     entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     few, many = ("{" + ",".join(f'"{i % (count - 1)}":{entry}' for i in range(count)) + "}" for count in (4000, 16000))
-    assert seconds(many) < max(8 * seconds(few), 0.5)
+    slow, quick = (min(seconds(text) for _ in range(3)) for text in (many, few))  # others may use the machine too
+    assert slow < max(8 * quick, 0.5)
 
 
 @pytest.mark.parametrize(
