@@ -46,6 +46,7 @@ class _Command(PanelCommand):
     "--targets",
     panel="Targets",
     metavar="TARGET...",
+    multiple=True,
     help="gqa:HEADS, mqa, mla:ELEMENTS (the split is chosen) or mla:RANK+ROTARY: gqa:4,2 mqa mla:576,512+64. "
     "Default: a few that suit MODEL.",
 )
@@ -95,7 +96,7 @@ class _Command(PanelCommand):
 @_option("--trust-remote-code", panel="Running", is_flag=True, help="Allow code in the checkpoint to run.")
 def sweep(
     model: str,
-    targets: str | None,
+    targets: tuple[str, ...],
     within: float,
     json_file: str | None,
     plot: str | None,
@@ -109,11 +110,12 @@ def sweep(
     runs.
     """
     _check_files(model, options["out"], options["calibration"], json_file, plot, report)
-    if targets is not None:
-        parse_targets(targets)
+    wanted = " ".join(targets) or None
+    if wanted is not None:
+        parse_targets(wanted)
     from kvfold.convert.sweep.run import sweep_checkpoint
 
-    result = sweep_checkpoint(model, targets, **options)
+    result = sweep_checkpoint(model, wanted, **options)
     if json_file is not None:
         write_text(json_file, result.to_json(within))
     if plot is not None:

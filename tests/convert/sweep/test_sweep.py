@@ -144,6 +144,11 @@ def test_an_impossible_target_ends_the_sweep_before_it_begins(model):
         assert set(re.findall(r"--[a-z-]+", str(caught.value))) == {"--targets"}, str(caught.value)
 
 
+def test_targets_given_several_times_are_all_swept(model):
+    done = CliRunner().invoke(kvfold, ["sweep", str(model), "--targets", "gpa:3", "--targets", "mqa", "gqa:4"])
+    assert "'gpa:3'" in str(done.exception)
+
+
 def test_targets_that_suit_a_model_are_the_default(tiny_family):
     def defaults(folder):
         checkpoint = open_checkpoint(str(folder))
