@@ -1,10 +1,6 @@
-"""How many inputs each test draws: KVFOLD_INPUTS in all, or 600; and how many there were at the end."""
+"""The line at the end of a run of the fuzz."""
 
-import os
-
-INPUTS = int(os.environ.get("KVFOLD_INPUTS", "600"))
-TESTS = 9  # that share the inputs
-drawn = {"inputs": 0, "refused": 0}
+from fuzz.counts import drawn
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

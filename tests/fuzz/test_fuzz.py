@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz.conftest import INPUTS, TESTS, drawn
+from fuzz.counts import INPUTS, TESTS, drawn
 
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import KvfoldError
