@@ -31,7 +31,7 @@ def excess(reference, tmp_path_factory):
             kv_heads=kv_heads,
             group=group,
             calibration=str(reference / "calibration.txt"),
-            samples=128,
+            samples=64,
             seq_len=256,
             quiet=True,
         )
