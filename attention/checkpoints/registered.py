@@ -33,21 +33,26 @@ def register_model(model_type: str) -> None:
     source = model_type.removeprefix(PREFIX)
     if model_type == source or source not in (*SOURCES, *ENCODERS, *SEQ2SEQ) or model_type in CONFIG_MAPPING:
         return
-    code, auto_class = _kind(source)
+    code, headed = _code(source), headed_class(source)
     stock = CONFIG_MAPPING[source]
     config = getattr(code, f"Kvfold{stock.__name__}")
     config.register_for_auto_class()
     AutoConfig.register(model_type, config)
-    for auto in (AutoModel, auto_class):
+    for auto in (AutoModel, headed):
         model = getattr(code, f"Kvfold{auto._model_mapping[stock].__name__}")
         model.register_for_auto_class(auto.__name__)
         auto.register(config, model)
 
 
-def _kind(source: str) -> tuple[Any, Any]:
-    """The modeling file of a source's model type, and the Auto class of the model with its head."""
+def headed_class(source: str) -> Any:
+    """The Auto class of the models with a head of a source's model type."""
     if source in ENCODERS:
-        return modeling_kvfold_encoder, AutoModelForMaskedLM
-    if source in SEQ2SEQ:
-        return modeling_kvfold_seq2seq, AutoModelForSeq2SeqLM
-    return modeling_kvfold, AutoModelForCausalLM
+        return AutoModelForMaskedLM
+    return AutoModelForSeq2SeqLM if source in SEQ2SEQ else AutoModelForCausalLM
+
+
+def _code(source: str) -> Any:
+    """The modeling file of a source's model type."""
+    if source in ENCODERS:
+        return modeling_kvfold_encoder
+    return modeling_kvfold_seq2seq if source in SEQ2SEQ else modeling_kvfold

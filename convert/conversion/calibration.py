@@ -52,8 +52,8 @@ def _load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | Non
     else:
         wanted = sequences_of(request.polish, request.seq_len) if request.polish else 0
         further = max(0, wanted - request.samples)
-        sizes, encodes = (request.samples, request.seq_len, request.seed), plan.model.family.kind == "encoder"
-        tokens = load_calibration(request.calibration, tokenizer, *sizes, further=further, closed=encodes)
+        sizes = request.samples, request.seq_len, request.seed
+        tokens = load_calibration(request.calibration, tokenizer, *sizes, further=further, closed=plan.encodes)
     for part in (tokens.training, tokens.held_out):
         check_vocabulary(part, plan.geometry.vocabulary, plan.source_name)
     return tokens

@@ -78,20 +78,16 @@ def to_latent(
     rotate gets zero rotary keys. The result is in at least float32.
     """
     statistics = statistics.to(weights.q.device)
-    moment, layer = input_moment(statistics), linear_layer(weights, rotary, scale)
-    queries = head_moments(layer.queries, moment)
-    split = split_rotary(layer, rotary, slots, queries, moment)
-    gains = pair_gains(statistics, rotary, context)
-    root = moment_root(moment, centered)
-    rows = joint_rows(key_units(queries, rotary, gains, split.rest), value_units(layer), root)
-    basis = principal_basis(rows, root, rank)
-    fit = first_fit(split, apply_gains(split.rest, gains, rotary), layer.values, basis)
+    given = _given(weights, statistics, rotary, slots, context, scale, centered)
+    layer, split = given.layer, given.split
+    basis = principal_basis(given.rows, given.root, rank)
+    fit = first_fit(split, apply_gains(split.rest, given.gains, rotary), layer.values, basis)
     rounds = als.ROUNDS if rounds is None else rounds
     if rounds and basis.down.any():  # where nothing is left for the latent, the first fit is exact
         distances = mixed_distances(statistics.profile, context, als.UNIFORM, als.TAIL)
-        problem = als.make_problem(layer, queries, moment, rotary, slots.theta, distances, rank, centered=centered)
-        fit = als.alternate(problem, fit, rounds)
-    return assemble(weights, layer, moment[-1, :-1], fit, slots, centered=centered)
+        inputs = layer, given.queries, given.moment, rotary, slots.theta, distances
+        fit = als.alternate(als.make_problem(*inputs, rank, centered=centered), fit, rounds)
+    return assemble(weights, layer, given.moment[-1, :-1], fit, slots, centered=centered)
 
 
 def latent_spectrum(
@@ -107,14 +103,41 @@ def latent_spectrum(
 
     They are those of all that the rotary keys leave; a latent of rank ``R`` keeps the first ``R``.
     """
-    statistics = statistics.to(weights.q.device)
-    moment, layer = input_moment(statistics), linear_layer(weights, rotary, None)
-    queries = head_moments(layer.queries, moment)
-    rest = split_rotary(layer, rotary, slots, queries, moment).rest
-    keys = key_units(queries, rotary, pair_gains(statistics, rotary, context), rest)
-    rows = joint_rows(keys, value_units(layer), moment_root(moment, centered))
+    rows = _given(weights, statistics.to(weights.q.device), rotary, slots, context, None, centered).rows
     energies: Tensor = torch.linalg.eigvalsh(rows.mT @ rows).flip(0).clamp_min(0)
     return energies / energies.sum().clamp_min(torch.finfo(energies.dtype).tiny)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A layer on its inputs: second moments of inputs and ``queries``, rotary keys and the rest, what stands in for its
+    rotation, and that rest with the values as ``rows [n, E]`` on inputs whitened by ``root``.
+    """
+
+    layer: LinearLayer
+    moment: Tensor
+    queries: Tensor
+    split: RotarySplit
+    gains: Tensor
+    root: Tensor
+    rows: Tensor
+
+
+def _given(
+    weights: AttentionWeights,
+    statistics: LayerStatistics,
+    rotary: Rotary,
+    slots: Slots,
+    context: int,
+    scale: float | None,
+    centered: bool,
+) -> _Given:
+    moment, layer = input_moment(statistics), linear_layer(weights, rotary, scale)
+    queries = head_moments(layer.queries, moment)
+    split = split_rotary(layer, rotary, slots, queries, moment)
+    gains, root = pair_gains(statistics, rotary, context), moment_root(moment, centered)
+    rows = joint_rows(key_units(queries, rotary, gains, split.rest), value_units(layer), root)
+    return _Given(layer, moment, queries, split, gains, root, rows)
 
 
 def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float | None) -> LinearLayer:
