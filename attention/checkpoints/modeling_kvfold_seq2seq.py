@@ -1,12 +1,13 @@
 """Stock encoder-decoders of transformers whose decoder caches less. kvfold puts this file beside weights that need it.
 
 ``KvfoldT5ForConditionalGeneration`` is transformers' ``T5ForConditionalGeneration`` whose decoder, in its attention to
-itself and to the encoder, has fewer key/value heads than query heads; and so on for any ``KvfoldX``. ``config.json`` is
-that of the source model with a block ``kvfold`` that says how many. The stock attention computes everything, position
-biases, scales and caches too: its key and value projections are narrower here, and its heads share what they give. The
-file needs torch and transformers; it reads and writes nothing.
+itself and to the encoder, has fewer key/value heads than query heads, or reads keys and values from a latent; and so on
+for any ``KvfoldX``. ``config.json`` is that of the source model with a block ``kvfold`` that says which. Shared heads
+leave the stock attention to compute everything, position biases, scales and caches too: its key and value projections
+are narrower, and its heads share what they give. The file needs torch and transformers; it reads and writes nothing.
 
-Shapes: ``B`` texts, ``T`` queries, ``S`` keys, ``H`` query heads, ``G`` key/value heads, ``D`` head dim.
+Shapes: ``B`` texts, ``T`` queries, ``S`` keys, ``E`` model dim, ``H`` query heads, ``G`` key/value heads, ``D`` head
+dim, ``R`` channels of a latent.
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, EncoderDecoderCache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.masking_utils import eager_mask
 
@@ -68,20 +69,119 @@ def share(attention: Any, block: dict[str, Any]) -> None:
     attention.config = SharedView(attention.config)
 
 
+class LatentAttention:
+    """MLA, mixed into a stock attention class: keys and values are read from one latent (DeepSeek-V2, 2024).
+
+    The cache holds latents ``[B, 1, S, R]`` as its keys and nothing as its values: those of the tokens so far, or those
+    of the encoder's states, made once. Nothing rotates in these models; what tells positions apart stays as it was.
+    """
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        mask: Tensor | None = None,  # what T5 calls it
+        position_bias: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor | None, ...]:
+        """``hidden_states [B, T, E]`` to ``[B, T, E]``, T5's position bias, and attention weights if there are any.
+
+        ``key_value_states [B, S, E]``: the encoder's, of attention to these.
+        """
+        block, biased = self.config.kvfold, hasattr(self, "has_relative_attention_bias")
+        start = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
+        start = start.clone() if isinstance(start, Tensor) else start  # a static cache counts in place
+        latent = self.latents(hidden_states, key_value_states, past_key_values)
+        query = getattr(self, block["query"])(hidden_states).unflatten(-1, (block["heads"], -1)).transpose(1, 2)
+        if position_bias is None and biased and self.has_relative_attention_bias:
+            position_bias = self.compute_bias(query.shape[2], latent.shape[2], query.device, start)
+        given = {**options, "attention_mask": mask if biased else attention_mask, "position_bias": position_bias}
+        steps = past_key_values is not None and query.shape[2] == 1
+        flash = "flash" in str(self.config._attn_implementation)  # whose masks are not by position
+        context, weights = (self.over_latents if steps and not flash else self.over_heads)(query, latent, given)
+        result = getattr(self, block["output"])(context.flatten(2))
+        return (result, position_bias, weights) if biased else (result, weights)
+
+    def latents(self: Any, hidden_states: Tensor, key_value_states: Tensor | None, caches: Any) -> Tensor:
+        """Those that are attended to, ``[B, 1, S, R]``, in the cache where there is one."""
+        crosses, paired = key_value_states is not None, isinstance(caches, EncoderDecoderCache)
+        cache = caches
+        if paired:
+            cache = caches.cross_attention_cache if crosses else caches.self_attention_cache
+            if crosses and caches.is_updated.get(self.layer_idx):
+                kept: Tensor = cache.layers[self.layer_idx].keys
+                return kept
+        latent: Tensor = self.kv_down_proj(key_value_states if crosses else hidden_states)[:, None]
+        if cache is not None:
+            latent, _ = cache.update(latent, latent[..., :0], self.layer_idx)
+            if crosses and paired:
+                caches.is_updated[self.layer_idx] = True
+        return latent
+
+    def over_heads(self: Any, query: Tensor, latent: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Attention ``[B, T, H, D]`` of ``query [B, H, T, D]``, every head with its key and value of each latent."""
+        heads = self.config.kvfold["heads"]
+        key, value = (up(latent[:, 0]).unflatten(-1, (heads, -1)).transpose(1, 2) for up in self.ups())
+        attended: tuple[Tensor, Tensor | None] = self.attend(query, key, value, given)
+        return attended
+
+    def over_latents(self: Any, query: Tensor, latent: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """One step, ``T = 1``, without keys or values of ``S`` tokens: the up-projections move to query and result.
+
+        All heads are queries of one key/value head, the latent: ``[B, 1, H, R]``.
+        """
+        heads = self.config.kvfold["heads"]
+        up_key, up_value = (up.weight.view(heads, -1, latent.shape[-1]) for up in self.ups())
+        query = torch.einsum("bhtd,hdr->bthr", query, up_key)
+        for name in ("attention_mask", "position_bias"):  # [., H or 1, 1, S]: heads are positions now
+            given[name] = None if given[name] is None else given[name].transpose(1, 2)
+        context, weights = self.attend(query, latent, latent, {**given, "is_causal": False})
+        return torch.einsum("bhtr,hdr->bthd", context, up_value), None if weights is None else weights.transpose(1, 2)
+
+    def ups(self: Any) -> tuple[nn.Linear, nn.Linear]:
+        """The projections ``[H D, R]`` of a latent to keys and to values."""
+        return getattr(self, self.config.kvfold["key"]), getattr(self, self.config.kvfold["value"])
+
+    def attend(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The attention function that the config names (sdpa, eager, ...): ``[B, T, H, D]``."""
+        name = self.config._attn_implementation
+        function = eager_attention_forward if name in (None, "eager") else AttentionInterface()[name]
+        given = {**given, "dropout": self.dropout if self.training else 0.0, "scaling": self.config.kvfold["scale"]}
+        result: tuple[Tensor, Tensor | None] = function(self, query, key, value, **given)
+        return result
+
+
+def factor(attention: Any, block: dict[str, Any]) -> None:
+    """Make the stock module ``attention`` latent: its key and value projections read the latent of a new one."""
+    width, outer = getattr(attention, block["query"]).in_features, block["heads"] * block["head_dim"]
+    attention.kv_down_proj = nn.Linear(width, block["kv_rank"])
+    for name in (block["key"], block["value"]):
+        setattr(attention, name, nn.Linear(block["kv_rank"], outer, bias=False))
+    setattr(attention, block["output"], nn.Linear(outer, width))
+    attention.__class__ = type(f"Latent{type(attention).__name__}", (LatentAttention, type(attention)), {})
+
+
+VARIANTS = {"shared": share, "latent": factor}
+
+
 class Replaced:
-    """Mixed into a stock model class: builds that model, then lets heads of its decoder's attention share keys."""
+    """Mixed into a stock model class: builds that model, then changes the attention modules of its decoder."""
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
         super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
         block = config.kvfold
         for path, module in list(self.named_modules()):  # type: ignore[attr-defined]
             if type(module).__name__ == block["replaces"] and "decoder" in path.split("."):
-                share(module, block)
+                VARIANTS[block["variant"]](module, block)
                 module.apply(self._init_weights)  # type: ignore[attr-defined]
 
 
 def __getattr__(name: str) -> type:
-    """``KvfoldX``: the stock config X under a model type of its own, or the stock model X with shared heads."""
+    """``KvfoldX``: the stock config X under a model type of its own, or the stock model X with other attention."""
     stock = getattr(transformers, name.removeprefix("Kvfold"), None) if name.startswith("Kvfold") else None
     if stock is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

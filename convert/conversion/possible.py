@@ -31,16 +31,14 @@ def _check_encoder(request: ConvertRequest, model: Model) -> None:
 
 
 def _check_encoder_decoder(request: ConvertRequest, model: Model) -> None:
-    """Raise InputError for what is not written for encoder-decoders: MLA, and everything that reads text."""
+    """Raise InputError for what is not written for encoder-decoders: everything that reads text."""
     kind = model.family.model_type
-    if request.to == "mla":
-        raise InputError(f"--to mla: not written for encoder-decoders such as {kind} yet; --to gqa works")
     if request.calibrated:
         read = {"--refine": request.refine, "--polish": request.polish}
         asked = next((name for name, given in read.items() if given), f"--method {request.resolved_method}")
         raise InputError(
-            f"{asked}: calibration is not written for encoder-decoders such as {kind} yet; use --method mean, and "
-            "train the result further"
+            f"{asked}: calibration is not written for encoder-decoders such as {kind} yet; use --method "
+            f"{'svd' if request.to == 'mla' else 'mean'}, and train the result further"
         )
 
 

@@ -21,6 +21,7 @@ from kvfold.convert.targets.results import Result, folded_result, latent_result
 from kvfold.convert.targets.same_family import attention_kind, cache_elements
 
 _LATENT_ONLY = ("value_dim", "kv_rank", "q_rank")
+_SEQ2SEQ_ONLY = ("decoder_layers",)
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Inspection:
 
     ``head_dim``, ``model_dim``, ``rotary_dims``: dims. ``value_dim``, ``kv_rank`` and ``q_rank`` are of latent (MLA)
     models alone, whose ``targets`` are empty and whose ``latent`` is None; ``engines``: what each makes of one.
-    ``windows``: the different window sizes.
+    ``windows``: the different window sizes. ``decoder_layers`` is of encoder-decoders alone: ``layers`` counts the
+    attentions of their decoder, two in each of its layers, to itself and to the encoder.
     """
 
     model: str
@@ -55,6 +57,7 @@ class Inspection:
     architecture: str
     attention: str
     layers: int
+    decoder_layers: int | None = None
     heads: int
     kv_heads: int
     head_dim: int
@@ -94,6 +97,8 @@ class Inspection:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.attention != "MLA":
             values = {name: value for name, value in values.items() if name not in _LATENT_ONLY}
+        if self.decoder_layers is None:
+            values = {name: value for name, value in values.items() if name not in _SEQ2SEQ_ONLY}
         return values | {
             "cache": asdict(self.cache),
             "targets": [{"options": target.options, **asdict(target)} for target in self.targets],
@@ -172,6 +177,7 @@ def _facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
         "architecture": next(iter(checkpoint.config.get("architectures") or ()), family.architecture),
         "attention": attention_kind(geometry.heads, geometry.kv_heads),
         "layers": geometry.layers,
+        "decoder_layers": None if family.attention.cross is None else geometry.layers // 2,
         "heads": geometry.heads,
         "kv_heads": geometry.kv_heads,
         "head_dim": geometry.head_dim,
@@ -241,8 +247,6 @@ def _weights(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
 
 
 def _latent_limits(model: Model) -> LatentLimits:
-    if model.family.kind == "seq2seq":
-        return LatentLimits(("--to mla: not written for encoder-decoders yet",))
     geometry, problems = model.geometry, [] if needs_own_code(model) else model_problems(model)
     if problems:
         return LatentLimits(tuple(problems))

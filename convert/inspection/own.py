@@ -37,7 +37,7 @@ class OwnModel:
 
     def shapes(self) -> dict[str, Shape]:
         """Every tensor of the checkpoint."""
-        if self.source.family.kind == "seq2seq":
+        if self.source.family.kind == "seq2seq" and self.split is None:
             every = {name: tensor.shape for name, tensor in self.source.tensors.items()}
             return {**every, **shared_shapes(self.source, self.kv_heads or 1)}
         tensors = self.source.tensors.items()

@@ -67,7 +67,7 @@ def target_sizes(model: Model, windows: list[int | None], dtype: str) -> list[Ta
     if model.family.kind == "encoder":
         return _encoder_targets(model)
     present = cache_elements(model.geometry)
-    latent = model.family.kind == "decoder" and (needs_own_code(model) or not model_problems(model))
+    latent = needs_own_code(model) or not model_problems(model)
     targets = {**_folds(model), **({**_proposed(model), **_budgets(model)} if latent else {})}
     return [
         TargetSize(

@@ -1,7 +1,7 @@
 """The facts of an inspection as lines for the terminal."""
 
 from kvfold.convert.inspection.facts import Inspection
-from kvfold.convert.inspection.targets import CONTEXTS, CacheSize
+from kvfold.convert.inspection.targets import CONTEXTS
 from kvfold.convert.sizes import bytes_text
 
 _NO_CACHE = "none, an encoder keeps none: fewer keys and values save parameters and bandwidth"
@@ -22,12 +22,12 @@ def summary(facts: Inspection) -> str:
     rows = {
         "family": f"{facts.family} ({facts.architecture})",
         "attention": f"{facts.attention}: {heads}",
-        "layers": f"{facts.layers}, model dim {facts.model_dim}, {', '.join(extras)}",
+        "layers": f"{_layers_text(facts)}, model dim {facts.model_dim}, {', '.join(extras)}",
         "rotary": rotary,
         **({"windows": ", ".join(map(str, facts.windows))} if facts.windows else {}),
         "weights": f"{_count(facts.parameters)} parameters, {bytes_text(facts.weight_bytes)} "
         f"of {facts.dtype} in {facts.files} file{'s' if facts.files > 1 else ''}",
-        "KV cache": _NO_CACHE if facts.encodes else _cache_text(facts.cache),
+        "KV cache": _NO_CACHE if facts.encodes else _cache_text(facts),
     }
     rows |= {verdict.engine: verdict.to_text().split(": ", 1)[1] for verdict in facts.engines}
     width = max(map(len, rows))
@@ -87,8 +87,19 @@ def _rank_lines(facts: Inspection, width: int) -> list[str]:
     return ["", heading + "  (tensor parallelism: a latent is whole on every rank)", *rows]
 
 
-def _cache_text(cache: CacheSize) -> str:
+def _layers_text(facts: Inspection) -> str:
+    if facts.decoder_layers is None:
+        return str(facts.layers)
+    return f"{facts.decoder_layers} in the decoder, each with two attentions (to itself and to the encoder)"
+
+
+def _cache_text(facts: Inspection) -> str:
+    cache = facts.cache
     sizes = ", ".join(f"{bytes_text(size)} at {context}" for context, size in cache.bytes.items())
+    if facts.decoder_layers is not None:
+        each = f"{cache.numbers_per_token_and_layer} elements per token per attention"
+        half = bytes_text(cache.bytes_per_token // 2)
+        return f"{each}, {half} per token written and {half} per token of the encoder's input ({sizes} of both)"
     elements = f"{cache.numbers_per_token_and_layer} elements per token per layer"
     return f"{elements}, {bytes_text(cache.bytes_per_token)} per token ({sizes})"
 

@@ -185,9 +185,12 @@ def _grouped_tensors(source: Model, layer: int, weights: "AttentionWeights") -> 
 
 def projection(source: Model, layer: int, name: str) -> str:
     """The full name of ``name``, such as ``o_proj.weight``, in the attention of ``layer``."""
-    own, (part, dot, kind) = _own_code(source), name.partition(".")
+    own, attention, (part, dot, kind) = _own_code(source), source.family.attention, name.partition(".")
     placed = own.output if part == "o_proj" else f"{own.inside}{part}"
-    return f"{source.family.attention.module.replace('{layer}', str(layer))}.{placed}{dot}{kind}"
+    if attention.cross is not None:  # the modules of the stock class, what makes keys and values reads the latent
+        kept = {"q_proj": attention.q, "k_up_proj": attention.k, "v_up_proj": attention.v, "o_proj": attention.o}
+        placed = kept.get(part) or part
+    return f"{attention.place(layer)}.{placed}{dot}{kind}"
 
 
 def _output_tensors(
@@ -195,7 +198,8 @@ def _output_tensors(
 ) -> Iterator[OutputTensor]:
     """The source's tensors in their order, with each layer's new attention in the place of the old.
 
-    Buffers of the old attention (causal masks, frequencies) are left out.
+    Buffers of the old attention (causal masks, frequencies) are left out, but for those of encoder-decoders, whose
+    modules stay the stock ones (T5's position biases).
     """
     computed = stored_dtype(_computed_dtype(source, checkpoint), dtype)
     inner = f"{source.family.attention.module}.{_own_code(source).inside}"
@@ -203,7 +207,7 @@ def _output_tensors(
     stored = {name: layer for layer in range(len(shapes)) for name in source.attention_names(layer)}
     made: set[int] = set()
     for info in checkpoint.tensors.values():
-        inside = pattern.match(info.name)
+        inside = None if source.family.attention.cross else pattern.match(info.name)
         layer = stored.get(info.name) if inside is None else int(inside[1])
         if layer is None:
             yield OutputTensor(info.name, stored_dtype(info.dtype, dtype), info.shape, info.name)

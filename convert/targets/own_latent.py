@@ -29,6 +29,7 @@ def own_latent_layout(
         "qkv_bias": source.has_bias("q"),
         "o_bias": True,
         "frequencies": list(theta),
+        **_kept_names(source),
     }
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
@@ -46,6 +47,14 @@ def own_latent_layout(
         cache_elements=target.kv_rank + target.rope_dim,
         encode=encode,
     )
+
+
+def _kept_names(source: Model) -> dict[str, str | None]:
+    """What an encoder-decoder's stock attention calls its projections."""
+    attention = source.family.attention
+    if attention.cross is None:
+        return {}
+    return {"query": attention.q, "key": attention.k, "value": attention.v, "output": attention.o}
 
 
 def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, Shape]:

@@ -1,4 +1,4 @@
-"""Encoder-decoders in layout ``kvfold``: their decoders share key/value heads, to themselves and to the encoder."""
+"""Encoder-decoders in layout ``kvfold``: their decoders share heads or read latents, of themselves and the encoder."""
 
 import json
 import shutil
@@ -17,10 +17,12 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import seq2seq
 from kvfold.convert.families.layout import read_layer, write_layer
 from kvfold.convert.families.model import model_of
+from kvfold.convert.inspection.text import summary
 from kvfold.convert.measure.drift import drift_checkpoints
 from kvfold.convert.measure.verify import verify_checkpoint
 from kvfold.convert.transforms.fold import pool
 
+LATENT = {"to": "mla", "kv_rank": 64, "rope_dim": 0, "method": "svd", "allow_growth": True}  # as wide as the model
 GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}  # as flan-t5
 USE = """
 import json, sys, torch
@@ -63,7 +65,8 @@ def differences(source, out, at):
     model.save_pretrained(f"{saved}/{at}")
     base = {**read, "use_cache": True}
     kept = load(out, AutoModel)(**base).past_key_values
-    heads = {each.layers[1].keys.shape[1] for each in (kept.self_attention_cache, kept.cross_attention_cache)}
+    caches = [each.layers[1] for each in (kept.self_attention_cache, kept.cross_attention_cache)]
+    elements = {(each.keys.numel() + each.values.numel()) // each.keys[:, 0, :, 0].numel() for each in caches}
     return {
         "logits": largest(stock(**read).logits, expected),
         "eager": largest(load(out, attn_implementation="eager")(**read).logits, expected),
@@ -71,7 +74,7 @@ def differences(source, out, at):
         "source's": largest(cached.float(), stock.generate(**greedy).float()),
         "gradient": largest(plain, checkpointed),
         "saved": largest(load(f"{saved}/{at}")(**read).logits, expected),
-    }, sorted(heads)
+    }, sorted(elements)
 
 print(json.dumps([differences(*pair, at) for at, pair in enumerate(pairs)]))
 """
@@ -107,22 +110,25 @@ def repeated_means(source: Path, out: Path, kv_heads: int) -> Path:
 @pytest.mark.slow  # two fresh processes, which import transformers and load every encoder-decoder
 @pytest.mark.parametrize("remote", [True, False])
 def test_shared_heads_are_the_stock_model_with_repeated_ones(remote, tiny_family, tmp_path):
-    """As many heads as the source's, and two; by the checkpoint's own code, and by that of the installed package."""
+    """As many heads as the source's, two, and a full latent; by the checkpoint's own code, and the package's."""
     sources = [tiny_family("t5"), tiny_family("t5", **GATED), tiny_family("bart")]
-    pairs, heads = [], []
+    pairs, cached = [], []
     for at, source in enumerate(sources):
-        for kv_heads in (8, 2):
+        for kv_heads in (2,) if at == 1 else (8, 2):
             out = convert(
                 source, tmp_path / f"{at}-{kv_heads}", to="gqa", kv_heads=kv_heads, method="mean", allow_growth=True
             )
             twin = source if kv_heads == 8 else repeated_means(source, tmp_path / f"{at}-twin", 2)
             pairs.append((str(twin), str(out)))
-            heads.append([kv_heads])
+            cached.append([kv_heads * 2 * (16 if at < 2 else 8)])
+        if at != 1:
+            pairs.append((str(source), str(convert(source, tmp_path / f"{at}-latent", **LATENT))))
+            cached.append([64])
     (tmp_path / "saved").mkdir()
     done = json.loads(run_python("-c", USE, json.dumps(pairs), json.dumps(remote), tmp_path / "saved").stdout)
-    for (found, shared), expected in zip(done, heads, strict=True):
+    for (found, elements), expected in zip(done, cached, strict=True):
         assert {name: value for name, value in found.items() if not value < 1e-4} == {}
-        assert shared == expected
+        assert elements == expected
 
 
 def test_the_encoder_keeps_its_bytes_and_the_result_is_described(tiny_family, tmp_path):
@@ -145,7 +151,28 @@ def test_the_encoder_keeps_its_bytes_and_the_result_is_described(tiny_family, tm
     assert "text2text-generation" in card
     facts = inspect_checkpoint(str(out))
     assert (facts.family, facts.attention, facts.kv_heads) == ("kvfold_t5", "MQA", 1)
-    assert inspect_checkpoint(str(source)).latent.because == ("--to mla: not written for encoder-decoders yet",)
+
+
+def test_a_latent_is_cached_of_the_text_and_of_the_encoder(tiny_family, tmp_path):
+    source = tiny_family("t5")
+    out = convert(source, tmp_path / "out", to="mla", kv_rank=24, rope_dim=0, method="svd")
+    assert verify_checkpoint(str(out)).problems == []
+    facts = inspect_checkpoint(str(out))
+    assert (facts.attention, facts.kv_rank, facts.cache.numbers_per_token_and_layer) == ("MLA", 24, 24)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
+    made = {name for name in after if "Attention" in name and name not in before}
+    assert len(made) == 4 * len(("kv_down_proj.weight", "kv_down_proj.bias", "o.bias"))
+    biases = "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    assert torch.equal(before[biases], after[biases])
+
+
+def test_inspect_tells_decoder_layers_from_attentions(tiny_family):
+    facts = inspect_checkpoint(str(tiny_family("t5")))
+    assert (facts.layers, facts.decoder_layers, facts.to_dict()["decoder_layers"]) == (4, 2, 2)
+    assert any("--to mla" in target.options for target in facts.targets)
+    text = summary(facts)
+    assert "2 in the decoder, each with two attentions (to itself and to the encoder)" in text
+    assert "256 elements per token per attention, 2.0 kB per token written and 2.0 kB per token of the" in text
 
 
 @pytest.mark.parametrize(
@@ -153,7 +180,8 @@ def test_the_encoder_keeps_its_bytes_and_the_result_is_described(tiny_family, tm
     [
         ({"to": "mqa"}, "--method principal: calibration is not written for encoder-decoders such as t5 yet; use"),
         ({"to": "mqa", "method": "mean", "refine": 5}, "--refine: calibration is not written for encoder-decoders"),
-        ({"to": "mla", "kv_rank": 8, "rope_dim": 0, "method": "svd"}, "--to mla: not written for encoder-decoders"),
+        ({"to": "mla", "kv_rank": 8, "rope_dim": 0}, "--method principal: calibration is not written for encoder"),
+        ({**LATENT, "rope_dim": 4}, "--rope-dim 4: the model has no rotary embedding"),
     ],
 )
 def test_what_is_not_written_is_refused(options, message, tiny_family, tmp_path):
