@@ -156,6 +156,7 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
     show_default=True,
     help="Stored dtype; auto keeps the source's (bfloat16 where that is quantized).",
 )
+@_running("--keep-quantized", is_flag=True, help="Leave FP8 or MXFP4 weights outside the attention as they are.")
 @_running("--gguf", metavar="FILE", help="Read this GGUF file of MODEL, dequantized to --dtype.")
 @_running("--adapter", metavar="DIR", help="Merge the LoRA adapter (PEFT) in DIR into MODEL first.")
 @_running(

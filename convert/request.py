@@ -81,7 +81,8 @@ class ConvertRequest:
 
     ``method`` and ``group`` left at None take the best there is for the target (see ``resolved_method``); ``refine``
     is a number of steps per layer, ``polish`` one of steps of all layers together, or each ``"auto"``. ``gguf`` is the
-    GGUF file of the folder to read, ``adapter`` the folder of a LoRA adapter to merge, ``spill`` that of a
+    GGUF file of the folder to read, ``keep_quantized`` leaves weights that are only copied as a quantized source has
+    them, ``adapter`` the folder of a LoRA adapter to merge, ``spill`` that of a
     file for hidden states. ``calibration`` may be several texts, which are mixed in equal shares. Paths may be path
     objects; they become text. Raises InputError, with every problem at once.
 
@@ -109,6 +110,7 @@ class ConvertRequest:
     polish: int | Literal["auto"] = 0
     device: Device = "auto"
     dtype: Dtype = "auto"
+    keep_quantized: bool = False
     max_shard_size: int | str = "5GB"
     spill: str | None = None
     dry_run: bool = False
@@ -189,7 +191,7 @@ def expected(name: str, value: Any) -> str | None:
         if isinstance(value, str) and value.strip().isdigit() and 0 < int(value) < _LEAST_BARE_SIZE:
             return f"a size with its unit (did you mean {value.strip()}GB?)"
         return None if parse_size(value) else "a size such as 5GB, 500MB or 2GiB"
-    if name == "rotate_latent":
+    if name in ("rotate_latent", "keep_quantized"):
         return None if isinstance(value, bool) else "true or false"
     if name == "calibration":
         return _calibration_expected(value if isinstance(value, (list, tuple)) else [value])
@@ -260,6 +262,9 @@ def _combination_problems(request: ConvertRequest) -> Iterator[str]:
             f"--group similar needs --method principal, found --method {method}, which reads no text to judge a "
             "grouping by: leave --group out, or use --method principal"
         )
+    if request.keep_quantized and (request.dtype not in ("auto", "bfloat16") or request.adapter is not None):
+        found = "--adapter" if request.adapter is not None else f"--dtype {request.dtype}"
+        yield f"--keep-quantized keeps a source's bytes, beside bfloat16: found {found}; leave one of the two out"
     if not request.calibrated and request.calibration is not None:
         yield (
             f"--calibration: --method {method} without --refine or --polish reads no text: leave it out, or use "

@@ -48,7 +48,7 @@ class Reference:
         from kvfold.convert.stream.auto import AutoModelForCausalLM
 
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).float().eval()
         self.prompts: Tokens = [tokenizer(text)["input_ids"][:LENGTH] for text in TEXT]
         self.tokens = [self._greedy(prompt) for prompt in self.prompts]
 

@@ -82,6 +82,8 @@ def _rest(plan: Plan) -> str:
     """How tensors that no transform touches are stored."""
     if plan.request.dtype != "auto":
         return f"stored as {plan.request.dtype}"
+    if plan.request.keep_quantized:
+        return f"{plan.keepable} weights quantized as it has them, byte for byte, and the rest in bfloat16"
     return f"stored as {plan.layout.config['dtype']}" if plan.checkpoint.made_of else "byte for byte"
 
 

@@ -83,7 +83,7 @@ class Costs:
 def costs_of(plan: Plan, processes: int = 1) -> Costs:
     """What the conversion of ``plan`` takes when ``processes`` share it."""
     work = _work(plan) if plan.request.calibrated else Work()
-    source, out = _source_bytes(plan), sum(tensor.nbytes for tensor in plan.layout.tensors)
+    source, out = _source_bytes(plan), sum(tensor.nbytes for tensor in plan.tensors)
     walks = (1 + (plan.request.to == "mla")) * processes if plan.request.calibrated else 0
     read_back = out if plan.request.calibrated else 0  # its loss is measured; hashes are made while writing
     spilled = state_bytes(plan, processes) if plan.request.spill is not None else 0

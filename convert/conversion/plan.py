@@ -3,8 +3,9 @@
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.possible import check_kind, check_kv_heads, dtype_problems, latent_targets
@@ -13,9 +14,10 @@ from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.tensors import Role
 from kvfold.convert.io.checkpoint import Checkpoint, Reading
-from kvfold.convert.io.shards import Shard, assign_shards
+from kvfold.convert.io.shards import OutputTensor, Shard, assign_shards
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.targets.engines import Verdict, alternatives, verdicts
+from kvfold.convert.targets.kept import keepable, kept_config, kept_tensors
 from kvfold.convert.targets.mla.config import LatentTarget, padding, query_rank
 from kvfold.convert.targets.mla.layout import latent_layout, latent_reads
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout
@@ -46,8 +48,33 @@ class Plan:
     checkpoint: Checkpoint
     model: Model
     layout: TargetLayout
-    shards: tuple[Shard, ...]
+    shards: tuple[Shard, ...] = ()
     latent: LatentTarget | None = None  # the split of an MLA target
+
+    @property
+    def tensors(self) -> tuple[OutputTensor, ...]:
+        """All tensors as the files hold them: those of ``layout``, but for weights that stay quantized."""
+        if not self.request.keep_quantized:
+            return self.layout.tensors
+        return kept_tensors(self.layout.tensors, self.checkpoint, self._attention)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """``config.json`` of the output."""
+        if not self.request.keep_quantized:
+            return self.layout.config
+        return kept_config(self.layout.config, self.tensors, self.checkpoint)
+
+    @property
+    def keepable(self) -> int:
+        """Quantized weights of the source that ``--keep-quantized`` leaves as they are, given or not."""
+        return keepable(self.layout.tensors, self.checkpoint, self._attention)
+
+    @property
+    def made_of(self) -> tuple[str, ...]:
+        """What the source was made of, and what of it stays."""
+        kept = (f"{self.keepable} of these weights kept as they are stored",) if self.request.keep_quantized else ()
+        return (*self.checkpoint.made_of, *kept)
 
     @property
     def source_name(self) -> str:
@@ -87,6 +114,11 @@ class Plan:
     def own_shards(self) -> tuple[Shard, ...]:
         """The shards that this process writes: all of them, or its share where several convert together."""
         return tuple(self.shards[number] for number in processes.part(len(self.shards)))
+
+    @property
+    def _attention(self) -> frozenset[str]:
+        layers = range(self.geometry.layers)
+        return frozenset(name for layer in layers for name in self.model.attention_names(layer))
 
     def latent_target(self) -> LatentTarget:
         """``latent``. Raises ValueError when the target is not MLA."""
@@ -133,8 +165,8 @@ class Plan:
     def disk_bytes(self) -> int:
         """Bytes that the output will take, headers and side files included."""
         extra = sum(path.stat().st_size for path in self.checkpoint.extra_files())
-        names = sum(len(tensor.name) + 120 for tensor in self.layout.tensors)
-        return sum(tensor.nbytes for tensor in self.layout.tensors) + 3 * names + extra + _SLACK
+        names = sum(len(tensor.name) + 120 for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors) + 3 * names + extra + _SLACK
 
     @property
     def free_bytes(self) -> int:
@@ -149,15 +181,15 @@ class Plan:
         ``copied``, ``cast``, ``dequantized`` and so on, or the method.
         """
         names: dict[str, tuple[str, tuple[str, ...]]] = {}
-        for tensor in self.layout.tensors:
+        for tensor in self.tensors:
             if not tensor.computed:
-                infos = [self.checkpoint.tensors[name] for name in tensor.sources]
+                infos = [tensor.kept or self.checkpoint.tensors[name] for name in tensor.sources]
                 changed = any(tensor.dtype != info.dtype for info in infos)
                 kind = next((info.made for info in infos if info.made), "cast" if changed else "copied")
                 names[tensor.name] = (kind if infos else "zeros", tensor.sources)
         for layer, computed in enumerate(self.layout.computed):
             names.update({name: (self.request.resolved_method, self.read_names(layer)) for name in computed})
-        return {tensor.name: names[tensor.name] for tensor in self.layout.tensors}
+        return {tensor.name: names[tensor.name] for tensor in self.tensors}
 
 
 def reading(request: ConvertRequest) -> Reading:
@@ -210,7 +242,7 @@ def _latent_plan(
 ) -> Plan:
     make = own_latent_layout if target.layout == "kvfold" else latent_layout
     layout = make(model, checkpoint, target, theta, _stored_dtype(request))
-    return Plan(request, checkpoint, model, layout, _shards(layout, request), target)
+    return _sharded(Plan(request, checkpoint, model, layout, latent=target))
 
 
 def _fold_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
@@ -234,11 +266,18 @@ def _fold_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
         )
     else:
         layout = folded_layout(model, checkpoint, kv_heads, roles=_roles(request, model), dtype=dtype)
-    return Plan(request, checkpoint, model, layout, _shards(layout, request))
+    return _sharded(Plan(request, checkpoint, model, layout))
 
 
-def _shards(layout: TargetLayout, request: ConvertRequest) -> tuple[Shard, ...]:
-    return tuple(assign_shards(layout.tensors, request.shard_bytes))
+def _sharded(plan: Plan) -> Plan:
+    """``plan`` with its tensors shared out to files. Raises InputError when nothing can stay quantized as asked."""
+    if plan.request.keep_quantized and not plan.keepable:
+        stored = "; ".join(plan.checkpoint.made_of) or "none that are quantized"
+        raise InputError(
+            "--keep-quantized: expected weights outside the attention in FP8 with a scale per whole block, or MXFP4 "
+            f"experts, which the class of the result stores alike, found {stored}; leave it out"
+        )
+    return replace(plan, shards=tuple(assign_shards(plan.tensors, plan.request.shard_bytes)))
 
 
 def _stored_dtype(request: ConvertRequest) -> str | None:

@@ -44,7 +44,7 @@ def polish(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages) -> 
     finally:
         written.close()
     if polished.kept:
-        with ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.layout.tensors]) as writer:
+        with ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.tensors]) as writer:
             writer.write_all(polished.tensors)
             writer.sync()
     record = {**polished.record(), "sequences": len(calibrated.tokens.training)}

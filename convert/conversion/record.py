@@ -39,7 +39,7 @@ def record(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
         "source": {
             "name": plan.source_name,
             "sha256": plan.checkpoint.source_hash(),
-            **({"made_of": list(plan.checkpoint.made_of)} if plan.checkpoint.made_of else {}),
+            **({"made_of": list(plan.made_of)} if plan.made_of else {}),
         },
         "attention": {"from": plan.source_kind, "to": plan.layout.kind},
         "cache_elements_per_token_per_layer": {"from": plan.cache_elements, "to": cached(plan)},
@@ -188,9 +188,9 @@ def plan_text(plan: Plan) -> str:
     before = plan.checkpoint.tensors
     lines = [
         _headline(plan, "MLA, split by measured drift" if plan.request.budget is not None else plan.layout.kind),
-        *(f"source: {line}" for line in plan.checkpoint.made_of),
-        *filter(None, [padding_text(plan)]),
-        f"tensors: {len(plan.layout.tensors) - len(computed)} copied, {len(computed)} computed; in layer 0:",
+        *(f"source: {line}" for line in plan.made_of),
+        *filter(None, [_keepable_text(plan), padding_text(plan)]),
+        f"tensors: {len(plan.tensors) - len(computed)} copied, {len(computed)} computed; in layer 0:",
         *(
             f"  {t.name}  {t.dtype} {_shape(before[t.name].shape) if t.name in before else 'new'} -> {_shape(t.shape)}"
             for t in first
@@ -204,6 +204,13 @@ def plan_text(plan: Plan) -> str:
         "nothing was written (--dry-run)",
     ]
     return "\n".join(lines)
+
+
+def _keepable_text(plan: Plan) -> str:
+    """That weights could stay quantized, where they could and do not."""
+    if plan.request.keep_quantized or not plan.keepable:
+        return ""
+    return f"--keep-quantized would keep {plan.keepable} of these weights as they are stored"
 
 
 def _shape(shape: tuple[int, ...]) -> str:

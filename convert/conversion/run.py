@@ -66,7 +66,7 @@ class Conversion:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: the record without its lists of tensors and files, or the plan of a dry run."""
-        plan, size = self.plan, sum(tensor.nbytes for tensor in self.plan.layout.tensors)
+        plan, size = self.plan, sum(tensor.nbytes for tensor in self.plan.tensors)
         if self.written is None:
             files = {shard.file: sum(tensor.nbytes for tensor in shard.tensors) for shard in plan.shards}
             disk = {"disk_bytes": plan.disk_bytes, "free_bytes": plan.free_bytes}
@@ -80,7 +80,7 @@ class Conversion:
         """The plan of a dry run; otherwise the conversion in a line, the cost of its layout, and what was written."""
         if self.written is None or self.seconds is None:
             return plan_text(self.plan)
-        request, size = self.plan.request, sum(tensor.nbytes for tensor in self.plan.layout.tensors)
+        request, size = self.plan.request, sum(tensor.nbytes for tensor in self.plan.tensors)
         lines = [
             headline(self.plan),
             cost_text(self.record),
@@ -179,7 +179,7 @@ def _complete(
 ) -> dict[str, Any]:
     """Everything beside the weights, once these are in ``folder`` with ``hashes``; returns the record."""
     write_index(folder, plan.shards)
-    (folder / "config.json").write_text(dump(plan.layout.config), encoding="utf-8")
+    (folder / "config.json").write_text(dump(plan.config), encoding="utf-8")
     if plan.request.polish:
         measured, hashes = _polished(plan, measured, folder, stages), {}
     with stages.step("checking what was written"):

@@ -142,8 +142,8 @@ def repeating(plan: Plan) -> str:
         name, value = field.name, getattr(request, field.name)
         if field.name in RUN_ONLY - {"gguf", "adapter"} or value is None or value == _default(name):
             continue
-        values = [_portable(name, text) for text in (request.texts if name == "calibration" else [value])]
-        words += [word for text in values for word in (f"--{name.replace('_', '-')}", text)]
+        option, texts = f"--{name.replace('_', '-')}", request.texts if name == "calibration" else [value]
+        words += [option] if value is True else [word for text in texts for word in (option, _portable(name, text))]
     return " ".join(map(shlex.quote, words))
 
 

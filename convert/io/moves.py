@@ -39,7 +39,7 @@ def moves_of(place: Place, checkpoint: Checkpoint) -> list[Move]:
         raise KvfoldError(f"tensor {tensor.name!r}: expected a source to copy from, found a computed tensor")
     moves, start = [], place.start
     for name in tensor.sources:
-        info = checkpoint.info(name)
+        info = tensor.kept or checkpoint.info(name)
         cast = info.dtype != tensor.dtype
         whole = info.shape == tensor.shape or len(tensor.sources) > 1
         if not whole or (cast and not {info.dtype, tensor.dtype} <= FLOAT_DTYPES):

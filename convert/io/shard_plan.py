@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.folder import SINGLE
-from kvfold.convert.io.headers import DTYPE_BITS, PREFIX, tensor_bytes
+from kvfold.convert.io.headers import DTYPE_BITS, PREFIX, TensorInfo, tensor_bytes
 
 _ALIGNMENT = 8
 _METADATA = {"format": "pt"}
@@ -20,13 +20,14 @@ class OutputTensor:
 
     ``source`` names the source tensor whose bytes are copied, or cast when the dtype differs; None when the tensor is
     computed. Of several names the bytes follow one another, as experts do that the source stores one by one; without
-    any, ``()``, the tensor is zero.
+    any, ``()``, the tensor is zero. ``kept``: the source is a part of a quantized weight, as the files hold it.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     source: str | tuple[str, ...] | None
+    kept: TensorInfo | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:

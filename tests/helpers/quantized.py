@@ -79,3 +79,30 @@ def fp8_settings(block: tuple[int, int]) -> dict[str, Any]:
         "weight_block_size": list(block),
         "modules_to_not_convert": ["lm_head"],
     }
+
+
+MXFP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def mxfp4(experts: int, out: int, into: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random blocks, scales, and the weight ``[experts, into, out]`` that they stand for."""
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(16, (experts, out, into // 32, 32), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(120, 131, (experts, out, into // 32), generator=generator, dtype=torch.uint8)
+    signed = torch.where(codes > 7, -1.0, 1.0) * MXFP4[codes.long() % 8]
+    meant = (signed * torch.exp2(scales.float() - 127)[..., None]).reshape(experts, out, into).mT
+    return codes[..., ::2] | (codes[..., 1::2] << 4), scales, meant  # the first of two numbers in the low bits
+
+
+def mxfp4_experts(source: Path, out: Path) -> None:
+    """A gpt-oss whose experts are random MXFP4."""
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors(source).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, into, rows = tensor.shape
+            stored[f"{name}_blocks"], stored[f"{name}_scales"], _ = mxfp4(experts, rows, into)
+        else:
+            stored[name] = tensor.bfloat16()
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
+    write(source, out, stored, config | {"quantization_config": settings})

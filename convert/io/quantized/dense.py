@@ -74,7 +74,7 @@ def dequantized(weights: Weights, dtype: str, where: str) -> Weights:
     return Weights(
         _dense_config(weights.config, dtype),
         ordered,
-        DequantizingReader(weights.reader, packed, plain),
+        DequantizingReader(weights.reader, packed, plain, found[1]),
         (*weights.made_of, *_made_of(packed, dtype)),
     )
 
@@ -89,11 +89,20 @@ def check_libraries(reader: Reader) -> None:
 
 @dataclass(frozen=True)
 class DequantizingReader:
-    """Dense tensors of ``packed`` weights, and ``plain`` ones in the dtype that is asked for, by their dense names."""
+    """Dense tensors of ``packed`` weights, and ``plain`` ones in the dtype that is asked for, by their dense names.
+
+    ``settings`` are those of config.json.
+    """
 
     stored: Reader
     packed: dict[str, Packed]
     plain: dict[str, TensorInfo]
+    settings: Mapping[str, Any]
+
+    def keepable(self, name: str) -> Packed | None:
+        """The weight with the dense ``name`` as it is stored, where a result may hold it so."""
+        packed = self.packed.get(name)
+        return packed if packed is not None and packed.format.keeps(packed.infos) else None
 
     def read(self, info: TensorInfo) -> "torch.Tensor":
         from kvfold.convert.io.tensors import cast_chunk, torch_dtype
@@ -112,18 +121,13 @@ class DequantizingReader:
             raise InputError(f"{info.file}: tensor {packed.root.name!r} is quantized: {error}") from error
 
     def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]":
-        if self._as_stored(info):
-            return self.stored.chunks(self.plain[info.name], elements)
-        return flat_chunks(self.read(info), elements)
+        return flat_chunks(self.read(info), elements) if info.made else self.stored.chunks(info, elements)
 
     def raw_path(self, info: TensorInfo) -> Path | None:
-        return self.stored.raw_path(self.plain[info.name]) if self._as_stored(info) else None
+        return None if info.made else self.stored.raw_path(info)
 
     def close(self) -> None:
         self.stored.close()
-
-    def _as_stored(self, info: TensorInfo) -> bool:
-        return info.name in self.plain and self.plain[info.name].dtype == info.dtype
 
 
 def is_quantized(tensor: TensorInfo) -> bool:

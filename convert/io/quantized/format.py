@@ -22,6 +22,8 @@ class Format:
     tensors that concern activations or the cache. ``shape(infos, read)`` is the dense shape ``[out, in]``; it raises
     ValueError when the stored shapes do not fit together. ``dequantize(parts, shape, dtype)`` makes the dense tensor.
     ``library`` is the module that it needs, and what to install for it. ``modules(NAME)``: which it is used for.
+    ``keeps(infos)``: whether stock classes read the weight beside dense ones that ``modules_to_not_convert`` of the
+    config names, so that a result may hold it as it is.
     """
 
     label: str
@@ -35,6 +37,7 @@ class Format:
     library: tuple[str, str]
     modules: Callable[[str], bool] = lambda module: True
     dense: str = ".weight"
+    keeps: Callable[[Infos], bool] = lambda infos: False
 
     def holds(self, info: TensorInfo) -> bool:
         """Whether the stored tensor ``info`` is the root of a weight."""

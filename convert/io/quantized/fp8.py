@@ -35,6 +35,7 @@ def fp8_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
             shape=partial(_shape, scale, blocks),
             dequantize=partial(_dequantize, scale, blocks),
             library=("transformers.integrations.finegrained_fp8", "transformers>=5.23"),
+            keeps=partial(_whole, blocks),
         )
         for scale in _SCALES
     )
@@ -46,6 +47,13 @@ def _shape(scale: str, block: tuple[int, int] | None, infos: Infos, read: Read) 
         raise ValueError(f"expected a matrix, found {list(shape)}")
     _block(shape, scales, block)
     return shape
+
+
+def _whole(block: tuple[int, int] | None, infos: Infos) -> bool:
+    """Whether a weight consists of whole blocks: transformers 5.23 takes their size from the number of scales."""
+    weight = infos[".weight"]
+    whole = block is not None and not any(size % side for size, side in zip(weight.shape, block, strict=True))
+    return whole and weight.dtype == "F8_E4M3" and ".weight_scale_inv" in infos
 
 
 def _block(shape: Shape, scales: Shape, block: tuple[int, int] | None) -> tuple[int, int]:

@@ -23,6 +23,7 @@ def mxfp4_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
             dequantize=_dequantize,
             library=("transformers.integrations.mxfp4", "transformers>=5.23"),
             dense="",
+            keeps=lambda infos: True,
         ),
     )
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.checkpoints import tensors
+from helpers.quantized import mxfp4
 from safetensors.torch import save_file
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.checkpoint import open_checkpoint
 
-VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 NAME = "model.layers.0.mlp.experts.gate_up_proj"
 
 
@@ -19,14 +19,8 @@ NAME = "model.layers.0.mlp.experts.gate_up_proj"
 def source(tiny_family, tmp_path: Path) -> tuple[Path, torch.Tensor]:
     """A gpt-oss whose first experts are MXFP4, and the weight that these stand for."""
     stored = tensors(tiny_family("gpt_oss"))
-    experts, into, out = stored[NAME].shape
-    generator = torch.Generator().manual_seed(2)
-    codes = torch.randint(16, (experts, out, into // 32, 32), generator=generator, dtype=torch.uint8)
-    scales = torch.randint(120, 131, (experts, out, into // 32), generator=generator, dtype=torch.uint8)
-    signed = torch.where(codes > 7, -1.0, 1.0) * VALUES[codes.long() % 8]
-    meant = (signed * torch.exp2(scales.float() - 127)[..., None]).reshape(experts, out, into).mT
-    del stored[NAME]
-    blocks = codes[..., ::2] | (codes[..., 1::2] << 4)  # the first of two numbers in the low bits
+    experts, into, out = stored.pop(NAME).shape
+    blocks, scales, meant = mxfp4(experts, out, into)
     folder = tmp_path / "mxfp4"
     folder.mkdir()
     save_file(stored | {f"{NAME}_blocks": blocks, f"{NAME}_scales": scales}, folder / "model.safetensors")
