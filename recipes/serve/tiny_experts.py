@@ -2,9 +2,9 @@
 
     python recipes/serve/tiny_experts.py FOLDER
 
-Makes FOLDER/mixtral, qwen3_moe, olmoe and qwen2_moe (random weights, 3 layers, 4 experts, the tokenizer of the model that
-ships), and beside each its MLA results as NAME-SPLIT-LAYOUT. Random weights say nothing of quality: the rows are about
-whether an engine reads the class, its router and its experts as transformers does.
+Makes FOLDER/mixtral, qwen3_moe, olmoe and qwen2_moe (random weights, 3 layers, 4 experts, the tokenizer of the model
+that ships), and beside each its MLA results as NAME-SPLIT-LAYOUT. Random weights say nothing of quality: the rows are
+about whether an engine reads the class, its router and its experts as transformers does.
 """
 
 import shutil
