@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import versions
+from kvfold.convert.io.hashing import file_sha256
+from kvfold.convert.io.shard_plan import tensor_places
 from kvfold.convert.io.shards import Shard, is_laid_out, write_synced
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ class Journal:
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self._folder, self._shards, self._computed = folder, plan.shards, plan.layout.computed
+        self._places = tensor_places(plan.shards)
         self._own = {tensor.name for shard in plan.own_shards for tensor in shard.tensors}
         self._path, self._key = folder / _NAME, run_key(plan)
         self._layers: dict[str, Any] = processes.from_first(lambda: self._intact(_layers(self._path, self._key) or {}))
@@ -63,20 +66,17 @@ class Journal:
         self._layers[str(layer)] = {"notes": dict(notes)}
         if not processes.is_first():
             return
-        self._layers[str(layer)]["sha256"] = self._digest(layer)
+        self._layers[str(layer)]["sha256"] = self._hashes(layer)
         new = self._path.with_suffix(".new")
         write_synced(new, json.dumps({"run": self._key, "layers": self._layers}).encode())
         os.replace(new, self._path)
 
-    def _digest(self, layer: int) -> str:
-        """SHA-256 of the tensors of ``layer`` in the files."""
-        from kvfold.convert.io.tensors import tensor_memory
-
-        digest = hashlib.sha256()
-        for name, tensor in sorted(_read(self._folder, self._shards, self._computed[layer]).items()):
-            digest.update(name.encode())
-            digest.update(tensor_memory(tensor))
-        return digest.hexdigest()
+    def _hashes(self, layer: int) -> dict[str, str]:
+        """The SHA-256 of the tensors of ``layer`` in each file, with the code of ``kvfold verify``."""
+        places = sorted((self._places[name] for name in self._computed[layer]), key=lambda place: place.start)
+        files = sorted({place.shard for place in places})
+        ranges = {file: [(place.start, place.end) for place in places if place.shard == file] for file in files}
+        return {file: file_sha256(self._folder / file, ranges[file]) for file in files}
 
     def _intact(self, layers: dict[str, Any]) -> dict[str, Any]:
         """The layers before the first one whose tensors are no longer those noted; none where a shard is damaged.
@@ -86,7 +86,7 @@ class Journal:
         sound: dict[str, Any] = {}
         if all(is_laid_out(self._folder / shard.file, shard) for shard in self._shards):
             for name, layer in layers.items():
-                if not isinstance(layer, dict) or layer.get("sha256") != self._digest(int(name)):
+                if not isinstance(layer, dict) or layer.get("sha256") != self._hashes(int(name)):
                     break
                 sound[name] = layer
         if len(sound) < len(layers):

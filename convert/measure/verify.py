@@ -4,7 +4,6 @@
 are those of its config's class, and whether they are finite.
 """
 
-import hashlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from kvfold.convert.errors import InputError, short
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.folder import parse_json, read_bytes, resolve_member
+from kvfold.convert.io.hashing import file_sha256
 
 RECORD = "kvfold.json"
 _ELEMENTS = 1 << 24  # of a tensor at once
@@ -89,7 +89,7 @@ def file_hashes(folder: Path, record: str = RECORD, known: Mapping[str, str] | N
     """
     names, known = _names(folder, record), known or {}
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        hashes = pool.map(lambda name: known[name] if name in known else _sha256(folder / name), names)
+        hashes = pool.map(lambda name: known[name] if name in known else file_sha256(folder / name), names)
         return dict(zip(names, hashes, strict=True))
 
 
@@ -99,7 +99,7 @@ def file_problems(folder: Path, expected: Mapping[str, str], record: str = RECOR
         yield f"{name}: not a file that was written"
     for name, digest in expected.items():
         try:
-            found = _sha256(resolve_member(folder, name))
+            found = file_sha256(resolve_member(folder, name))
         except InputError as error:
             yield error.message
         else:
@@ -111,11 +111,6 @@ def _names(folder: Path, record: str) -> list[str]:
     """The files below ``folder``, without ``record`` and without what is hidden at its top, such as ``.git``."""
     files = (Path(root, name).relative_to(folder) for root, _, names in os.walk(folder) for name in names)
     return sorted(str(file) for file in files if str(file) != record and not file.parts[0].startswith("."))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def recorded_problems(folder: Path) -> tuple[int, list[str]]:

@@ -8,7 +8,7 @@
    pair's, and make up for a lost rotation with one of another frequency.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from kvfold.convert.transforms.latent.slots import (
     pair_keys,
     query_scales,
 )
+from kvfold.convert.transforms.latent.units import from_units, in_units, units_of
 from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.linalg import (
     covariance,
@@ -77,8 +78,10 @@ def to_latent(
     alternating least squares (``als.ROUNDS``); 0 leaves the principal components as they are. A layer that does not
     rotate gets zero rotary keys. The result is in at least float32.
     """
-    statistics = statistics.to(weights.q.device)
-    given = _given(weights, statistics, rotary, slots, context, scale, centered)
+    statistics, scale = statistics.to(weights.q.device), weights.head_dim**-0.5 if scale is None else scale
+    units = units_of(weights, statistics)
+    weights, statistics = in_units(weights, statistics, units)
+    given = _given(weights, statistics, rotary, slots, context, scale * units.scores, centered)
     layer, split = given.layer, given.split
     basis = principal_basis(given.rows, given.root, rank)
     fit = first_fit(split, apply_gains(split.rest, given.gains, rotary), layer.values, basis)
@@ -87,7 +90,8 @@ def to_latent(
         distances = mixed_distances(statistics.profile, context, als.UNIFORM, als.TAIL)
         inputs = layer, given.queries, given.moment, rotary, slots.theta, distances
         fit = als.alternate(als.make_problem(*inputs, rank, centered=centered), fit, rounds)
-    return assemble(weights, layer, given.moment[-1, :-1], fit, slots, centered=centered)
+    latent = assemble(weights, layer, given.moment[-1, :-1], fit, slots, centered=centered)
+    return from_units(replace(latent, scale=scale), units)
 
 
 def latent_spectrum(
@@ -103,7 +107,9 @@ def latent_spectrum(
 
     They are those of all that the rotary keys leave; a latent of rank ``R`` keeps the first ``R``.
     """
-    rows = _given(weights, statistics.to(weights.q.device), rotary, slots, context, None, centered).rows
+    statistics = statistics.to(weights.q.device)
+    weights, statistics = in_units(weights, statistics, units_of(weights, statistics))
+    rows = _given(weights, statistics, rotary, slots, context, 1.0, centered).rows
     energies: Tensor = torch.linalg.eigvalsh(rows.mT @ rows).flip(0).clamp_min(0)
     return energies / energies.sum().clamp_min(torch.finfo(energies.dtype).tiny)
 
@@ -129,7 +135,7 @@ def _given(
     rotary: Rotary,
     slots: Slots,
     context: int,
-    scale: float | None,
+    scale: float,
     centered: bool,
 ) -> _Given:
     moment, layer = input_moment(statistics), linear_layer(weights, rotary, scale)
@@ -140,14 +146,14 @@ def _given(
     return _Given(layer, moment, queries, split, gains, root, rows)
 
 
-def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float | None) -> LinearLayer:
+def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float) -> LinearLayer:
     """The layer as maps on ``[x; 1]``, the rotary amplitude multiplied into queries and keys."""
     return LinearLayer(
         queries=amplified(with_bias(weights.q, weights.q_bias), rotary),
         keys=amplified(with_bias(weights.k, weights.k_bias), rotary),
         values=with_bias(weights.v, weights.v_bias),
         metric=output_metric(weights.o, weights.kv_heads),
-        scale=weights.head_dim**-0.5 if scale is None else scale,
+        scale=scale,
     )
 
 

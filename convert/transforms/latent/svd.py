@@ -33,7 +33,7 @@ def svd_latent(
 
     ``gain [E]``, the weight of the norm before the attention, only sets the scale of the latent.
     """
-    layer = linear_layer(weights, rotary, scale)
+    layer = linear_layer(weights, rotary, weights.head_dim**-0.5 if scale is None else scale)
     moment = torch.eye(weights.model_dim + 1, dtype=torch.float64, device=weights.q.device)  # nothing known of inputs
     split = split_rotary(layer, rotary, slots, head_moments(layer.queries, moment), moment)
     rows = torch.cat([split.rest, layer.values])[..., :-1].flatten(0, 1)

@@ -147,16 +147,17 @@ LOUDNESS = {f"no {name}": {name: 0.0} for name in "qkvo"} | {
     "nothing": dict.fromkeys("qkvo", 0.0),
     "loud values": {"v": 1e15},
     "loud keys": {"k": 1e15, "q": 1e-15},
+    "whispers": dict.fromkeys("qkvo", 1e-15),
 }
 
 
 @pytest.mark.parametrize("centered", [True, False])
-@pytest.mark.parametrize("inputs", ["usual", "zero", "one vector"])
+@pytest.mark.parametrize("inputs", ["usual", "zero", "one vector", "loud", "whispers"])
 @pytest.mark.parametrize("factors", LOUDNESS.values(), ids=LOUDNESS)
 def test_layers_that_say_nothing_or_shout_are_finite_and_exact(factors, inputs, centered):
     weights, statistics, x = random_layer()
     weights = replace(weights, **{name: getattr(weights, name) * factor for name, factor in factors.items()})
-    x = {"usual": x, "zero": 0 * x, "one vector": x[:1].expand_as(x)}[inputs]
+    x = {"zero": 0 * x, "one vector": x[:1].expand_as(x), "loud": 1e15 * x, "whispers": 1e-27 * x}.get(inputs, x)
     statistics = replace(statistics, gram=x.T @ x / len(x), mean=x.mean(0))
     slots = rope_slots.Slots((2,) * 4, THETA.repeat_interleave(2))
     latent = to_latent(weights, statistics, Rotary(THETA), slots, 24, centered=centered)
