@@ -197,7 +197,8 @@ def convert(recipe: str | None, json_file: str | None, report: str | None, **opt
         result = convert_checkpoint(request)
         if processes.is_first():
             if report is not None and not request.dry_run:
-                write_report(conversion_page(result.to_dict(), result.summary().splitlines()), report)
+                page = conversion_page(result.to_dict(), result.summary().splitlines())
+                write_report(page, report, request.quiet)
             tell(json_file, result.to_dict, result.summary() if request.dry_run or not request.quiet else "")
 
 
@@ -225,6 +226,7 @@ def drift(model: str, out: str, json_file: str | None, report: str | None, **opt
     if json_file is not None:
         check_writable(json_file)
     check_sources(filter(None, [options["text"]]), "--text")
+    click.echo(f"reading {model} and {out}", err=True)
     from kvfold.convert.measure.drift import drift_checkpoints
     from kvfold.convert.measure.table import drift_table
 

@@ -142,15 +142,15 @@ class TimeLeft:
     """Prints one estimate of the time left, from the time between the first two finished layers.
 
     That is all of a layer's time: forward passes, fit, refinement, writing. ``remaining``: layers to do. No line for
-    less than ten seconds, or with ``quiet``.
+    less than ten seconds, or with ``quiet``. Training counts in steps, with ``unit`` "step".
     """
 
-    def __init__(self, remaining: int, quiet: bool) -> None:
-        self._remaining, self._quiet = remaining, quiet
+    def __init__(self, remaining: int, quiet: bool, unit: str = "layer") -> None:
+        self._remaining, self._quiet, self._unit = remaining, quiet, unit
         self._last: float | None = None
         self._printed = False
 
-    def layer_done(self) -> None:
+    def one_done(self) -> None:
         self._remaining -= 1
         now, last = time.monotonic(), self._last
         self._last = now
@@ -162,7 +162,8 @@ class TimeLeft:
             from tqdm import tqdm
 
             rest = f"about {duration(seconds)} for the remaining {self._remaining}"
-            tqdm.write(f"{duration(now - last)} per layer; {rest}", file=sys.stderr)
+            each = duration(now - last) if now - last >= 1 else f"{now - last:.1f} s"
+            tqdm.write(f"{each} per {self._unit}; {rest}", file=sys.stderr)
 
 
 def duration(seconds: float) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvfold.convert.conversion.licenses import license_fields
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import cosine_margin, engine_cost, rank_sizes, text_name, versions
 from kvfold.convert.conversion.usage import repeating, source_name, usage
@@ -188,11 +189,9 @@ def front_matter(source: Checkpoint) -> str:
         base_model_relation="finetune" if base else None,  # the hub's others: adapter, merge, quantized
         language=_languages(known.get("language")),
         library_name="transformers",
-        license=_texts(known.get("license")),
-        license_name=_texts(known.get("license_name")),
-        license_link=_texts(known.get("license_link")),
         pipeline_tag=_task(source.config),
         tags=["kvfold"],
+        **license_fields(known),
     )
     return str(metadata.to_yaml())
 

@@ -247,7 +247,7 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Meas
                         writer.sync()
                         processes.wait_for_all()
                         journal.note(layer.index, layer.notes)
-                    time_left.layer_done()
+                    time_left.one_done()
             writer.finish()
             made = processes.gathered(hashes())
         measured = method.measured(journal.notes) if processes.is_first() else None

@@ -22,9 +22,9 @@ from kvfold.convert.measure.options import compute_dtype_option, device_option, 
     "--lengths",
     metavar="N,N",
     default="",
-    help="Tokens of long contexts; default: MODEL's context, and 1/2, 1/4, 1/8.",
+    help="Tokens of long contexts; default: MODEL's context (on a CPU at most 1024), and 1/2, 1/4, 1/8.",
 )
-@click.option("--samples", type=click.IntRange(2), default=32, show_default=True, help="Documents of each length.")
+@click.option("--samples", type=click.IntRange(2), help="Documents of each length; default: 32, on a CPU 16.")
 @click.option("--text", metavar="FILE", help="Text to hide words in; default: held-out text that ships with kvfold.")
 @click.option("--no-retrieval", is_flag=True, help="Only the loss by position, and --tasks.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Documents of a task at once.")

@@ -103,10 +103,11 @@ class Questions:
 
 
 @torch.no_grad()
-def answers(model: Any, asked: Sequence[Question]) -> Tensor:
-    """1 for every question that the model answers rightly, else 0, ``[n]``."""
+def answers(model: Any, asked: Sequence[Question], advance: Callable[[int], None] = lambda amount: None) -> Tensor:
+    """1 for every question that the model answers rightly, else 0, ``[n]``; ``advance(1)`` after each."""
     found = []
     for question in asked:
         logits = model(input_ids=question.tokens[None].to(model.device), logits_to_keep=1).logits[0, -1]
         found.append(float(int(logits[question.choices].argmax()) == question.right))
+        advance(1)
     return torch.tensor(found)

@@ -1,7 +1,9 @@
 """``kvfold eval``: a source and its conversion on the same documents, one model in memory at a time."""
 
 import os
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from kvfold.attention.drift.lockstep import margin
 from kvfold.attention.drift.report import perplexity
+from kvfold.convert.console import duration
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
 from kvfold.convert.evaluation import harness
@@ -25,6 +28,8 @@ from kvfold.convert.text.sources import check_sources
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer, prefix_tokens, renderer, tokenize
 
 _SHORTEST = 256  # tokens of a default length
+_SAMPLES = {"cpu": 16, "cuda": 32}
+_LONGEST = {"cpu": 1024}  # tokens by default: retrieval at 8192 took hours for a model of 135 M parameters on one core
 _BYTES_PER_TOKEN = 16
 _LEARNED = 3  # times the share of right answers by guessing: below it 32 documents cannot tell a model from a guess
 
@@ -55,13 +60,13 @@ class Test:
 class Place:
     """Where and how a model is run."""
 
-    device: str
+    device: torch.device
     dtype: str
     trust_remote_code: bool
     quiet: bool
 
-    def shown(self, name: str) -> AbstractContextManager[object]:
-        return nullcontext() if self.quiet else stage(name)
+    def shown(self, name: str, documents: int = 0) -> AbstractContextManager[Callable[[int], None]]:
+        return nullcontext(lambda amount: None) if self.quiet else stage(name, documents, "document")
 
 
 def eval_checkpoints(
@@ -71,7 +76,7 @@ def eval_checkpoints(
     tasks: Sequence[str] = (),
     limit: int | None = None,
     lengths: Sequence[int] = (),
-    samples: int = 32,
+    samples: int | None = None,
     text: str | os.PathLike[str] | None = None,
     retrieval: bool = True,
     batch: int = 1,
@@ -83,9 +88,10 @@ def eval_checkpoints(
 ) -> dict[str, Any]:
     """Compare ``out`` with ``model``: retrieval at ``lengths``, loss by position, and ``tasks`` of the harness.
 
-    Differences are paired by document, with 95 % intervals. ``lengths`` are by default the context and its half,
-    quarter and eighth. ``samples``: documents of each length; ``limit``: of each task. Filler and losses are of
-    ``text``, or of held-out text that ships with kvfold. Returns plain JSON values. Raises InputError.
+    Differences are paired by document, with 95 % intervals. ``lengths`` are by default the context (on a CPU at most
+    1024 tokens) and its half, quarter and eighth. ``samples``: documents of each length, by default 32, on a CPU 16;
+    ``limit``: of each task. Filler and losses are of ``text``, or of held-out text that ships with kvfold. Returns
+    plain JSON values. Raises InputError.
 
     >>> found = eval_checkpoints(demo_folder(), demo_folder(), lengths=[256], samples=2)
     >>> [(row["task"], row["length"], row["difference"]) for row in found["retrieval"]]
@@ -96,11 +102,13 @@ def eval_checkpoints(
     texts = [] if text is None else [os.fspath(text)]
     check_sources(texts, "--text")
     source = open_checkpoint(model)
+    place = Place(choose_device(device), dtype, trust_remote_code, quiet)
+    samples = samples or _SAMPLES[place.device.type]
     try:
         check_decodes(source.config, source.origin, "kvfold eval")
         tokenizer = load_tokenizer(source, trust_remote_code, "an evaluation")
         context = source.config.get("max_position_embeddings") or 2048
-        chosen = _lengths(lengths, context, source.origin)
+        chosen = _lengths(lengths, context, source.origin, place.device)
         body, name = _tokens(tokenizer, next(iter(texts), None), max(chosen) * samples)
         check_vocabulary(body, source.config.get("vocab_size", int(body.max()) + 1), source.origin)
         asked = _asked(tokenizer, body, chosen, samples, seed) if retrieval else {}
@@ -109,8 +117,7 @@ def eval_checkpoints(
         source.close()
 
     test = Test(tokenizer, asked, windows, tasks, limit, batch, seed)
-    place = Place(device, dtype, trust_remote_code, quiet)
-    before, after = (_measure(folder, test, place) for folder in (model, out))
+    before, after = _measure(model, test, place, first=True), _measure(out, test, place, first=False)
     return {
         "model": str(model),
         "out": str(out),
@@ -122,8 +129,9 @@ def eval_checkpoints(
     }
 
 
-def _lengths(lengths: Sequence[int], context: int, origin: str) -> list[int]:
-    chosen = sorted(set(lengths)) or sorted({max(_SHORTEST, context // part) for part in (8, 4, 2, 1)})
+def _lengths(lengths: Sequence[int], context: int, origin: str, device: torch.device) -> list[int]:
+    longest = min(context, _LONGEST.get(device.type, context))
+    chosen = sorted(set(lengths)) or sorted({max(_SHORTEST, longest // part) for part in (8, 4, 2, 1)})
     if lengths and chosen[-1] > context:
         raise InputError(f"--lengths {chosen[-1]}: longer than the {context} positions that {origin} is made for")
     return [min(length, context) for length in chosen]
@@ -158,21 +166,23 @@ def _windows(tokenizer: Any, body: Tensor, length: int, count: int) -> Tensor:
     return torch.cat([prefix.expand(len(rows), -1), rows], dim=1)
 
 
-def _measure(folder: str | os.PathLike[str], test: Test, place: Place) -> Found:
+def _measure(folder: str | os.PathLike[str], test: Test, place: Place, *, first: bool) -> Found:
+    """What the model in ``folder`` does; for the ``first`` of the two an estimate of the time on stderr."""
     checkpoint = open_checkpoint(folder)
     name = checkpoint.origin
     try:
         hide_bars(place.quiet)
         with place.shown(f"loading {name}"):
-            device = choose_device(place.device)
-            model = load_model(checkpoint, compute_dtype(checkpoint, device, place.dtype), place.trust_remote_code)
-            model = model.to(device).eval()
+            dtype = compute_dtype(checkpoint, place.device, place.dtype)
+            model = load_model(checkpoint, dtype, place.trust_remote_code).to(place.device).eval()
+        if first and not place.quiet:
+            print(_announcement(model, test), file=sys.stderr, flush=True)
         right = {}
         for (task, length), asked in test.asked.items():
-            with place.shown(f"{name}: {task} at {length} tokens"):
-                right[task, length] = answers(model, asked)
-        with place.shown(f"{name}: loss by position"):
-            losses = token_losses(model, test.windows)
+            with place.shown(f"{name}: {task} at {length} tokens,", len(asked)) as advance:
+                right[task, length] = answers(model, asked, advance)
+        with place.shown(f"{name}: loss by position,", len(test.windows)) as advance:
+            losses = token_losses(model, test.windows, advance)
         scores: harness.Scores = {}
         if test.tasks:
             with place.shown(f"{name}: {', '.join(test.tasks)}"):
@@ -180,6 +190,38 @@ def _measure(folder: str | os.PathLike[str], test: Test, place: Place) -> Found:
         return Found(right, losses, scores)
     finally:
         checkpoint.close()
+
+
+def _announcement(model: Any, test: Test) -> str:
+    """What is measured, and about how long both models will take."""
+    lengths = sorted({length for _, length in test.asked})
+    sizes = [length for (_, length), asked in test.asked.items() for _ in asked]
+    sizes += [test.windows.shape[1]] * len(test.windows)
+    seconds = 2 * sum(map(_document_seconds(model, test.windows), sizes))
+    parts = [f"{len(test.windows)} windows of {test.windows.shape[1]} tokens"]
+    if lengths:
+        count = len(next(iter(test.asked.values())))
+        parts.insert(0, f"{count} documents each of {', '.join(TASKS)} at {', '.join(map(str, lengths))} tokens")
+    beside = f", and the time of {', '.join(test.tasks)}" if test.tasks else ""
+    return f"{'; '.join(parts)}: about {duration(seconds)} for both models{beside} (fewer: --lengths, --samples)"
+
+
+@torch.no_grad()
+def _document_seconds(model: Any, windows: Tensor) -> Callable[[int], float]:
+    """Seconds by the length of a document, ``a T + b T^2``, from two short ones after a first that warms up."""
+
+    def timed(length: int) -> float:
+        tokens = windows[:1, :length].to(model.device)
+        started = time.monotonic()
+        float(model(input_ids=tokens, logits_to_keep=1).logits[0, -1, 0])
+        return time.monotonic() - started
+
+    short = min(_SHORTEST, windows.shape[1])
+    long = min(2 * short, windows.shape[1])
+    _, once, twice = (timed(length) for length in (short, short, long))
+    square = max(0.0, (twice / long - once / short) / (long - short)) if long > short else 0.0
+    linear = max(0.0, once / short - square * short)
+    return lambda length: linear * length + square * length**2
 
 
 def _pair(before: Tensor, after: Tensor, difference: str = "difference") -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The page around the figures: one file of HTML without a script, a font or a request, in a light and a dark theme."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -95,12 +96,17 @@ def check_report(folder: str) -> None:
         raise InputError(f"--report {folder}: expected a folder, found a file; name another")
 
 
-def write_report(page: Page, folder: str) -> Path:
-    """Write the page to ``report.html`` in ``folder``, which is made. Raises InputError when that fails."""
+def write_report(page: Page, folder: str, quiet: bool = False) -> Path:
+    """Write the page to ``report.html`` in ``folder``, which is made. Raises InputError when that fails.
+
+    A line on stderr says where it is, unless ``quiet``.
+    """
     file = Path(folder) / FILE
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(page.html(), encoding="utf-8")
     except OSError as error:
         raise InputError(f"--report {folder}: cannot be written ({error.strerror}): name another folder") from error
+    if not quiet:
+        print(f"wrote {file}: open it in a browser", file=sys.stderr)
     return file

@@ -113,6 +113,8 @@ def sweep(
     wanted = " ".join(targets) or None
     if wanted is not None:
         parse_targets(wanted)
+    if not options["quiet"]:
+        click.echo(f"reading {model}", err=True)
     from kvfold.convert.sweep.run import sweep_checkpoint
 
     result = sweep_checkpoint(model, wanted, **options)
@@ -123,7 +125,7 @@ def sweep(
 
         draw(result, plot, within)
     if report is not None:
-        write_report(sweep_page(result.to_dict(within), result.lines(within)), report)
+        write_report(sweep_page(result.to_dict(within), result.lines(within)), report, options["quiet"])
     click.echo(f"{result.table()}\n\n{result.decision(within)}", err=json_file == STDOUT)
     if options["out"] is not None:
         click.echo(f"\n{result.convert(within, quiet=options['quiet']).summary()}", err=json_file == STDOUT)

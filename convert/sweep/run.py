@@ -24,6 +24,7 @@ from typing import Any
 
 from kvfold.convert.console import duration
 from kvfold.convert.conversion.calibration import load_tokens, source_stream
+from kvfold.convert.conversion.costs import costs_of
 from kvfold.convert.conversion.fold import fold_layer
 from kvfold.convert.conversion.latent import survey_layers
 from kvfold.convert.conversion.latent_layer import Survey, latent_layer
@@ -31,6 +32,7 @@ from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, make_plan, reading
 from kvfold.convert.conversion.source import source_heads
 from kvfold.convert.conversion.stages import Progress, Stages
+from kvfold.convert.conversion.start import machine_rates
 from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import check_decodes
@@ -41,7 +43,7 @@ from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, Layout
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.sweep.request import Options, in_words, parse_targets, spelled
 from kvfold.convert.sweep.result import Row, Source, Sweep
-from kvfold.convert.sweep.splits import Split, choose_splits
+from kvfold.convert.sweep.splits import Split, choose_splits, trials_of
 from kvfold.convert.sweep.targets import default_targets
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.fold.grouping import Pairs
@@ -232,14 +234,27 @@ def _explicit(plan: Plan) -> ConvertRequest:
 
 
 def _print_start(plans: Sequence[Plan], tokens: CalibrationTokens, source: CheckpointStream) -> None:
-    """Print the calibration text, the targets and the time of the forward passes to stderr."""
-    passes = 2 + 2 * len(plans)  # source: statistics, and beside the students; students: output fit, and onwards
-    seconds = estimate_seconds(source, tokens.held_out, tokens.calibration, passes=passes)
+    """Print the calibration text, the number of targets and the time that all will take to stderr."""
+    seconds = _seconds(plans, tokens, source)
     count, length = tokens.calibration.shape
-    refine = plans[0].request.refine
-    work = f"fitting and refining (--refine {refine})" if refine else "fitting"
+    parts = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items() if value)
     print(
         f"sweeping over {len(plans)} targets on {count} x {length} tokens of {_source(plans[0], tokens).text_name}; "
-        f"forward passes: about {duration(seconds)}, plus {work} {plans[0].geometry.layers} layers for each",
+        f"about {duration(sum(seconds.values()))}: {parts}",
         file=sys.stderr,
     )
+
+
+def _seconds(plans: Sequence[Plan], tokens: CalibrationTokens, source: CheckpointStream) -> dict[str, float]:
+    """Seconds by what they are for: forward passes together, fits and refinement of each target, trials of splits."""
+    passes = 2 + 2 * len(plans)  # source: statistics, and beside the students; students: output fit, and onwards
+    rates = machine_rates(plans[0], source, tokens.calibration)
+    alone = [costs_of(plan).seconds(rates) for plan in plans]
+    fits = [each["fitting"] for each in alone]
+    tried = (trials_of(plan) / plan.geometry.layers for plan in plans)
+    return {
+        "forward passes": estimate_seconds(source, tokens.held_out, tokens.calibration, passes=passes),
+        "fitting": sum(fits),
+        "comparing splits": sum(share * fit for share, fit in zip(tried, fits, strict=True)),
+        "refining": sum(each["refining"] for each in alone),
+    }

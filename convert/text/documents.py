@@ -14,6 +14,7 @@ from kvfold.convert.text.sources import ROWS, check_source, missing_library, wro
 __all__ = ["BUILT_IN", "Corpus", "Document", "Render", "Split", "open_corpus"]
 
 BUILT_IN = "the built-in standard-library text"
+_NAMES = {"calibration": BUILT_IN, "held_out": f"{BUILT_IN}, the part that no conversion reads"}
 Split = Literal["calibration", "held_out"]
 
 
@@ -57,7 +58,7 @@ def open_corpus(
     if spec is None:
         from kvfold.convert.data import read_documents
 
-        return _Memory(BUILT_IN, [Document(text) for text in read_documents(split)])
+        return _Memory(_NAMES[split], [Document(text) for text in read_documents(split)])
     path = Path(spec)
     if path.is_file() or (path.suffix in (".txt", ROWS) and not path.is_dir()):
         check_source(spec, option)

@@ -106,7 +106,7 @@ def _train(request: UptrainRequest, source: Checkpoint, beside: SideFiles, width
     order = TrainingOrder(tokens.training, plan.training, plan.seed)
     trainer = Uptrainer(model, arguments, request, order, tokens.held_out.long(), teacher, channel)
     check_sharding(trainer)
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    trainer.run(checkpoint)
     state = trainer.full_state()
 
     def write() -> Uptrained:

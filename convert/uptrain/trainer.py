@@ -3,7 +3,8 @@
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import SequentialSampler
+from tqdm import tqdm
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
+from kvfold.convert.console import TimeLeft
 from kvfold.convert.errors import KvfoldError
+from kvfold.convert.progress import stage
 from kvfold.convert.training.constant import ConstantChannel
 from kvfold.convert.training.loss import distillation_loss, next_token_loss
 from kvfold.convert.training.rates import relative_groups, tensor_sizes
@@ -41,14 +45,18 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         teacher: Any = None,
         channel: ConstantChannel | None = None,
     ) -> None:
-        super().__init__(
-            model=model, args=arguments, train_dataset=order, eval_dataset=list(held_out), callbacks=[RunLog(request)]
-        )
+        self._run_log = log = RunLog(request)
+        super().__init__(model=model, args=arguments, train_dataset=order, eval_dataset=list(held_out), callbacks=[log])
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = False
         self._request, self._held_out = request, held_out
         self._teacher, self._channel = teacher, channel
         self._sizes = tensor_sizes(model, channel)
+
+    def run(self, checkpoint: Path | None) -> None:
+        """Train from ``checkpoint``, or from the start."""
+        with self._run_log.open:
+            self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
         """The dataset is in order already (``train_sampling_strategy`` says so only since transformers 5.2)."""
@@ -128,12 +136,23 @@ class Uptrainer(Trainer):  # type: ignore[misc]
 
 
 class RunLog(TrainerCallback):  # type: ignore[misc]
-    """Writes ``log.jsonl``, prints its rows on stderr, and marks complete checkpoints."""
+    """Writes ``log.jsonl``, shows steps and rows on stderr, and marks complete checkpoints."""
 
     def __init__(self, request: UptrainRequest) -> None:
         self._request = request
+        self.open = ExitStack()  # closed after the training, however it ends
+        self._advance: Callable[[int], None] = lambda amount: None
+        self._left = TimeLeft(request.steps, quiet=True)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero and not self._request.quiet:
+            steps, done = self._request.steps, state.global_step
+            self._advance = self.open.enter_context(stage("training", steps, "step", done))
+            self._left = TimeLeft(steps - done, quiet=False, unit="step")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        self._advance(1)
+        self._left.one_done()
         if state.global_step >= state.max_steps:
             control.should_save = bool(self._request.save_every)  # what fails after it must not cost the training
             control.should_evaluate = bool(self._request.eval_every)
@@ -156,7 +175,7 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
             with (self._request.work / LOG).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             if not self._request.quiet:
-                print(log_line(row, self._request.steps), file=sys.stderr, flush=True)
+                tqdm.write(log_line(row, self._request.steps), file=sys.stderr)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if dist.is_initialized():

@@ -15,7 +15,7 @@ def printed(monkeypatch, capsys, moments, left, quiet=False):
     monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
     time_left = console.TimeLeft(left, quiet)
     for _ in moments:
-        time_left.layer_done()
+        time_left.one_done()
     return capsys.readouterr().err
 
 

@@ -1,6 +1,7 @@
 """``kvfold eval``: questions, losses by position, pairs of the harness, and the whole on the shipped model."""
 
 import json
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -145,6 +146,32 @@ def test_the_command_measures_tasks_and_long_contexts(monkeypatch, capsys):
             "margin": 0.0,
         }
     ]
+    said = (
+        r"2 documents each of needle, keys at 256 tokens; 2 windows of 256 tokens: about \d+ s for both models, and the"
+    )
+    assert re.search(said, shown.err)
     assert "tiny, acc" in shown.err
     assert "needle at 256 tokens" in shown.err
     assert "the source hardly does more than guess" in shown.err
+
+
+def test_lengths_end_sooner_on_a_cpu():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert run._lengths((), 8192, "tiny", cpu) == [256, 512, 1024]
+    assert run._lengths((), 8192, "tiny", cuda) == [1024, 2048, 4096, 8192]
+    assert run._lengths((), 200, "tiny", cpu) == [200]
+    assert run._lengths((4096,), 8192, "tiny", cpu) == [4096]
+
+
+def test_the_estimate_grows_with_the_square_of_a_document(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
+
+    def model(input_ids, logits_to_keep):
+        length = input_ids.shape[1]
+        now[0] += 0.01 * length + 0.0001 * length**2
+        return SimpleNamespace(logits=torch.zeros(1, 1, 8))
+
+    model.device = "cpu"
+    seconds = run._document_seconds(model, torch.zeros(1, 2048, dtype=torch.int64))
+    assert seconds(1000) == pytest.approx(110)

@@ -6,6 +6,7 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from helpers.processes import run_python
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert import ConvertRequest, console, convert_checkpoint
 from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.targets.mla.constant import CONSTANT
@@ -265,6 +266,19 @@ def test_the_stored_dtype_is_kept(source, text, tmp_path):
     train(start, tmp_path / "out", text, steps=2, precision="bfloat16")
     assert {value.dtype for value in tensors(tmp_path / "out").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_time_left_is_told_after_the_second_step(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    log = uptrain_trainer.RunLog(SimpleNamespace(quiet=False, steps=50, save_every=0, eval_every=0))
+    state = SimpleNamespace(is_world_process_zero=True, global_step=10, max_steps=50)
+    with log.open:
+        log.on_train_begin(None, state, None)
+        for moment in (100.0, 130.0, 131.0):
+            now[0] = moment
+            log.on_step_end(None, state, SimpleNamespace(should_save=False))
+    assert capsys.readouterr().err == "30 s per step; about 19 min for the remaining 38\n"
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(converted, text, tmp_path, monkeypatch):
