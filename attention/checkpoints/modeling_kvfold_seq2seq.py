@@ -50,7 +50,10 @@ class SharedView:
     """A config as attention with shared heads sees it: ``eager`` is ours, the stock one knows no shared heads."""
 
     def __init__(self, config: Any) -> None:
-        self._config = config
+        object.__setattr__(self, "_config", config)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_config":

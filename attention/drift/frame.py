@@ -59,13 +59,15 @@ class Frame:
     """``model`` with stand-ins in place of its decoder ``layers``; the model itself is changed."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.path, layers = layer_list(model)
-        self.layers = list(layers)
-        self.model = model
+        self.install(model, *layer_list(model))
         self.encodes = is_encoder(model, self.layers)
+
+    def install(self, model: nn.Module, path: str, layers: nn.ModuleList) -> None:
+        """Put stand-ins in place of ``layers``, the list at ``path``."""
+        self.model, self.path, self.layers = model, path, list(layers)
         self._visit: Visit | None = None
         self._returns_tuples = False
-        parent, _, name = self.path.rpartition(".")
+        parent, _, name = path.rpartition(".")
         stand_ins = nn.ModuleList(StandIn(index, layer, self) for index, layer in enumerate(self.layers))
         setattr(model.get_submodule(parent), name, stand_ins)
 
@@ -165,6 +167,8 @@ def attention_of(layer: nn.Module) -> nn.Module:
 
 def attention_name(layer: nn.Module) -> str:
     """The name of a decoder layer's self-attention module. Raises ValueError when it has none of the usual names."""
+    if (stated := getattr(layer, "attends_by", None)) is not None:  # half a layer with two
+        return str(stated)
     for name in _ATTENTION_NAMES:
         if isinstance(getattr(layer, name, None), nn.Module):
             return name

@@ -30,6 +30,7 @@ class LoadedStream:
         self.dtype = first.dtype if dtype is None else dtype
         self._layers = list(layer_list(model)[1])
         self.encodes = is_encoder(model, self._layers)
+        self.encoded = 0
         self._recorded: tuple[tuple[int, int], list[Arguments]] | None = None
 
     @property

@@ -140,7 +140,7 @@ def compare_layer(
         errors = [_error(output, other, what) for what in ("attention", "hidden") for other in (local, propagated)]
         totals = [total.plus(error) for total, error in zip(totals, errors, strict=True)]
         heads.add(output, local)
-        expected[part], actual[part] = _after(output), _after(propagated)
+        expected[part], actual[part] = output.states, propagated.states
     attention_local, attention_propagated, residual_local, residual_propagated = (total.relative for total in totals)
     return LayerDrift(
         layer=index,
@@ -195,12 +195,6 @@ class _HeadTotals:
         )
 
 
-def _after(output: LayerOutput) -> Tensor:
-    if output.hidden is None:
-        raise ValueError("stream: expected a called layer to return the residual stream after it, found None")
-    return output.hidden
-
-
 def _error(output: LayerOutput, other: LayerOutput, what: str) -> _Errors:
     expected: Tensor = getattr(output, what)
     actual: Tensor = getattr(other, what)
@@ -223,14 +217,15 @@ def compare_predictions(
     if teacher.encodes:
         return _compare_embeddings(expected, actual)
     sums, count = [], 0
-    for hidden, student_hidden, tokens in zip(expected, actual, parts, strict=True):
-        labels = tokens[:, 1:].to(teacher.device)
+    for states, student_states, tokens in zip(expected, actual, parts, strict=True):
+        hidden, student_hidden = (each[:, teacher.encoded :] for each in (states, student_states))
+        labels = tokens[:, teacher.encoded + 1 :].to(teacher.device)
         step = _positions(teacher, student, hidden, student_hidden)
         of_part = torch.zeros(4, len(tokens), dtype=torch.float64, device=teacher.device)
         for start in range(0, labels.shape[1], step):
             span = slice(start, min(start + step, labels.shape[1]))
             logits = teacher.logits(hidden[:, span])
-            same = student is teacher and student_hidden is hidden  # a model alone, for its loss
+            same = student is teacher and student_states is states  # a model alone, for its loss
             other = logits if same else student.logits(student_hidden[:, span]).to(teacher.device)
             of_part += _distances(logits, other, labels[:, span])
         sums.append(of_part)

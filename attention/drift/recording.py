@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -22,7 +22,7 @@ from kvfold.attention.drift.streams import LayerOutput
 
 RECORDER = "kvfold_recorder"
 _RESIDUAL = "residual"
-_OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo", "out_lin")
+_OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo", "out_lin", "o")
 
 
 @dataclass(frozen=True)
@@ -56,23 +56,30 @@ class OpenLayer:
     """One layer of a stream, in memory.
 
     ``arguments`` gives what the stock model passes the layer beside a residual stream ``[B, T, E]``. ``tensors`` take
-    the place of the module's own parameters, under the same names; None runs the module as it is.
+    the place of the module's own parameters, under the same names; None runs the module as it is. The first ``encoded``
+    positions are an encoder's states.
     """
 
     index: int
     module: nn.Module
     arguments: Callable[[Tensor], Arguments]
     tensors: dict[str, Tensor] | None = None
+    encoded: int = 0
 
     def __call__(self, hidden: Tensor) -> LayerOutput:
         """Run the whole layer on ``hidden [B, T, E]``."""
-        arguments = self.arguments(hidden)
-        return run_layer(self.module, hidden, arguments.args, arguments.kwargs, self.tensors)
+        return self._run(hidden, whole=True)
 
     def attend(self, hidden: Tensor) -> LayerOutput:
         """Run the layer up to its attention's output only: ``hidden`` of the result is None."""
-        arguments = self.arguments(hidden)
-        return run_layer(self.module, hidden, arguments.args, arguments.kwargs, self.tensors, whole=False)
+        return self._run(hidden, whole=False)
+
+    def _run(self, hidden: Tensor, whole: bool) -> LayerOutput:
+        arguments, own = self.arguments(hidden), hidden[:, self.encoded :]
+        output = run_layer(self.module, own, arguments.args, arguments.kwargs, self.tensors, whole=whole)
+        if not self.encoded:
+            return output
+        return replace(output, memory=hidden[:, : self.encoded], crosses=bool(getattr(self.module, "crosses", False)))
 
     def run_submodule(self, name: str, inputs: Tensor) -> Tensor:
         """The output of the layer's module ``name`` for ``inputs``."""

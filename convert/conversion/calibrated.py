@@ -15,6 +15,7 @@ from kvfold.convert.conversion.calibration import hidden_states
 from kvfold.convert.conversion.method import Measured, Notes
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.stream.seq2seq import stream_class
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.walk.passes import chunk_size, last_states
@@ -61,6 +62,7 @@ class Calibrated(Measured):
         text = {"source": self.tokens.source, "sha256": self.tokens.digest}
         counts = {"sequences": len(self.tokens.calibration), "held_out": len(self.tokens.held_out)}
         length = {"tokens_each": self.tokens.calibration.shape[1]}
+        length |= {"of_them_encoded": self.tokens.encoded} if self.tokens.encoded else {}
         return {
             "calibration": text | counts | length,
             **self.choices,
@@ -92,6 +94,7 @@ def _written(folder: Path, measured: Calibrated) -> Iterator[CheckpointStream]:
     """The checkpoint in ``folder`` as a stream like the source's."""
     checkpoint, like = open_checkpoint(folder), measured.stream
     try:
-        yield CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), like.device, like.dtype)
+        stream, place = stream_class(checkpoint.config), (like.device, like.dtype)
+        yield stream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), *place, encoded=like.encoded)
     finally:
         checkpoint.close()

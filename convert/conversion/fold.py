@@ -42,7 +42,8 @@ class Fold(Method):
     @classmethod
     @contextmanager
     def begin(cls, plan: Plan, scratch: Path, stages: Stages) -> Iterator[Self]:
-        source, tokens = source_stream(plan), load_tokens(plan, scratch, stages)
+        tokens = load_tokens(plan, scratch, stages)
+        source = source_stream(plan, tokens.encoded)
         print_start(plan, tokens, source)
         with hidden_states(plan.request.spill) as keep:
             yield cls(plan, StudentWalk(plan, source, tokens, statistics=True, keep=keep))

@@ -89,7 +89,7 @@ class Latent(Method):
 def survey_source(plan: Plan, folder: Path, stages: Stages, keep: Keep = list) -> Survey:
     """Load calibration text and walk the source alone over it; the layers' statistics go into ``folder``."""
     tokens = load_tokens(plan, folder.parent, stages)
-    source = source_stream(plan)
+    source = source_stream(plan, tokens.encoded)
     print_start(plan, tokens, source)
     return survey_layers(plan, source, tokens, folder, stages, keep)
 

@@ -256,7 +256,7 @@ def _fold_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
     check_kv_heads(kv_heads, model.geometry, request.allow_growth)
     dtype = _stored_dtype(request)
     if model.family.kind == "seq2seq":
-        layout = shared_layout(model, checkpoint, kv_heads, dtype)
+        layout = shared_layout(model, checkpoint, kv_heads, _roles(request, model), dtype)
     elif needs_own_code(model):
         layout = own_folded_layout(model, checkpoint, kv_heads, dtype)
     elif request.layout is not None:

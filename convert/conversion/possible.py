@@ -31,15 +31,18 @@ def _check_encoder(request: ConvertRequest, model: Model) -> None:
 
 
 def _check_encoder_decoder(request: ConvertRequest, model: Model) -> None:
-    """Raise InputError for what is not written for encoder-decoders: everything that reads text."""
-    kind = model.family.model_type
-    if request.calibrated:
-        read = {"--refine": request.refine, "--polish": request.polish}
-        asked = next((name for name, given in read.items() if given), f"--method {request.resolved_method}")
-        raise InputError(
-            f"{asked}: calibration is not written for encoder-decoders such as {kind} yet; use --method "
-            f"{'svd' if request.to == 'mla' else 'mean'}, and train the result further"
-        )
+    """Raise InputError for what is not written for encoder-decoders: training, and text that they write."""
+    asked = {
+        "--refine": bool(request.refine),
+        "--polish": bool(request.polish),
+        f"--calibration {SELF}": SELF in request.texts,
+    }
+    for option, given in asked.items():
+        if given:
+            raise InputError(
+                f"{option}: not written for encoder-decoders such as {model.family.model_type} yet; leave it out "
+                "(--method principal works), and train the result further"
+            )
 
 
 def dtype_problems(model: Model, checkpoint: Checkpoint) -> list[str]:

@@ -85,8 +85,8 @@ def check_decodes(config: Mapping[str, Any], origin: str, command: str) -> None:
     kind = str(config.get("model_type")).removeprefix("kvfold_")
     if kind in seq2seq():
         raise InputError(
-            f"{origin}: {command} runs models of one sequence, found an encoder-decoder ({kind}), which kvfold "
-            "converts from weights alone"
+            f"{origin}: {command} runs models of one sequence, found an encoder-decoder ({kind}); kvfold convert and "
+            "kvfold drift work with encoder-decoders"
         )
     if kind in encoders():
         raise InputError(

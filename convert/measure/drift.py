@@ -10,10 +10,12 @@ import torch
 from kvfold.attention.drift.report import DriftReport, floor_count, measure_drift
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.family import check_decodes, seq2seq
+from kvfold.convert.families.family import encoders, seq2seq
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.stream.fits import check_fits
+from kvfold.convert.stream.seq2seq import stream_class
 from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.text.denoising import denoising_tasks
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
 
@@ -45,12 +47,12 @@ def drift_checkpoints(
     source, student = open_checkpoint(model), open_checkpoint(out)
     try:
         _check_pair(source, student, model, out)
-        if str(source.config.get("model_type")) in seq2seq():
-            check_decodes(source.config, source.origin, "kvfold drift")
-        place = choose_device(device)
+        place, kind = choose_device(device), str(source.config.get("model_type"))
         tokenizer = load_tokenizer(source, trust_remote_code, "measuring drift")
-        streams = _stream(source, place, dtype), _stream(student, place, dtype)
-        read = drift_tokens(text, tokenizer, samples, seq_len, seed, closed=streams[0].encodes)
+        read = drift_tokens(text, tokenizer, samples, seq_len, seed, closed=kind in (*encoders(), *seq2seq()))
+        if kind in seq2seq():
+            read = denoising_tasks(read, tokenizer, source.config, seed)
+        streams = _stream(source, place, dtype, read.encoded), _stream(student, place, dtype, read.encoded)
         tokens = read.calibration
         for stream, checkpoint in zip(streams, (source, student), strict=True):
             check_fits(stream.parameters.map, checkpoint.tensors, checkpoint.origin)
@@ -75,10 +77,10 @@ def _check_pair(source: Checkpoint, student: Checkpoint, model: str, out: str) -
             )
 
 
-def _stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> CheckpointStream:
-    computed = compute_dtype(checkpoint, device, dtype)
+def _stream(checkpoint: Checkpoint, device: torch.device, dtype: str, encoded: int) -> CheckpointStream:
+    computed, stream = compute_dtype(checkpoint, device, dtype), stream_class(checkpoint.config)
     try:
-        return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, computed)
+        return stream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, computed, encoded=encoded)
     except InputError as error:
         raise InputError(f"{checkpoint.origin}: {error.message}", error.details) from error
 

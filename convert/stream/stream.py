@@ -11,12 +11,13 @@ Every arrow is the way that loading the finished file will take: renaming, conve
 casting to the dtype of the computation. So what is trained is exactly what will be stored (``walk/refine.py``).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvfold.attention.drift.frame import Arguments, Frame, attention_parts, cache_bytes_per_token
 from kvfold.attention.drift.recording import OpenLayer
@@ -33,7 +34,8 @@ class CheckpointStream:
     converted model is the same class with its own config and a ``read`` that looks among the new tensors first.
     ``teacher`` is a stream over the same files: tensors that its open layer has in memory are shared, but for those
     named in ``changed``, which ``read`` gives otherwise; ``origins`` names what those are made of that ``read`` renames
-    or puts together. Raises InputError for a config that transformers cannot build a decoder of.
+    or puts together. ``encoded`` is 0 but for encoder-decoders. Raises InputError for a config that transformers cannot
+    build a decoder of.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class CheckpointStream:
         teacher: "CheckpointStream | None" = None,
         changed: Collection[str] = (),
         origins: Mapping[str, Collection[str]] | None = None,
+        encoded: int = 0,
     ) -> None:
+        self.encoded = encoded
         self.device = torch.device(device)
         self.dtype = dtype
         self.read = read
@@ -55,7 +59,7 @@ class CheckpointStream:
         shared = None if teacher is None else teacher.parameters
         self.parameters: Parameters = Parameters(model, read, names, self.device, dtype, shared, changed, origins)
         try:
-            self._frame = Frame(model)
+            self._frame = self._framed(model)
         except ValueError as error:
             raise InputError(f"config.json: {error}") from error
         embedding = model.get_input_embeddings()
@@ -63,9 +67,16 @@ class CheckpointStream:
         self._embedding = next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
         self._recorded: tuple[int, list[Arguments]] | None = None
 
+    def _framed(self, model: Any) -> Frame:
+        return Frame(model)
+
+    @property
+    def _layers(self) -> Sequence[nn.Module]:
+        return self._frame.layers
+
     @property
     def layers(self) -> int:
-        return len(self._frame.layers)
+        return len(self._layers)
 
     @property
     def encodes(self) -> bool:
@@ -89,13 +100,17 @@ class CheckpointStream:
     def open_layer(self, index: int) -> Iterator[OpenLayer]:
         """Read a layer's tensors; they are dropped on leaving."""
         self.release()
-        tensors = self.parameters.under(self._prefix(index))
-        module = self._frame.layers[index]
+        tensors = self._tensors_of(index)
+        arguments = partial(self._arguments_of, index)
         try:
-            yield OpenLayer(index, module, lambda hidden: self._arguments_of(index, hidden), tensors)
+            yield OpenLayer(index, self._layers[index], arguments, tensors, self.encoded)
         finally:
             tensors.clear()
             self.release()
+
+    def _tensors_of(self, index: int) -> dict[str, Tensor]:
+        """The parameters of a layer, by their names in it."""
+        return self.parameters.under(self._prefix(index))
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -113,8 +128,12 @@ class CheckpointStream:
         Recorded for one sequence: masks and position embeddings broadcast over the batch.
         """
         if self._recorded is None or self._recorded[0] != tokens:
-            self._recorded = (tokens, self._enter(self._blank_ends(), inputs_embeds=self._blank(tokens))[1])
+            self._recorded = (tokens, self._enter_blank(tokens)[1])
         return self._recorded[1]
+
+    def _enter_blank(self, tokens: int, **options: Any) -> tuple[Tensor, list[Arguments]]:
+        """What the layers are called with for ``tokens`` of nothing."""
+        return self._enter(self._blank_ends(), inputs_embeds=self._blank(tokens), **options)
 
     def _arguments_of(self, index: int, hidden: Tensor) -> Arguments:
         """Those of a layer for ``hidden [B, T, E]``: biases of scores that are not broadcast (bloom) are repeated."""
@@ -126,7 +145,7 @@ class CheckpointStream:
 
     def attention_sources(self, index: int) -> list[WeightSource]:
         """The sources of the parameters of a layer's attention."""
-        parts = dict.fromkeys(attention_parts(self._frame.layers[index]))
+        parts = dict.fromkeys(attention_parts(self._layers[index]))
         found = [self.parameters.map.under(f"{self._prefix(index)}{name}.") for name in parts]
         return [source for sources in found for source in sources]
 
@@ -158,10 +177,10 @@ class CheckpointStream:
             return 0
 
         def enter(tokens: int) -> tuple[Tensor, list[Arguments]]:
-            hidden, arguments = self._enter(self._blank_ends(), inputs_embeds=self._blank(tokens), use_cache=True)
+            hidden, arguments = self._enter_blank(tokens, use_cache=True)
             return hidden.to("meta"), [Arguments(_to_meta(each.args), _to_meta(each.kwargs)) for each in arguments]
 
-        total = cache_bytes_per_token(self._frame.layers, enter)
+        total = cache_bytes_per_token(self._layers, enter)
         name = self._config.get("dtype") or self._config.get("torch_dtype")
         stored = getattr(torch, str(name).removeprefix("torch."), self.dtype)
         return total * stored.itemsize // self.dtype.itemsize
@@ -169,7 +188,7 @@ class CheckpointStream:
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "CheckpointStream":
         """The same checkpoint, computed elsewhere or in another precision (and sharing no tensors with a teacher)."""
         device, dtype = self.device if device is None else device, self.dtype if dtype is None else dtype
-        return CheckpointStream(self._config, self.read, self._names, device, dtype)
+        return type(self)(self._config, self.read, self._names, device, dtype, encoded=self.encoded)
 
     def _blank(self, tokens: int) -> Tensor:
         """A residual stream ``[1, T, E]`` of zeros."""

@@ -4,11 +4,12 @@ The checkpoint brings ``attention/checkpoints/modeling_kvfold_seq2seq.py`` along
 has its heads share what the narrower projections give. So every tensor keeps its name, and all but these their bytes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.families.model import Model
+from kvfold.convert.families.tensors import Role
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.targets.own_code import Shape, own_config, own_module
@@ -19,10 +20,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def shared_layout(source: Model, checkpoint: Checkpoint, kv_heads: int, dtype: str | None) -> TargetLayout:
+def shared_layout(
+    source: Model, checkpoint: Checkpoint, kv_heads: int, roles: Sequence[Role], dtype: str | None
+) -> TargetLayout:
     """The checkpoint with ``kv_heads`` key/value heads in every attention of its decoder.
 
-    ``dtype`` is the stored dtype in torch's spelling, or None to keep each tensor's own.
+    ``roles`` are the projections that change. ``dtype`` is the stored dtype in torch's spelling, or None to keep each
+    tensor's own.
     """
     attention, size = source.family.attention, replace(source.geometry, kv_heads=kv_heads)
     facts = {"variant": "shared", "kv_heads": kv_heads, "key": attention.k, "value": attention.v}
@@ -31,8 +35,10 @@ def shared_layout(source: Model, checkpoint: Checkpoint, kv_heads: int, dtype: s
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
         from kvfold.convert.families.layout import write_layer  # needs torch, a plan does not
 
-        return write_layer(source, layer, weights, POOLED)
+        return write_layer(source, layer, weights, roles)
 
+    computed = tuple(source.attention_names(layer, roles) for layer in range(size.layers))
+    changed = {name for names in computed for name in names}
     return TargetLayout(
         kind=attention_label(size),
         config=own_config(source, checkpoint, facts, dtype),
@@ -41,11 +47,11 @@ def shared_layout(source: Model, checkpoint: Checkpoint, kv_heads: int, dtype: s
                 info.name,
                 stored_dtype(info.dtype, dtype),
                 shapes.get(info.name, info.shape),
-                None if info.name in shapes else info.name,
+                None if info.name in changed else info.name,
             )
             for info in checkpoint.tensors.values()
         ),
-        computed=tuple(source.attention_names(layer, POOLED) for layer in range(size.layers)),
+        computed=computed,
         cache_elements=cache_elements(size),
         encode=encode,
         code=own_module(source),

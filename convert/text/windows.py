@@ -22,7 +22,8 @@ class CalibrationTokens:
     """``calibration [N, T]``, ``held_out [M, T]`` and ``further [K, T]``, int64, which share no stretch of text.
 
     ``source`` is the name of the text for users; ``digest`` is the text's SHA-256 (the name's, for a dataset).
-    ``further`` sequences are for training that takes more than the calibration sequences; there may be none.
+    ``further`` sequences are for training that takes more than the calibration sequences; there may be none. The first
+    ``encoded`` tokens of a sequence are for an encoder, the others for its decoder.
     """
 
     calibration: Tensor
@@ -30,6 +31,7 @@ class CalibrationTokens:
     source: str
     digest: str
     further: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
+    encoded: int = 0
 
     @property
     def training(self) -> Tensor:

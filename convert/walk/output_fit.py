@@ -104,7 +104,8 @@ def _regressions(
         if not shown and not _explains(heads @ _projection(weights).to(heads).mT, output.attention):
             return
         shown = True  # of the layer, not of its inputs
-        after = (inputs + update.of(step.teacher, step.teacher.attend(inputs))).double()
+        update_of = update.of(step.teacher, step.teacher.attend(inputs))
+        after, own = (inputs[:, step.teacher.encoded :] + update_of).double(), own[:, step.teacher.encoded :]
         weight = 1 / after.square().mean(-1).clamp_min(torch.finfo(inputs.dtype).tiny)
         target = (after - own) / update.scale
         yield _Regression(heads.flatten(0, 1), target.flatten(0, 1), weight.flatten())

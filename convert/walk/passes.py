@@ -112,10 +112,11 @@ def chunk_size(device: torch.device, length: int) -> int:
 
 
 def residual(output: LayerOutput) -> Tensor:
-    """The residual stream after a layer. Raises ValueError for the output of an attention alone."""
-    if output.hidden is None:
-        raise ValueError("output: expected a whole layer's, found one of its attention only")
-    return output.hidden
+    """The residual stream after a layer, behind the states of an encoder where there are any.
+
+    Raises ValueError for the output of an attention alone.
+    """
+    return output.states
 
 
 def first_layer_seconds(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import torch
 from helpers.processes import run_python
 from safetensors.torch import load_file, save_file
 from tiny_models import SEQ2SEQ
+from transformers import AutoTokenizer
 
+import kvfold.convert.data
 from kvfold.attention.checkpoints import registered
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.family import seq2seq
+from kvfold.convert.families.family import check_decodes, seq2seq
 from kvfold.convert.families.layout import read_layer, write_layer
 from kvfold.convert.families.model import model_of
 from kvfold.convert.inspection.text import summary
@@ -22,6 +25,7 @@ from kvfold.convert.measure.drift import drift_checkpoints
 from kvfold.convert.measure.verify import verify_checkpoint
 from kvfold.convert.transforms.fold import pool
 
+DEMO = Path(kvfold.convert.data.__file__).parent / "demo"
 LATENT = {"to": "mla", "kv_rank": 64, "rope_dim": 0, "method": "svd", "allow_growth": True}  # as wide as the model
 GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}  # as flan-t5
 USE = """
@@ -178,9 +182,9 @@ def test_inspect_tells_decoder_layers_from_attentions(tiny_family):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"to": "mqa"}, "--method principal: calibration is not written for encoder-decoders such as t5 yet; use"),
-        ({"to": "mqa", "method": "mean", "refine": 5}, "--refine: calibration is not written for encoder-decoders"),
-        ({"to": "mla", "kv_rank": 8, "rope_dim": 0}, "--method principal: calibration is not written for encoder"),
+        ({"to": "mqa", "polish": 5}, "--polish: not written for encoder-decoders such as t5 yet; leave it out (--meth"),
+        ({"to": "mqa", "method": "mean", "refine": 5}, "--refine: not written for encoder-decoders such as t5 yet"),
+        ({"to": "mqa", "calibration": "self"}, "--calibration self: not written for encoder-decoders such as t5 yet"),
         ({**LATENT, "rope_dim": 4}, "--rope-dim 4: the model has no rotary embedding"),
     ],
 )
@@ -190,6 +194,45 @@ def test_what_is_not_written_is_refused(options, message, tiny_family, tmp_path)
     assert str(caught.value).startswith(message)
 
 
-def test_drift_is_of_one_sequence(tiny_family):
-    with pytest.raises(InputError, match=r"kvfold drift runs models of one sequence, found an encoder-decoder \(t5\)"):
-        drift_checkpoints(tiny_family("t5"), tiny_family("t5"))
+def test_other_commands_name_those_that_work(tiny_family):
+    source = tiny_family("t5")
+    with pytest.raises(
+        InputError, match=r"kvfold eval runs models of one sequence, found .* \(t5\); kvfold convert and"
+    ):
+        check_decodes(json.loads((source / "config.json").read_text()), "t5", "kvfold eval")
+
+
+@pytest.fixture(scope="module")
+def reads_text(tiny_family, tmp_path_factory) -> Callable[[str], Path]:
+    """``reads_text("t5")``: a tiny random model with a tokenizer that has what its denoising task needs."""
+
+    def folder(name: str) -> Path:
+        out = tmp_path_factory.mktemp(f"{name}-text") / name
+        shutil.copytree(tiny_family(name, vocab_size=2200), out)
+        tokenizer = AutoTokenizer.from_pretrained(DEMO)
+        sentinels = {"additional_special_tokens": [f"<extra_id_{number}>" for number in range(100)]}
+        tokenizer.add_special_tokens(sentinels if name == "t5" else {"mask_token": "<mask>"})
+        tokenizer.save_pretrained(out)
+        return out
+
+    return folder
+
+
+def test_principal_loses_less_than_the_mean(reads_text, tmp_path):
+    source = reads_text("t5")
+    mean = convert(source, tmp_path / "mean", to="gqa", kv_heads=4, method="mean")
+    measured = drift_checkpoints(source, mean, samples=4, seq_len=64).measured
+    principal = convert(source, tmp_path / "principal", to="gqa", kv_heads=4, samples=8, seq_len=64)
+    record = json.loads((principal / "kvfold.json").read_text())
+    assert 0 < record["drift"]["kl"]["value"] < 0.5 * measured.kl
+    assert len(record["drift"]["layers"]) == len(measured.layers) == 4
+    assert 0 < record["calibration"]["of_them_encoded"] < record["calibration"]["tokens_each"]
+    assert verify_checkpoint(str(principal)).problems == []
+
+
+def test_a_full_latent_that_is_calibrated_loses_nothing(reads_text, tmp_path):
+    options = {**LATENT, "method": "principal", "samples": 8, "seq_len": 64}
+    out = convert(reads_text("bart"), tmp_path / "out", **options)
+    record = json.loads((out / "kvfold.json").read_text())
+    assert record["drift"]["kl"]["value"] < 1e-6
+    assert record["drift"]["agreement"]["value"] == 1
