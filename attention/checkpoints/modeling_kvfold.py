@@ -110,7 +110,7 @@ class LatentAttention(nn.Module):
         width, self.heads, self.head_dim = facts["model_dim"], facts["heads"], facts["head_dim"]
         self.rank, self.rope_dim = facts["kv_rank"], facts["rope_dim"]
         outer = self.heads * self.head_dim
-        self.q_proj = nn.Linear(width, outer + self.heads * self.rope_dim, bias=facts["qkv_bias"])
+        self.q_proj = nn.Linear(width, outer + self.rope_queries(), bias=facts["qkv_bias"])
         self.kv_down_proj = nn.Linear(width, self.rank + self.rope_dim, bias=True)
         self.k_up_proj = nn.Linear(self.rank, outer, bias=False)
         self.v_up_proj = nn.Linear(self.rank, outer, bias=False)
@@ -134,29 +134,48 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """As ``GroupedAttention.forward``."""
         cache = layer_past if past_key_values is None else past_key_values
-        query = self.q_proj(hidden_states).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        plain, turning = query[..., : self.head_dim], query[..., self.head_dim :]  # [B, H, T, N], [B, H, T, P]
+        plain, turning = self.queries(hidden_states)
         down = self.kv_down_proj(hidden_states)[:, None]
         latent, rope = down[..., : self.rank], down[..., self.rank :]
         if self.rotation is not None:
             positions = positions_of(hidden_states, position_ids, cache, self.layer_idx)
             turning, rope = self.rotation(turning, positions), self.rotation(rope, positions)
+        rope = self.with_scales(rope, hidden_states)
         if cache is not None:
             latent, rope = cache.update(latent, rope, self.layer_idx)
-        attention_mask = with_alibi(attention_mask, query, options)
+        attention_mask = with_alibi(attention_mask, plain, options)
         if cache is not None and hidden_states.shape[1] == 1:
-            context, weights = self._over_latents(plain, turning, latent, rope, attention_mask, options)
+            context, weights = self.over_latents(plain, turning, latent, rope, attention_mask, options)
         else:
             key, value = (
                 projection(latent[:, 0]).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, S, D]
                 for projection in (self.k_up_proj, self.v_up_proj)
             )
-            key = torch.cat([key, rope.expand(-1, self.heads, -1, -1)], -1)
+            key = torch.cat([key, rope[..., : self.rope_dim].expand(-1, self.heads, -1, -1)], -1)
+            key = self.scaled_keys(key, rope)
             context, weights = attend(self, torch.cat([plain, turning], -1), key, value, attention_mask, **options)
         result = self.output_dropout(self.o_proj(context.flatten(2)))
         return result if residual is None else residual + result, weights
 
-    def _over_latents(
+    def rope_queries(self) -> int:
+        """Outputs of ``q_proj`` beside the plain queries."""
+        outputs: int = self.heads * self.rope_dim
+        return outputs
+
+    def queries(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Those that meet latents ``[B, H, T, N]`` and, before they rotate, rotary keys ``[B, H, T, P]``."""
+        query = self.q_proj(hidden_states).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return query[..., : self.head_dim], query[..., self.head_dim :]
+
+    def with_scales(self, rope: Tensor, hidden_states: Tensor) -> Tensor:
+        """What the cache holds beside latents: rotary keys ``[B, 1, T, P]`` and what else a subclass needs."""
+        return rope
+
+    def scaled_keys(self, key: Tensor, rope: Tensor) -> Tensor:
+        """``key [B, H, S, N + P]`` as scores need it, by what ``with_scales`` has put behind the rotary keys."""
+        return key
+
+    def over_latents(
         self, plain: Tensor, turning: Tensor, latent: Tensor, rope: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """One step, ``T = 1``, without keys or values of ``S`` tokens: the up-projections move to query and result.
@@ -172,7 +191,83 @@ class LatentAttention(nn.Module):
         return torch.einsum("bhtr,hdr->bthd", context, up_value), weights
 
 
-VARIANTS = {"grouped": GroupedAttention, "latent": LatentAttention}
+class HeadNorm(nn.Module):
+    """The source's norm on queries: of each head's ``D`` dims, or of all heads together (``flat``)."""
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        super().__init__()
+        self.facts = facts["norm"]
+        self.weight = nn.Parameter(torch.ones(facts["heads"], facts["head_dim"]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x [B, T, H, D]``."""
+        centered, inverse = divided(x, self.facts)
+        normed: Tensor = centered * inverse * (self.weight.float() + self.facts["offset"])
+        return normed.to(x.dtype)
+
+
+class NormedLatentAttention(LatentAttention):
+    """MLA of a source that norms queries and keys. Both norms are exact, whatever the size of the latent.
+
+    The latent holds keys before their norm. ``k_proj``, the source's own, only tells what the norm divides each
+    key/value head of a token by; scores are divided by that, those of latent and rotary key alike. The cache has its
+    inverse behind the rotary key: ``[B, 1, S, P + G]``, one number in place of ``G`` for a norm of all heads together.
+    """
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        facts = facts_of(config, layer_idx)
+        width, keys, outer = facts["model_dim"], facts["kv_heads"] * self.head_dim, self.heads * self.head_dim
+        self.norm: dict[str, Any] = facts["norm"]
+        self.q_norm = HeadNorm(facts)
+        self.k_proj = nn.Linear(width, keys, bias=facts["qkv_bias"])
+        self.k_up_proj = nn.Linear(self.rank, outer, bias=True)  # a constant key: divisors make it differ by token
+        if self.rope_dim:
+            self.q_rope_proj = nn.Linear(self.head_dim, self.heads * self.rope_dim, bias=False)  # of each head its own
+
+    def rope_queries(self) -> int:
+        return 0  # they are made of the normed queries
+
+    def queries(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        plain = self.q_norm(self.q_proj(hidden_states).unflatten(-1, (self.heads, -1))).transpose(1, 2)
+        if not self.rope_dim:
+            return plain, plain[..., :0]
+        reading = self.q_rope_proj.weight.view(self.heads, self.rope_dim, self.head_dim)
+        return plain, plain @ reading.mT
+
+    def with_scales(self, rope: Tensor, hidden_states: Tensor) -> Tensor:
+        _, inverse = divided(self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)), self.norm)
+        return torch.cat([rope, inverse.flatten(2)[:, None].to(rope.dtype)], -1)
+
+    def scaled_keys(self, key: Tensor, rope: Tensor) -> Tensor:
+        return key * self._scales(rope)[..., None]
+
+    def over_latents(
+        self, plain: Tensor, turning: Tensor, latent: Tensor, rope: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        constant = torch.einsum("bhtn,hn->bht", plain, self.k_up_proj.bias.view(self.heads, -1))
+        turning = torch.cat([turning, constant[..., None]], -1)  # meets one more element of each cached key, which is 1
+        options = {**options, "key_scales": self._scales(rope)[:, None]}
+        rope = nn.functional.pad(rope[..., : self.rope_dim], (0, 1), value=1.0)
+        return super().over_latents(plain, turning, latent, rope, mask, options)
+
+    def _scales(self, rope: Tensor) -> Tensor:
+        """``[B, H, S]``, from the cache."""
+        scales = rope[:, 0, :, self.rope_dim :].transpose(1, 2)
+        return scales.repeat_interleave(self.heads // scales.shape[1], 1)
+
+
+VARIANTS = {"grouped": GroupedAttention, "latent": LatentAttention, "normed_latent": NormedLatentAttention}
+
+
+def divided(x: Tensor, norm: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """``x [B, T, heads, D]`` as a norm divides it, and the inverse ``[B, T, heads or 1, 1]`` of what it divides by.
+
+    Both in float32: a norm of ``kind`` layer subtracts the mean first, and a ``flat`` one is of all heads together.
+    """
+    x, over = x.float(), (-2, -1) if norm["flat"] else (-1,)
+    x = x - x.mean(over, keepdim=True) if norm["kind"] == "layer" else x
+    return x, torch.rsqrt(x.square().mean(over, keepdim=True) + norm["eps"])
 
 
 def facts_of(config: Any, layer: int) -> dict[str, Any]:
@@ -214,7 +309,7 @@ def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that the config names (sdpa, flash_attention_2, eager, ...): ``[B, T, H, D]``."""
-    name = module.config._attn_implementation
+    name = "eager" if "key_scales" in options else module.config._attn_implementation
     function = eager_attention_forward if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
     dropout = module.attention_dropout if module.training else 0.0
     result: tuple[Tensor, Tensor | None] = function(
@@ -232,14 +327,19 @@ def eager_attention_forward(
     scaling: float,
     dropout: float = 0.0,
     softcap: float | None = None,
+    key_scales: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch, with the attention weights ``[B, H, T, S]``."""
+    """The same in plain torch, with the attention weights ``[B, H, T, S]``, which ``key_scales`` multiplies."""
     repeats = query.shape[1] // key.shape[1]
     scores = scaling * query @ key.repeat_interleave(repeats, 1).transpose(2, 3)
+    if key_scales is not None:
+        scores = scores * key_scales
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.dtype == torch.bool:  # as sdpa takes them
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    elif attention_mask is not None:
         scores = scores + attention_mask
     weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
     weights = nn.functional.dropout(weights, dropout, module.training)

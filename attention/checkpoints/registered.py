@@ -11,8 +11,9 @@ from kvfold.attention.checkpoints import modeling_kvfold, modeling_kvfold_encode
 MODELING = Path(modeling_kvfold.__file__)  # the file that checkpoints take along
 PREFIX = "kvfold_"  # of model types
 SOURCES = (
-    *("arcee", "bloom", "cohere", "cohere2", "falcon", "gemma", "gemma2", "gpt2", "gpt_neox", "gptj", "granite"),
-    *("mixtral", "mpt", "nemotron", "olmo", "opt", "phi", "phi3", "qwen2_moe", "stablelm", "starcoder2"),
+    *("apertus", "arcee", "bloom", "cohere", "cohere2", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2"),
+    *("gpt_neox", "gptj", "granite", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi"),
+    *("phi3", "qwen2_moe", "qwen3", "qwen3_moe", "stablelm", "starcoder2"),
 )
 ENCODERS = ("bert", "distilbert", "roberta")
 SEQ2SEQ = ("bart", "t5")

@@ -2,7 +2,7 @@
 
 Per layer, with ``B`` sequences, ``S`` slots, ``H`` heads, ``G`` key/value heads, ``D`` head dim, latent ``R + P``:
 
-    cached elements    MHA, GQA, MQA  2 B S G D                MLA  B S (R + P)
+    cached elements    MHA, GQA, MQA  2 B S G D                MLA  B S (R + P), and divisors of norms as part of P
     operations         4 B S H D      absorbed  2 B S H (2 R + P)      expanded  2 B S H ((Dn + Dv) R + Dn + P + Dv)
 """
 
@@ -70,7 +70,7 @@ def _per_slot(config: Mapping[str, Any], form: str) -> tuple[int, int, int]:
         dim = int(config.get("head_dim") or config["hidden_size"] // heads)
         groups = int(config.get("num_key_value_heads") or heads)
         return 2 * groups * dim, 4 * heads * dim, 0 if groups == heads else 2 * heads * dim
-    rank, rope = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"])
+    rank, rope = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"]) + int(config.get("cached_divisors", 0))
     nope, value = int(config["qk_nope_head_dim"]), int(config["v_head_dim"])
     if form == "absorbed" or source_type(config):  # layout kvfold decodes over the latents by itself
         return rank + rope, 2 * heads * (2 * rank + rope), heads

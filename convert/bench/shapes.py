@@ -114,4 +114,6 @@ def _usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
     if "kv_rank" not in block:
         return {**sizes, "head_dim": dim, "num_key_value_heads": block["kv_heads"]}
     heads = {"qk_nope_head_dim": dim, "v_head_dim": dim}
-    return {**sizes, **heads, "kv_lora_rank": block["kv_rank"], "qk_rope_head_dim": block["rope_dim"]}
+    norm = block.get("norm")
+    divisors = {} if norm is None else {"cached_divisors": 1 if norm["flat"] else block["kv_heads"]}
+    return {**sizes, **heads, **divisors, "kv_lora_rank": block["kv_rank"], "qk_rope_head_dim": block["rope_dim"]}

@@ -16,11 +16,12 @@ from kvfold.convert.conversion.svd import svd_layer, svd_plan, svd_slots
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.text.windows import CalibrationTokens
-from kvfold.convert.transforms.head_norms import linear_heads
+from kvfold.convert.transforms.head_norms import has_norms, linear_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.damper import with_damper
 from kvfold.convert.transforms.latent.latent import latent_spectrum, to_latent
 from kvfold.convert.transforms.latent.norm import live_norm
+from kvfold.convert.transforms.latent.normed import to_normed_latent
 from kvfold.convert.transforms.latent.queries import query_latent
 from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots
 from kvfold.convert.transforms.latent.weights import LatentWeights
@@ -49,13 +50,13 @@ class Survey:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to store the model: its plan, its rotary slots, and after a trial its drift, KL in nats.
+    """A way to store the model: its plan, the rotary slots of each layer, and after a trial its drift, KL in nats.
 
     ``kl`` is that as fitted, ``refined_kl`` that after a few steps of refinement.
     """
 
     plan: Plan
-    slots: Slots
+    slots: tuple[Slots, ...]
     kl: float = math.nan
     refined_kl: float = math.nan
 
@@ -91,8 +92,10 @@ def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -
     if plan.request.resolved_method == "svd":
         return Candidate(svd_plan(plan), svd_slots(plan))
     choose = rope_slots.plain_slots if target.layout == "engine" else rope_slots.choose_slots
-    slots = choose(layers, target.rope_kept(plan.geometry.rotary_dims))
-    return Candidate(resolved(plan, target, [float(angle) for angle in slots.theta]), slots)
+    kept = target.rope_kept(plan.geometry.rotary_dims)
+    thetas = [layer.theta for layer in layers]
+    slots = rope_slots.slots_by_layer(thetas, lambda alike: choose([layers[layer] for layer in alike], kept))
+    return Candidate(resolved(plan, target, [each.theta.tolist() for each in slots]), slots)
 
 
 def latent_layer(chosen: Candidate, step: Step, surveyed: Survey) -> tuple[LatentWeights, Notes]:
@@ -103,7 +106,7 @@ def latent_layer(chosen: Candidate, step: Step, surveyed: Survey) -> tuple[Laten
     """
     plan, layer, target = chosen.plan, step.index, chosen.target
     if plan.request.resolved_method == "svd":  # a start for refinement
-        return svd_layer(plan, layer, chosen.slots), {}
+        return svd_layer(plan, layer, chosen.slots[layer]), {}
     statistics, inputs = surveyed.notes(layer)
     weights = source_layer(plan, layer)
 
@@ -111,19 +114,19 @@ def latent_layer(chosen: Candidate, step: Step, surveyed: Survey) -> tuple[Laten
         return step.attention_error(plan.layout.encode(layer, option[0]))
 
     def fit(counted: LayerStatistics) -> tuple[LatentWeights, int]:
-        linear = linear_heads(weights, counted, key_constant=target.centered)
         if target.centered:
-            return fitted_layer(chosen, layer, linear, counted), 0
-        plain = live_norm(fitted_layer(chosen, layer, linear, counted), inputs), 0
+            return fitted_layer(chosen, layer, weights, counted), 0
+        plain = live_norm(fitted_layer(chosen, layer, weights, counted), inputs), 0
         if counted is statistics or target.channels < 2:  # no sinks, nothing to damp
             return plain
-        damped = with_damper(fitted_layer(chosen, layer, linear, counted, target.channels - 1), statistics)
+        damped = with_damper(fitted_layer(chosen, layer, weights, counted, target.channels - 1), statistics)
         return min(plain, (live_norm(damped, inputs), 1), key=error)
 
     best = judged(statistics, fit, error)
     latent, dampers = best.weights
     notes = {SHARE: best.share, **({} if target.centered else {DAMPERS: dampers})}
-    return latent, {**notes, **norms_note(weights, statistics, key_constant=target.centered)}
+    lost = {} if target.keeps_norms else norms_note(weights, statistics, key_constant=target.centered)
+    return latent, {**notes, **lost}
 
 
 def spectrum_note(chosen: Candidate, layer: int, surveyed: Survey) -> Notes:
@@ -136,8 +139,8 @@ def spectrum_note(chosen: Candidate, layer: int, surveyed: Survey) -> Notes:
         return {}
     statistics, _ = surveyed.notes(layer)
     weights = linear_heads(source_layer(plan, layer), statistics, key_constant=target.centered)
-    rotary, context = source_rotary(plan, layer), plan.geometry.positions
-    shares = latent_spectrum(weights, statistics, rotary, chosen.slots, context=context, centered=target.centered)
+    rotary, slots, context = source_rotary(plan, layer), chosen.slots[layer], plan.geometry.positions
+    shares = latent_spectrum(weights, statistics, rotary, slots, context=context, centered=target.centered)
     shown = shares[: _SHOWN_CHANNELS * target.channels].tolist()
     return {SPECTRUM: {"sorted": shown, "lost": float(shares[target.channels :].sum())}}
 
@@ -157,7 +160,7 @@ def sketched_layer(chosen: Candidate, layer: int, surveyed: Survey) -> LatentWei
     All tokens count alike, and least squares alternate once: 6 % more loss than after four rounds (``als.ROUNDS``).
     """
     statistics, inputs = surveyed.notes(layer)
-    weights = linear_heads(source_layer(chosen.plan, layer), statistics, key_constant=chosen.target.centered)
+    weights = source_layer(chosen.plan, layer)
     latent = fitted_layer(chosen, layer, weights, statistics, rounds=1)
     return latent if chosen.target.centered else live_norm(latent, inputs)
 
@@ -170,20 +173,20 @@ def fitted_layer(
     channels: int | None = None,
     rounds: int | None = None,
 ) -> LatentWeights:
-    """``weights``, those of ``layer`` without norms, as latent attention before any norm.
+    """``weights``, those of ``layer``, as latent attention before any norm of the latent.
 
-    ``channels`` of the latent are the target's unless given, ``rounds`` those of ``to_latent``.
+    Norms on queries and keys stay where the layout has a place for them; else linear maps stand in. ``channels`` of the
+    latent are the target's unless given, ``rounds`` those of ``to_latent``.
     """
     plan, target, rank = chosen.plan, chosen.target, chosen.plan.query_rank()
+    rotary, slots, context = source_rotary(plan, layer), chosen.slots[layer], plan.geometry.positions
+    scale, channels = plan.model.layers[layer].scale, target.channels if channels is None else channels
+    if target.keeps_norms and has_norms(weights):
+        return to_normed_latent(
+            weights, statistics, rotary, slots, channels, context=context, scale=scale, rounds=rounds
+        )
+    linear, centered = linear_heads(weights, statistics, key_constant=target.centered), target.centered
     latent = to_latent(
-        weights,
-        statistics,
-        source_rotary(plan, layer),
-        chosen.slots,
-        target.channels if channels is None else channels,
-        context=plan.geometry.positions,
-        scale=plan.model.layers[layer].scale,
-        centered=target.centered,
-        rounds=rounds,
+        linear, statistics, rotary, slots, channels, context=context, scale=scale, centered=centered, rounds=rounds
     )
     return latent if rank is None else query_latent(latent, statistics, rank - target.constant)

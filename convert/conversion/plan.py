@@ -211,7 +211,9 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
     check_kind(request, model)
     if request.to == "mla":
         target = latent_targets(request, model)[-1]  # of a budget the largest: calibration resolves it later
-        return _latent_plan(request, checkpoint, model, target, [1.0] * (target.rope_dim // 2))
+        return _latent_plan(
+            request, checkpoint, model, target, [[1.0] * (target.rope_dim // 2)] * model.geometry.layers
+        )
     return _fold_plan(request, checkpoint, model)
 
 
@@ -232,16 +234,23 @@ def check_processes(plan: Plan) -> None:
         )
 
 
-def resolved(plan: Plan, target: LatentTarget, theta: Sequence[float]) -> Plan:
-    """``plan`` with the split ``target`` and the rotary frequencies ``theta [P/2]``."""
+def resolved(plan: Plan, target: LatentTarget, theta: Sequence[Sequence[float]]) -> Plan:
+    """``plan`` with the split ``target`` and the rotary frequencies ``theta [layers][P/2]``."""
     return _latent_plan(plan.request, plan.checkpoint, plan.model, target, theta)
 
 
 def _latent_plan(
-    request: ConvertRequest, checkpoint: Checkpoint, model: Model, target: LatentTarget, theta: Sequence[float]
+    request: ConvertRequest,
+    checkpoint: Checkpoint,
+    model: Model,
+    target: LatentTarget,
+    theta: Sequence[Sequence[float]],
 ) -> Plan:
-    make = own_latent_layout if target.layout == "kvfold" else latent_layout
-    layout = make(model, checkpoint, target, theta, _stored_dtype(request))
+    dtype = _stored_dtype(request)
+    if target.layout == "kvfold":
+        layout = own_latent_layout(model, checkpoint, target, theta, dtype)
+    else:  # a stock class has one set of frequencies
+        layout = latent_layout(model, checkpoint, target, theta[0], dtype)
     return _sharded(Plan(request, checkpoint, model, layout, latent=target))
 
 

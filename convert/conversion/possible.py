@@ -6,7 +6,7 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.headers import FLOAT_DTYPES
 from kvfold.convert.request import SELF, ConvertRequest
-from kvfold.convert.targets.mla.config import LatentTarget
+from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.own_code import needs_own_code
 
@@ -71,6 +71,9 @@ def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
         splits = [(request.budget - rope, rope) for rope in range(step, request.budget, step)]
     layout = "kvfold" if request.layout is None and needs_own_code(model) else request.resolved_layout
     options = request.q_rank, layout, request.rotate_latent
+    if request.budget is not None:  # of which norms that are kept take a part
+        divisors = cached_divisors(model, LatentTarget(request.budget, 0, *options))
+        splits = [(rank - divisors, rope) for rank, rope in splits]
     targets = [LatentTarget(rank, rope, *options) for rank, rope in splits]
     problems = [latent_problems(model, target, allow_growth=request.allow_growth) for target in targets]
     possible = [target for target, found in zip(targets, problems, strict=True) if not found]

@@ -10,8 +10,9 @@ from kvfold.convert.conversion.method import Converted, Method
 from kvfold.convert.conversion.plan import Plan, resolved
 from kvfold.convert.conversion.source import source_layer, source_rotary
 from kvfold.convert.conversion.stages import Stages
-from kvfold.convert.transforms.head_norms import linear_heads
+from kvfold.convert.transforms.head_norms import has_norms, linear_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
+from kvfold.convert.transforms.latent.normed import svd_normed_latent
 from kvfold.convert.transforms.latent.queries import query_latent
 from kvfold.convert.transforms.latent.slots import Slots
 from kvfold.convert.transforms.latent.svd import svd_latent
@@ -30,22 +31,26 @@ class Svd(Method):
     def layers(self, journal: Journal) -> Iterator[Converted]:
         slots = svd_slots(self.plan)
         for layer in journal.pending:
-            latent = svd_layer(self.plan, layer, slots)
+            latent = svd_layer(self.plan, layer, slots[layer])
             yield Converted(layer, self.plan.layout.encode(layer, latent), {})
 
 
 def svd_plan(plan: Plan) -> Plan:
     """``plan`` with the frequencies of the baseline."""
-    return resolved(plan, plan.latent_target(), [float(angle) for angle in svd_slots(plan).theta])
+    return resolved(plan, plan.latent_target(), [each.theta.tolist() for each in svd_slots(plan)])
 
 
-def svd_slots(plan: Plan) -> Slots:
-    """The slots of the baseline: a uniform stride over the frequencies."""
-    if not plan.geometry.rotary_dims:
-        return rope_slots.NO_SLOTS
-    layers = range(plan.geometry.layers)
-    theta = next(rotary.theta for rotary in (source_rotary(plan, layer) for layer in layers) if rotary.dims)
-    return rope_slots.stride_slots(theta, plan.geometry.kv_heads, plan.latent_target().rope_dim)
+def svd_slots(plan: Plan) -> tuple[Slots, ...]:
+    """The slots of the baseline by layer: a uniform stride over the frequencies."""
+    thetas = [source_rotary(plan, layer).theta for layer in range(plan.geometry.layers)]
+
+    def stride(layers: list[int]) -> Slots:
+        theta = next((thetas[layer] for layer in layers if thetas[layer].numel()), None)
+        if theta is None:
+            return rope_slots.NO_SLOTS
+        return rope_slots.stride_slots(theta, plan.geometry.kv_heads, plan.latent_target().rope_dim)
+
+    return rope_slots.slots_by_layer(thetas, stride)
 
 
 def svd_layer(plan: Plan, layer: int, slots: Slots) -> LatentWeights:
@@ -54,7 +59,11 @@ def svd_layer(plan: Plan, layer: int, slots: Slots) -> LatentWeights:
     names = plan.model.names.get(("attention_norm", layer))
     gain = plan.checkpoint.read(names[0]) if names else None
     weights = source_layer(plan, layer)
-    weights = linear_heads(weights, blank_statistics(weights.model_dim, weights.heads, scales=gain))
+    blank = blank_statistics(weights.model_dim, weights.heads, scales=gain)
+    if target.keeps_norms and has_norms(weights):
+        rotary = source_rotary(plan, layer)
+        return svd_normed_latent(weights, blank, rotary, slots, target.channels, scale=scale, gain=gain)
+    weights = linear_heads(weights, blank)
     latent = svd_latent(weights, source_rotary(plan, layer), slots, target.channels, scale=scale, gain=gain)
     rank = plan.query_rank()
     if rank is None:

@@ -45,8 +45,15 @@ def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, di
         record["preferred_for_engines"] = {"engines": gained, "kl": best.drift, "instead_of": other}
     if best.target.layout == "engine":
         record["free_layout"] = _against_free(best, surveyed, stages)
-    worth = slots_worth_record(surveyed.layers, best.slots)
-    return best, {**record, "rotary_slots_per_pair": list(best.slots.counts), **worth}
+    return best, {**record, **slots_record(surveyed.layers, best.slots)}
+
+
+def slots_record(layers: Sequence[LayerSurvey], slots: Sequence[Slots]) -> dict[str, Any]:
+    """The rotary slots of each pair, and what they are worth; only the former, by layer, where frequencies differ."""
+    first = slots[0]
+    if any(each is not first for each in slots):
+        return {"rotary_slots_per_pair": [list(each.counts) for each in slots]}
+    return {"rotary_slots_per_pair": list(first.counts), **slots_worth_record(layers, first)}
 
 
 def slots_worth_record(layers: Sequence[LayerSurvey], slots: Slots) -> dict[str, Any]:

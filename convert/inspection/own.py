@@ -12,7 +12,7 @@ from kvfold.convert.families.values import TYPES
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.targets.own_code import BLOCK, Shape, grouped_shapes, source_type
-from kvfold.convert.targets.own_latent import latent_shapes
+from kvfold.convert.targets.own_latent import LATENT, NORMED, latent_shapes
 from kvfold.convert.targets.own_shared import shared_shapes
 from kvfold.convert.targets.results import Result, folded_result, latent_result_of
 
@@ -73,7 +73,7 @@ def own_model(checkpoint: Checkpoint) -> OwnModel:
 
 def _described(block: Mapping[str, Any], source: Model) -> OwnModel:
     """The attention that a block ``kvfold`` describes."""
-    if block.get("variant") == "latent":
+    if block.get("variant") in (LATENT, NORMED):
         return OwnModel(source, split=(_number(block, "kv_rank", "size"), _number(block, "rope_dim", "count")))
     stated, heads = _number(block, "kv_heads", "size"), source.geometry.heads
     if heads % stated:

@@ -83,11 +83,15 @@ def own_layout(
     kind: str,
     cache_elements: int,
     encode: Callable[[int, Any], Mapping[str, "Tensor"]],
+    layer_facts: Sequence[Mapping[str, Any]] = (),
 ) -> TargetLayout:
-    """The layout for an attention of tensors ``shapes``, by layer and name; ``facts`` describe it in config.json."""
+    """The layout for an attention of tensors ``shapes``, by layer and name.
+
+    In config.json ``facts`` describe it, and ``layer_facts`` what may differ from layer to layer.
+    """
     return TargetLayout(
         kind=kind,
-        config=own_config(source, checkpoint, facts, dtype),
+        config=own_config(source, checkpoint, facts, dtype, layer_facts),
         tensors=tuple(_output_tensors(source, checkpoint, shapes, dtype)),
         computed=tuple(tuple(layer) for layer in shapes),
         cache_elements=cache_elements,
@@ -108,7 +112,13 @@ def _own_code(source: Model) -> OwnCode:
     return own
 
 
-def own_config(source: Model, checkpoint: Checkpoint, facts: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
+def own_config(
+    source: Model,
+    checkpoint: Checkpoint,
+    facts: Mapping[str, Any],
+    dtype: str | None,
+    layer_facts: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
     """The source's config as one of this layout; ``facts`` describe the attention beside what every variant has."""
     own = _own_code(source)
     file, known = own_module(source).rpartition(".")[2], {*own.classes.values()}
@@ -119,14 +129,14 @@ def own_config(source: Model, checkpoint: Checkpoint, facts: Mapping[str, Any], 
         "auto_map": {
             auto: f"{file}.Kvfold{stock}" for auto, stock in {"AutoConfig": own.config, **own.classes}.items()
         },
-        BLOCK: {**facts, **_facts(source)},
+        BLOCK: {**facts, **_facts(source, layer_facts)},
     }
     config = edit_config(checkpoint.config, changes)
     stored = dtype or TORCH_NAMES[_computed_dtype(source, checkpoint)]
     return edit_config(config, dtype_changes(config, stored))
 
 
-def _facts(source: Model) -> dict[str, Any]:
+def _facts(source: Model, layer_facts: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """The part of the block ``kvfold`` that every variant has; ``layers`` holds what differs between them."""
     own, size, values = _own_code(source), source.geometry, source.values
     common = {
@@ -138,7 +148,9 @@ def _facts(source: Model) -> dict[str, Any]:
         "output_dropout": evaluate(own.output_dropout, values),
         **({"projects": own.output == OwnCode.output} if source.family.kind == "encoder" else {}),
     }
-    layers = [_layer_facts(layer) for layer in source.layers]
+    layers: list[dict[str, Any]] = [_layer_facts(layer) for layer in source.layers]
+    if layer_facts:
+        layers = [{**common, **more} for common, more in zip(layers, layer_facts, strict=True)]
     shared = {name: value for name, value in layers[0].items() if all(facts[name] == value for facts in layers)}
     differing = [{name: value for name, value in facts.items() if name not in shared} for facts in layers]
     given = {name: value for name, value in shared.items() if value is not None}

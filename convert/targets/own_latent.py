@@ -3,33 +3,38 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvfold.convert.families.expressions import evaluate
 from kvfold.convert.families.model import Model
+from kvfold.convert.families.schema import Norm
 from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.targets.mla.config import LatentTarget
+from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
 from kvfold.convert.targets.own_code import Shape, own_layout, projection
 from kvfold.convert.targets.target import TargetLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvfold.convert.transforms.latent.weights import LatentWeights
+    from kvfold.convert.transforms.latent.weights import KeptNorms, LatentWeights
+
+LATENT, NORMED = "latent", "normed_latent"  # variants
 
 
 def own_latent_layout(
-    source: Model, checkpoint: Checkpoint, target: LatentTarget, theta: Sequence[float], dtype: str | None
+    source: Model, checkpoint: Checkpoint, target: LatentTarget, theta: Sequence[Sequence[float]], dtype: str | None
 ) -> TargetLayout:
-    """The checkpoint that caches ``target.kv_rank + target.rope_dim`` elements, rotating by ``theta [P/2]``.
+    """The checkpoint that caches ``target.kv_rank + target.rope_dim`` elements, rotating by ``theta [layers][P/2]``.
 
-    ``dtype`` as in ``own_folded_layout``.
+    Norms on queries and keys take ``cached_divisors`` elements more. ``dtype`` as in ``own_folded_layout``.
     """
+    norm, divisors = source.qk_norm, cached_divisors(source, target)
     facts = {
-        "variant": "latent",
+        "variant": LATENT if norm is None else NORMED,
         "kv_rank": target.kv_rank,
         "rope_dim": target.rope_dim,
         "qkv_bias": source.has_bias("q"),
         "o_bias": True,
-        "frequencies": list(theta),
         **_kept_names(source),
+        **({} if norm is None else {"kv_heads": source.geometry.kv_heads, "norm": _norm_facts(source, norm)}),
     }
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
@@ -43,9 +48,10 @@ def own_latent_layout(
         facts,
         [latent_shapes(source, layer, target.kv_rank, target.rope_dim) for layer in range(source.geometry.layers)],
         dtype,
-        kind=f"MLA {target.kv_rank}+{target.rope_dim}",
-        cache_elements=target.kv_rank + target.rope_dim,
+        kind=f"MLA {target.kv_rank}+{target.rope_dim}" + (f"+{divisors}" if divisors else ""),
+        cache_elements=target.kv_rank + target.rope_dim + divisors,
         encode=encode,
+        layer_facts=[{"frequencies": list(each)} for each in theta],
     )
 
 
@@ -57,12 +63,22 @@ def _kept_names(source: Model) -> dict[str, str | None]:
     return {"query": attention.q, "key": attention.k, "value": attention.v, "output": attention.o}
 
 
+def _norm_facts(source: Model, norm: Norm) -> dict[str, Any]:
+    """The norms on queries and keys: ``flat`` over all heads at once; the gain is the weight plus ``offset``."""
+    eps = float(evaluate(norm.eps, source.values))
+    return {"kind": norm.kind, "flat": norm.extent == "flat", "eps": eps, "offset": norm.offset}
+
+
 def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, Shape]:
     """The tensors of the attention of ``layer`` with ``rank`` latent channels and ``rope`` rotary dims, by name."""
     size = source.geometry
     width, heads, dim = size.model_dim, size.heads, size.head_dim
+    if source.qk_norm is not None:
+        queries, more = heads * dim, _norm_shapes(source, rope)
+    else:
+        queries, more = heads * (dim + rope), {}
     shapes: dict[str, Shape] = {
-        "q_proj.weight": (heads * (dim + rope), width),
+        "q_proj.weight": (queries, width),
         "kv_down_proj.weight": (rank + rope, width),
         "kv_down_proj.bias": (rank + rope,),
         "k_up_proj.weight": (heads * dim, rank),
@@ -71,8 +87,25 @@ def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, 
         "o_proj.bias": (width,),
     }
     if source.has_bias("q"):
-        shapes["q_proj.bias"] = (heads * (dim + rope),)
+        shapes["q_proj.bias"] = (queries,)
+    shapes |= more
     return {projection(source, layer, name): shape for name, shape in shapes.items()}
+
+
+def _norm_shapes(source: Model, rope: int) -> dict[str, Shape]:
+    """What norms on queries and keys add."""
+    size = source.geometry
+    keys = size.kv_heads * size.head_dim
+    shapes: dict[str, Shape] = {
+        "q_norm.weight": (size.heads, size.head_dim),
+        "k_proj.weight": (keys, size.model_dim),
+        "k_up_proj.bias": (size.heads * size.head_dim,),
+    }
+    if rope:
+        shapes["q_rope_proj.weight"] = (size.heads * rope, size.head_dim)
+    if source.has_bias("k"):
+        shapes["k_proj.bias"] = (keys,)
+    return shapes
 
 
 def _tensors(source: Model, layer: int, latent: "LatentWeights") -> dict[str, "Tensor"]:
@@ -84,7 +117,6 @@ def _tensors(source: Model, layer: int, latent: "LatentWeights") -> dict[str, "T
 
     down, rope = latent.down.new_zeros(latent.rank), latent.down.new_zeros(latent.rope_dim)
     tensors = {
-        "q_proj.weight": torch.cat([latent.q_nope, latent.q_rope], 1).flatten(0, 1),
         "kv_down_proj.weight": torch.cat([latent.down, latent.rope_key]),
         "kv_down_proj.bias": joined(latent.down_bias, latent.rope_key_bias, (down, rope)),
         "k_up_proj.weight": latent.uk.flatten(0, 1),
@@ -92,6 +124,23 @@ def _tensors(source: Model, layer: int, latent: "LatentWeights") -> dict[str, "T
         "o_proj.weight": latent.o.flatten(1),
         "o_proj.bias": latent.o.new_zeros(latent.model_dim) if latent.o_bias is None else latent.o_bias,
     }
-    if latent.q_nope_bias is not None and latent.q_rope_bias is not None:
-        tensors["q_proj.bias"] = torch.cat([latent.q_nope_bias, latent.q_rope_bias], 1).flatten()
+    if latent.norms is not None:
+        tensors |= _norm_tensors(latent.norms)
+    else:
+        tensors["q_proj.weight"] = torch.cat([latent.q_nope, latent.q_rope], 1).flatten(0, 1)
+        if latent.q_nope_bias is not None and latent.q_rope_bias is not None:
+            tensors["q_proj.bias"] = torch.cat([latent.q_nope_bias, latent.q_rope_bias], 1).flatten()
     return {projection(source, layer, name): tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def _norm_tensors(norms: "KeptNorms") -> dict[str, "Tensor"]:
+    tensors = {
+        "q_proj.weight": norms.q.flatten(0, 1),
+        "q_norm.weight": norms.q_norm.weight,
+        "k_proj.weight": norms.k.flatten(0, 1),
+        "k_up_proj.bias": norms.constant.flatten(),
+    }
+    if norms.rope.shape[1]:
+        tensors["q_rope_proj.weight"] = norms.rope.flatten(0, 1)
+    biases = {"q_proj.bias": norms.q_bias, "k_proj.bias": norms.k_bias}
+    return {**tensors, **{name: bias.flatten() for name, bias in biases.items() if bias is not None}}

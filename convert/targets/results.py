@@ -8,7 +8,7 @@ from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rope import older_rope_keys
 from kvfold.convert.families.wrappers import WRAPPERS
-from kvfold.convert.targets.mla.config import LatentTarget
+from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
 from kvfold.convert.targets.mla.experts import EXPERT_TYPE
 from kvfold.convert.targets.mla.rope import changes_no_frequency
 
@@ -34,6 +34,7 @@ class Result:
     kv_heads: int = 0
     head_dim: int = 0
     split: tuple[int, int] = (0, 0)  # R, P
+    divisors: int = 0  # cached beside them
     heads: tuple[int, int, int] = (0, 0, 0)  # unrotated, rotary and value dims
     q_rank: int | None = None
     family: str = ""
@@ -51,7 +52,7 @@ class Result:
 
         Key/value heads are shared out, one at least to each rank; a latent is whole on every rank.
         """
-        return sum(self.split) or 2 * -(-self.kv_heads // ranks) * self.head_dim
+        return sum(self.split) + self.divisors or 2 * -(-self.kv_heads // ranks) * self.head_dim
 
     def per_rank(self) -> dict[str, int]:
         """``elements`` for every number of ranks in ``RANKS`` to which the heads can be shared out."""
@@ -83,7 +84,8 @@ def _older_rope(family: str, config: Mapping[str, Any]) -> bool:
 def latent_result_of(model: Model, target: LatentTarget) -> Result:
     """Of ``model`` as ``target``."""
     wrapper = "" if model.tower is None else model.family.model_type
-    return replace(target_result(model.geometry, target, experts=model.block.sparse), family=wrapper)
+    made = target_result(model.geometry, target, experts=model.block.sparse)
+    return replace(made, family=wrapper, divisors=cached_divisors(model, target))
 
 
 def target_result(geometry: Geometry, target: LatentTarget, *, experts: bool = False) -> Result:

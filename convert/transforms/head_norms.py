@@ -87,6 +87,22 @@ def linear_heads(
     )
 
 
+def divided_heads(
+    weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False
+) -> tuple[AttentionWeights, Tensor]:
+    """``linear_heads`` whose keys are exact but for one factor per token: over one number per head.
+
+    The second result are those numbers ``[G]``, float64.
+    """
+    norm = weights.k_norm
+    if norm is None:
+        raise ValueError("weights: expected norms on queries and keys, found none")
+    statistics = statistics.to(weights.q.device)
+    rows, factor = _divided(with_bias(weights.k, weights.k_bias), norm, statistics, slice(weights.heads, None))
+    linear = linear_heads(replace(weights, k_norm=None), statistics, key_constant=key_constant)
+    return replace(linear, k=rows[..., :-1], k_bias=None if linear.k_bias is None else rows[..., -1]), 1 / factor
+
+
 def _side(rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, heads: slice, constant: bool) -> Tensor:
     """``rows [n, D, E+1]`` of a projection and ``norm`` behind it -> the linear map of both.
 
@@ -94,7 +110,7 @@ def _side(rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, head
     """
     if norm is None:
         return rows
-    start = _divided(rows, norm, statistics, heads)
+    start, _ = _divided(rows, norm, statistics, heads)
     if not constant:
         start[..., -1] = 0
     if statistics.normed is None:
@@ -108,8 +124,8 @@ def _side(rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, head
     return start + torch.nn.functional.pad(change, (0, len(moment) - size)).reshape(rows.shape)
 
 
-def _divided(rows: Tensor, norm: HeadNorm, statistics: LayerStatistics, heads: slice) -> Tensor:
-    """``rows [n, D, E+1]`` over one number per head, times the gain of ``norm``, plus its bias."""
+def _divided(rows: Tensor, norm: HeadNorm, statistics: LayerStatistics, heads: slice) -> tuple[Tensor, Tensor]:
+    """``rows [n, D, E+1]`` over one number per head, times the gain of ``norm``, plus its bias; the inverse numbers."""
     if norm.kind == "layer":
         rows = rows - rows.mean((0, 1) if norm.extent == "flat" else (1,), keepdim=True)
     if statistics.divisors is None:
@@ -122,7 +138,7 @@ def _divided(rows: Tensor, norm: HeadNorm, statistics: LayerStatistics, heads: s
     rows = rows * ((norm.weight.double() + norm.offset) * factor[:, None])[..., None]
     if norm.bias is not None:
         rows[..., -1] += norm.bias.double()
-    return rows
+    return rows, factor
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,9 @@ the shipped model with norms put in: ``train_demo.py --output DIR --texts shippe
 ``--folds`` prints the error of the attention's output instead, for neighboring key/value heads folded from keys over
 one number per head and from those of least squares; the figures in the code are of the same model trained on (``--steps
 240 --warmup 10 --peak-rate 1.5e-3 --seed 1``).
+``--latents R+P ...`` prints what layout ``kvfold`` gains by dividing by the norm's own divisors: the part of the keys
+that a fitted latent misses, and the squared error of the divisors if they were computed from it (from the keys that
+come closest to the source's, with the mean energy of what these lack).
 """
 
 import argparse
@@ -32,7 +35,7 @@ from kvfold.convert import ConvertRequest
 from kvfold.convert.conversion.calibration import load_tokens, source_stream
 from kvfold.convert.conversion.fold import fold_context, fold_rotary
 from kvfold.convert.conversion.plan import make_plan
-from kvfold.convert.conversion.source import source_layer
+from kvfold.convert.conversion.source import source_layer, source_rotary
 from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.families.layout import read_layer
@@ -43,6 +46,8 @@ from kvfold.convert.text.windows import load_calibration
 from kvfold.convert.transforms import head_norms
 from kvfold.convert.transforms.fold import grouping, principal
 from kvfold.convert.transforms.head_norms import linear_heads, project
+from kvfold.convert.transforms.latent import slots as rope_slots
+from kvfold.convert.transforms.latent.normed import to_normed_latent
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 from kvfold.convert.walk.passes import survey
 from kvfold.convert.walk.statistics import StatisticsAccumulator
@@ -57,7 +62,13 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=32, help="sequences of 256 tokens")
     parser.add_argument("--layer", type=int, default=1, help="the one whose keys are fitted with other constants")
     parser.add_argument("--folds", type=int, metavar="KV_HEADS", help="the error of folds to so many heads instead")
+    parser.add_argument(
+        "--latents", nargs="+", metavar="R+P", help="the divisors that latents of these sizes give instead"
+    )
     options = parser.parse_args()
+    if options.latents is not None:
+        show_latents(options.model, options.samples, [tuple(map(int, split.split("+"))) for split in options.latents])
+        return
     if options.folds is not None:
         show_folds(options.model, options.samples, options.folds)
         return
@@ -156,6 +167,32 @@ def show_folds(folder: str, samples: int, kv_heads: int) -> None:
             errors.append(step.attention_error(plan.layout.encode(step.index, folded)))
         step.keep()
         print(f"layer {step.index}: keys over one number {errors[0]:.4f}, of least squares {errors[1]:.4f}")
+
+
+def show_latents(folder: str, samples: int, splits: list[tuple[int, int]]) -> None:
+    request = ConvertRequest(model=folder, out=f"{folder}-latents", to="mqa", samples=samples, seq_len=256, quiet=True)
+    plan, stages = make_plan(request, open_checkpoint(folder)), Stages(None, quiet=True)
+    with TemporaryDirectory() as scratch:
+        walk = StudentWalk(plan, source_stream(plan), load_tokens(plan, Path(scratch), stages), statistics=True)
+    for step in walk.steps():
+        weights, rotary = source_layer(plan, step.index), source_rotary(plan, step.index)
+        inputs = torch.cat([step.teacher.attend(hidden).attention_input.flatten(0, 1) for hidden in step.held_out])
+        inputs, context = inputs.double(), plan.geometry.positions
+        for rank, rope in splits:
+            surveyed = rope_slots.survey_layer(linear_heads(weights, step.statistics), step.statistics, rotary, context)
+            slots = rope_slots.choose_slots([surveyed], rope)
+            latent = to_normed_latent(weights, step.statistics, rotary, slots, rank, context=context)
+            cached = inputs @ torch.cat([latent.down, latent.rope_key]).double().mT
+            cached = torch.cat([cached, torch.ones_like(cached[:, :1])], 1)
+            keys = torch.einsum("ne,gde->ngd", inputs, weights.k.double())
+            close = (cached @ torch.linalg.lstsq(cached, keys.flatten(1)).solution).view_as(keys)
+            lacking, energy = (keys - close).square().sum(-1), keys.square().sum(-1)
+            guessed = (close.square().sum(-1) + lacking.mean(0)).sqrt()
+            wrong = missed(guessed, energy.sqrt())
+            print(
+                f"layer {step.index} {rank}+{rope}: keys miss {lacking.sum() / energy.sum():.4f}, divisors {wrong:.4f}"
+            )
+        step.keep()
 
 
 if __name__ == "__main__":

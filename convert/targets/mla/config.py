@@ -81,6 +81,11 @@ class LatentTarget:
         return self.layout != "engine"
 
     @property
+    def keeps_norms(self) -> bool:
+        """Whether norms on queries and keys have a place; elsewhere linear maps stand in."""
+        return self.layout == "kvfold"
+
+    @property
     def channels(self) -> int:
         """Latent channels without the constant one."""
         return self.kv_rank - self.constant
@@ -112,6 +117,16 @@ class LatentTarget:
         """Rotary dims of the files that hold keys; the rest are zero where only ``P / k`` dims of a head rotate."""
         fills = not self.padded or rotary_dims == 0 or self.rope_dim % rotary_dims
         return self.rope_dim if fills else rotary_dims
+
+
+def cached_divisors(model: Model, target: LatentTarget) -> int:
+    """KV-cache elements per token per layer beside R + P: what the norm of keys divides by, where it is kept.
+
+    One for each key/value head, or for all of them together.
+    """
+    if model.qk_norm is None or not target.keeps_norms:
+        return 0
+    return 1 if model.qk_norm.extent == "flat" else model.geometry.kv_heads
 
 
 def attention_module(layer: int) -> str:

@@ -3,13 +3,14 @@
 Each is one line: the property of the model, and what would work.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from kvfold.convert.families.geometry import Block, Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.tensors import ROLES
 from kvfold.convert.families.wrappers import WRAPPERS
-from kvfold.convert.targets.mla.config import LatentTarget, full_query_rank
+from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors, full_query_rank
 from kvfold.convert.targets.mla.experts import EXPERT_ROLES, expert_problems, is_shared
 from kvfold.convert.targets.same_family import cache_elements
 
@@ -24,10 +25,10 @@ def latent_problems(model: Model, target: LatentTarget, *, allow_growth: bool = 
     """All problems of this conversion, those of any target first. Empty when it is possible."""
     if target.layout == "kvfold":
         own = [f"--layout kvfold: {model.family.model_type} {problem}" for problem in _own_problems(model, target)]
-        return [*own, *_size_problems(model.geometry, target, allow_growth)]
+        return [*own, *_size_problems(model, target, allow_growth)]
     engine = _engine_problems(model) if target.layout == "engine" else ()
     advised = (f"--layout engine: {problem}; use --layout free" for problem in engine)
-    return [*model_problems(model), *advised, *_size_problems(model.geometry, target, allow_growth)]
+    return [*model_problems(model), *advised, *_size_problems(model, target, allow_growth)]
 
 
 def model_problems(model: Model) -> list[str]:
@@ -59,9 +60,11 @@ def _own_problems(model: Model, target: LatentTarget) -> Iterator[str]:
 
 def _own_attention_problems(model: Model) -> Iterator[str]:
     yield from _attention_problems(model, both_ways=model.family.kind == "encoder")
-    yield from _rope_problems(model)
-    table = model.rope_table()
-    if table["rope_type"] == "longrope" and table.get("short_factor") != table.get("long_factor"):
+    tables = _rope_tables(model)
+    yield from _rope_type_problems(tables)
+    if any(
+        table["rope_type"] == "longrope" and table.get("short_factor") != table.get("long_factor") for table in tables
+    ):
         yield f"has frequencies for texts of up to {context(model)} tokens and others for longer ones, expected one set"
 
 
@@ -125,15 +128,24 @@ def _stock_attention_problems(model: Model) -> Iterator[str]:
         yield "caps its scores softly, the stock MLA class does not"
 
 
-def _rope_problems(model: Model) -> Iterator[str]:
+def _rope_tables(model: Model) -> list[Mapping[str, Any]]:
+    """The rope parameters of each layer type."""
     types = {layer.type for layer in model.layers}
-    tables = [model.rope_table(kind) for kind in sorted(types, key=str)]
-    kind = tables[0]["rope_type"]
-    if kind not in _FIXED_ROPE:
-        fixed = ", ".join(_FIXED_ROPE)
-        yield f"has rope_type {kind!r}, expected one whose frequencies are fixed ({fixed})"
+    return [model.rope_table(kind) for kind in sorted(types, key=str)]
+
+
+def _rope_problems(model: Model) -> Iterator[str]:
+    tables = _rope_tables(model)
+    yield from _rope_type_problems(tables[:1])
     if any(table != tables[0] for table in tables):
         yield "rotates at frequencies that differ between layer types, the stock MLA class has one set"
+
+
+def _rope_type_problems(tables: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    kinds = dict.fromkeys(table["rope_type"] for table in tables)
+    fixed = ", ".join(_FIXED_ROPE)
+    for kind in (kind for kind in kinds if kind not in _FIXED_ROPE):
+        yield f"has rope_type {kind!r}, expected one whose frequencies are fixed ({fixed})"
 
 
 def _engine_problems(model: Model) -> Iterator[str]:
@@ -149,16 +161,18 @@ def _engine_problems(model: Model) -> Iterator[str]:
         yield f"the activation is {activation!r}, engines take 'silu' only"
 
 
-def _size_problems(size: Geometry, target: LatentTarget, allow_growth: bool) -> Iterator[str]:
+def _size_problems(model: Model, target: LatentTarget, allow_growth: bool) -> Iterator[str]:
+    size, divisors = model.geometry, cached_divisors(model, target)
     yield from _rope_size_problems(size, target)
     rank, rope, least = target.kv_rank, target.rope_dim, 1 + target.constant
     if rank < least:
         yield f"--kv-rank {rank}: expected at least {least}{', one of them constant' if target.constant else ''}"
     present = cache_elements(size)
-    if rank + rope >= present and not allow_growth:
+    if rank + rope + divisors >= present and not allow_growth:
+        kept, elements = f" ({divisors} of them divisors of norms)" if divisors else "", rank + rope + divisors
         yield (
-            f"--kv-rank {rank} --rope-dim {rope}: {rank + rope} KV-cache elements per token per layer, the source has "
-            f"{present}; expected fewer (--allow-growth converts anyway)"
+            f"--kv-rank {rank} --rope-dim {rope}: {elements} KV-cache elements per token per layer{kept}, the source "
+            f"has {present}; expected fewer (--allow-growth converts anyway)"
         )
     full = full_query_rank(size, target)
     if target.q_rank is not None and not least <= target.q_rank <= full:

@@ -24,7 +24,7 @@ from kvfold.convert.transforms.latent.slots import (
     pair_keys,
     query_scales,
 )
-from kvfold.convert.transforms.latent.units import from_units, in_units, units_of
+from kvfold.convert.transforms.latent.units import Units, from_units, in_units, units_of
 from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.linalg import (
     covariance,
@@ -47,6 +47,24 @@ class Basis:
     def read(self, rows: Tensor) -> Tensor:
         """``[n, E] -> [n, R]``: the map from ``c`` that comes closest to ``rows x`` over the calibration text."""
         return rows @ self.readout
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A layer as linear maps, the mean ``[E+1]`` of its inputs ``[x; 1]``, and its fit."""
+
+    layer: LinearLayer
+    mean: Tensor
+    fit: Fit
+
+
+@dataclass(frozen=True)
+class FittedLayer:
+    """A fit in the ``units`` that the layer was brought to, beside its ``weights`` in these."""
+
+    weights: AttentionWeights
+    fitted: Fitted
+    units: Units
 
 
 @dataclass(frozen=True)
@@ -78,7 +96,27 @@ def to_latent(
     alternating least squares (``als.ROUNDS``); 0 leaves the principal components as they are. A layer that does not
     rotate gets zero rotary keys. The result is in at least float32.
     """
-    statistics, scale = statistics.to(weights.q.device), weights.head_dim**-0.5 if scale is None else scale
+    scale = weights.head_dim**-0.5 if scale is None else scale
+    fitted = fit_layer(
+        weights, statistics, rotary, slots, rank, context=context, scale=scale, centered=centered, rounds=rounds
+    )
+    return assemble_layer(fitted, slots, scale, centered=centered)
+
+
+def fit_layer(
+    weights: AttentionWeights,
+    statistics: LayerStatistics,
+    rotary: Rotary,
+    slots: Slots,
+    rank: int,
+    *,
+    context: int,
+    scale: float,
+    centered: bool,
+    rounds: int | None,
+) -> FittedLayer:
+    """The fit of ``to_latent``, before it is written as weights."""
+    statistics = statistics.to(weights.q.device)
     units = units_of(weights, statistics)
     weights, statistics = in_units(weights, statistics, units)
     given = _given(weights, statistics, rotary, slots, context, scale * units.scores, centered)
@@ -90,8 +128,13 @@ def to_latent(
         distances = mixed_distances(statistics.profile, context, als.UNIFORM, als.TAIL)
         inputs = layer, given.queries, given.moment, rotary, slots.theta, distances
         fit = als.alternate(als.make_problem(*inputs, rank, centered=centered), fit, rounds)
-    latent = assemble(weights, layer, given.moment[-1, :-1], fit, slots, centered=centered)
-    return from_units(replace(latent, scale=scale), units)
+    return FittedLayer(weights, Fitted(layer, given.moment[-1], fit), units)
+
+
+def assemble_layer(fitted: FittedLayer, slots: Slots, scale: float, *, centered: bool) -> LatentWeights:
+    """``assemble`` in the layer's own units; ``scale`` multiplies its scores."""
+    latent = assemble(fitted.weights, fitted.fitted, slots, centered=centered)
+    return from_units(replace(latent, scale=scale), fitted.units)
 
 
 def latent_spectrum(
@@ -262,11 +305,10 @@ def first_fit(split: RotarySplit, keys: Tensor, values: Tensor, basis: Basis) ->
     return Fit(torch.cat([split.rows, latent]), reading, basis.read(values[..., :-1]))
 
 
-def assemble(
-    weights: AttentionWeights, layer: LinearLayer, mean: Tensor, fit: Fit, slots: Slots, *, centered: bool
-) -> LatentWeights:
-    """Everything in the terms of ``LatentWeights``; constant values go into the output bias. ``mean [E]`` of inputs."""
+def assemble(weights: AttentionWeights, fitted: Fitted, slots: Slots, *, centered: bool) -> LatentWeights:
+    """Everything in the terms of ``LatentWeights``; constant values go into the output bias."""
     keep = torch.promote_types(weights.q.dtype, torch.float32)
+    layer, mean, fit = fitted.layer, fitted.mean[:-1], fitted.fit
     rope, group = slots.rope_dim, layer.group
     rope_key, down = fit.rows[:rope], fit.rows[rope:, :-1]
     rope_query = torch.einsum("hdp,hde->hpe", fit.reading[..., :rope], layer.queries)

@@ -6,7 +6,7 @@ components over the heads are the best shared rotary keys. A *slot* ``(l, j)`` i
 rotary dims.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -173,6 +173,18 @@ def plain_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
     longest = max(1, (theta.numel() - 1) // max(1, slots - 1))
     candidates = [_slots(_every(step, slots, theta.numel()), theta) for step in range(1, longest + 1)]
     return max(candidates, key=lambda candidate: slots_worth(surveys, candidate))
+
+
+def slots_by_layer(thetas: Sequence[Tensor], choose: Callable[[list[int]], Slots]) -> tuple[Slots, ...]:
+    """The slots of every layer: ``choose`` takes the layers that share their frequencies.
+
+    ``thetas``: the frequencies of each layer, in most models the same; those of none (a layer that does not rotate) go
+    with the first that has some.
+    """
+    first = next((theta for theta in thetas if theta.numel()), torch.empty(0, dtype=torch.float64))
+    keys = [tuple((theta if theta.numel() else first).tolist()) for theta in thetas]
+    chosen = {key: choose([layer for layer, each in enumerate(keys) if each == key]) for key in dict.fromkeys(keys)}
+    return tuple(chosen[key] for key in keys)
 
 
 def slots_worth(surveys: Sequence[LayerSurvey], slots: Slots) -> float:

@@ -8,6 +8,7 @@ import torch
 
 from kvfold.convert.transforms.latent.latent import (
     Basis,
+    Fitted,
     assemble,
     first_fit,
     linear_layer,
@@ -33,6 +34,19 @@ def svd_latent(
 
     ``gain [E]``, the weight of the norm before the attention, only sets the scale of the latent.
     """
+    return assemble(weights, svd_fit(weights, rotary, slots, rank, scale=scale, gain=gain), slots, centered=False)
+
+
+def svd_fit(
+    weights: AttentionWeights,
+    rotary: Rotary,
+    slots: Slots,
+    rank: int,
+    *,
+    scale: float | None = None,
+    gain: torch.Tensor | None = None,
+) -> Fitted:
+    """The fit of ``svd_latent``, before it is written as weights."""
     layer = linear_layer(weights, rotary, weights.head_dim**-0.5 if scale is None else scale)
     moment = torch.eye(weights.model_dim + 1, dtype=torch.float64, device=weights.q.device)  # nothing known of inputs
     split = split_rotary(layer, rotary, slots, head_moments(layer.queries, moment), moment)
@@ -41,5 +55,4 @@ def svd_latent(
     norm = (basis.down if gain is None else basis.down * gain.to(basis.down)).norm().clamp_min(1e-30)
     basis = Basis(basis.down / norm, basis.readout * norm)
     per_head = split.rest.repeat_interleave(layer.group, 0)
-    fit = first_fit(split, per_head, layer.values, basis)
-    return assemble(weights, layer, moment[-1, :-1], fit, slots, centered=False)
+    return Fitted(layer, moment[-1], first_fit(split, per_head, layer.values, basis))

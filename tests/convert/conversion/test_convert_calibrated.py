@@ -319,7 +319,7 @@ def test_latent_sizes_that_cannot_be(tmp_path, options, message):
 
 
 def test_families_that_no_latent_class_can_express(tmp_path, tiny_family):
-    with pytest.raises(InputError, match=r"positions back, fewer than the context .* --to gqa works"):
+    with pytest.raises(InputError, match=r"positions back, fewer than the context .* --layout kvfold works"):
         convert(tmp_path / "out", model=tiny_family("qwen3"), to="mla", kv_rank=8, rope_dim=8)
     with pytest.raises(InputError, match="LayerNorm"):
         convert(tmp_path / "out", model=tiny_family("stablelm"), to="mla", kv_rank=8, rope_dim=8)

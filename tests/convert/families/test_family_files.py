@@ -240,7 +240,8 @@ def ask_everything(family: schema.Family, config: dict) -> None:
         checkpoint = SimpleNamespace(config=config, tensors=stored)
         target = LatentTarget(8, 4, layout="kvfold")
         if family.kind != "seq2seq":
-            own_latent_layout(model.as_stored(stored), checkpoint, target, [1.0, 0.1], None)
+            theta = [[1.0, 0.1]] * model.geometry.layers
+            own_latent_layout(model.as_stored(stored), checkpoint, target, theta, None)
     if family.kind == "seq2seq":
         shared_layout(model.as_stored(stored), checkpoint, 1, None)
     elif needs_own_code(model):

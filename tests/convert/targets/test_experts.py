@@ -195,7 +195,7 @@ def test_shapes_and_routing_are_those_of_the_stock_class(name, changes, layout):
             "qwen3_moe",
             {"mlp_only_layers": [1]},
             "--to mla: qwen3_moe has no experts in layer 1, after layers that have some; the stock MLA class has "
-            "layers without experts before all others only; --to gqa works",
+            "layers without experts before all others only; --layout kvfold works",
         ),
         (
             "mixtral",

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer
 from kvfold.attention import register_models
 from kvfold.attention.checkpoints.registered import SOURCES
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
+from kvfold.convert.conversion.possible import latent_targets
 from kvfold.convert.data import read_documents
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import load_family, supported
@@ -43,10 +45,10 @@ CHANGES = {  # further models of a family
 LATENT = {  # whose stock class shares heads but no latent: what nothing may be lost of
     "phi": {"qk_layernorm": False, "num_key_value_heads": 2},
     "starcoder2": {"num_key_value_heads": 2},
-    "stablelm": {"qk_layernorm": False, "use_parallel_residual": True},
+    "stablelm": {"num_key_value_heads": 4, "use_parallel_residual": True},
     "nemotron": {"num_key_value_heads": 4},
     "arcee": {},
-    "cohere": {"use_qk_norm": False},
+    "cohere": {"num_key_value_heads": 4},
     "cohere2": {"num_key_value_heads": 2},
     "gemma": {"num_key_value_heads": 1},
     "gemma2": {"num_key_value_heads": 2},
@@ -56,6 +58,14 @@ LATENT = {  # whose stock class shares heads but no latent: what nothing may be 
     "phi3": {},
     "falcon": {"num_kv_heads": 2},
     "qwen2_moe": {"num_key_value_heads": 2},
+    "apertus": {"num_key_value_heads": 4},  # from here on, as of cohere and stablelm, queries and keys are normed
+    "exaone4": {"num_key_value_heads": 4},
+    "gemma3_text": {"num_key_value_heads": 2},
+    "olmo2": {"num_key_value_heads": 4},
+    "olmo3": {"num_key_value_heads": 2},
+    "olmoe": {},
+    "qwen3": {},
+    "qwen3_moe": {"num_key_value_heads": 4},
 }
 USE = """
 import json, sys, torch
@@ -195,6 +205,7 @@ def test_fewer_heads_are_the_stock_model_with_repeated_group_means(name, tiny_fa
     [
         *((name, how) for name in sorted(CLASSICS) for how in (None, "eager")),
         *((name, None) for name in LATENT if name not in CLASSICS),
+        ("gemma3_text", "eager"),
     ],
 )
 @torch.no_grad()
@@ -210,6 +221,8 @@ def test_latents_of_full_size_are_the_stock_model_at_every_split_of_a_text(name,
         cache = done.past_key_values
         parts.append(done.logits)
     torch.testing.assert_close(torch.cat(parts, 1), expected, **TOLERANCE)
+    elements = sum(kept.shape[-1] for kept in (cache.layers[0].keys, cache.layers[0].values))
+    assert elements == inspect_checkpoint(str(out)).cache.numbers_per_token_and_layer
     padded = torch.cat([torch.full((2, 3), 5), text], 1)  # left of what counts
     mask = torch.cat([torch.zeros(2, 3), torch.ones(2, 24)], 1).long()
     positions = mask.cumsum(1) - 1
@@ -270,11 +283,41 @@ def test_latents_are_calibrated_and_described(name, tiny_family, tmp_path):
     assert facts.cache.numbers_per_token_and_layer == 12 + rope
 
 
+@torch.no_grad()
+def test_norms_are_exact_after_calibration_too_and_their_divisors_count(tiny_family, tmp_path):
+    """Constant parts of keys, from biases, dims without rotation and centered norms, are divided as well."""
+    register_models()
+    source = Path(shutil.copytree(tiny_family("stablelm", vocab_size=2048, **LATENT["stablelm"]), tmp_path / "source"))
+    add_demo_tokenizer(source)
+    options = {"to": "mla", "layout": "kvfold", "kv_rank": 64, "rope_dim": 16, "samples": 4, "seq_len": 32}
+    out = convert(source, tmp_path / "out", **options | {"method": "principal"})
+    text = demo_tokens(source)
+    expected = stock_model(source)(text).logits
+    torch.testing.assert_close(stock_model(out)(text).logits, expected, rtol=1e-4, atol=1e-4)
+    record = json.loads((out / "kvfold.json").read_text())
+    assert record["attention"] == {"from": "GQA-4", "to": "MLA 64+16+4"}
+    assert record["drift"]["cache_bytes_per_token"] == {"source": 512, "student": 2 * 4 * (64 + 16 + 4)}
+    assert "head_norms" not in record
+
+
+@pytest.mark.parametrize(("name", "divisors"), [("qwen3", 8), ("olmo2", 1), ("gemma2", 0)])
+def test_a_budget_holds_the_divisors_of_norms(name, divisors, tiny_family):
+    model = model_of(json.loads((tiny_family(name) / "config.json").read_text()))
+    request = ConvertRequest(model="MODEL", out="OUT", to="mla", budget=64, layout="kvfold")
+    splits = latent_targets(request, model)
+    assert {target.kv_rank + target.rope_dim for target in splits} == {64 - divisors}
+    size = model.geometry
+    present = 2 * size.kv_heads * size.head_dim
+    request = replace(request, budget=None, kv_rank=present - divisors - 8, rope_dim=8)
+    with pytest.raises(InputError, match=f"rope-dim 8: {present} KV-cache elements per token per layer"):
+        latent_targets(request, model)
+
+
 @pytest.mark.slow  # two conversions of each family
-@pytest.mark.parametrize("name", ["cohere2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["cohere2", "gemma2", "gemma3_text", "mixtral"])
 @torch.no_grad()
 def test_calibration_makes_better_latents_of_models_that_no_stock_class_holds(name, tiny_family, tmp_path):
-    """With windows, soft caps, layers without rotary embedding, experts."""
+    """With windows, soft caps, layers without rotary embedding or with one of their own, norms, experts."""
     register_models()
     source = Path(shutil.copytree(tiny_family(name, vocab_size=2048, **LATENT[name]), tmp_path / "source"))
     add_demo_tokenizer(source)
