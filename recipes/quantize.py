@@ -6,8 +6,8 @@
 llm-compressor takes a Python of its own: it pins an older transformers (5.17) than kvfold is tested with. QUANTIZED is
 a compressed-tensors checkpoint, which transformers loads where compressed-tensors is installed, and vLLM is made for.
 `FP8_DYNAMIC` (the default) and `W8A8` (INT8) have weights with a scale per row and activations with one per token,
-`W4A16` whole numbers for weights alone; none needs calibration text. `--text` compares QUANTIZED with OUT on 16 x 256
-tokens.
+`W4A16` whole numbers for weights alone, a scale for every 128 inputs, or 64 or 32 where widths are no multiples; none
+needs calibration text. `--text` compares QUANTIZED with OUT on 16 x 256 tokens.
 
 Left as they are: the output head, and in latent attention (MLA) `kv_a_proj_with_mqa`, `kv_b_proj`, `q_a_proj` and
 `q_b_proj`. In layout `free` the latent that `kv_b_proj` reads has a constant channel a thousand times larger than the
@@ -17,9 +17,11 @@ Experts of a `Mistral4ForCausalLM` are no linear layers and stay as they are.
 
 import argparse
 import gc
+import re
 from pathlib import Path
 
 import torch
+from compressed_tensors.quantization import preset_name_to_scheme
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from torch import Tensor
@@ -27,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 LATENT = r"re:.*self_attn\.(kv_a_proj_with_mqa|kv_b_proj|q_a_proj|q_b_proj)$"
 SCHEMES = ("FP8_DYNAMIC", "W8A8", "W4A16")
+GROUPS = (128, 64, 32)  # inputs that share a scale in W4A16
 WINDOWS, LENGTH = 16, 256
 
 
@@ -34,9 +37,30 @@ def quantize(source: Path, out: Path, scheme: str, *, everything: bool) -> None:
     """Write ``source`` quantized to ``out``, with its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     kept = ["lm_head"] if everything else ["lm_head", LATENT]
-    oneshot(model=model, recipe=QuantizationModifier(targets="Linear", scheme=scheme, ignore=kept))
+    groups = {"group_0": preset_name_to_scheme(scheme, ["Linear"])}
+    weights = groups["group_0"].weights
+    if weights.group_size is not None:
+        weights.group_size = group_size(model, everything=everything)
+    oneshot(model=model, recipe=QuantizationModifier(config_groups=groups, ignore=kept))
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(source).save_pretrained(out)
+
+
+def group_size(model: torch.nn.Module, *, everything: bool) -> int:
+    """The largest of ``GROUPS`` that divides the inputs of every matrix that is quantized. SystemExit without one."""
+    linear = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+    latent = re.compile(LATENT.removeprefix("re:"))
+    widths = {
+        part.in_features
+        for name, part in linear.items()
+        if name != "lm_head" and (everything or not latent.match(name))
+    }
+    found = next((size for size in GROUPS if not any(width % size for width in widths)), None)
+    if found is None:
+        raise SystemExit(
+            f"W4A16: expected inputs that {GROUPS[-1]} divides, found {sorted(widths)}; use another scheme"
+        )
+    return found
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -99,7 +100,8 @@ def ask(engine: str, python: str, request: dict[str, Any], timeout: float) -> di
         if answer.exists():
             return json.loads(answer.read_text())
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        return {"error": next((line for line in lines if "ASSERT" in line), lines[-1])}
+        died = f"{signal.Signals(-done.returncode).name} after: " if done.returncode < 0 else ""
+        return {"error": next((line for line in lines if "ASSERT" in line), died + lines[-1])}
 
 
 def about(checkpoint: Path) -> dict[str, Any]:
@@ -113,7 +115,8 @@ def about(checkpoint: Path) -> dict[str, Any]:
     told = json.loads(record.read_text())
     layout = told["request"].get("layout") if told["request"]["to"] == "mla" else None
     promised = told["cache_elements_per_token_per_layer"]["to"]
-    return {"attention": told["attention"]["to"], "layout": layout, "cache_promised": promised}
+    origin = {"source": told["source"]["name"], "kept": told["request"].get("keep_quantized", False)}
+    return {"attention": told["attention"]["to"], "layout": layout, "cache_promised": promised, **origin}
 
 
 def row_of(checkpoint: Path, chosen: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,9 @@ _JUDGED, _JUDGMENTS = 2048, {"contiguous": 2, "similar": 7, "mla": 2}
 _FIT = {"contiguous": (80, 80_000), "similar": (190, 200_000), "mla": (250, 290_000)}
 _IN_LAYER = re.compile(r"\.\d+\.")
 _WIDE = 8  # bytes of float64
+# Bytes of a logit while next-token distributions are compared, up to 2^23 logits at once on a CPU. SmolLM2-135M (49152
+# tokens) grew by 770 MB there, to 1.63 GB at the peak of the run: 12 numbers of 4 bytes say as much, 16 leave room.
+_LOGITS, _LOGIT = 1 << 23, 16 * 4
 
 
 @dataclass(frozen=True)
@@ -202,5 +205,6 @@ def _memory(plan: Plan, processes: int) -> int:
     trained = 5 * attention if request.refine else 0
     fits = _WIDE * (12 * shape.model_dim**2 + 4 * attention)
     states = state_bytes(plan, processes) + output_bytes(plan) if request.spill is None else 0
-    walking = fits + states + 4 * (max(2 * layer, ends) + trained)
+    logits = _LOGIT * min(_LOGITS, held_out_count(request.samples) * request.seq_len * shape.vocabulary)
+    walking = states + max(fits + 4 * (max(2 * layer, ends) + trained), 4 * ends + logits)
     return int(10**9 + max(walking, polishing_bytes(plan) if request.polish else 0))

@@ -139,10 +139,12 @@ class Plan:
     def result(self) -> Result:
         """What engines make of the output depends on."""
         if self.latent is not None and self.layout.code is not None:
-            return latent_result_of(self.model, self.latent)
-        if self.latent is not None:
-            return latent_result(self.layout.config)
-        return folded_result(self.model, self.kv_heads)
+            made = latent_result_of(self.model, self.latent)
+        elif self.latent is not None:
+            made = latent_result(self.layout.config)
+        else:
+            made = folded_result(self.model, self.kv_heads)
+        return replace(made, kept=self.request.keep_quantized)
 
     @property
     def engines(self) -> list[Verdict]:

@@ -60,7 +60,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if towers := sorted(key for key in config if _TOWERS.search(key) and config[key] is not None):
         raise InputError(
             f"config.json: model_type {model_type!r} is not supported: it wraps a language model "
-            f"({', '.join(towers)}); expected a plain decoder of one of: {known}; or a wrapper: {', '.join(WRAPPERS)}"
+            f"({', '.join(towers)}){_inner_reason(config)}; expected a plain decoder of one of: {known}; or a wrapper: "
+            f"{', '.join(WRAPPERS)}"
         )
     if str(model_type).startswith("kvfold_"):
         raise InputError(
@@ -93,6 +94,13 @@ def check_decodes(config: Mapping[str, Any], origin: str, command: str) -> None:
             f"{origin}: {command} needs a model that writes text and keeps a cache, found an encoder ({kind}); "
             "kvfold convert and kvfold drift work with encoders"
         )
+
+
+def _inner_reason(config: Mapping[str, Any]) -> str:
+    """Why the language model in a wrapper would be refused by itself too; empty where it would not."""
+    text = config.get("text_config")
+    reason = REASONS.get(str(text.get("model_type"))) if isinstance(text, dict) else None
+    return "" if reason is None else f" whose language model is not supported either: {reason}"
 
 
 def _check_required(family: Family, config: Mapping[str, Any]) -> None:

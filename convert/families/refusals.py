@@ -13,9 +13,12 @@ _SHARED_CACHE = "several of its layers share one cache, or differ in key/value h
 _OTHER_ATTENTION = "its attention is more than one softmax over keys and values"
 _GATED = "not written yet (heads whose results are gated or normalized before the output projection)"
 _LAYER_ROPE = "not written yet (a rotary base for every layer)"
-_EXPERTS = "not written yet (a mixture of experts)"
+_EXPERTS = "not written yet (its experts; mixtral, olmoe, qwen2_moe, qwen3_moe and gpt_oss are)"
+_CHUNKED = "its attention is in chunks, with queries and keys normalized behind their rotary embedding, experts or not"
+_SINKS = "not written yet (sinks beside norms on queries and keys, and a rotary embedding in windowed layers alone)"
+_BARE_NORMS = "not written yet (norms without weights behind the rotary embedding)"
 _TOWER = "not written yet (the text tower of a multimodal model, without its wrapper)"
-_FUSED = "not written yet (queries, keys and values in one tensor, in another order)"
+_FUSED = "it shares one head already; with multi_query false it is not written yet"
 
 _TYPES = {
     _NO_CACHE: "falcon_mamba mamba mamba2 rwkv xlstm",
@@ -45,10 +48,13 @@ _TYPES = {
     _GATED: "afmoe beam bitnet laguna",
     _LAYER_ROPE: "granite_swa granitemoe_swa",
     _EXPERTS: (
-        "aria_text cohere2_moe dbrx dots1 ernie4_5_moe exaone_moe flex_olmo flint glm4_moe granitemoe granitemoeshared "
-        "hunyuan_v1_moe hy_v3 kolibri1 llama4_text mellum minimax_m2 phimoe solar_open"
+        "aria_text cohere2_moe dbrx dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe granitemoe granitemoeshared "
+        "hunyuan_v1_moe hy_v3 kolibri1 mellum minimax_m2 phimoe solar_open"
     ),
     _TOWER: "cohere_compass_text",
-    _FUSED: "gpt_bigcode nanochat",
+    _FUSED: "gpt_bigcode",
+    _CHUNKED: "llama4_text",
+    _SINKS: "flint",
+    _BARE_NORMS: "nanochat",
 }
 REASONS = {model_type: reason for reason, types in _TYPES.items() for model_type in types.split()}

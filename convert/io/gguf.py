@@ -5,6 +5,7 @@ scaled, nor which layers have a window), so that a config.json beside the file g
 """
 
 import hashlib
+import mmap
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def read_gguf(path: Path, name: str, config: dict[str, Any] | None, dtype: str) 
         config = _config(read)
     architecture = bytes(file.fields["general.architecture"].parts[-1]).decode()
     tensors, names = _tensors(name, config, architecture, read, stored, dtype)
-    reader = GgufReader(names, stored, architecture, read)
+    reader = GgufReader(names, stored, architecture, read, getattr(file.data, "_mmap", None))
     kinds = ", ".join(sorted({stored[name].tensor_type.name for name in names.values()}))
     made_of = f"{name} ({kinds}), dequantized to {TORCH_NAMES[dtype]}"
     config = edit_config(config, dtype_changes(config, TORCH_NAMES[dtype]))
@@ -87,15 +88,23 @@ def read_gguf(path: Path, name: str, config: dict[str, Any] | None, dtype: str) 
 class GgufReader:
     """Tensors of a GGUF file: ``names`` in it by those of transformers, and ``stored``, mapped into memory.
 
-    ``config`` is what transformers makes of the metadata: its processors undo llama.cpp's reorderings by it.
+    ``config`` is what transformers makes of the metadata: its processors undo llama.cpp's reorderings by it. ``mapped``
+    is the memory map, whose pages are given back after each tensor: the file never counts as memory.
     """
 
     names: Mapping[str, str]
     stored: Mapping[str, Any]
     architecture: str
     config: Mapping[str, Any]
+    mapped: mmap.mmap | None
 
     def read(self, info: TensorInfo) -> "torch.Tensor":
+        made = self._dense(info)
+        if self.mapped is not None and hasattr(mmap, "MADV_DONTNEED"):  # not on every system
+            self.mapped.madvise(mmap.MADV_DONTNEED)
+        return made
+
+    def _dense(self, info: TensorInfo) -> "torch.Tensor":
         import numpy as np
         import torch
         from gguf import dequantize

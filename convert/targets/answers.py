@@ -34,6 +34,8 @@ def _vllm(result: Result) -> Way:
         return Way(False, f"its MLA kernels take {sizes} cached elements, found {result.elements()}")
     if result.kind == "engine" and not result.yarn:
         return Way(False, "on CPUs it rotates the queries of DeepSeek models with plain RoPE wrongly: convert again")
+    if result.experts and result.kind == "free":
+        return Way(False, "it divides by the width of the shared expert, which is 0 (SIGFPE on a CPU)")
     backend = "by its Transformers backend, " if result.experts or result.kind == "free" else ""
     on_cpu = result.split == (512, 64)  # the only size of the CPU's kernel, which takes heads of any size
     if result.heads in KERNEL_HEADS:
@@ -69,7 +71,7 @@ def _llama_cpp(result: Result) -> Way:
     if result.kind == "fold":
         return Way(True, "where its converter knows the tokenizer")
     if result.kind == "free":
-        converter = "its converter knows no Mistral4ForCausalLM, and no attention biases in one"
+        converter = "its converter knows no Mistral4ForCausalLM, and ggml asserts on a shared expert of width 0"
         return Way(False, converter if result.experts else "it refuses attention biases (wrong number of tensors)")
     if result.lite and result.q_rank is not None:
         return Way(False, f"in models of {result.layers} layers it takes queries for ones without a latent")
@@ -108,10 +110,20 @@ def _plain(way: Callable[[Result], Way]) -> Callable[[Result], Way]:
     return lambda result: unknown if result.family in WRAPPERS else way(result)
 
 
+def _quantized(way: Callable[[Result], Way], kept: Way) -> Callable[[Result], Way]:
+    """``way``, and ``kept`` in place of a yes where weights beside the attention are quantized."""
+    return lambda result: kept if result.kept and way(result).serves else way(result)
+
+
+_SCALES = Way(
+    False, "it refuses the scales of FP8 weights in a fold, and reads blocks of 128 alone in a DeepSeek model"
+)
+_UNSEEN = Way(False, "whether it serves FP8 weights beside dense attention was neither run nor read")
+
 WAYS: dict[str, Callable[[Result], Way]] = {
     "transformers": _transformers,
     "vLLM": _stock(_plain(_current(_vllm))),
-    "SGLang": _stock(_plain(_current(_sglang))),
+    "SGLang": _quantized(_stock(_plain(_current(_sglang))), _UNSEEN),
     "llama.cpp": _stock(_plain(_current(_llama_cpp))),
-    "mlx-lm": _stock(_plain(_current(_mlx_lm))),
+    "mlx-lm": _quantized(_stock(_plain(_current(_mlx_lm))), _SCALES),
 }

@@ -48,6 +48,7 @@ ENGINES = (
         "flash_attn.py (sizes of heads), v1/attention/backends/mla/cpu_mla.py and amx_mla.py (512+64 only), "
         "model_executor/models/transformers/base.py (layout free), moe.py and fusers/moe.py beside it (experts)",
         ("fold", "free", "engine"),
+        ("free", "engine"),
     ),
     Engine(
         "SGLang",
@@ -62,7 +63,7 @@ ENGINES = (
         "conversion/deepseek.py, conversion/phi.py (key/value heads), src/models/deepseek2.cpp (query rank), "
         "src/llama-model.cpp (number of tensors), conversion/mistral3.py and src/models/mistral4.cpp (experts)",
         ("fold", "free", "engine"),
-        ("engine",),
+        ("free", "engine"),
     ),
     Engine(
         "mlx-lm",

@@ -23,7 +23,7 @@ class Result:
     ``rope_theta`` beside ``rope_parameters``, as before transformers 5, or does not need it. ``lite``: llama.cpp
     expects queries without a latent. ``yarn``: plain RoPE is spelled as YaRN of factor 1, which layout engine was not
     always.
-    ``experts``: a latent model with experts, a Mistral4.
+    ``experts``: a latent model with experts, a Mistral4. ``kept``: weights outside the attention are FP8 or MXFP4.
     ``own`` brings its modeling code along. ``biased`` is a DeepSeek model with attention biases or scaled RoPE, as
     kvfold wrote it once: no result any more.
     """
@@ -42,6 +42,7 @@ class Result:
     vocabulary: int = 0
     yarn: bool = True
     experts: bool = False
+    kept: bool = False
 
     @property
     def lite(self) -> bool:

@@ -8,7 +8,9 @@ from typing import Any
 
 def name_of(row: dict[str, Any]) -> str:
     layout = f", layout {row['layout']}" if row["layout"] else ""
-    return f"{row['attention']}{layout}"
+    experts = f" of a tiny {row['source']}" if row["model_type"] == "mistral4" else ""
+    kept = ", MLPs kept in FP8" if row.get("kept") else ""
+    return f"{row['attention']}{layout}{experts}{kept}"
 
 
 def cell(row: dict[str, Any]) -> str:

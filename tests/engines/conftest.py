@@ -31,6 +31,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "mla-512-64-engine": {"to": "mla", "kv_rank": 512, "rope_dim": 64, "layout": "engine", **LITTLE},
     "mla-512-64-free": {"to": "mla", "kv_rank": 512, "rope_dim": 64, "layout": "free", "method": "svd"},
     "experts-engine": {"to": "mla", "kv_rank": 48, "rope_dim": 16, "layout": "engine", **LITTLE},
+    "experts-512-64-engine": {"to": "mla", "kv_rank": 512, "rope_dim": 64, "layout": "engine", **LITTLE},
     "experts-free": {"to": "mla", "kv_rank": 48, "rope_dim": 16, "layout": "free", "method": "svd"},
 }
 EXPERTS = {"sliding_window": None, "head_dim": 16, "vocab_size": 2048, "max_position_embeddings": 512}

@@ -25,6 +25,7 @@ OUTCOMES = {
         "mla-free": "Head dimension 64 is not supported by MLA",
         "mla-512-64-engine": SERVED,
         "mla-512-64-free": SERVED,
+        "experts-512-64-engine": SERVED,
     },
     "vllm --model-impl transformers": {"mla-512-64-engine": SERVED, "mla-512-64-free": SERVED},
     "mlx": {

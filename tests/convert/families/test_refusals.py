@@ -40,6 +40,12 @@ def test_the_reason_is_the_whole_answer():
         assert str(caught.value) == f"config.json: model_type {model_type!r} is not supported: {reason}"
 
 
+def test_a_wrapper_is_refused_for_its_language_model_too():
+    inner = {"model_type": "qwen3_5_text"}
+    with pytest.raises(InputError, match=r"wraps a language model .* is not supported either: some of its layers keep"):
+        family_of({"model_type": "qwen3_5", "text_config": inner, "vision_config": {}})
+
+
 def types(reason: str) -> list[str]:
     return [name for name, why in refusals.REASONS.items() if why == reason and name in CONFIG_MAPPING]
 

@@ -227,7 +227,7 @@ def serving(split, layout, **changes):
 @pytest.mark.parametrize(
     ("split", "layout", "served"),
     [
-        ((512, 64), "free", {"transformers", "vLLM"}),
+        ((512, 64), "free", {"transformers"}),
         ((512, 64), "engine", {"transformers", "vLLM", "llama.cpp", "mlx-lm"}),
         ((96, 32), "engine", {"transformers", "llama.cpp", "mlx-lm"}),
     ],
