@@ -1,7 +1,7 @@
 """Excess loss of a model in layout ``kvfold``: every target by weights alone and calibrated.
 
     python recipes/demo/train_demo.py --output DIR --texts shipped --gpt-neox --steps 600 --warmup 50
-    python recipes/benchmarks/bench_own_layout.py DIR/demo --json recipes/results/gpt_neox.json
+    python recipes/benchmarks/bench_own_layout.py DIR/demo --json recipes/results/gpt_neox.json --trained "..."
 
 Perplexity on windows of 256 tokens of the held-out text that ships; excess is ln(perplexity / perplexity of MODEL),
 nats per token. Nothing is refined. Rows that the JSON file holds already are not run again. The targets are meant for a
@@ -69,9 +69,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=32, help="calibration sequences")
     parser.add_argument("--windows", type=int, default=48, help="windows of held-out text")
     parser.add_argument("--json", type=Path, help="results file; continued where it exists")
+    parser.add_argument("--trained", help="how MODEL came about, to be noted in the results file")
     args = parser.parse_args()
     register_models()
-    header = {"model": args.model.name, "samples": args.samples, "length": LENGTH, "windows": args.windows}
+    sizes = {"samples": args.samples, "length": LENGTH, "windows": args.windows}
+    header = {"model": args.model.name, **({"trained": args.trained} if args.trained else {}), **sizes}
     continue_rows(args.json, header, lambda done: rows(args, done), show)
 
 

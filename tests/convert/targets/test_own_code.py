@@ -14,6 +14,7 @@ from helpers.processes import run_python
 from safetensors.torch import load_file, save_file
 from tiny_models import CLASSICS
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from kvfold.attention import register_models
 from kvfold.attention.checkpoints.registered import SOURCES
@@ -235,6 +236,51 @@ def test_latents_of_full_size_are_the_stock_model_at_every_split_of_a_text(name,
         past_key_values=start.past_key_values,
     )
     torch.testing.assert_close(last.logits[:, -1], expected[:, -1], **TOLERANCE)
+
+
+@torch.no_grad()
+def test_falcon_with_linear_biases_keeps_them(tiny_family, tmp_path):
+    """As falcon-rw, whose heads do not share keys and values either."""
+    register_models()
+    older = {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False}
+    source = tiny_family("falcon", alibi=True, **older)
+    assert model_of(json.loads((source / "config.json").read_text())).layers[0].alibi
+    options = {"input_ids": tokens()[:, :6], "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])}
+    options |= {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    stock = stock_model(source)
+    for name, target in {"gqa": {"kv_heads": 8}, "mla": full_split(source)}.items():
+        model = stock_model(convert(source, tmp_path / name, **target), trust_remote_code=False)
+        torch.testing.assert_close(model(tokens()).logits, stock(tokens()).logits, **TOLERANCE)
+        assert torch.equal(model.generate(**options), stock.generate(**options))
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_neox"])
+def test_trainer_device_map_and_static_cache_take_it(name, latents, tmp_path):
+    register_models()
+    source, out = latents(name)
+    model = AutoModelForCausalLM.from_pretrained(out, device_map="auto")
+    assert {parameter.device.type for parameter in model.parameters()} == {stock_device()}
+    text = tokens().to(stock_device())
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "disable_compile": True}
+    expected = stock_model(source).generate(tokens(), **options)
+    found = model.generate(text, cache_implementation="static", **options)  # windows: a static cache of their own
+    assert torch.equal(found.cpu(), expected)
+    settings = TrainingArguments(
+        str(tmp_path), max_steps=3, learning_rate=1e-2, gradient_checkpointing=True, save_strategy="no", report_to=[]
+    )
+    before = model(text, labels=text).loss.item()
+    trainer = Trainer(model, settings, train_dataset=[{"input_ids": row, "labels": row} for row in tokens()])
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = stock_model(tmp_path / "saved", trust_remote_code=False).to(text.device)
+    with torch.no_grad():
+        torch.testing.assert_close(saved(text).logits, model.eval()(text).logits, **TOLERANCE)
+        assert saved(text, labels=text).loss.item() < before - 0.5
+
+
+def stock_device() -> str:
+    """Where device_map="auto" puts a small model."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("name", sorted(CLASSICS))
