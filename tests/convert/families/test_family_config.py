@@ -225,6 +225,14 @@ def test_names_are_those_of_published_checkpoints(name, tiny_family):
     assert set(HUB[name]) <= set(model_of(config).tensors)
 
 
+def test_windows_that_a_saved_qwen2_moe_does_not_use_are_zero(tiny_family):
+    config = json.loads((tiny_family("qwen2_moe") / "config.json").read_text())
+    config |= {"use_sliding_window": False, "sliding_window": 0, "layer_types": None}  # as transformers 5.23 saves it
+    model = model_of(config)
+    model.check_values()
+    assert {layer.window for layer in model.layers} == {None}
+
+
 def test_a_checkpoint_of_eighteen_thousand_tensors_is_checked_at_once():
     config = {
         "model_type": "qwen3_moe",
