@@ -23,11 +23,12 @@ from kvfold.convert.training.student import Student
 from kvfold.convert.walk.batches import random_batches
 
 _WARMUP = 10  # steps
-# Peak learning rate at width one and a KL of 1. KL of the model that ships after 60 steps on 96 x 128 tokens, MLA 24+8
-# from 0.3345 / refined 40+24 from 0.0419: 0.05 0.1632 / 0.0381, 0.2 0.1203 / 0.0352, 0.4 0.1069 / 0.0335,
-# 0.8 0.1037 / 0.0323 (recipes/benchmarks/bench_polish_constants.py). More than 0.2 first moves a model that is close by
-# several times its error: it must be long enough to come back.
-_RATE = 0.2
+# Peak learning rate of one layer at width one and a KL of 1. KL of the model that ships (4 layers) after 60 steps on
+# 96 x 128 tokens, MLA 24+8 from 0.3345 / refined 40+24 from 0.0419, at these rates of all layers:
+# 0.05 0.1632 / 0.0381, 0.2 0.1203 / 0.0352, 0.4 0.1069 / 0.0335, 0.8 0.1037 / 0.0323
+# (recipes/benchmarks/bench_polish_constants.py). Of SmolLM2 (30 layers), MLA 128+64 from 0.1526, after 100 steps on
+# 512 x 256 tokens: 0.015 0.1229, 0.04 0.1202; 0.2 throws it to 0.32 in 25 steps, and 100 do not bring it back.
+_RATE = 1.2
 _BETAS = (0.9, 0.95)
 _EPS = 1e-12
 _LOGITS = 6 << 20  # elements; float32 blocks below 32 MiB are reused by the allocator instead of mapped anew
@@ -94,14 +95,14 @@ def next_stop(step: int, steps: int) -> int:
     return min(steps, (step // ROUND + 1) * ROUND)
 
 
-def peak_rate(error: float, width: int) -> float:
-    """The default peak learning rate, relative to the size of each tensor, of a model of ``width``.
+def peak_rate(error: float, width: int, layers: int) -> float:
+    """The default peak learning rate, relative to the size of each tensor, of a model of ``width`` and ``layers``.
 
     Near its minimum the KL grows with the square of the distance, so that the way to go is in proportion to the root of
-    the ``error`` before training; with more, a model that was close is thrown away from where it was. Rounding may make
-    the error of a lossless one negative.
+    the ``error`` before training; with more, a model that was close is thrown away from where it was. What the layers
+    change adds up, as what a matrix's inputs do. Rounding may make the error of a lossless model negative.
     """
-    return _RATE * min(1.0, math.sqrt(max(error, 0.0))) / math.sqrt(width)
+    return _RATE / layers * min(1.0, math.sqrt(max(error, 0.0))) / math.sqrt(width)
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -129,7 +130,7 @@ class _Run:
     def train(self, until: int) -> None:
         """Make the steps up to number ``until``."""
         count, length = self._training.tokens.shape
-        peak = self._lr or peak_rate(self.errors[0], self._training.states.shape[-1])
+        peak = self._lr or peak_rate(self.errors[0], self._training.states.shape[-1], self._student.layers)
         batches = random_batches(count, batch_size(length), self._seed)
         for batch in islice(batches, self.step, until):
             for group in self._optimizer.param_groups:

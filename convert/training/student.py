@@ -61,6 +61,7 @@ class Student:
         self.vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
         self.sizes = tensor_sizes(self.model, self.channel)
         self._frame = Frame(self.model)
+        self.layers = len(self._frame.layers)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The masters that learn, by the names of ``sizes``."""

@@ -32,8 +32,8 @@ ROUND = 50  # steps between two evaluations on held-out sequences
 AUTO_STEPS = 500  # the most that ``auto`` spends on a layer
 # Figures: excess loss (nats per token) of the model that ships, by recipes/benchmarks/bench_refine_constants.py;
 # MQA / MLA 24+8 after 40 steps, or MQA by auto with at most 400 steps, on 64 sequences of 64 tokens.
-# auto: 50 steps +0.0314, 100 +0.0321, 200 +0.0324: flat
-_DECAY_STEPS = 100  # the last steps of ``auto``, in which the learning rate falls to zero
+# auto: 50 steps +0.0314, 100 +0.0321, 200 +0.0324: flat, and a layer that gains little takes 100 steps, not 150
+_DECAY_STEPS = 50  # the last steps of ``auto``, in which the learning rate falls to zero
 # auto: 0.003 +0.0311, 0.01 +0.0321, 0.03 +0.0317: flat; larger means fewer steps (350, 338, 325)
 _MIN_GAIN = 0.03  # relative; after a round that gains less the learning rate falls
 # 2: +0.0446 / +0.1545, 8: +0.0341 / +0.0731, 32: +0.0388 / +0.0670, in 1.6 to 2 times the time of 8

@@ -33,7 +33,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "MLA 40+24, refined": {"to": "mla", "kv_rank": 40, "rope_dim": 24, "refine": 40, **TEXT},
 }
 CONSTANTS: list[tuple[Any, str, list[Any]]] = [
-    (polish, "_RATE", [0.05, 0.2, 0.4, 0.8]),
+    (polish, "_RATE", [0.3, 1.2, 2.4, 4.8]),
     (budget, "BATCH_TOKENS", [512, 1024, 2048]),
     (polish, "_BETAS", [(0.9, 0.95), (0.9, 0.99), (0.95, 0.99)]),
     (polish, "_WARMUP", [1, 10]),

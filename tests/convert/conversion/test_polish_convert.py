@@ -60,7 +60,11 @@ def test_polishing_brings_the_model_closer_and_changes_attention_alone(tmp_path,
 
 
 def test_a_lossless_start_whose_error_is_negative_by_rounding_has_a_rate():
-    assert training.peak_rate(-1.7e-8, 64) == 0.0 < training.peak_rate(1e-4, 64)
+    assert training.peak_rate(-1.7e-8, 64, 4) == 0.0 < training.peak_rate(1e-4, 64, 4)
+
+
+def test_deep_models_take_smaller_steps():
+    assert training.peak_rate(0.15, 576, 30) == pytest.approx(training.peak_rate(0.15, 576, 15) / 2)
 
 
 def test_weights_that_get_no_better_stay_as_they_are(tiny_reader, tmp_path, monkeypatch):

@@ -245,9 +245,9 @@ def test_learning_rates_by_width():
     assert [default_lr(width) for width in (64, 256, 1024, 4096)] == pytest.approx([0.05, 0.05, 0.025, 0.0125])
 
 
-def test_the_last_hundred_steps_of_auto_fall_to_zero():
+def test_the_last_fifty_steps_of_auto_fall_to_zero():
     found = run_auto([0.969, 0.941, *[0.941] * 20])  # gains 3.1 %, 2.9 %: the second is the last at the full rate
-    assert found == pytest.approx([*[1.0] * 100, *(1 - done / 100 for done in range(100))])
+    assert found == pytest.approx([*[1.0] * 100, *(1 - done / 50 for done in range(50))])
 
 
 def test_auto_stops_at_its_cap():
