@@ -1,10 +1,12 @@
 """The KL of a polished model as each tuned constant of polishing moves: where their comments get their figures.
 
     python recipes/benchmarks/bench_polish_constants.py [--only _BETAS] [--steps 60]
+    python recipes/benchmarks/bench_polish_constants.py --model SMOLLM2 --calibration FILE --only _RATE --steps 100
 
-converts the model that ships (unrefined to MLA 24+8; refined to MLA 40+24, which is close to it already), then trains
-all attention of each together with every constant at a few values, the one in the code among them. It prints the KL
-from the source (nats per token) on held-out sequences before and after, and CPU seconds of one core.
+converts the model that ships (unrefined to MLA 24+8; refined to MLA 40+24, which is close to it already), or MODEL to
+MLA 128+64, then trains all attention of each together with every constant at a few values, the one in the code among
+them. It prints the KL from the source (nats per token) on held-out sequences before, after every 25 steps and after the
+last, and CPU seconds of one core.
 """
 
 import argparse
@@ -27,10 +29,14 @@ from kvfold.convert.training import budget, polish
 from kvfold.convert.training.constant import has_constant
 from kvfold.convert.training.student import Student
 
-TEXT: dict[str, int] = {"samples": 96, "seq_len": 128}
+TEXT = {"samples": 96, "seq_len": 128}
 RUNS: dict[str, dict[str, Any]] = {
     "MLA 24+8": {"to": "mla", "kv_rank": 24, "rope_dim": 8, **TEXT},
     "MLA 40+24, refined": {"to": "mla", "kv_rank": 40, "rope_dim": 24, "refine": 40, **TEXT},
+}
+LARGER_TEXT = {"samples": 512, "seq_len": 256}
+LARGER_RUNS: dict[str, dict[str, Any]] = {
+    "MLA 128+64": {"to": "mla", "kv_rank": 128, "rope_dim": 64, "samples": 64, "seq_len": 256}
 }
 CONSTANTS: list[tuple[Any, str, list[Any]]] = [
     (polish, "_RATE", [0.3, 1.2, 2.4, 4.8]),
@@ -40,12 +46,14 @@ CONSTANTS: list[tuple[Any, str, list[Any]]] = [
 ]
 
 
-def prepared(options: dict[str, Any], place: Path) -> tuple[Student, polish.Text, polish.Text]:
-    """A converted model to polish, and the calibration and held-out sequences of its conversion."""
-    convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(place), quiet=True, **options))
-    source, written = open_checkpoint(demo_folder()), open_checkpoint(place)
+def prepared(
+    model: Path, calibration: str | None, text: dict[str, int], options: dict[str, Any], place: Path
+) -> tuple[Student, polish.Text, polish.Text]:
+    """A converted model to polish, and ``text``'s calibration and held-out sequences."""
+    convert_checkpoint(ConvertRequest(model=str(model), out=str(place), calibration=calibration, quiet=True, **options))
+    source, written = open_checkpoint(model), open_checkpoint(place)
     stream = CheckpointStream(source.config, source.read, list(source.tensors))
-    tokens = load_calibration(None, load_tokenizer(source, False, "calibration"), TEXT["samples"], TEXT["seq_len"])
+    tokens = load_calibration(calibration, load_tokenizer(source, False, "calibration"), **text)
     device = torch.device("cpu")
     autocast = training_autocast(written, device)
     trained = {name: torch.bfloat16 for name in written.tensors if ".self_attn." in name}
@@ -60,11 +68,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", default="", help="constants whose name contains this")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--model", type=Path, help="default: the model that ships")
+    parser.add_argument("--calibration", help="text for --model")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for run, options in RUNS.items():
+    model, text = arguments.model or demo_folder(), LARGER_TEXT if arguments.model else TEXT
+    for run, options in (LARGER_RUNS if arguments.model else RUNS).items():
         with tempfile.TemporaryDirectory() as place:
-            student, training, held_out = prepared(options, Path(place) / "out")
+            student, training, held_out = prepared(model, arguments.calibration, text, options, Path(place) / "out")
             start = {name: part.master.detach().clone() for name, part in student.trained.items()}
             for module, name, values in (row for row in CONSTANTS if arguments.only in row[1]):
                 usual = getattr(module, name)
@@ -74,10 +85,8 @@ def main() -> None:
                     started = time.process_time()
                     found = polish.polish(student, training, held_out, arguments.steps).errors
                     mark, seconds = "*" if value == usual else " ", time.process_time() - started
-                    print(
-                        f"{run:20} {name:15} {value!s:>12}{mark} KL {found[0]:.4f} -> {found[-1]:.4f}  {seconds:.0f} s",
-                        flush=True,
-                    )
+                    course = " -> ".join(f"{kl:.4f}" for kl in found)
+                    print(f"{run:20} {name:15} {value!s:>12}{mark} KL {course}  {seconds:.0f} s", flush=True)
                 setattr(module, name, usual)
 
 
