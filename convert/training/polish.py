@@ -24,10 +24,10 @@ from kvfold.convert.walk.batches import random_batches
 
 _WARMUP = 10  # steps
 # Peak learning rate of one layer at width one and a KL of 1. KL of the model that ships (4 layers) after 60 steps on
-# 96 x 128 tokens, MLA 24+8 from 0.3345 / refined 40+24 from 0.0419, at these rates of all layers:
-# 0.05 0.1632 / 0.0381, 0.2 0.1203 / 0.0352, 0.4 0.1069 / 0.0335, 0.8 0.1037 / 0.0323
-# (recipes/benchmarks/bench_polish_constants.py). Of SmolLM2 (30 layers), MLA 128+64 from 0.1526, after 100 steps on
-# 512 x 256 tokens: 0.015 0.1229, 0.04 0.1202; 0.2 throws it to 0.32 in 25 steps, and 100 do not bring it back.
+# 96 x 128 tokens, MLA 24+8 from 0.2208 / refined 40+24 from 0.0275: 0.3 0.1378 / 0.0263, 1.2 0.1098 / 0.0252,
+# 2.4 0.1027 / 0.0248, 4.8 0.1029 / 0.0259. SmolLM2 (30 layers), MLA 128+64 from 0.1526, after 100 steps: 0.45 0.1229,
+# 1.2 0.1202; 6 throws it to 0.32 in 25 steps and has it at 0.23 after 100 of 200.
+# (recipes/benchmarks/bench_polish_constants.py)
 _RATE = 1.2
 _BETAS = (0.9, 0.95)
 _EPS = 1e-12
