@@ -113,6 +113,17 @@ SEQ2SEQ: dict[str, dict[str, Any]] = {
         "decoder_start_token_id": 2,
         "forced_eos_token_id": None,
     },
+    "whisper": {
+        **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
+        **{f"{side}_attention_heads": 8 for side in ("encoder", "decoder")},
+        **{f"{side}_ffn_dim": 48 for side in ("encoder", "decoder")},
+        "d_model": 64,
+        "num_mel_bins": 16,
+        "max_source_positions": 10,
+        "max_target_positions": 128,
+        "decoder_start_token_id": 2,
+        "begin_suppress_tokens": None,
+    },
     "t5": {"d_model": 64, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 8, "decoder_start_token_id": 0},
 }
 
@@ -127,10 +138,16 @@ def tiny_config(name: str, changes: dict[str, Any]) -> Any:
 def make_tiny(name: str, folder: Path, changes: dict[str, Any]) -> None:
     """Saves a random model of family ``name`` in float32, none of its norms and biases at the value it starts from."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForMaskedLM,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSpeechSeq2Seq,
+    )
 
     torch.manual_seed(17)
-    seq2seq = AutoModelForSeq2SeqLM if name in SEQ2SEQ else AutoModelForCausalLM
+    encoder_decoder = AutoModelForSpeechSeq2Seq if name == "whisper" else AutoModelForSeq2SeqLM
+    seq2seq = encoder_decoder if name in SEQ2SEQ else AutoModelForCausalLM
     auto = AutoModelForMaskedLM if name in ENCODERS else seq2seq
     model = auto.from_config(tiny_config(name, changes), dtype=torch.float32)
     with torch.no_grad():

@@ -68,6 +68,7 @@ def share(attention: Any, block: dict[str, Any]) -> None:
     for name in (block["key"], block["value"]):
         full = getattr(attention, name)
         setattr(attention, name, nn.Linear(full.in_features, width, bias=full.bias is not None))
+    attention.num_heads = block["kv_heads"]  # Whisper splits keys and values by it
     attention.num_key_value_groups = block["heads"] // block["kv_heads"]
     attention.config = SharedView(attention.config)
 

@@ -3,7 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvfold.attention.checkpoints import modeling_kvfold, modeling_kvfold_encoder, modeling_kvfold_seq2seq
@@ -16,7 +23,8 @@ SOURCES = (
     *("phi3", "qwen2_moe", "qwen3", "qwen3_moe", "stablelm", "starcoder2"),
 )
 ENCODERS = ("bert", "distilbert", "roberta")
-SEQ2SEQ = ("bart", "t5")
+SPEECH = ("whisper",)
+SEQ2SEQ = ("bart", "t5", *SPEECH)
 
 
 def register_models() -> None:
@@ -49,6 +57,8 @@ def headed_class(source: str) -> Any:
     """The Auto class of the models with a head of a source's model type."""
     if source in ENCODERS:
         return AutoModelForMaskedLM
+    if source in SPEECH:
+        return AutoModelForSpeechSeq2Seq
     return AutoModelForSeq2SeqLM if source in SEQ2SEQ else AutoModelForCausalLM
 
 

@@ -10,7 +10,7 @@ from kvfold.convert.conversion.licenses import license_fields
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import cosine_margin, engine_cost, rank_sizes, text_name, versions
 from kvfold.convert.conversion.usage import repeating, source_name, usage
-from kvfold.convert.families.family import encoders, seq2seq
+from kvfold.convert.families.family import encoders, load_family, seq2seq
 from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.hub import parse_hub_id
@@ -202,7 +202,8 @@ def _task(config: Mapping[str, Any]) -> str:
         heads = [str(name) for name in config.get("architectures") or ()]
         return "fill-mask" if any(name.endswith("MaskedLM") for name in heads) else "feature-extraction"
     if config.get("model_type") in seq2seq():
-        return "text2text-generation"
+        sound = load_family(str(config["model_type"])).reads_sound
+        return "automatic-speech-recognition" if sound else "text2text-generation"
     return "image-text-to-text" if config.get("model_type") in WRAPPERS else "text-generation"
 
 

@@ -31,7 +31,7 @@ def _check_encoder(request: ConvertRequest, model: Model) -> None:
 
 
 def _check_encoder_decoder(request: ConvertRequest, model: Model) -> None:
-    """Raise InputError for what is not written for encoder-decoders: training, and text that they write."""
+    """Raise InputError for what is not written for encoder-decoders: training, text that they write, sound."""
     asked = {
         "--refine": bool(request.refine),
         "--polish": bool(request.polish),
@@ -43,6 +43,11 @@ def _check_encoder_decoder(request: ConvertRequest, model: Model) -> None:
                 f"{option}: not written for encoder-decoders such as {model.family.model_type} yet; leave it out "
                 "(--method principal works), and train the result further"
             )
+    if request.calibrated and model.family.reads_sound:
+        raise InputError(
+            f"--method {request.resolved_method}: calibration reads text, {model.family.model_type} reads sound; use "
+            f"--method {'svd' if request.to == 'mla' else 'mean'}, and train the result further"
+        )
 
 
 def dtype_problems(model: Model, checkpoint: Checkpoint) -> list[str]:

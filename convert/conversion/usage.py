@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.families.schema import SPEECH
 from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.io.json_text import portable_name
 from kvfold.convert.request import RUN_ONLY, SELF, ConvertRequest
@@ -18,10 +19,10 @@ _TRAINING_TEXT = "HuggingFaceFW/fineweb-edu:sample-10BT"
 _LOAD = """Run in this folder:
 
 ```python
-from transformers import {loader}, AutoTokenizer
+from transformers import {loader}, {reader}
 
 model = {loader}.from_pretrained(".", dtype="auto"{options})
-tokenizer = AutoTokenizer.from_pretrained(".")
+{named} = {reader}.from_pretrained(".")
 ```
 """
 
@@ -80,7 +81,7 @@ def usage(plan: Plan) -> str:
     latent = plan.request.to == "mla" and not own_code
     loader = "Mistral4ForCausalLM" if experts else _loader(plan)
     parts = [
-        _LOAD.format(loader=loader, options=", trust_remote_code=True" if own_code else ""),
+        _LOAD.format(loader=loader, options=", trust_remote_code=True" if own_code else "", **_reader(plan)),
         _OWN_CODE.format(file=plan.layout.code.rpartition(".")[2]) if plan.layout.code is not None else "",
         _UNKNOWN if experts else "",
         _ABSORB if latent else "",
@@ -90,11 +91,20 @@ def usage(plan: Plan) -> str:
     return "".join(parts)
 
 
+def _reader(plan: Plan) -> dict[str, str]:
+    """The Auto class that makes a model's inputs, and what to call it."""
+    if plan.model.family.reads_sound:
+        return {"reader": "AutoProcessor", "named": "processor"}
+    return {"reader": "AutoTokenizer", "named": "tokenizer"}
+
+
 def _loader(plan: Plan) -> str:
     """The Auto class that loads the result."""
     heads = plan.checkpoint.config.get("architectures") or ["Model"]
     if plan.model.family.kind != "decoder" and all(str(name).endswith("Model") for name in heads):
         return "AutoModel"
+    if plan.model.family.reads_sound:
+        return SPEECH
     headed = {"encoder": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
     return headed.get(plan.model.family.kind, "AutoModelForCausalLM")
 

@@ -6,6 +6,7 @@ stored dtype; reading and writing only move elements, so ``write_layer(read_laye
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +28,7 @@ def read_layer(model: Model, layer: int, read: Read) -> AttentionWeights:
     o = _turned(model, read(f"{module}.{attention.o}.weight"))
     weights = AttentionWeights(q, k, v, o.reshape(geometry.model_dim, geometry.heads, geometry.head_dim))
     if model.has_bias("q"):
-        q_bias, k_bias, v_bias = _read_qkv(model, module, "bias", read)
-        weights = replace(weights, q_bias=q_bias, k_bias=k_bias, v_bias=v_bias)
+        weights = replace(weights, **_read_biases(model, module, read))
     if model.has_bias("o"):
         weights = replace(weights, o_bias=read(f"{module}.{attention.o}.bias"))
     if attention.sinks is not None:
@@ -55,8 +55,7 @@ def write_layer(
     module = attention.place(layer)
     stored = _rotary_order(model, weights, _to_interleaved)
     tensors = _join_qkv(model, module, "weight", (stored.q, stored.k, stored.v), roles)
-    if stored.q_bias is not None and stored.k_bias is not None and stored.v_bias is not None:
-        tensors |= _join_qkv(model, module, "bias", (stored.q_bias, stored.k_bias, stored.v_bias), roles)
+    tensors |= _join_biases(model, module, stored, roles)
     if "o" in roles:
         tensors[f"{module}.{attention.o}.weight"] = _turned(model, stored.o.reshape(stored.model_dim, -1))
         if stored.o_bias is not None:
@@ -87,6 +86,29 @@ def _read_qkv(model: Model, module: str, kind: str, read: Read) -> tuple[Tensor,
         groups = torch.unflatten(fused, 0, (kv_heads, -1))
         return groups[:, :-2].flatten(0, 1), groups[:, -2], groups[:, -1]
     return fused[:heads], fused[heads : heads + kv_heads], fused[heads + kv_heads :]
+
+
+def _read_biases(model: Model, module: str, read: Read) -> dict[str, Any]:
+    """The biases of queries, keys (unless they have none) and values, ``[heads, D]`` each."""
+    attention, dim = model.family.attention, model.geometry.head_dim
+    if model.has_bias("k"):
+        return dict(zip(("q_bias", "k_bias", "v_bias"), _read_qkv(model, module, "bias", read), strict=True))
+    names = {"q_bias": attention.q, "v_bias": attention.v}
+    return {bias: read(f"{module}.{name}.bias").reshape(-1, dim) for bias, name in names.items()}
+
+
+def _join_biases(model: Model, module: str, stored: AttentionWeights, roles: Collection[Role]) -> dict[str, Tensor]:
+    """The tensors of the biases of ``roles``, by name."""
+    q, k, v, attention = stored.q_bias, stored.k_bias, stored.v_bias, model.family.attention
+    if q is None or v is None:
+        return {}
+    if k is not None:
+        return _join_qkv(model, module, "bias", (q, k, v), roles)
+    return {
+        f"{module}.{name}.bias": bias.flatten()
+        for role, name, bias in (("q", attention.q, q), ("v", attention.v, v))
+        if role in roles
+    }
 
 
 def _join_qkv(

@@ -33,7 +33,7 @@ _TYPES = {
     ),
     _ENCODED: (
         "bigbird_pegasus blenderbot blenderbot-small marian mbart mllama_text_model musicgen musicgen_decoder "
-        "musicgen_melody musicgen_melody_decoder mvp pegasus plbart prophetnet trocr whisper"
+        "musicgen_melody musicgen_melody_decoder mvp pegasus plbart prophetnet trocr"
     ),
     _LATENT: (
         "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots3_note_text glm4_moe_lite glm_moe_dsa hy_v4 "

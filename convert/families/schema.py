@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 Expression = Any
+SPEECH = "AutoModelForSpeechSeq2Seq"  # of transformers
 ABSENT: Any = object()  # "the file does not say", where null would mean something
 
 
@@ -78,6 +79,7 @@ class Attention:
     have linear biases by distance (ALiBi), which the model hands to its attention. ``shown``: the stock class calls
     transformers' attention functions, by which queries and keys are recorded.
     ``cross``: the second attention of a decoder layer, to an encoder's outputs; each of the two counts as a layer then.
+    ``k_bias``: whether keys have a bias, null where that is as for queries and values; in a ``separate`` layout.
     """
 
     module: str
@@ -101,6 +103,7 @@ class Attention:
     alibi: Expression = False
     shown: bool = True
     cross: str | None = None
+    k_bias: Expression = None
 
     def place(self, layer: int) -> str:
         """The module of ``layer``. With ``cross`` the even ones are self-attention, the odd ones to the encoder."""
@@ -238,6 +241,11 @@ class Family:
     own_code: OwnCode | None = None
     kind: Literal["decoder", "encoder", "seq2seq"] = "decoder"
     requires: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def reads_sound(self) -> bool:
+        """Whether its encoder reads sound instead of text."""
+        return self.own_code is not None and SPEECH in self.own_code.classes
 
     def renamed(self, rename: Callable[[str], str]) -> "Family":
         """The same family where files call their tensors otherwise."""

@@ -10,7 +10,7 @@ import torch
 from kvfold.attention.drift.report import DriftReport, floor_count, measure_drift
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.family import encoders, seq2seq
+from kvfold.convert.families.family import encoders, load_family, seq2seq
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.stream.fits import check_fits
 from kvfold.convert.stream.seq2seq import stream_class
@@ -51,6 +51,10 @@ def drift_checkpoints(
         tokenizer = load_tokenizer(source, trust_remote_code, "measuring drift")
         read = drift_tokens(text, tokenizer, samples, seq_len, seed, closed=kind in (*encoders(), *seq2seq()))
         if kind in seq2seq():
+            if load_family(kind).reads_sound:
+                raise InputError(
+                    f"{source.origin}: kvfold drift reads text, {kind} reads sound; compare transcripts of both instead"
+                )
             read = denoising_tasks(read, tokenizer, source.config, seed)
         streams = _stream(source, place, dtype, read.encoded), _stream(student, place, dtype, read.encoded)
         tokens = read.calibration

@@ -19,6 +19,7 @@ from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout
 from kvfold.convert.targets.own_latent import own_latent_layout
 from kvfold.convert.targets.own_shared import shared_layout
+from kvfold.convert.targets.same_family import POOLED
 
 FOLDER = Path(schema.__file__).parent
 
@@ -48,7 +49,7 @@ def table(name: str) -> dict:
 def test_the_families_are_those_promised():
     assert supported() == tuple(sorted(PROMISED))
     assert encoders() == ("bert", "distilbert", "roberta")
-    assert seq2seq() == ("bart", "t5")
+    assert seq2seq() == ("bart", "t5", "whisper")
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -239,11 +240,10 @@ def ask_everything(family: schema.Family, config: dict) -> None:
         }
         checkpoint = SimpleNamespace(config=config, tensors=stored)
         target = LatentTarget(8, 4, layout="kvfold")
-        if family.kind != "seq2seq":
-            theta = [[1.0, 0.1]] * model.geometry.layers
-            own_latent_layout(model.as_stored(stored), checkpoint, target, theta, None)
+        theta = [[1.0, 0.1]] * model.geometry.layers
+        own_latent_layout(model.as_stored(stored), checkpoint, target, theta, None)
     if family.kind == "seq2seq":
-        shared_layout(model.as_stored(stored), checkpoint, 1, None)
+        shared_layout(model.as_stored(stored), checkpoint, 1, POOLED, None)
     elif needs_own_code(model):
         own_folded_layout(model, checkpoint, 1, None)
     else:

@@ -30,7 +30,7 @@ LATENT = {"to": "mla", "kv_rank": 64, "rope_dim": 0, "method": "svd", "allow_gro
 GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}  # as flan-t5
 USE = """
 import json, sys, torch
-from transformers import AutoModel, AutoModelForSeq2SeqLM
+from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 pairs, remote, saved = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 if not remote:
@@ -39,14 +39,19 @@ if not remote:
 tokens = torch.randint(3, 97, (2, 20), generator=torch.Generator().manual_seed(5))
 mask = torch.ones_like(tokens)
 mask[0, 13:] = 0
-inputs = dict(input_ids=tokens, attention_mask=mask)
+text = dict(input_ids=tokens, attention_mask=mask)
+sound = dict(input_features=torch.randn(2, 16, 20, generator=torch.Generator().manual_seed(5)))
 
-def load(folder, auto=AutoModelForSeq2SeqLM, **options):
+def hears(folder):
+    return json.load(open(f"{folder}/config.json"))["model_type"].endswith("whisper")
+
+def load(folder, auto=None, **options):
+    auto = auto or (AutoModelForSpeechSeq2Seq if hears(folder) else AutoModelForSeq2SeqLM)
     model, info = auto.from_pretrained(folder, trust_remote_code=remote, output_loading_info=True, **options)
     assert not any([info["missing_keys"], info["mismatched_keys"]]), (folder, info)
     return model.eval()
 
-def gradient(model):
+def gradient(model, inputs):
     torch.manual_seed(3)  # of dropout
     model.zero_grad()
     model.train()(**inputs, labels=tokens[:, :7].contiguous()).loss.backward()
@@ -59,13 +64,14 @@ def largest(a, b):
 def differences(source, out, at):
     stock, model = load(source), load(out)
     assert type(model).__module__.startswith("transformers_modules." if remote else "kvfold."), type(model)
+    inputs = sound if hears(out) else text
     read = dict(inputs, decoder_input_ids=tokens[:, :7])
     expected = model(**read).logits
     greedy = dict(inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False)
     cached, uncached = (model.generate(**greedy, use_cache=use_cache) for use_cache in (True, False))
-    plain = gradient(model)
+    plain = gradient(model, inputs)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    checkpointed = gradient(model)
+    checkpointed = gradient(model, inputs)
     model.save_pretrained(f"{saved}/{at}")
     base = {**read, "use_cache": True}
     kept = load(out, AutoModel)(**base).past_key_values
@@ -115,7 +121,7 @@ def repeated_means(source: Path, out: Path, kv_heads: int) -> Path:
 @pytest.mark.parametrize("remote", [True, False])
 def test_shared_heads_are_the_stock_model_with_repeated_ones(remote, tiny_family, tmp_path):
     """As many heads as the source's, two, and a full latent; by the checkpoint's own code, and the package's."""
-    sources = [tiny_family("t5"), tiny_family("t5", **GATED), tiny_family("bart")]
+    sources = [tiny_family("t5"), tiny_family("t5", **GATED), tiny_family("bart"), tiny_family("whisper")]
     pairs, cached = [], []
     for at, source in enumerate(sources):
         for kv_heads in (2,) if at == 1 else (8, 2):
@@ -185,13 +191,30 @@ def test_inspect_tells_decoder_layers_from_attentions(tiny_family):
         ({"to": "mqa", "polish": 5}, "--polish: not written for encoder-decoders such as t5 yet; leave it out (--meth"),
         ({"to": "mqa", "method": "mean", "refine": 5}, "--refine: not written for encoder-decoders such as t5 yet"),
         ({"to": "mqa", "calibration": "self"}, "--calibration self: not written for encoder-decoders such as t5 yet"),
+        (
+            {"to": "mqa", "family": "whisper"},
+            "--method principal: calibration reads text, whisper reads sound; use",
+        ),
         ({**LATENT, "rope_dim": 4}, "--rope-dim 4: the model has no rotary embedding"),
     ],
 )
 def test_what_is_not_written_is_refused(options, message, tiny_family, tmp_path):
+    source = tiny_family(options.pop("family", "t5"))
     with pytest.raises(InputError) as caught:
-        convert(tiny_family("t5"), tmp_path / "out", **options)
+        convert(source, tmp_path / "out", **options)
     assert str(caught.value).startswith(message)
+
+
+def test_sound_is_not_measured_on_text(tiny_family, tmp_path):
+    source = tmp_path / "whisper"
+    shutil.copytree(tiny_family("whisper"), source)
+    AutoTokenizer.from_pretrained(DEMO).save_pretrained(source)
+    with pytest.raises(InputError, match="kvfold drift reads text, whisper reads sound"):
+        drift_checkpoints(source, source)
+    card = convert(source, tmp_path / "out", to="mqa", method="mean") / "README.md"
+    assert "AutoProcessor.from_pretrained" in card.read_text()
+    assert "AutoModelForSpeechSeq2Seq.from_pretrained" in card.read_text()
+    assert "automatic-speech-recognition" in card.read_text()
 
 
 def test_other_commands_name_those_that_work(tiny_family):
