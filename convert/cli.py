@@ -1,5 +1,6 @@
 """The ``kvfold`` command. Heavy modules are imported inside the commands: ``--help`` and ``inspect`` must be quick."""
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -31,6 +32,7 @@ from kvfold.convert.report.pages import conversion_page, drift_page
 from kvfold.convert.sweep.command import sweep
 from kvfold.convert.uptrain.command import uptrain
 
+_RESUMABLE = ("convert", "uptrain")
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
@@ -290,4 +292,6 @@ def demo(folder: str | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line. Exit status: 0 done, 2 the request or the input is wrong, 1 anything else."""
-    run_command(kvfold, "kvfold", arguments)
+    command = next(iter(sys.argv[1:] if arguments is None else arguments), "")
+    left = () if command in _RESUMABLE else ("nothing was left behind",)
+    run_command(kvfold, "kvfold", arguments, *left)

@@ -49,11 +49,14 @@ class _Display:
         self._ended = threading.Event()
         self._bar: Any = None
         self._drawn = 0.0
+        self._begun = self._closed = self._said = 0.0  # of the command: its first stage, its last one, its last line
 
     @contextmanager
     def show(self, stage: Stage) -> Iterator[Callable[[int], None]]:
         with self._lock:
             if not self._stages:
+                if time.time() - self._closed > EVERY:  # else the same command's next stage
+                    self._begun = self._said = time.time()
                 self._ended = threading.Event()
                 threading.Thread(target=self._beat, args=[self._ended], daemon=True).start()
             self._stages.append(stage)
@@ -65,6 +68,7 @@ class _Display:
                 self._stages.remove(stage)
                 self._draw()
                 if not self._stages:
+                    self._closed = time.time()
                     self._ended.set()
 
     def text(self) -> str:
@@ -96,12 +100,13 @@ class _Display:
 
     def _beat(self, ended: threading.Event) -> None:
         """Until the last stage ends: refresh the bar, or print a line."""
-        while not ended.wait(_REDRAWN if sys.stderr.isatty() else EVERY):
+        while not ended.wait(_REDRAWN if sys.stderr.isatty() else max(0.0, self._said + EVERY - time.time())):
             with self._lock:
                 if self._stages and self._bar is not None:
                     self._draw()
                 elif self._stages:
-                    minutes, seconds = divmod(int(time.time() - self._stages[0].begun), 60)
+                    self._said = time.time()
+                    minutes, seconds = divmod(int(self._said - self._begun), 60)
                     print(f"[{minutes}:{seconds:02}] {self.text()}", file=sys.stderr, flush=True)
 
 

@@ -19,7 +19,7 @@ from kvfold.convert.data import demo_folder
 
 BROWSERS = ("chromium", "chromium-headless-shell", "google-chrome")
 THEMES = {"dark": 0, "light": 1}  # Blink's preferredColorScheme
-SIZES = {"desk": (1100, 430), "phone": (390, 400)}  # width, and height for each figure
+SIZES = {"desk": (1100, 470), "phone": (390, 400)}  # width, and height for each figure
 HEAD, LINE = 100, {"desk": 34, "phone": 60}  # height of the title, and of a line or row above the figures
 COLUMNS = {"desk": 2, "phone": 1}
 TEXT = ("--samples", "8", "--seq-len", "128")

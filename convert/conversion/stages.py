@@ -16,7 +16,7 @@ _SHOWN = {  # a stage's name on stderr, before its unit: "fitting layer 7 of 32"
     "finals": "refining",
     "layouts": "comparing",
     "convert": "fitting",
-    "sweep": "fitting",
+    "sweep": "fitting all targets,",
     "write": "writing",
     "polish": "polishing",
     "text": "writing the calibration text,",

@@ -23,6 +23,7 @@ Values = Mapping[str, Any]
 
 _RESIDUALS = "residual_by_layer"
 _CONTEXTS = tuple(2**power for power in range(10, 18))
+_FAR = 100  # times the floor: errors above it would be pressed into a line by an axis that shows both
 _NUMBERS = (
     ("attention_local", "alone"),
     ("attention_propagated", "in place"),
@@ -38,14 +39,16 @@ def layer_figure(drift: Values) -> Figure:
         for kind, (key, name) in enumerate(_NUMBERS)
     ]
     floor = [(layer["layer"], layer[_NUMBERS[2][0]]["floor"]) for layer in layers if layer[_NUMBERS[2][0]]["floor"]]
-    lines += [Line("rounding", floor, 3, dashed=True)] if floor else []
+    near = floor and max(values_of([Line("", floor, 3)])) * _FAR > min(values_of(lines), default=math.inf)
+    lines += [Line("rounding", floor, 3, dashed=True)] if near else []
+    rounding = f" Rounding alone gives {max(value for _, value in floor):.0e} at most." if floor else ""
     x, y = counted_axis("layer", len(layers)), log_axis("relative error", values_of(lines))
     return Figure(
         "Drift by layer",
         line_chart("relative error of attention and residual stream by layer", x, y, lines),
         "Distance from the source, as a share of its size: of each layer's attention given the source's inputs (alone) "
         "and its own (in place), and of the residual stream after it. Good: the residual stream's line is low and "
-        "flat; a layer that jumps out wants refinement. Rounding alone would give the dashed line.",
+        f"flat; a layer that jumps out wants refinement.{rounding}",
     )
 
 

@@ -1,5 +1,6 @@
 """The page around the figures: one file of HTML without a script, a font or a request, in a light and a dark theme."""
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.report.svg import SERIES
 
 FILE = "report.html"
+_INDENTED = ' class="indented"'
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 _THEMES = """
 :root { color-scheme: light dark; --back: #ffffff; --ink: #2e3440; --dim: #6b7280; --rule: #e5e7eb;
   --c0: #2f6db5; --c1: #c2571a; --c2: #3f8f4f; --c3: #8a5aa8; --c4: #b03a5b; --c5: #8a6d1a; }
@@ -22,8 +25,10 @@ body { background: var(--back); color: var(--ink); font: 16px/1.5 system-ui, san
 h1 { font-size: 1.4rem; line-height: 1.25; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin: 0 0 .3rem; }
 p { margin: .4rem 0; overflow-wrap: anywhere; } code { font-size: .85rem; overflow-wrap: anywhere; }
 main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.6rem; }
+.indented { padding-left: 1.2rem; } .option { white-space: nowrap; }
 figure { margin: 0; } figcaption, .dim { color: var(--dim); font-size: .9rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
+.wide { overflow-x: auto; margin: .8rem 0 1.4rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { text-align: right; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; white-space: normal; }
 svg { width: 100%; height: auto; display: block; }
@@ -59,9 +64,11 @@ class Page:
 
     def html(self) -> str:
         """The page: well-formed XML behind its first line."""
-        lines = "".join(f"<p>{escape(line)}</p>" for line in self.lines)
+        lines = "".join(
+            f"<p{_INDENTED if line.startswith(' ') else ''}>{_text(line.strip())}</p>" for line in self.lines
+        )
         figures = "".join(
-            f"<figure><h2>{escape(each.title)}</h2>{each.svg}<figcaption>{escape(each.caption)}</figcaption></figure>"
+            f"<figure><h2>{escape(each.title)}</h2>{each.svg}<figcaption>{_text(each.caption)}</figcaption></figure>"
             for each in self.figures
         )
         return (
@@ -72,6 +79,11 @@ class Page:
         )
 
 
+def _text(line: str) -> str:
+    """A line as HTML, in which no option breaks at its hyphens."""
+    return _OPTION.sub(r'<span class="option">\g<0></span>', escape(line))
+
+
 def _table(rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return ""
@@ -80,7 +92,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
     body = "".join(row(cells, "td") for cells in rows[1:])
-    return f'<div class="wide"><table><thead>{row(rows[0], "th")}</thead><tbody>{body}</tbody></table></div><p></p>'
+    return f'<div class="wide"><table><thead>{row(rows[0], "th")}</thead><tbody>{body}</tbody></table></div>'
 
 
 def drawing(svg: str) -> str:

@@ -27,6 +27,7 @@ class Axis:
     low: float
     high: float
     log: bool = False
+    lined: bool = True  # whether lines across the drawing mark the ticks
 
     def place(self, value: float) -> float:
         """``value`` as a share of the axis, within 0 and 1."""
@@ -126,7 +127,7 @@ def heat_map(title: str, x: Axis, y: Axis, rows: Sequence[Sequence[float]], what
     )
     strongest = f"strongest: {largest:.3g} {escape(what)}"
     key = f'<text x="{WIDTH - RIGHT}" y="{TOP - 5}" text-anchor="end">{strongest}</text>'
-    return _chart(title, x, y, cells, key)
+    return _chart(title, x, Axis(y.label, y.ticks, y.low, y.high, lined=False), cells, key)
 
 
 def _chart(title: str, x: Axis, y: Axis, drawn: str, above: str, rows: int = 1) -> str:
@@ -149,7 +150,8 @@ def _down(y: Axis, value: float) -> float:
 def _grid(x: Axis, y: Axis) -> Iterator[str]:
     for value, text in y.ticks:
         at = _down(y, value)
-        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        if y.lined:
+            yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
         yield f'<text x="{LEFT - 5}" y="{at + 3.5:.1f}" text-anchor="end">{escape(text)}</text>'
     for value, text in x.ticks:
         for line, part in enumerate(text.split("\n")):

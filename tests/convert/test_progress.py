@@ -43,6 +43,20 @@ def test_a_line_now_and_then_names_what_is_being_done(monkeypatch):
     assert "writing" not in ended
 
 
+def test_many_short_stages_have_a_line_now_and_then_and_one_clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(progress, "_DISPLAY", progress._Display())
+    monkeypatch.setattr(progress.time, "time", lambda: now[0])
+    monkeypatch.setattr(sys, "stderr", told := io.StringIO())
+    for seconds in (40, 40):
+        with progress.stage("fitting", 4, "layer"):
+            now[0] += seconds
+    monkeypatch.setattr(progress, "EVERY", 0.1)  # waited for by the real clock
+    now[0] -= 0.01  # as if right behind the one before
+    with progress.stage("measuring"):
+        wait_for("[1:19] measuring\n", told.getvalue)
+
+
 def test_a_terminal_has_one_bar_that_is_gone_at_the_end(monkeypatch):
     monkeypatch.setattr(progress, "_LEAST", 0.0)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -175,3 +176,11 @@ def test_the_estimate_grows_with_the_square_of_a_document(monkeypatch):
     model.device = "cpu"
     seconds = run._document_seconds(model, torch.zeros(1, 2048, dtype=torch.int64))
     assert seconds(1000) == pytest.approx(110)
+
+
+def test_the_table_of_the_documents_is_what_was_measured():
+    root = Path(__file__).resolve().parents[3]
+    found = json.loads((root / "recipes/results/evaluate_demo.json").read_text())
+    text = (root / "docs/evaluating.md").read_text()
+    assert "\n".join(run.eval_table(found).splitlines()[2:]) in text
+    assert found["date"] in text
