@@ -159,6 +159,8 @@ def test_the_registered_families_are_those_with_their_own_code():
     own = [name for name in supported() if load_family(name).own_code is not None]
     assert sorted(SOURCES) == own
     assert sorted(CLASSICS) == [name for name in supported() if load_family(name).sizes.kv_heads is None]
+    table = (Path(__file__).parents[3] / "docs" / "families.md").read_text().split("## Families of layout")[1]
+    assert [line.split()[1] for line in table.splitlines() if line.startswith("| ")][1:] == own
 
 
 @pytest.mark.slow  # two fresh processes, which import transformers and load every family's models
