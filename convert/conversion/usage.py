@@ -86,7 +86,7 @@ def usage(plan: Plan) -> str:
         _UNKNOWN if experts else "",
         _ABSORB if latent else "",
         _SERVE.format(commands=served) if (served := _serving(plan)) else "",
-        "" if _is_wrapper(plan) or plan.model.family.kind != "decoder" else _training(plan),
+        _training(plan) if _trains(plan) else "",
     ]
     return "".join(parts)
 
@@ -114,8 +114,10 @@ def _training(plan: Plan) -> str:
     return _TRAIN.format(source=source_name(plan), text=_TRAINING_TEXT, beside=beside)
 
 
-def _is_wrapper(plan: Plan) -> bool:
-    return plan.checkpoint.config.get("model_type") in WRAPPERS
+def _trains(plan: Plan) -> bool:
+    """Whether `kvfold uptrain` takes the result: a plain model that writes text, of dense weights."""
+    wrapper = plan.checkpoint.config.get("model_type") in WRAPPERS
+    return plan.model.family.kind == "decoder" and not wrapper and not plan.request.keep_quantized
 
 
 def _serving(plan: Plan) -> str:

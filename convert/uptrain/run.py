@@ -67,7 +67,8 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
         check_decodes(source.config, source.origin, "kvfold uptrain")
         if source.made_of:
             raise InputError(
-                f"{source.origin}: expected plain weights to train, found {source.made_of[0]}; convert it first"
+                f"{source.origin}: expected plain weights to train, found {source.made_of[0]}; convert it first, "
+                "without --keep-quantized"
             )
         if (inner := text_type(source.config)) is not None:
             raise InputError(

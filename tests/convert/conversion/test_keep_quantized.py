@@ -83,7 +83,9 @@ def test_the_result_verifies_and_is_smaller(made: Path) -> None:
     assert verify_checkpoint(made / "mla").problems == []
     sizes = {name: (made / name / "model.safetensors").stat().st_size for name in ("mla", "mla-dense")}
     assert sizes["mla"] < sizes["mla-dense"]
-    assert " --keep-quantized\n" in (made / "mla" / "README.md").read_text()
+    card = (made / "mla" / "README.md").read_text()
+    assert " --keep-quantized\n" in card
+    assert "kvfold uptrain" not in card  # it trains dense weights
 
 
 def test_parts_of_blocks_and_dense_sources_are_refused(sources: dict[str, Path], tiny_family, tmp_path: Path) -> None:
