@@ -289,7 +289,9 @@ def _write_side_files(plan: Plan, measured: Measured | None, hashes: Mapping[str
     A calibrated conversion is read back first: its record holds the loss of the files on disk too.
     """
     for path in plan.checkpoint.extra_files():
-        (folder / path.name).write_bytes(read_bytes(path))
+        place = folder / path.relative_to(plan.checkpoint.folder)
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(read_bytes(path))
     if plan.layout.code is not None:
         path = _code_path(plan.layout.code)
         (folder / path.name).write_bytes(path.read_bytes())

@@ -103,9 +103,11 @@ class Checkpoint:
     def extra_files(self) -> list[Path]:
         """Tokenizer, generation, chat template and license files, as paths in ``folder``; no Python, no weights.
 
+        Those of sentence-transformers too, of which some lie in folders below.
         Copy their contents (``shutil.copyfile``), not the links a hub cache is made of.
         """
-        return [self.folder / name for name in folders.extra_names(os.listdir(self.folder))]
+        names = (*folders.extra_names(os.listdir(self.folder)), *folders.module_names(self.folder))
+        return [self.folder / name for name in names]
 
     def python_files(self) -> list[Path]:
         """Python files beside the weights (remote code)."""
@@ -207,7 +209,8 @@ def _open_folder(folder: Path, reading: Reading, origin: str = "") -> Checkpoint
         )
     if (gguf := gguf_file(names, reading.gguf, folder)) is not None:
         return _open_gguf(folder, names, gguf, reading, origin)
-    states = file_states(folder / name for name in (folders.CONFIG, *folders.extra_names(names)))
+    extra = [*folders.extra_names(names), *folders.module_names(folder)]
+    states = file_states(folder / name for name in (folders.CONFIG, *extra))
     config, digest = folders.read_config(folder)
     entry, legacy = folders.weight_files(names, str(folder))
     states |= file_states([folder / entry])
@@ -216,7 +219,7 @@ def _open_folder(folder: Path, reading: Reading, origin: str = "") -> Checkpoint
     headers: dict[str, Header] = {}
     paths: dict[str, Path] = {}
     aliases: dict[str, str] = {}
-    problems += folders.extra_problems(folder, folders.extra_names(names))
+    problems += folders.extra_problems(folder, extra)
     for file in files:
         try:
             paths[file] = folders.resolve_member(folder, file)

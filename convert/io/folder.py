@@ -40,6 +40,11 @@ EXTRA_PATTERNS = (
     "COPYING*",
     "USE_POLICY*",
 )
+# Of sentence-transformers: how the modules behind the model make one embedding of what it gives for each token.
+MODULES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
+_MODULE = re.compile(r"[0-9]+_\w+")  # a module's folder
+_MODULE_FILES = ("config.json", "model.safetensors")
+MODULE_PATTERNS = (*MODULES, *(f"[0-9]*_*/{name}" for name in _MODULE_FILES))  # for the hub
 _LARGEST_CONFIG = 16 << 20  # a thousand times the usual size
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz"}
 
@@ -151,20 +156,41 @@ def extra_names(names: Iterable[str]) -> list[str]:
     return sorted(name for name in fitting if Path(name).suffix not in (".py", *WEIGHT_SUFFIXES))
 
 
+def module_names(folder: Path) -> list[str]:
+    """The files of sentence-transformers below ``folder``, none without its ``modules.json``.
+
+    Folders of modules are looked into unless they are links.
+    """
+    if not os.path.lexists(folder / MODULES[0]):
+        return []
+    with os.scandir(folder) as entries:
+        parts = [each.name for each in entries if _MODULE.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
+    names = [*MODULES, *(f"{part}/{name}" for part in sorted(parts) for name in _MODULE_FILES)]
+    return [name for name in names if os.path.lexists(folder / name)]
+
+
 def replaceable_problem(folder: Path) -> str | None:
     """Why ``folder`` must not be thrown away for a new checkpoint, None when it is one, or empty.
 
     A checkpoint has weights or a ``kvfold.json``, and nothing that neither a checkpoint holds nor kvfold writes.
     """
-    names = sorted(os.listdir(folder))
+    modules = module_names(folder)
+    whole = {part for part in {name.rpartition("/")[0] for name in modules} - {""} if _is_whole(folder, part, modules)}
+    names = sorted({*os.listdir(folder)} - whole)
     weights = [name for name in names if Path(name).suffix in WEIGHT_SUFFIXES]
     own = {CONFIG, INDEX, LEGACY_INDEX, "kvfold.json", "README.md", ".gitattributes", *weights, *extra_names(names)}
+    own |= {*modules}
     foreign = [name for name in names if not (name in own or name.endswith(".py")) or (folder / name).is_dir()]
     if foreign:
         return f"found {', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}, which no checkpoint holds"
     if names and not weights and "kvfold.json" not in names:
         return f"found no weights but {', '.join(names[:3])}"
     return None
+
+
+def _is_whole(folder: Path, part: str, modules: Iterable[str]) -> bool:
+    """Whether the folder ``part`` holds nothing but files of ``modules``."""
+    return {f"{part}/{name}" for name in os.listdir(folder / part)} <= {*modules}
 
 
 def weight_files(names: Iterable[str], where: str) -> tuple[str, bool]:

@@ -27,6 +27,7 @@ class SideFiles:
     def write(self, folder: Path) -> None:
         """Write the copied files into ``folder``."""
         for name, data in self.copied.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(data)
 
 
@@ -35,7 +36,11 @@ def read_side_files(source: Checkpoint) -> SideFiles:
 
     Raises InputError, with every problem at once, when one is a link out of the folder, no file, or not in its format.
     """
-    names = ["config.json", *(path.name for path in source.extra_files()), *(p.name for p in source.python_files())]
+    names = [
+        "config.json",
+        *(str(path.relative_to(source.folder)) for path in source.extra_files()),
+        *(p.name for p in source.python_files()),
+    ]
     own = [name for name in (_RECORD, _CARD) if os.path.lexists(source.folder / name)]
     contents: dict[str, bytes] = {}
     problems = []

@@ -215,6 +215,33 @@ def test_latents_are_calibrated(bert, tmp_path):
     assert 0.5 < record["drift"]["cosine"]["value"] < 1
 
 
+def test_the_modules_of_a_sentence_encoder_come_along(tiny_family, tmp_path):
+    source, elsewhere, options = tmp_path / "bert", tmp_path / "elsewhere", {"to": "mqa", "method": "mean"}
+    shutil.copytree(tiny_family("bert"), source)
+    for name in ("1_Pooling/config.json", "1_Pooling/notes.txt", "2_Dense/model.safetensors", "other/config.json"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(name)
+    elsewhere.mkdir()
+    (elsewhere / "config.json").write_text("secret")
+    (source / "3_Linked").symlink_to(elsewhere)
+    without = convert(source, tmp_path / "without", **options)
+    assert not [path for path in without.iterdir() if path.is_dir()]
+    (source / "modules.json").write_text("[]")
+    for overwrite in (False, True):
+        out = convert(source, tmp_path / "out", **options, overwrite=overwrite)
+        below = {str(path.relative_to(out)) for path in out.rglob("*/*")}
+        assert below == {"1_Pooling/config.json", "2_Dense/model.safetensors"}
+        assert (out / "2_Dense/model.safetensors").read_text() == "2_Dense/model.safetensors"
+    assert verify_checkpoint(str(out)).problems == []
+    (out / "1_Pooling/mine.txt").write_text("not to be thrown away")
+    with pytest.raises(InputError, match="found 1_Pooling, which no checkpoint holds"):
+        convert(source, out, **options, overwrite=True)
+    (source / "1_Pooling/config.json").unlink()
+    (source / "1_Pooling/config.json").symlink_to(elsewhere / "config.json")
+    with pytest.raises(InputError, match="a link that leaves the checkpoint"):
+        convert(source, tmp_path / "third", **options)
+
+
 def test_inspect_says_that_nothing_is_cached(bert):
     facts = inspect_checkpoint(str(bert))
     assert repr(facts) == "Inspection('source': bert, MHA, 2 layers, no KV cache)"
