@@ -45,7 +45,6 @@ STAGES = {
     "fitted": "",
     "fitted on both": "",  # half of the calibration is code
     "refined": "--refine auto",
-    "briefly polished": "--refine 50 --polish 100",
     "polished": "--refine auto --polish auto",
     "uptrained": "",  # the fitted checkpoint, trained further
 }
