@@ -79,7 +79,7 @@ def test_help_of_convert_lists_options_by_panels(kvfold):
     assert all(
         option in running for option in ("--device ", "--gguf ", "--adapter ", "--spill ", "--resume ", "-h, --help")
     )
-    assert text.count("\n  --") == 31
+    assert text.count("\n  --") == 32
     assert "--layout free|engine|kvfold " in text
 
 

@@ -1,6 +1,6 @@
 """Tiny random models with experts, and what they become, for ``recipes/serve_check.py``.
 
-    python recipes/serve/tiny_experts.py FOLDER
+    python recipes/benchmarks/tiny_experts.py FOLDER
 
 Makes FOLDER/mixtral, qwen3_moe, olmoe and qwen2_moe (random weights, 3 layers, 4 experts, the tokenizer of the model
 that ships), and beside each its MLA results as NAME-SPLIT-LAYOUT. Random weights say nothing of quality: the rows are
