@@ -83,9 +83,12 @@ class Costs:
         }
 
 
-def costs_of(plan: Plan, processes: int = 1) -> Costs:
-    """What the conversion of ``plan`` takes when ``processes`` share it."""
-    work = _work(plan) if plan.request.calibrated else Work()
+def costs_of(plan: Plan, processes: int = 1, finished: int = 0) -> Costs:
+    """What the conversion of ``plan`` takes when ``processes`` share it.
+
+    Of the ``finished`` layers of an interrupted run, which is resumed, only the passes through them are left.
+    """
+    work = _work(plan, plan.geometry.layers - finished) if plan.request.calibrated else Work()
     source, out = _source_bytes(plan), sum(tensor.nbytes for tensor in plan.tensors)
     walks = (1 + (plan.request.to == "mla")) * processes if plan.request.calibrated else 0
     read_back = out if plan.request.calibrated else 0  # its loss is measured; hashes are made while writing
@@ -118,7 +121,8 @@ def _other_parameters(plan: Plan) -> float:
     return sum(beside) / plan.geometry.layers
 
 
-def _work(plan: Plan) -> Work:
+def _work(plan: Plan, left: int) -> Work:
+    """Operations of a run with so many layers ``left`` to fit."""
     request, shape = plan.request, plan.geometry
     text, held_out = request.samples * request.seq_len, held_out_count(request.samples) * request.seq_len
     layer, attention = layer_flops(plan, request.seq_len), _attention_flops(plan, request.seq_len)
@@ -130,7 +134,7 @@ def _work(plan: Plan) -> Work:
     # inputs, reading back. The output's fit takes both through attention once more.
     full = text * (1 + latent * principal + keeps) + 4 * held_out
     again = 2 * (text + held_out) * principal + _JUDGMENTS[kind] * min(_JUDGED, held_out) * principal
-    walk = shape.layers * (full * layer + again * attention) + 4 * held_out * head
+    walk = shape.layers * full * layer + left * again * attention + 4 * held_out * head
     gram = 2 * shape.model_dim**2 * text * (5 / 8) * 2
     outputs = 3 * 2 * (shape.heads * shape.head_dim) ** 2 * (text + held_out)
     cubic, square = _FIT[kind]
@@ -138,8 +142,8 @@ def _work(plan: Plan) -> Work:
     return Work(
         walk=walk,
         statistics=shape.layers * principal * (gram + outputs),
-        fits=shape.layers * fit * principal,
-        refinement=shape.layers * _refinement(plan, _steps(plan), held_out),
+        fits=left * fit * principal,
+        refinement=left * _refinement(plan, _steps(plan), held_out),
         polishing=_polishing(plan, held_out) if request.polish else 0.0,
         **(_trials(plan, fit, layer) if request.budget is not None else {}),
     )

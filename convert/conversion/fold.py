@@ -10,7 +10,7 @@ from typing import Self
 from kvfold.convert import processes
 from kvfold.convert.conversion.calibrated import Calibrated
 from kvfold.convert.conversion.calibration import hidden_states, load_tokens, source_stream
-from kvfold.convert.conversion.journal import Journal
+from kvfold.convert.conversion.journal import Journal, finished_layers
 from kvfold.convert.conversion.method import Converted, Method, Notes
 from kvfold.convert.conversion.norms import NORMS, norms_note
 from kvfold.convert.conversion.plan import Plan
@@ -44,12 +44,15 @@ class Fold(Method):
     def begin(cls, plan: Plan, scratch: Path, stages: Stages) -> Iterator[Self]:
         tokens = load_tokens(plan, scratch, stages)
         source = source_stream(plan, tokens.encoded)
-        print_start(plan, tokens, source)
+        print_start(plan, tokens, source, finished_layers(scratch, plan))
         with hidden_states(plan.request.spill) as keep:
             yield cls(plan, StudentWalk(plan, source, tokens, statistics=True, keep=keep))
 
+    def walk_again(self, journal: Journal, stages: Stages) -> None:
+        self._walk.walk_again(journal, stages)
+
     def layers(self, journal: Journal) -> Iterator[Converted]:
-        for step in self._walk.steps(journal):
+        for step in self._walk.steps():
             folded, notes = processes.from_first(partial(fold_layer, self.plan, step))
             yield self._walk.convert(step, folded, notes)
 

@@ -41,7 +41,7 @@ class Journal:
 
     @property
     def notes(self) -> list[Mapping[str, Any]]:
-        """The notes of the finished layers."""
+        """The notes of the finished layers, which are the first ones."""
         return [layer["notes"] for layer in self._layers.values()]
 
     @property
@@ -95,6 +95,11 @@ class Journal:
             for shard in self._shards:
                 (self._folder / shard.file).unlink(missing_ok=True)
         return sound
+
+
+def finished_layers(folder: Path, plan: Plan) -> int:
+    """The number of layers that an interrupted run of the same request has finished in ``folder``."""
+    return len(_layers(folder / _NAME, run_key(plan)) or {})
 
 
 def forget(folder: Path) -> None:

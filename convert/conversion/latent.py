@@ -17,7 +17,7 @@ from torch import Tensor
 from kvfold.convert import processes
 from kvfold.convert.conversion.calibrated import Calibrated
 from kvfold.convert.conversion.calibration import hidden_states, load_tokens, own_sequences, source_stream
-from kvfold.convert.conversion.journal import Journal
+from kvfold.convert.conversion.journal import Journal, finished_layers
 from kvfold.convert.conversion.latent_layer import (
     DAMPERS,
     SHARE,
@@ -70,8 +70,11 @@ class Latent(Method):
             if processes.is_first():  # which alone reads it
                 shutil.rmtree(folder)
 
+    def walk_again(self, journal: Journal, stages: Stages) -> None:
+        self._walk.walk_again(journal, stages)
+
     def layers(self, journal: Journal) -> Iterator[Converted]:
-        for step in self._walk.steps(journal):
+        for step in self._walk.steps():
             latent, notes = processes.from_first(partial(self._fitted, step))
             yield self._walk.convert(step, latent, notes)
 
@@ -90,7 +93,7 @@ def survey_source(plan: Plan, folder: Path, stages: Stages, keep: Keep = list) -
     """Load calibration text and walk the source alone over it; the layers' statistics go into ``folder``."""
     tokens = load_tokens(plan, folder.parent, stages)
     source = source_stream(plan, tokens.encoded)
-    print_start(plan, tokens, source)
+    print_start(plan, tokens, source, finished_layers(folder.parent, plan))
     return survey_layers(plan, source, tokens, folder, stages, keep)
 
 

@@ -38,6 +38,7 @@ class Method(ABC):
     """A method at work on one plan::
 
         with SomeMethod.begin(plan, scratch, stages) as method:
+            method.walk_again(journal, stages)
             for layer in method.layers(journal):
                 ...                                 # write layer.tensors, note layer.notes
             measured = method.measured(journal.notes)
@@ -56,6 +57,9 @@ class Method(ABC):
         Raises InputError when the model cannot be calibrated.
         """
         yield cls(plan)
+
+    def walk_again(self, journal: Journal, stages: Stages) -> None:  # noqa: B027  # most have nothing to walk
+        """Before `layers`: take the text past the layers that ``journal`` has finished, where the method reads any."""
 
     @abstractmethod
     def layers(self, journal: Journal) -> Iterator[Converted]:

@@ -4,14 +4,14 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kvfold.convert.conversion.memory import memory_lines
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.request import SELF
+from kvfold.convert.request import SELF, WEIGHTS_ONLY
 from kvfold.convert.sizes import bytes_text
 from kvfold.convert.targets.results import folded_result
 
@@ -133,6 +133,35 @@ def chosen_text(plan: Plan, record: Mapping[str, Any]) -> str:
     split = f"{target.kv_rank}+{target.rope_dim}"
     least = "" if "preferred_for_engines" in record else ", which drifts least"
     return f"--budget {plan.request.budget}: took {split} of {len(record['splits'])} splits tried{least}"
+
+
+def groups_text(plan: Plan, record: Mapping[str, Any]) -> str:
+    """Which heads share, and why, in a line; empty where there was nothing to choose: for MQA all of them do."""
+    if not (layers := record.get("groups")) or len(layers[0]) == 1:
+        return ""
+    moved = [index for index, groups in enumerate(layers) if not all(map(_neighbors, groups))]
+    if not moved:
+        return f"heads that share: neighbors in every layer, {_why_neighbors(plan)}"
+    example = " | ".join(" ".join(map(str, group)) for group in layers[moved[0]])
+    return (
+        f"heads that share: others than neighbors in {len(moved)} of {len(layers)} layers, such as {example} in layer "
+        f"{moved[0]}; each layer took the grouping tried whose attention errs least on held-out text (all: kvfold.json)"
+    )
+
+
+def _neighbors(group: Sequence[int]) -> bool:
+    return list(group) == list(range(group[0], group[0] + len(group)))
+
+
+def _why_neighbors(plan: Plan) -> str:
+    request = plan.request
+    if request.group == "contiguous":
+        return "as --group contiguous asks"
+    if request.resolved_method in WEIGHTS_ONLY:
+        return f"as --method {request.resolved_method} joins them"
+    if request.group is None and plan.geometry.kv_heads < plan.geometry.heads:
+        return "for heads that share already were trained to (--group similar compares others)"
+    return "where no other grouping tried errs less on held-out text"
 
 
 def rank_sizes(record: Mapping[str, Any]) -> list[tuple[str, int, int]]:

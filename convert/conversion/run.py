@@ -23,6 +23,7 @@ from kvfold.convert.conversion.record import (
     cost_text,
     engine_cost,
     engines_text,
+    groups_text,
     headline,
     padding_text,
     plan_text,
@@ -85,6 +86,7 @@ class Conversion:
             headline(self.plan),
             cost_text(self.record),
             chosen_text(self.plan, self.record),
+            groups_text(self.plan, self.record),
             ranks_text(self.record),
             preference_text(self.record),
             padding_text(self.plan),
@@ -241,6 +243,7 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Meas
             stages("write", sum(sizes.values()), "B", resumed) as wrote,
         ):
             with writer.copying_rest(plan.checkpoint, wrote):
+                method.walk_again(journal, stages)
                 for layer in stages.over("convert", method.layers(journal), layers, "layer", done):
                     wrote(writer.write_own(layer.tensors))
                     if plan.request.calibrated:  # the others start over: they take as long as a copy of the model

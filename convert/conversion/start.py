@@ -20,16 +20,18 @@ from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.walk.passes import first_layer_seconds
 
 
-def print_start(plan: Plan, tokens: CalibrationTokens, source: CheckpointStream) -> None:
-    """Print the calibration text and the time that the run will take to stderr."""
+def print_start(plan: Plan, tokens: CalibrationTokens, source: CheckpointStream, finished: int) -> None:
+    """Print the calibration text and the time that the run will take, with ``finished`` layers, to stderr."""
     if plan.request.quiet:
         return
     count, length = tokens.calibration.shape
     text = "text that the source wrote itself" if tokens.source == SELF else tokens.source
-    seconds = costs_of(plan, processes.count()).seconds(machine_rates(plan, source, tokens.calibration))
+    seconds = costs_of(plan, processes.count(), finished).seconds(machine_rates(plan, source, tokens.calibration))
+    before = f" with {finished} of {plan.geometry.layers} layers finished before" if finished else ""
+    time_taken = f"about {duration(sum(seconds.values()))}{before}"
     parts = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items() if value)
     print(
-        f"calibrating on {count} x {length} tokens of {text}; about {duration(sum(seconds.values()))}: {parts}. "
+        f"calibrating on {count} x {length} tokens of {text}; {time_taken}: {parts}. "
         f"(--method {quick_method(plan)} needs no text and is faster, but worse.)",
         file=sys.stderr,
     )

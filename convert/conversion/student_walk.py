@@ -5,6 +5,7 @@ and rounded to their dtypes before a layer of the student is built from them. So
 and the drift measured on exactly what a reader of the checkpoint will load.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,6 +22,7 @@ from kvfold.convert.conversion.method import Converted, Notes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.refinement import OUTPUT_FIT, Refiner, attention_update
 from kvfold.convert.conversion.source import source_heads
+from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.walk.hidden import Keep
@@ -64,18 +66,19 @@ class StudentWalk:
             keep=keep,
         )
         self._walk = Walk(teacher, self._twin, calibration=trains)
+        self._steps = iter(self._walk)
 
-    def steps(self, journal: Journal | None = None) -> Iterator[Step]:
-        """The layers that are left to convert, each to be passed to ``convert``.
+    def walk_again(self, journal: Journal, stages: Stages) -> None:
+        """Go past the layers that ``journal`` has finished, with the tensors that were written."""
+        done = len(journal.notes)
+        for step in stages.over("again", itertools.islice(self._steps, done), done, "layer") if done else ():
+            finished = journal.finished(step.index)
+            assert finished is not None  # the finished layers are the first ones
+            step.convert(finished)
 
-        The walk goes past those that ``journal`` has finished with the tensors that were written.
-        """
-        for step in self._walk:
-            finished = None if journal is None else journal.finished(step.index)
-            if finished is None:
-                yield step
-            else:
-                step.convert(finished)
+    def steps(self) -> Iterator[Step]:
+        """The layers that are left to convert, each to be passed to ``convert``."""
+        return self._steps
 
     def convert(self, step: Step, weights: Any, notes: Notes | None = None) -> Converted:
         """Encode transformed ``weights`` as the target stores them and take the walk past the layer.

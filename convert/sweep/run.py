@@ -179,7 +179,7 @@ def _sweep(chosen: Sequence[Options], plans: Sequence[Plan], scratch: Path, stag
 
 def _learn(students: Sequence[_Student], teacher: Teacher, surveyed: Survey | None, stages: Stages) -> None:
     """Fit every layer for every target, and take all students past it."""
-    with stages("sweep", teacher.stream.layers * len(students), "layer") as advance:
+    with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
         for lesson in teacher.lessons():
             if surveyed is not None:
                 lesson.statistics = surveyed.notes(lesson.index)[0]

@@ -54,6 +54,14 @@ def test_text_refinement_and_splits_count() -> None:
     assert costs_of(plan()).work.trials == 0
 
 
+def test_a_resumed_run_counts_the_fits_that_are_left() -> None:
+    made = plan(refine=100)
+    whole, left, none = (costs_of(made, finished=finished).work for finished in (0, 24, 32))
+    assert (left.fits, left.refinement) == (whole.fits / 4, whole.refinement / 4)
+    assert none.fits == none.refinement == 0
+    assert whole.walk > left.walk > none.walk > whole.walk / 2  # the text goes through every layer again
+
+
 def test_polishing_counts_by_its_steps_in_one_process_and_holds_the_model() -> None:
     made = plan()
     brief, long = (costs_of(replace(made, request=replace(made.request, polish=steps))) for steps in (200, 400))

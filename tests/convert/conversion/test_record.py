@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.conversion.record import chosen_text, cost_text
+from kvfold.convert.conversion.record import chosen_text, cost_text, groups_text
 from kvfold.convert.data import demo_folder
 
 RECORD = {
@@ -40,6 +40,24 @@ def test_the_split_of_a_budget_is_told():
     assert chosen_text(plan, splits) == "--budget 32: took 24+8 of 3 splits tried, which drifts least"
     assert chosen_text(plan, {**splits, "preferred_for_engines": {}}) == "--budget 32: took 24+8 of 3 splits tried"
     assert chosen_text(Mock(**{"request.budget": None}), splits) == ""
+
+
+def test_the_groups_of_heads_are_told_and_why():
+    def told(groups, **request):
+        given = {"group": None, "resolved_method": "principal", **request}
+        plan = Mock(**{f"request.{name}": value for name, value in given.items()})
+        plan.geometry.heads, plan.geometry.kv_heads = 8, 4
+        return groups_text(plan, {"groups": groups})
+
+    neighbors = [[0, 1], [2, 3]]
+    assert told([neighbors, [[0, 2], [1, 3]]]).startswith(
+        "heads that share: others than neighbors in 1 of 2 layers, such as 0 2 | 1 3 in layer 1; each layer took"
+    )
+    assert told([neighbors]).endswith("trained to (--group similar compares others)")
+    assert told([neighbors], group="similar").endswith("where no other grouping tried errs less on held-out text")
+    assert told([neighbors], group="contiguous").endswith("in every layer, as --group contiguous asks")
+    assert told([neighbors], resolved_method="mean").endswith("as --method mean joins them")
+    assert told([[[0, 1, 2, 3]]]) == groups_text(Mock(), {}) == ""
 
 
 def test_a_dry_run_of_a_budget_names_no_split(tmp_path):
