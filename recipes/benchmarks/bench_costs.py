@@ -1,4 +1,5 @@
-"""The estimate of a conversion's time beside measured runs: random Llama models of several shapes, one thread.
+"""The estimate of a conversion's time beside measured runs: random Llama models of several shapes, and the one that
+ships for refinement, which has nothing to learn from random weights; one thread.
 
     python recipes/benchmarks/bench_costs.py --json recipes/results/costs.json
 
@@ -27,12 +28,14 @@ from kvfold.convert.data import demo_folder
 from kvfold.convert.io.checkpoint import open_checkpoint
 
 TEXT = {"samples": 16, "seq_len": 256}
+SHIPPED: dict[str, int] = {}  # instead of a shape
 RUNS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "GQA-2, similar heads": ({"width": 512, "heads": 8, "kv_heads": 8, "layers": 3}, {"to": "gqa", "kv_heads": 2}),
-    "MLA 128 + 64, 20 steps of refinement": (
+    "MLA 128 + 64": (
         {"width": 768, "heads": 12, "kv_heads": 4, "layers": 2},
-        {"to": "mla", "kv_rank": 128, "rope_dim": 64, "refine": 20},
+        {"to": "mla", "kv_rank": 128, "rope_dim": 64},
     ),
+    "MLA 40 + 24, 50 steps of refinement": (SHIPPED, {"to": "mla", "kv_rank": 40, "rope_dim": 24, "refine": 50}),
     "MQA, 50 steps of polishing": (
         {"width": 384, "heads": 6, "kv_heads": 6, "layers": 4},
         {"to": "mqa", "polish": 50},
@@ -44,7 +47,7 @@ RUNS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-def make_model(folder: Path, width: int, heads: int, kv_heads: int, layers: int) -> None:
+def make_model(folder: Path, width: int, heads: int, kv_heads: int, layers: int) -> Path:
     """A random model with the tokenizer that ships."""
     torch.manual_seed(0)
     vocabulary = json.loads((demo_folder() / "config.json").read_text())["vocab_size"]
@@ -60,6 +63,7 @@ def make_model(folder: Path, width: int, heads: int, kv_heads: int, layers: int)
     LlamaForCausalLM(config).save_pretrained(folder)
     for path in demo_folder().glob("tokenizer*"):
         shutil.copy(path, folder)
+    return folder
 
 
 def estimate(request: ConvertRequest) -> dict[str, float]:
@@ -73,8 +77,8 @@ def estimate(request: ConvertRequest) -> dict[str, float]:
 
 
 def run(shape: dict[str, int], options: dict[str, Any], work: Path) -> dict[str, Any]:
-    make_model(work / "model", **shape)
-    request = ConvertRequest(model=str(work / "model"), out=str(work / "out"), quiet=True, **TEXT, **options)
+    model = make_model(work / "model", **shape) if shape else demo_folder()
+    request = ConvertRequest(model=str(model), out=str(work / "out"), quiet=True, **TEXT, **options)
     parts = estimate(request)
     started = time.process_time()
     convert_checkpoint(request)
