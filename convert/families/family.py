@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.errors import InputError
+from kvfold.convert.families.reading import parse_family, read_table
 from kvfold.convert.families.refusals import REASONS
-from kvfold.convert.families.schema import Family, parse_family, read_table
+from kvfold.convert.families.schema import Family
 from kvfold.convert.families.values import TYPES
 from kvfold.convert.families.wrappers import INNER, WRAPPERS, text_type
 

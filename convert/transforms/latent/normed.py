@@ -14,7 +14,8 @@ from torch import Tensor
 from kvfold.convert.transforms.distances import mixed_distances, rotary_moments
 from kvfold.convert.transforms.head_norms import divided_heads
 from kvfold.convert.transforms.latent import als
-from kvfold.convert.transforms.latent.latent import Fitted, apply_gains, assemble, assemble_layer, fit_layer
+from kvfold.convert.transforms.latent.latent import Fitted, assemble, assemble_layer, fit_layer
+from kvfold.convert.transforms.latent.linear import apply_gains
 from kvfold.convert.transforms.latent.slots import Slots, amplified
 from kvfold.convert.transforms.latent.svd import svd_fit
 from kvfold.convert.transforms.latent.weights import KeptNorms, LatentWeights

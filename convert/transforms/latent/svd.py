@@ -6,15 +6,8 @@ the principal component over the heads' weights. What is left of the keys loses 
 
 import torch
 
-from kvfold.convert.transforms.latent.latent import (
-    Basis,
-    Fitted,
-    assemble,
-    first_fit,
-    linear_layer,
-    principal_basis,
-    split_rotary,
-)
+from kvfold.convert.transforms.latent.latent import Basis, Fitted, assemble, first_fit, principal_basis
+from kvfold.convert.transforms.latent.linear import linear_layer, split_rotary
 from kvfold.convert.transforms.latent.slots import Slots
 from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.linalg import head_moments

@@ -10,7 +10,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 from helpers.processes import run_python
 
-from kvfold.convert.families import expressions, schema
+from kvfold.convert.families import expressions, reading, schema
 from kvfold.convert.families.family import encoders, family_of, load_family, seq2seq, supported
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import layer_rotary
@@ -43,7 +43,7 @@ def place(name: str) -> Path:
 
 def table(name: str) -> dict:
     """The family file with what it takes over from those it extends."""
-    return schema.read_table(place(name))
+    return reading.read_table(place(name))
 
 
 def test_the_families_are_those_promised():
@@ -83,18 +83,18 @@ def test_sections_merge_entry_by_entry(tmp_path):
     second = {"extends": "first", "block": {"x": {"one": None}, "y": None, "w": 5}, "names": ["c"]}
     write(tmp_path, first=first, second=second, third={"extends": "second", "kind": "c", "rest": {"q": 1}})
     merged = {"kind": "a", "block": {"x": {"one": None}, "z": 1, "w": 5}, "names": ["c"]}
-    assert schema.read_table(tmp_path / "second.json") == merged
-    assert schema.read_table(tmp_path / "third.json") == {**merged, "kind": "c", "rest": {"q": 1}}
+    assert reading.read_table(tmp_path / "second.json") == merged
+    assert reading.read_table(tmp_path / "third.json") == {**merged, "kind": "c", "rest": {"q": 1}}
 
 
 def test_what_cannot_be_extended_is_named(tmp_path):
     write(tmp_path, first={"block": {}}, second={"extends": "first", "block": {"gone": None}})
     with pytest.raises(ValueError, match="null removes") as caught:
-        schema.read_table(tmp_path / "second.json")
+        reading.read_table(tmp_path / "second.json")
     assert str(caught.value) == ("second.json: block: null removes what the extended family has, found no gone there")
     write(tmp_path, first={"extends": "second"})
     with pytest.raises(ValueError, match="circle") as caught:
-        schema.read_table(tmp_path / "first.json")
+        reading.read_table(tmp_path / "first.json")
     assert str(caught.value) == (
         "first.json: expected no circle of extends, found first.json -> second.json -> first.json"
     )
