@@ -163,7 +163,7 @@ def test_an_unknown_key_is_an_error_that_names_its_place(place):
     inner["colour"] = "blue"
     where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).lstrip(".")
     with pytest.raises(ValueError, match="unknown key colour; known: ") as caught:
-        schema.parse_family(data, "x.json")
+        reading.parse_family(data, "x.json")
     assert str(caught.value).startswith(f"x.json: {where}: unknown key" if where else "x.json: unknown key")
 
 
@@ -171,14 +171,14 @@ def test_a_missing_key_is_an_error_that_names_its_place():
     data = table("llama")
     del data["attention"]["scale"], data["attention"]["o"]
     with pytest.raises(ValueError, match=r"^x.json: attention: missing key o, scale$"):
-        schema.parse_family(data, "x.json")
+        reading.parse_family(data, "x.json")
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_key_of_every_file_is_read(name, tiny_family, monkeypatch):
     """Asks a family everything that kvfold asks, and sees that no part of its file was left unread."""
     data, read = table(name), defaultdict(set)
-    family = schema.parse_family(data, name)
+    family = reading.parse_family(data, name)
     for spec in (schema.Family, schema.Key, schema.Sizes, schema.Norm, schema.Attention, schema.Rope):
         record(spec, read, monkeypatch)
     for spec in (schema.RopeOfType, schema.BlockSpec, schema.RoutingSpec, schema.TensorSpec, schema.Tolerated):
