@@ -22,16 +22,16 @@ THEMES = {"dark": 0, "light": 1}  # Blink's preferredColorScheme
 SIZES = {"desk": (1100, 470), "phone": (390, 400)}  # width, and height for each figure
 HEAD, LINE = 100, {"desk": 34, "phone": 60}  # height of the title, and of a line or row above the figures
 COLUMNS = {"desk": 2, "phone": 1}
-TEXT = ("--samples", "8", "--seq-len", "128")
+TEXT = ("--samples", "4", "--seq-len", "64")  # what is drawn matters, not how good it is
 
 
 def demo_reports(folder: Path) -> list[Path]:
     """The pages of a sweep, of a conversion by a budget, and of the drift of its result."""
     model, out = str(demo_folder()), str(folder / "out")
     commands = {
-        "sweep": ["sweep", model, "--targets", "gqa:4,2 mqa mla:64", *TEXT, "--quiet"],
-        "convert": ["convert", model, out, "--to", "mla", "--budget", "64", *TEXT, "--quiet"],
-        "drift": ["drift", model, out, "--samples", "4", "--seq-len", "128"],
+        "sweep": ["sweep", model, "--targets", "gqa:2 mqa mla:32+32", *TEXT, "--quiet"],
+        "convert": ["convert", model, out, "--to", "mla", "--budget", "16", *TEXT, "--quiet"],
+        "drift": ["drift", model, out, *TEXT],
     }
     for name, command in commands.items():
         kvfold.main([*command, "--report", str(folder / name)], standalone_mode=False)

@@ -253,7 +253,8 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Meas
                     time_left.one_done()
             writer.finish()
             made = processes.gathered(hashes())
-        measured = method.measured(journal.notes) if processes.is_first() else None
+        with stages.step("measuring"):
+            measured = method.measured(journal.notes) if processes.is_first() else None
         return plan, measured, {file: digest for each in made for file, digest in each.items()}
 
 

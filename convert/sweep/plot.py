@@ -1,6 +1,7 @@
 """A sweep as a picture: excess loss over the cache, folds and latents apart, with the limit that decides."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 from kvfold.convert.sweep.result import Row, Sweep
@@ -53,7 +54,7 @@ def _axes(axes: Any, sweep: Sweep) -> None:
     axes.set_xlim(source.elements * 1.15, min(ticks) / 1.25)
     axes.set_xlabel("KV-cache elements per token per layer, and the saving")
     axes.set_ylabel("excess loss, nats per token")
-    axes.set_title(f"{source.name}: {source.kind}", loc="left", fontsize=11)
+    axes.set_title(f"{Path(source.name).name}: {source.kind}", loc="left", fontsize=11)
     text = f"{source.sequences} x {source.length} held-out tokens of {source.text_name}; bars: 95 % intervals"
     axes.text(1, 1.01, text, transform=axes.transAxes, ha="right", va="bottom", fontsize=6.5, color="#777777")
     axes.margins(y=0.15)

@@ -156,7 +156,9 @@ class Sweep:
         if row is None:
             best = min(self.rows, key=lambda row: row.excess)
             advice = "more --refine steps" if best.request.refine else "--refine auto"
-            nearest = f"{best.kind} comes nearest ({_percent(best)})"
+            doubtful = best.interval is not None and best.interval[0] <= math.log1p(within)
+            doubt = "; the interval reaches the limit: more --samples narrow it" if doubtful else ""
+            nearest = f"{best.kind} comes nearest ({_percent(best)}{doubt})"
             return f"{limit}: none of these; {nearest}. Try {advice}, or larger targets"
         saved = f"{100 * (1 - row.elements / self.source.elements):.1f} % less cache"
         beyond = row.interval is not None and row.interval[1] > math.log1p(within)

@@ -87,6 +87,10 @@ def test_where_none_is_within_the_loss_the_nearest_is_named_and_nothing_is_writt
     assert found.smallest(0.01) is None
     expected = "within 1 % perplexity: none of these; GQA-2 comes nearest (+10.5 %, 95 % interval +10.0 to +11.1)"
     assert found.decision(0.01) == f"{expected}. Try --refine auto, or larger targets"
+    wide = tuple(replace(row, measured=replace(row.measured, excess_margin=0.3)) for row in found.rows)
+    assert "; the interval reaches the limit: more --samples narrow it). Try" in replace(found, rows=wide).decision(
+        0.01
+    )
     with pytest.raises(KvfoldError, match="OUT: nothing was written; within 1 % perplexity: none of these"):
         found.convert(0.01)
 
