@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from kvfold.convert.errors import InputError
@@ -13,6 +13,7 @@ from kvfold.convert.inspection.own import own_model
 from kvfold.convert.inspection.targets import CacheSize, TargetSize, cache_size, no_cache, target_sizes
 from kvfold.convert.io.checkpoint import Checkpoint, Reading, open_headers
 from kvfold.convert.io.headers import FLOAT_DTYPES
+from kvfold.convert.io.quantized.dense import keeps_quantized
 from kvfold.convert.targets.engines import Verdict, verdicts
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.mla.problems import model_problems
@@ -143,7 +144,7 @@ def _inspect_own(checkpoint: Checkpoint) -> Inspection:
     return Inspection(
         **facts,
         cache=_cache(own.source, own.result, [None] * own.source.geometry.layers, facts["dtype"]),
-        engines=verdicts(own.result),
+        engines=verdicts(replace(own.result, kept=keeps_quantized(checkpoint.reader))),
         targets=[],
         latent=None,
     )
@@ -223,18 +224,20 @@ def _inspect_latent(checkpoint: Checkpoint) -> Inspection:
         max_context=config.get("max_position_embeddings"),
         **_weights(checkpoint, dtype),
         cache=cache_size(latent_result(config), [None] * layers, dtype),
-        engines=_engines(config),
+        engines=_engines(checkpoint),
         targets=[],
         latent=None,
     )
 
 
-def _engines(config: dict[str, Any]) -> list[Verdict]:
+def _engines(checkpoint: Checkpoint) -> list[Verdict]:
     """What engines make of a latent model as kvfold writes it; none for other models of these classes."""
+    config = checkpoint.config
     kind, dense = config["model_type"], config.get("first_k_dense_replace") == config["num_hidden_layers"]
     unscaled = (config.get("rope_parameters") or {}).get("llama_4_scaling_beta") == 0
     written = {"youtu": config.get("attention_bias"), "deepseek_v3": dense, "mistral4": unscaled}.get(kind)
-    return verdicts(latent_result(config)) if written else []
+    result = replace(latent_result(config), kept=keeps_quantized(checkpoint.reader))
+    return verdicts(result) if written else []
 
 
 def _weights(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:

@@ -79,6 +79,11 @@ def dequantized(weights: Weights, dtype: str, where: str) -> Weights:
     )
 
 
+def keeps_quantized(reader: Reader) -> bool:
+    """Whether the files hold weights as ``--keep-quantized`` leaves them beside dense ones."""
+    return isinstance(reader, DequantizingReader) and any(map(reader.keepable, reader.packed))
+
+
 def check_libraries(reader: Reader) -> None:
     """Raises InputError when a library that ``reader`` needs is not installed."""
     if isinstance(reader, DequantizingReader):

@@ -13,6 +13,7 @@ from helpers.quantized import fp8_blocks, fp8_settings, mxfp4_experts, quantized
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.errors import InputError
+from kvfold.convert.inspection.facts import inspect_checkpoint
 from kvfold.convert.measure.verify import verify_checkpoint
 
 BLOCK = (16, 16)
@@ -86,6 +87,14 @@ def test_the_result_verifies_and_is_smaller(made: Path) -> None:
     card = (made / "mla" / "README.md").read_text()
     assert " --keep-quantized\n" in card
     assert "kvfold uptrain" not in card  # it trains dense weights
+
+
+def test_inspect_says_of_the_result_what_the_conversion_said_of_engines(made: Path) -> None:
+    for name in ("mla", "mla-dense"):
+        recorded = json.loads((made / name / "kvfold.json").read_text())["engines"]
+        found = {verdict.engine: verdict.serves for verdict in inspect_checkpoint(made / name).engines}
+        assert found == {each["engine"]: each["serves"] for each in recorded}
+    assert not {verdict.engine: verdict for verdict in inspect_checkpoint(made / "mla").engines}["mlx-lm"].serves
 
 
 def test_parts_of_blocks_and_dense_sources_are_refused(sources: dict[str, Path], tiny_family, tmp_path: Path) -> None:
