@@ -98,11 +98,15 @@ def run_command(
     raise SystemExit(0)
 
 
+_AGAIN = 0.02  # seconds: by then the finalizer that a signal fell into has ended
+
+
 @contextmanager
 def _terminable() -> Iterator[None]:
     """Signals that end a command raise KeyboardInterrupt in the block, once: a second does not disturb the clean-up.
 
-    A signal that whoever started the process ignores or handles (``nohup``) is left to them.
+    Python drops what is raised in a finalizer or in a callback of an import: such a signal is sent again. One that
+    whoever started the process ignores or handles (``nohup``) is left to them.
     """
     before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
     ours = [number for number, handler in before.items() if handler in (signal.SIG_DFL, signal.default_int_handler)]
@@ -110,15 +114,25 @@ def _terminable() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> NoReturn:
         for each in ours:
             signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(number)
+
+    def ignored(problem: "sys.UnraisableHookArgs") -> None:
+        if isinstance(problem.exc_value, KeyboardInterrupt) and problem.exc_value.args:
+            for each in ours:
+                signal.signal(each, interrupt)
+            threading.Timer(_AGAIN, os.kill, (os.getpid(), problem.exc_value.args[0])).start()
+        else:
+            hook(problem)
 
     if threading.current_thread() is not threading.main_thread():
         ours = []
     for each in ours:
         signal.signal(each, interrupt)
+    hook, sys.unraisablehook = sys.unraisablehook, ignored
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         for each in ours:
             signal.signal(each, before[each])
 

@@ -6,6 +6,8 @@ They are raised in the thread itself: one that is sent to the process may reach 
 import io
 import os
 import signal
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +46,22 @@ def test_a_second_signal_is_ignored(number):
         work()
     assert cleaned == [*ENDING]
     assert [signal.getsignal(each) for each in ENDING] == before
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_that_falls_into_a_finalizer_is_not_lost(number):
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    def work():
+        Finalized()
+        time.sleep(10)  # a signal ends it
+
+    hook = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt), _terminable():
+        work()
+    assert sys.unraisablehook is hook
 
 
 def test_a_signal_that_nohup_ignores_stays_ignored():
