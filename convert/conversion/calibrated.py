@@ -15,7 +15,7 @@ from kvfold.convert.conversion.calibration import hidden_states
 from kvfold.convert.conversion.method import Measured, Notes
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.checkpoint import open_checkpoint
-from kvfold.convert.stream.seq2seq import stream_class
+from kvfold.convert.stream.seq2seq import checkpoint_stream
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.walk.passes import chunk_size, last_states
@@ -74,7 +74,7 @@ class Calibrated(Measured):
 def written_loss(folder: Path, measured: Calibrated) -> float:
     """Mean negative log-likelihood of the checkpoint in ``folder`` on the held-out sequences, nats per token."""
     tokens = measured.tokens.held_out
-    with _written(folder, measured) as stream, hidden_states(measured.spill) as keep:
+    with written_stream(folder, measured.stream) as stream, hidden_states(measured.spill) as keep:
         parts = torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))
         states = last_states(stream, tokens, keep)
         return compare_predictions(stream, stream, states, states, parts).teacher_loss
@@ -84,17 +84,16 @@ def written_loss(folder: Path, measured: Calibrated) -> float:
 def written_cosine(folder: Path, measured: Calibrated) -> float:
     """Mean cosine similarity of the embeddings of held-out sequences by the encoder in ``folder`` and the source."""
     tokens = measured.tokens.held_out
-    with _written(folder, measured) as stream, hidden_states(measured.spill) as keep:
+    with written_stream(folder, measured.stream) as stream, hidden_states(measured.spill) as keep:
         states, expected = last_states(stream, tokens, keep), last_states(measured.stream, tokens, keep)
         return compare_predictions(measured.stream, stream, expected, states, [tokens]).cosine or 0.0
 
 
 @contextmanager
-def _written(folder: Path, measured: Calibrated) -> Iterator[CheckpointStream]:
+def written_stream(folder: Path, like: CheckpointStream) -> Iterator[CheckpointStream]:
     """The checkpoint in ``folder`` as a stream like the source's."""
-    checkpoint, like = open_checkpoint(folder), measured.stream
+    checkpoint = open_checkpoint(folder)
     try:
-        stream, place = stream_class(checkpoint.config), (like.device, like.dtype)
-        yield stream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), *place, encoded=like.encoded)
+        yield checkpoint_stream(checkpoint, like.device, like.dtype, like.encoded)
     finally:
         checkpoint.close()

@@ -12,7 +12,7 @@ from kvfold.convert.conversion.self_text import write_tokens
 from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.request import SELF
-from kvfold.convert.stream.seq2seq import stream_class
+from kvfold.convert.stream.seq2seq import checkpoint_stream
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.denoising import denoising_tasks
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
@@ -27,9 +27,7 @@ def source_stream(plan: Plan, encoded: int = 0) -> CheckpointStream:
     ``encoded``: how many tokens of a sequence are an encoder's.
     """
     checkpoint, device = plan.checkpoint, choose_device(plan.request.device)
-    dtype = compute_dtype(checkpoint, device)
-    stream = stream_class(checkpoint.config)
-    return stream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, dtype, encoded=encoded)
+    return checkpoint_stream(checkpoint, device, compute_dtype(checkpoint, device), encoded)
 
 
 def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None = None) -> CalibrationTokens:

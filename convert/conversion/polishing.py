@@ -13,7 +13,7 @@ from tqdm import tqdm
 from kvfold.attention.drift.lockstep import compare
 from kvfold.attention.drift.report import DriftReport, report_of
 from kvfold.convert.console import duration
-from kvfold.convert.conversion.calibrated import Calibrated
+from kvfold.convert.conversion.calibrated import Calibrated, written_stream
 from kvfold.convert.conversion.journal import POLISH_STATE
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.stages import Stages
@@ -85,13 +85,9 @@ def _text(source: CheckpointStream, tokens: Tensor, autocast: torch.dtype | None
 def _measure(calibrated: Calibrated, folder: Path) -> DriftReport:
     """The drift of the checkpoint in ``folder`` on the held-out sequences."""
     source, tokens = calibrated.stream, calibrated.tokens.held_out
-    written = open_checkpoint(folder)
-    try:
-        student = CheckpointStream(written.config, written.read, list(written.tensors), source.device, source.dtype)
+    with written_stream(folder, source) as student:
         measured = compare(source, student, tokens, chunk_size(source.device, tokens.shape[1]))
         return report_of(measured, source, student, tokens)
-    finally:
-        written.close()
 
 
 class _Display:

@@ -8,7 +8,6 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.families.schema import SPEECH
 from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.io.json_text import portable_name
 from kvfold.convert.request import RUN_ONLY, SELF, ConvertRequest
@@ -100,13 +99,12 @@ def _reader(plan: Plan) -> dict[str, str]:
 
 def _loader(plan: Plan) -> str:
     """The Auto class that loads the result."""
-    heads = plan.checkpoint.config.get("architectures") or ["Model"]
-    if plan.model.family.kind != "decoder" and all(str(name).endswith("Model") for name in heads):
+    family, heads = plan.model.family, plan.checkpoint.config.get("architectures") or ["Model"]
+    if family.kind == "decoder" or family.own_code is None:
+        return "AutoModelForCausalLM"
+    if all(str(name).endswith("Model") for name in heads):
         return "AutoModel"
-    if plan.model.family.reads_sound:
-        return SPEECH
-    headed = {"encoder": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
-    return headed.get(plan.model.family.kind, "AutoModelForCausalLM")
+    return next(auto for auto in family.own_code.classes if auto != "AutoModel")
 
 
 def _training(plan: Plan) -> str:

@@ -13,7 +13,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import encoders, load_family, seq2seq
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.stream.fits import check_fits
-from kvfold.convert.stream.seq2seq import stream_class
+from kvfold.convert.stream.seq2seq import checkpoint_stream
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.denoising import denoising_tasks
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
@@ -82,9 +82,9 @@ def _check_pair(source: Checkpoint, student: Checkpoint, model: str, out: str) -
 
 
 def _stream(checkpoint: Checkpoint, device: torch.device, dtype: str, encoded: int) -> CheckpointStream:
-    computed, stream = compute_dtype(checkpoint, device, dtype), stream_class(checkpoint.config)
+    computed = compute_dtype(checkpoint, device, dtype)
     try:
-        return stream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, computed, encoded=encoded)
+        return checkpoint_stream(checkpoint, device, computed, encoded)
     except InputError as error:
         raise InputError(f"{checkpoint.origin}: {error.message}", error.details) from error
 

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from kvfold.attention.checkpoints.registered import PREFIX, SEQ2SEQ
 from kvfold.attention.drift.frame import Arguments, Frame
 from kvfold.attention.drift.halves import Half, HalvesFrame
+from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.stream.stream import CheckpointStream
 
 
@@ -26,6 +27,14 @@ def stream_class(config: dict[str, Any]) -> type[CheckpointStream]:
     """The stream for checkpoints of ``config``."""
     kind = str(config.get("model_type")).removeprefix(PREFIX)
     return Seq2SeqStream if kind in SEQ2SEQ else CheckpointStream
+
+
+def checkpoint_stream(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, encoded: int = 0
+) -> CheckpointStream:
+    """A whole ``checkpoint`` as a stream; the first ``encoded`` tokens of a sequence are for an encoder."""
+    stream = stream_class(checkpoint.config)
+    return stream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, dtype, encoded=encoded)
 
 
 class Seq2SeqStream(CheckpointStream):

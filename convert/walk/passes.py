@@ -59,7 +59,7 @@ def gather(
         seen = output if source_heads is None else with_heads(output, source_heads, layer.arguments(hidden))
         accumulator.add(seen)
         inputs = output.attention_input.flatten(0, -2) if inputs is None else inputs
-        states[chunk] = residual(output)
+        states[chunk] = output.states
     if inputs is None:
         raise ValueError("states: expected at least one chunk, found none")
     check_finite(states, source, layer.index)
@@ -71,7 +71,7 @@ def gather(
 def advance(source: CheckpointStream, layer: OpenLayer, states: Hidden) -> None:
     """Replace ``states`` by the layer's outputs. Raises InputError when these are not finite."""
     for chunk, hidden in enumerate(states):
-        states[chunk] = residual(layer(hidden))
+        states[chunk] = layer(hidden).states
     check_finite(states, source, layer.index)
 
 
@@ -81,7 +81,7 @@ def through(layer: OpenLayer, states: Hidden) -> tuple[Hidden, Sequence[LayerOut
     after, outputs = states[:0], list[LayerOutput]()
     for chunk in states:
         output = layer(chunk)
-        after.append(residual(output))
+        after.append(output.states)
         if isinstance(states, list):
             outputs.append(output)
     return after, outputs if isinstance(states, list) else Recomputed(layer, states)
@@ -109,14 +109,6 @@ def embed(stream: CheckpointStream, tokens: Tensor, keep: Keep = list) -> Hidden
 def chunk_size(device: torch.device, length: int) -> int:
     """The number of sequences of ``length`` tokens in one layer call."""
     return max(1, (_CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS) // length)
-
-
-def residual(output: LayerOutput) -> Tensor:
-    """The residual stream after a layer, behind the states of an encoder where there are any.
-
-    Raises ValueError for the output of an attention alone.
-    """
-    return output.states
 
 
 def first_layer_seconds(

@@ -48,7 +48,7 @@ from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.finite import check_finite
 from kvfold.convert.walk.heads import ReadHeads
 from kvfold.convert.walk.hidden import Hidden, Keep
-from kvfold.convert.walk.passes import advance, chunk_size, embed, gather, residual, through
+from kvfold.convert.walk.passes import advance, chunk_size, embed, gather, through
 from kvfold.convert.walk.remembered import Remembered
 from kvfold.convert.walk.twin import Twin
 
@@ -120,7 +120,7 @@ class Step:
         with self.twin.stream.open_layer(self.index) as layer:
             self._take(layer, self.student_held_out)
             self._take(layer, self._onward())
-        expected = [residual(output) for output in self.outputs]
+        expected = [output.states for output in self.outputs]
         wrong = sum(float(squares(a - b)) for a, b in zip(expected, self.student_held_out, strict=True))
         distance = relative(wrong, sum(float(squares(each)) for each in expected))
         self.outputs = ()
@@ -133,7 +133,7 @@ class Step:
         for chunk, output in enumerate(self.outputs):
             same = torch.equal(self.held_out[chunk], self.student_held_out[chunk])
             student = output if same else self.teacher(self.student_held_out[chunk])
-            self.held_out[chunk], self.student_held_out[chunk] = residual(output), residual(student)
+            self.held_out[chunk], self.student_held_out[chunk] = output.states, student.states
         self._take(self.teacher, self._onward())
         self.outputs = ()
         self.done = True
@@ -145,7 +145,7 @@ class Step:
     def _take(self, layer: OpenLayer, states: Hidden) -> None:
         """Take ``states`` past ``layer``."""
         for chunk, hidden in enumerate(states):
-            states[chunk] = residual(layer(hidden))
+            states[chunk] = layer(hidden).states
 
 
 class _Replayed:
