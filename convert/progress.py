@@ -51,12 +51,17 @@ class _Display:
         self._drawn = 0.0
         self._begun = self._closed = self._said = 0.0  # of the command: its first stage, its last one, its last line
 
+    def begin(self) -> None:
+        """A command begins: its lines count from here."""
+        with self._lock:
+            self._begun = self._said = self._closed = time.time()
+
     @contextmanager
     def show(self, stage: Stage) -> Iterator[Callable[[int], None]]:
         with self._lock:
             if not self._stages:
-                if time.time() - self._closed > EVERY:  # else the same command's next stage
-                    self._begun = self._said = time.time()
+                if time.time() - self._closed > EVERY:  # else the next stage of the same command, or call from Python
+                    self.begin()
                 self._ended = threading.Event()
                 threading.Thread(target=self._beat, args=[self._ended], daemon=True).start()
             self._stages.append(stage)
@@ -111,6 +116,11 @@ class _Display:
 
 
 _DISPLAY = _Display()
+
+
+def begin() -> None:
+    """A command begins: lines that say what it does count its time."""
+    _DISPLAY.begin()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from kvfold.convert import progress
+from kvfold.convert.cli import main
 
 
 class Terminal(io.StringIO):
@@ -55,6 +56,20 @@ def test_many_short_stages_have_a_line_now_and_then_and_one_clock(monkeypatch):
     now[0] -= 0.01  # as if right behind the one before
     with progress.stage("measuring"):
         wait_for("[1:19] measuring\n", told.getvalue)
+
+
+def test_every_command_has_a_clock_of_its_own(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(progress, "_DISPLAY", progress._Display())
+    monkeypatch.setattr(progress.time, "time", lambda: now[0])
+    monkeypatch.setattr(sys, "stderr", told := io.StringIO())
+    with progress.stage("reading"):
+        now[0] += 40
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    monkeypatch.setattr(progress, "EVERY", 0.1)  # waited for by the real clock
+    with progress.stage("measuring"):
+        wait_for("[0:00] measuring\n", told.getvalue)
 
 
 def test_a_terminal_has_one_bar_that_is_gone_at_the_end(monkeypatch):
