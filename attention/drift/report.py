@@ -39,6 +39,7 @@ class DriftReport:
     """The result of ``measure_drift``. ``floor`` is None when it was not requested, or nothing wider exists.
 
     ``about`` says what was compared on which text, where a caller knows: plain values, a mapping for each.
+    ``loss_name`` is what the losses are called where they are not of the next tokens of a text: an encoder-decoder's.
     """
 
     sequences: int
@@ -51,12 +52,15 @@ class DriftReport:
     measured: Measurement
     floor: Floor | None
     about: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    loss_name: str | None = None
 
     def __repr__(self) -> str:
         measured = self.measured
         if measured.cosine is not None:
             return f"DriftReport({self.sequences} x {self.length} tokens: cosine similarity {measured.cosine:.4f})"
-        both = f"perplexity {perplexity(measured.teacher_loss):.2f} -> {perplexity(measured.student_loss):.2f}"
+        name, losses = self.loss_name or "perplexity", (measured.teacher_loss, measured.student_loss)
+        before, after = losses if self.loss_name else map(perplexity, losses)
+        both = f"{name} {before:.2f} -> {after:.2f}"
         return (
             f"DriftReport({self.sequences} x {self.length} tokens: KL {measured.kl:.4f} nats, "
             f"top-1 agreement {100 * measured.agreement:.1f} %, {both})"
@@ -88,6 +92,7 @@ class DriftReport:
             "floor": None if self.floor is None else {k: v for k, v in asdict(self.floor).items() if k != "measured"},
             "identical": self.identical,
             **self._similarity(),
+            **self._loss(),
             "kl": {**_pair(measured.kl, None if floor is None else floor.kl), "margin": _finite(measured.kl_margin)},
             "agreement": _pair(measured.agreement, None if floor is None else floor.agreement),
             "excess": {
@@ -113,6 +118,15 @@ class DriftReport:
             return {}
         pair = _pair(measured.cosine, None if floor is None else floor.cosine)
         return {"cosine": {**pair, "margin": _finite(measured.cosine_margin)}}
+
+    def _loss(self) -> dict[str, Any]:
+        """The entry ``loss`` of ``to_dict``, for encoder-decoders alone: nats per token that the decoder writes."""
+        measured, floor = self.measured, None if self.floor is None else self.floor.measured
+        if self.loss_name is None:
+            return {}
+        losses = {"source": _finite(measured.teacher_loss), "student": _finite(measured.student_loss)}
+        low = None if floor is None else _finite(abs(floor.excess))
+        return {"loss": {"name": self.loss_name, **losses, "floor": low}}
 
     def to_json(self) -> str:
         """``to_dict`` as JSON text: equal reports give equal bytes."""

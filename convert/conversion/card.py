@@ -113,9 +113,10 @@ def _measured(record: Mapping[str, Any], source: str) -> str:
             text=text_name(record),
             source=source,
         )
-    perplexity, size = drift["perplexity"], drift["cache_bytes_per_token"]
+    both, size = drift.get("loss") or drift["perplexity"], drift["cache_bytes_per_token"]
+    name = f"{both['name']}, nats per token" if "name" in both else "perplexity"
     return f"""| cache, bytes per token | {size["source"]} | {size["student"]} |
-| perplexity | {perplexity["source"]:.3f} | {perplexity["student"]:.3f} |
+| {name} | {both["source"]:.3f} | {both["student"]:.3f} |
 {_excess_row(drift["excess"])}| KL of next-token distributions, nats | | {drift["kl"]["value"]:.4f} |
 | top-1 agreement | | {100 * drift["agreement"]["value"]:.1f} % |
 

@@ -102,15 +102,20 @@ def cost_text(record: Mapping[str, Any]) -> str:
             f"on {drift['sequences']} x {drift['length']} held-out tokens of {text_name(record)}: cosine similarity of "
             f"embeddings {drift['cosine']['value']:.4f}{cosine_margin(drift['cosine'])}"
         )
-    excess, both = drift["excess"], drift["perplexity"]
+    excess, both = drift["excess"], drift.get("loss") or drift["perplexity"]
     if None in (excess["value"], excess["margin"], both["source"], both["student"]):
         return "on held-out text the converted model gives numbers that are not finite, or there is one sequence only"
-    low, high = (100 * math.expm1(excess["value"] + side * excess["margin"]) for side in (-1, 1))
+    values = (excess["value"] + side * excess["margin"] for side in (0, -1, 1))
+    name = both.get("name", "perplexity")
+    if "loss" in drift:
+        lost, low, high = (f"{value:+.4f}" for value in values)
+        change = f"{both['source']:.4f} -> {both['student']:.4f} nats per token ({lost}, 95 % interval {low} to {high})"
+    else:
+        lost, low, high = (f"{100 * math.expm1(value):+.1f}" for value in values)
+        change = f"{both['source']:.2f} -> {both['student']:.2f} ({lost} %, 95 % interval {low} to {high})"
     return (
-        f"on {drift['sequences']} x {drift['length']} held-out tokens of {text_name(record)}: perplexity "
-        f"{both['source']:.2f} -> {both['student']:.2f} ({100 * math.expm1(excess['value']):+.1f} %, 95 % interval "
-        f"{low:+.1f} to {high:+.1f}), KL {drift['kl']['value']:.4f} nats, top-1 agreement "
-        f"{100 * drift['agreement']['value']:.1f} %"
+        f"on {drift['sequences']} x {drift['length']} held-out tokens of {text_name(record)}: {name} {change}, KL "
+        f"{drift['kl']['value']:.4f} nats, top-1 agreement {100 * drift['agreement']['value']:.1f} %"
     )
 
 

@@ -8,6 +8,7 @@ and the drift measured on exactly what a reader of the checkpoint will load.
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -138,4 +139,5 @@ class StudentWalk:
     def measured(self, choices: Notes) -> Calibrated:
         """The drift after the last layer. ``choices`` are further entries of ``kvfold.json``."""
         drift = report_of(self.measurement(), self._source, self.stream, self._tokens.held_out)
+        drift = replace(drift, loss_name=self._tokens.loss)
         return Calibrated(self._tokens, drift, choices, self._source, self._plan.request.spill)

@@ -66,7 +66,11 @@ def drift_checkpoints(
             name: {"name": checkpoint.origin, "sha256": checkpoint.source_hash()}
             for name, checkpoint in (("source", source), ("converted", student))
         }
-        return replace(report, about={**models, "text": {"name": read.source, "sha256": read.digest, "seed": seed}})
+        about: dict[str, dict[str, Any]] = {
+            **models,
+            "text": {"name": read.source, "sha256": read.digest, "seed": seed},
+        }
+        return replace(report, about=about, loss_name=read.loss)
     finally:
         source.close()
         student.close()

@@ -34,7 +34,9 @@ def _heading(report: DriftReport) -> list[str]:
     if report.student_dtype != dtype:
         dtype = f"{dtype} (converted: {report.student_dtype})"
     count = _count(report.sequences, "sequence")
-    lines = [f"drift over {count} of {report.length} tokens, {dtype} on {report.device}"]
+    predicted = report.measured.predictions // report.sequences
+    each = f"{report.length} tokens" + (f" ({predicted} predicted)" if report.loss_name else "")
+    lines = [f"drift over {count} of {each}, {dtype} on {report.device}"]
     if report.floor is None:
         lines.append("floor: not measured")
     else:
@@ -62,13 +64,12 @@ def _totals(report: DriftReport) -> list[str]:
             f"cosine similarity of embeddings, mean over sequences: {measured.cosine:.6f}{margin}; floor {low or '-'}",
             "cache: none, an encoder keeps none",
         ]
-    before, after = perplexity(measured.teacher_loss), perplexity(measured.student_loss)
     ratio = report.student_cache_bytes / report.source_cache_bytes if report.source_cache_bytes else math.nan
     rows = [
         ("", "source", "converted", "drift", "floor"),
-        ("perplexity", _value(before), _value(after), _percent(measured.excess), floor and _percent(abs(floor.excess))),
+        *([] if report.loss_name else [_perplexity(measured, floor)]),
         (
-            "loss, nats per token",
+            f"{report.loss_name}, nats per token" if report.loss_name else "loss, nats per token",
             _value(measured.teacher_loss),
             _value(measured.student_loss),
             _signed(measured.excess),
@@ -85,12 +86,21 @@ def _totals(report: DriftReport) -> list[str]:
         ),
     ]
     lines = [f"{name:<36} {a:>12} {b:>12} {drift:>12} {low or '-':>12}".rstrip() for name, a, b, drift, low in rows]
-    return [*lines, *_interval(measured)]
+    return [*lines, *_interval(measured, report.loss_name)]
 
 
-def _interval(measured: Measurement) -> list[str]:
+def _perplexity(measured: Measurement, floor: Measurement | None) -> tuple[str, str, str, str, str | None]:
+    before, after = perplexity(measured.teacher_loss), perplexity(measured.student_loss)
+    low = None if floor is None else _percent(abs(floor.excess))
+    return "perplexity", _value(before), _value(after), _percent(measured.excess), low
+
+
+def _interval(measured: Measurement, loss_name: str | None) -> list[str]:
     if measured.excess_margin is None:
         return []
+    if loss_name:
+        low, high = (_signed(measured.excess + side * measured.excess_margin) for side in (-1, 1))
+        return [f"95 % interval of the {loss_name}'s drift, by sequence: {low} to {high} nats per token"]
     low, high = (_percent(measured.excess + side * measured.excess_margin) for side in (-1, 1))
     return [f"95 % interval of the perplexity's drift, by sequence: {low} to {high}"]
 

@@ -29,6 +29,7 @@ from kvfold.convert.text.windows import CalibrationTokens
 
 _SPAN = 3.0  # tokens of a span, on average
 _CORRUPTED, _INFILLED = 0.15, 0.3
+LOSS = "denoising loss"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def denoising_tasks(
         if len(getattr(tokens, name))
     }
     sequences: dict[str, Any] = {name: each for name, (each, _) in made.items()}
-    return replace(tokens, encoded=next(iter(made.values()))[1], **sequences)
+    return replace(tokens, encoded=next(iter(made.values()))[1], loss=LOSS, **sequences)
 
 
 def _task_of(tokenizer: Any, config: Mapping[str, Any]) -> _Task:

@@ -23,7 +23,8 @@ class CalibrationTokens:
 
     ``source`` is the name of the text for users; ``digest`` is the text's SHA-256 (the name's, for a dataset).
     ``further`` sequences are for training that takes more than the calibration sequences; there may be none. The first
-    ``encoded`` tokens of a sequence are for an encoder, the others for its decoder.
+    ``encoded`` tokens of a sequence are for an encoder, the others for its decoder; ``loss`` then names
+    the loss of these.
     """
 
     calibration: Tensor
@@ -32,6 +33,7 @@ class CalibrationTokens:
     digest: str
     further: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
     encoded: int = 0
+    loss: str | None = None
 
     @property
     def training(self) -> Tensor:

@@ -16,13 +16,16 @@ from transformers import AutoTokenizer
 import kvfold.convert.data
 from kvfold.attention.checkpoints import registered
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
+from kvfold.convert.conversion.record import cost_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import check_decodes, seq2seq
 from kvfold.convert.families.layout import read_layer, write_layer
 from kvfold.convert.families.model import model_of
 from kvfold.convert.inspection.text import summary
 from kvfold.convert.measure.drift import drift_checkpoints
+from kvfold.convert.measure.table import drift_table
 from kvfold.convert.measure.verify import verify_checkpoint
+from kvfold.convert.report.pages import totals
 from kvfold.convert.transforms.fold import pool
 
 DEMO = Path(kvfold.convert.data.__file__).parent / "demo"
@@ -244,13 +247,22 @@ def reads_text(tiny_family, tmp_path_factory) -> Callable[[str], Path]:
 def test_principal_loses_less_than_the_mean(reads_text, tmp_path):
     source = reads_text("t5")
     mean = convert(source, tmp_path / "mean", to="gqa", kv_heads=4, method="mean")
-    measured = drift_checkpoints(source, mean, samples=4, seq_len=64).measured
+    report = drift_checkpoints(source, mean, samples=4, seq_len=64)
+    measured = report.measured
     principal = convert(source, tmp_path / "principal", to="gqa", kv_heads=4, samples=8, seq_len=64)
     record = json.loads((principal / "kvfold.json").read_text())
     assert 0 < record["drift"]["kl"]["value"] < 0.5 * measured.kl
     assert len(record["drift"]["layers"]) == len(measured.layers) == 4
     assert 0 < record["calibration"]["of_them_encoded"] < record["calibration"]["tokens_each"]
     assert verify_checkpoint(str(principal)).problems == []
+    loss, card, line = record["drift"]["loss"], (principal / "README.md").read_text(), cost_text(record)
+    assert loss["student"] - loss["source"] == pytest.approx(record["drift"]["excess"]["value"])
+    assert f"| denoising loss, nats per token | {loss['source']:.3f} | {loss['student']:.3f} |" in card
+    assert f": denoising loss {loss['source']:.4f} -> {loss['student']:.4f} nats per token (" in line
+    assert totals(record["drift"])[1][0] == "denoising loss, nats per token"
+    assert not any("perplexity" in text for text in (card, line, drift_table(report), repr(report)))
+    assert drift_table(report).splitlines()[0].startswith("drift over 4 sequences of 71 tokens (13 predicted), float32")
+    assert "\ndenoising loss, nats per token " in drift_table(report)
 
 
 def test_a_full_latent_that_is_calibrated_loses_nothing(reads_text, tmp_path):
