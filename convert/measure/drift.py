@@ -1,7 +1,7 @@
 """``kvfold drift``: two checkpoints side by side, one layer of each in memory."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +11,13 @@ from kvfold.attention.drift.report import DriftReport, floor_count, measure_drif
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import encoders, load_family, seq2seq
+from kvfold.convert.families.model import Model
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.stream.fits import check_fits
 from kvfold.convert.stream.seq2seq import checkpoint_stream
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.denoising import denoising_tasks
+from kvfold.convert.text.dictation import dictation_tasks
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
 
@@ -35,10 +37,10 @@ def drift_checkpoints(
 ) -> DriftReport:
     """Measure ``out`` against ``model`` on ``samples`` sequences of ``seq_len`` tokens of ``text``.
 
-    Without ``text``: held-out text that ships with kvfold and that no conversion calibrates on. ``seed`` draws the
-    sequences; ``progress(done, total)`` is called after every layer. ``about`` of the result has the names and hashes
-    of both models and of the text. Raises InputError when a checkpoint cannot be opened, the two do not belong
-    together, or there is too little text.
+    Without ``text``: held-out text that ships with kvfold and that no conversion calibrates on; whisper hears synthetic
+    sound beside it. ``seed`` draws the sequences; ``progress(done, total)`` is called after every layer. ``about`` of
+    the result has the names and hashes of both models and of the text. Raises InputError when a checkpoint cannot be
+    opened, the two do not belong together, or there is too little text.
 
     >>> drift_checkpoints(demo_folder(), demo_folder(), samples=1, seq_len=32).identical
     True
@@ -47,15 +49,8 @@ def drift_checkpoints(
     source, student = open_checkpoint(model), open_checkpoint(out)
     try:
         _check_pair(source, student, model, out)
-        place, kind = choose_device(device), str(source.config.get("model_type"))
-        tokenizer = load_tokenizer(source, trust_remote_code, "measuring drift")
-        read = drift_tokens(text, tokenizer, samples, seq_len, seed, closed=kind in (*encoders(), *seq2seq()))
-        if kind in seq2seq():
-            if load_family(kind).reads_sound:
-                raise InputError(
-                    f"{source.origin}: kvfold drift reads text, {kind} reads sound; compare transcripts of both instead"
-                )
-            read = denoising_tasks(read, tokenizer, source.config, seed)
+        place, tokenizer = choose_device(device), load_tokenizer(source, trust_remote_code, "measuring drift")
+        read = _tokens(source.config, text, tokenizer, samples, seq_len, seed)
         streams = _stream(source, place, dtype, read.encoded), _stream(student, place, dtype, read.encoded)
         tokens = read.calibration
         for stream, checkpoint in zip(streams, (source, student), strict=True):
@@ -74,6 +69,21 @@ def drift_checkpoints(
     finally:
         source.close()
         student.close()
+
+
+def _tokens(
+    config: Mapping[str, Any], text: str | None, tokenizer: Any, samples: int, seq_len: int, seed: int
+) -> CalibrationTokens:
+    """What a model of ``config`` reads: text, of an encoder-decoder a task made of it."""
+    kind = str(config.get("model_type"))
+    if kind not in seq2seq():
+        return drift_tokens(text, tokenizer, samples, seq_len, seed, closed=kind in encoders())
+    family = load_family(kind)
+    if family.reads_sound:
+        positions = Model(family, dict(config)).geometry.positions  # Whisper writes 448 tokens at most
+        read = drift_tokens(text, tokenizer, samples, min(seq_len, positions), seed, closed=True)
+        return dictation_tasks(read, config)
+    return denoising_tasks(drift_tokens(text, tokenizer, samples, seq_len, seed, closed=True), tokenizer, config, seed)
 
 
 def _check_pair(source: Checkpoint, student: Checkpoint, model: str, out: str) -> None:

@@ -35,7 +35,7 @@ def _heading(report: DriftReport) -> list[str]:
         dtype = f"{dtype} (converted: {report.student_dtype})"
     count = _count(report.sequences, "sequence")
     predicted = report.measured.predictions // report.sequences
-    each = f"{report.length} tokens" + (f" ({predicted} predicted)" if report.loss_name else "")
+    each = f"{report.length} positions ({predicted} predicted)" if report.loss_name else f"{report.length} tokens"
     lines = [f"drift over {count} of {each}, {dtype} on {report.device}"]
     if report.floor is None:
         lines.append("floor: not measured")

@@ -16,16 +16,19 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.modeling_outputs import BaseModelOutput
 
-from kvfold.attention.checkpoints.registered import PREFIX, SEQ2SEQ
+from kvfold.attention.checkpoints.registered import PREFIX, SEQ2SEQ, SPEECH
 from kvfold.attention.drift.frame import Arguments, Frame
 from kvfold.attention.drift.halves import Half, HalvesFrame
 from kvfold.convert.io.checkpoint import Checkpoint
+from kvfold.convert.stream.sound import synthetic_sound
 from kvfold.convert.stream.stream import CheckpointStream
 
 
 def stream_class(config: dict[str, Any]) -> type[CheckpointStream]:
     """The stream for checkpoints of ``config``."""
     kind = str(config.get("model_type")).removeprefix(PREFIX)
+    if kind in SPEECH:
+        return SpeechStream
     return Seq2SeqStream if kind in SEQ2SEQ else CheckpointStream
 
 
@@ -71,11 +74,16 @@ class Seq2SeqStream(CheckpointStream):
         table = self.parameters.rows(self._embedding, rows)
         names = self._names_under(self._encoder_path, self._encoder_layers)
         tensors = {name.removeprefix(f"{self._encoder_path}."): each for name, each in self._named(names).items()}
-        inputs = {"input_ids": local[:, : self.encoded]}
-        states = functional_call(self._encoder, {**tensors, "embed_tokens.weight": table}, (), inputs)[0]
+        states = self._states_of(tokens, local, tensors, table)
         ends = {**self._ends(head=False), f"{self._decoder_path}.embed_tokens.weight": table}
         given = {"encoder_outputs": BaseModelOutput(states), "decoder_input_ids": local[:, self.encoded :]}
         return torch.cat([states, self._enter(ends, **given)[0]], 1)
+
+    def _states_of(self, tokens: Tensor, local: Tensor, tensors: dict[str, Tensor], table: Tensor) -> Tensor:
+        """The encoder's states ``[B, S, E]``; ``local`` are the ``tokens [B, S + T]`` as rows of ``table``."""
+        inputs = {"input_ids": local[:, : self.encoded]}
+        states: Tensor = functional_call(self._encoder, {**tensors, "embed_tokens.weight": table}, (), inputs)[0]
+        return states
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -150,6 +158,17 @@ class Seq2SeqStream(CheckpointStream):
         attention: Any = first.get_submodule(first.attends_by)
         attention.relative_attention_bias = nn.Embedding(len(table), table.shape[1], _weight=table, _freeze=True)
         return attention
+
+
+class SpeechStream(Seq2SeqStream):
+    """That of a model whose encoder hears: the first ``encoded`` tokens are the number of a synthetic sound."""
+
+    def _states_of(self, tokens: Tensor, local: Tensor, tensors: dict[str, Tensor], table: Tensor) -> Tensor:
+        encoder = self._encoder
+        frames = self.encoded * encoder.conv1.stride[0] * encoder.conv2.stride[0]
+        sound = synthetic_sound(tokens[:, 0], encoder.num_mel_bins, frames).to(self.device, self.dtype)
+        states: Tensor = functional_call(encoder, tensors, (), {"input_features": sound})[0]
+        return states
 
 
 class _Read(nn.Module):

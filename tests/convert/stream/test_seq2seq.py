@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.stream.seq2seq import Seq2SeqStream, stream_class
+from kvfold.convert.stream.sound import synthetic_sound
 from kvfold.convert.walk.statistics import StatisticsAccumulator
 
 SOURCE, TARGET = 12, 8
@@ -73,3 +74,21 @@ def test_a_model_without_a_head_has_no_stream(tiny_family):
     config = {**checkpoint.config, "architectures": ["T5Model"]}
     with pytest.raises(InputError, match="expected a model with a language-model head, found T5Model"):
         Seq2SeqStream(config, checkpoint.read, list(checkpoint.tensors), encoded=SOURCE)
+
+
+@torch.no_grad()
+def test_whisper_hears_the_sound_of_a_number(tiny_family):
+    folder = tiny_family("whisper")
+    checkpoint = open_checkpoint(str(folder))
+    stream = stream_class(checkpoint.config)(checkpoint.config, checkpoint.read, list(checkpoint.tensors), encoded=10)
+    written = torch.randint(3, 97, (3, TARGET), generator=torch.Generator().manual_seed(5))
+    states = stream.embed(torch.cat([torch.tensor([[4], [7], [4]]).expand(-1, 10), written], 1))
+    assert torch.equal(states[0, :10], states[2, :10])
+    for index in range(stream.layers):
+        with stream.open_layer(index) as layer:
+            states = layer(states).states
+    stock = AutoModelForSpeechSeq2Seq.from_pretrained(folder).eval()
+    sound = synthetic_sound(torch.tensor([4, 7, 4]), 16, 20)
+    assert (sound.min() > -1, sound.max() < 1, not torch.equal(sound[0], sound[1])) == (True, True, True)
+    expected = stock(input_features=sound, decoder_input_ids=written).logits
+    assert torch.equal(stream.logits(states[:, 10:]), expected)
