@@ -1,8 +1,7 @@
 """The ``kvfold`` command. Heavy modules are imported inside the commands: ``--help`` and ``inspect`` must be quick."""
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn
@@ -57,18 +56,6 @@ def kvfold(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
-
-
-def _shown(name: str, stack: ExitStack) -> Callable[[int, int], None]:
-    """Shows layers that are done on stderr, as a stage that ends with ``stack``."""
-    advance: list[Callable[[int], None]] = []
-
-    def progress(done: int, total: int) -> None:
-        if not advance:
-            advance.append(stack.enter_context(stage(name, total, "layer")))
-        advance[0](1)
-
-    return progress
 
 
 @kvfold.command(short_help="What MODEL is, what it can become, and what that saves.")
@@ -234,8 +221,7 @@ def drift(model: str, out: str, json_file: str | None, report: str | None, **opt
 
     if report is not None:
         check_report(report)
-    with ExitStack() as stack:
-        measured = drift_checkpoints(model, out, **options, progress=_shown("comparing", stack))
+    measured = drift_checkpoints(model, out, **options, quiet=False)
     if json_file is not None:
         write_text(json_file, measured.to_json())
     text = drift_table(measured)

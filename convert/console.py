@@ -10,7 +10,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,7 @@ from kvfold.convert.errors import ENDING_SIGNALS, InputError, KvfoldError, did_y
 
 STDOUT = "-"  # in place of the name of a file to write
 _PLOT_KINDS = (".png", ".svg", ".pdf")
-_LEAST_PRINTED = 10  # seconds left
+LEAST_PRINTED = 10  # seconds; estimates below it are not told
 
 
 # Options by panels
@@ -156,11 +156,20 @@ class TimeLeft:
     """Prints one estimate of the time left, from the time between the first two finished layers.
 
     That is all of a layer's time: forward passes, fit, refinement, writing. ``remaining``: layers to do. No line for
-    less than ten seconds, or with ``quiet``. Training counts in steps, with ``unit`` "step".
+    less than ten seconds, or with ``quiet``. Training counts in steps, with ``unit`` "step". ``beside``: the seconds of
+    all else that is to come, from those of a unit; ``what`` names it.
     """
 
-    def __init__(self, remaining: int, quiet: bool, unit: str = "layer") -> None:
+    def __init__(
+        self,
+        remaining: int,
+        quiet: bool,
+        unit: str = "layer",
+        what: str = "",
+        beside: Callable[[float], float] = lambda each: 0.0,
+    ) -> None:
         self._remaining, self._quiet, self._unit = remaining, quiet, unit
+        self._what, self._beside = what, beside
         self._last: float | None = None
         self._printed = False
 
@@ -171,11 +180,11 @@ class TimeLeft:
         if last is None or self._printed:
             return
         self._printed = True
-        seconds = (now - last) * self._remaining
-        if seconds >= _LEAST_PRINTED and not self._quiet:
+        seconds = (now - last) * self._remaining + self._beside(now - last)
+        if seconds >= LEAST_PRINTED and not self._quiet:
             from tqdm import tqdm
 
-            rest = f"about {duration(seconds)} for the remaining {self._remaining}"
+            rest = f"about {duration(seconds)} for the remaining {self._remaining}{self._what}"
             each = duration(now - last) if now - last >= 1 else f"{now - last:.1f} s"
             tqdm.write(f"{each} per {self._unit}; {rest}", file=sys.stderr)
 

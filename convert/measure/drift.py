@@ -1,18 +1,24 @@
 """``kvfold drift``: two checkpoints side by side, one layer of each in memory."""
 
 import os
+import sys
+import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvfold.attention.drift.report import DriftReport, floor_count, measure_drift
+from kvfold.convert.console import TimeLeft
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import encoders, load_family, seq2seq
 from kvfold.convert.families.model import Model
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
+from kvfold.convert.progress import stage
 from kvfold.convert.stream.fits import check_fits
 from kvfold.convert.stream.seq2seq import checkpoint_stream
 from kvfold.convert.stream.stream import CheckpointStream
@@ -20,6 +26,10 @@ from kvfold.convert.text.denoising import denoising_tasks
 from kvfold.convert.text.dictation import dictation_tasks
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
+
+_FLOOR_COST = 1.6  # of a token in the rounding floor's layers, in compared ones: SmolLM2-135M 1.46, the demo model 1.83
+_HEAD_COST = 4.5  # of both models' next-token distributions and their KL, in logits of one: 4.2 and 5.1 there
+_TIMED_TOKENS = 128
 
 
 def drift_checkpoints(
@@ -34,12 +44,14 @@ def drift_checkpoints(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    quiet: bool = True,
 ) -> DriftReport:
     """Measure ``out`` against ``model`` on ``samples`` sequences of ``seq_len`` tokens of ``text``.
 
     Without ``text``: held-out text that ships with kvfold and that no conversion calibrates on; whisper hears synthetic
-    sound beside it. ``seed`` draws the sequences; ``progress(done, total)`` is called after every layer. ``about`` of
-    the result has the names and hashes of both models and of the text. Raises InputError when a checkpoint cannot be
+    sound beside it. ``seed`` draws the sequences; ``progress(done, total)`` is called after every layer, of the
+    comparison and then of the rounding floor; without ``quiet`` the time left and a bar are shown on stderr. ``about``
+    of the result has the names and hashes of both models and of the text. Raises InputError when a checkpoint cannot be
     opened, the two do not belong together, or there is too little text.
 
     >>> drift_checkpoints(demo_folder(), demo_folder(), samples=1, seq_len=32).identical
@@ -56,7 +68,9 @@ def drift_checkpoints(
         for stream, checkpoint in zip(streams, (source, student), strict=True):
             check_fits(stream.parameters.map, checkpoint.tensors, checkpoint.origin)
         check_vocabulary(tokens, streams[0].vocabulary, source.origin)
-        report = measure_drift(*streams, tokens, floor_sequences=floor_count(tokens), progress=progress)
+        with ExitStack() as stack:
+            shown = progress if quiet else _shown(streams[0], tokens, read.source, progress, stack)
+            report = measure_drift(*streams, tokens, floor_sequences=floor_count(tokens), progress=shown)
         models = {
             name: {"name": checkpoint.origin, "sha256": checkpoint.source_hash()}
             for name, checkpoint in (("source", source), ("converted", student))
@@ -84,6 +98,47 @@ def _tokens(
         read = drift_tokens(text, tokenizer, samples, min(seq_len, positions), seed, closed=True)
         return dictation_tasks(read, config)
     return denoising_tasks(drift_tokens(text, tokenizer, samples, seq_len, seed, closed=True), tokenizer, config, seed)
+
+
+def _shown(
+    source: CheckpointStream,
+    tokens: Tensor,
+    text: str,
+    progress: Callable[[int, int], None] | None,
+    stack: ExitStack,
+) -> Callable[[int, int], None]:
+    """Shows on stderr what is compared, its layers as stages that end with ``stack``, and the time left."""
+    print(f"comparing on {tokens.shape[0]} x {tokens.shape[1]} tokens of {text}", file=sys.stderr, flush=True)
+    layers, rounding = source.layers, _FLOOR_COST * floor_count(tokens) / len(tokens)
+    head = 0.0 if source.encodes else _HEAD_COST * tokens.numel() * _logit_seconds(source, tokens)
+    left = TimeLeft(
+        layers, False, what=", and rounding", beside=lambda each: head * (1 + rounding) + each * layers * rounding
+    )
+    names = iter(("comparing", "measuring rounding,"))
+    advance = stack.enter_context(stage(next(names), layers, "layer"))
+
+    def step(done: int, total: int) -> None:
+        nonlocal advance
+        left.one_done()
+        if done == layers < total:  # the stages follow each other, so that one bar is open
+            stack.close()
+            advance = stack.enter_context(stage(next(names), layers, "layer"))
+        else:
+            advance(1)
+        if progress is not None:
+            progress(done, total)
+
+    return step
+
+
+@torch.no_grad()
+def _logit_seconds(source: CheckpointStream, tokens: Tensor) -> float:
+    """Seconds that the logits of a token take, after a first that warms up."""
+    states = source.embed(tokens[:1, : source.encoded + _TIMED_TOKENS])[:, source.encoded :]
+    for _ in range(2):
+        started = time.monotonic()
+        float(source.logits(states)[0, -1, -1])
+    return (time.monotonic() - started) / states.shape[1]
 
 
 def _check_pair(source: Checkpoint, student: Checkpoint, model: str, out: str) -> None:

@@ -1,10 +1,6 @@
-"""``transformers.Trainer`` for uptraining: losses, drift on held-out text, and the log of the run."""
+"""``transformers.Trainer`` for uptraining: losses, and drift on held-out text."""
 
-import json
 import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import SequentialSampler
-from tqdm import tqdm
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback
 
-from kvfold.convert.console import TimeLeft
-from kvfold.convert.errors import KvfoldError
-from kvfold.convert.progress import stage
 from kvfold.convert.training.constant import ConstantChannel
 from kvfold.convert.training.loss import distillation_loss, next_token_loss
 from kvfold.convert.training.rates import relative_groups, tensor_sizes
 from kvfold.convert.uptrain.data import TrainingOrder
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.resume import LOG, mark_complete
+from kvfold.convert.uptrain.run_log import RunLog
 
 
 class Uptrainer(Trainer):  # type: ignore[misc]
@@ -45,7 +37,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         teacher: Any = None,
         channel: ConstantChannel | None = None,
     ) -> None:
-        self._run_log = log = RunLog(request)
+        self._run_log = log = RunLog(request, arguments.world_size)
         super().__init__(model=model, args=arguments, train_dataset=order, eval_dataset=list(held_out), callbacks=[log])
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = False
@@ -98,14 +90,18 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         """Loss and perplexity on the held-out text; with a teacher also the KL from it and the excess over its loss."""
         self.model.eval()
         sums = torch.zeros(4, dtype=torch.float64, device=self.args.device)
-        for tokens, weight in self._own_evaluation():
-            logits = self.model(input_ids=tokens, use_cache=False).logits
-            losses = [next_token_loss(logits, tokens)]
-            if self._teacher is not None:
-                teacher = self._teacher_logits(tokens)
-                losses += [distillation_loss(logits, teacher, 1.0), next_token_loss(teacher, tokens)]
-            sums[: len(losses)] += torch.stack(losses).double() * weight
-            sums[3] += weight
+        batches = self._own_evaluation()
+        with self._run_log.measuring(len(batches)) as advance:
+            for tokens, weight in batches:
+                logits = self.model(input_ids=tokens, use_cache=False).logits
+                losses = [next_token_loss(logits, tokens)]
+                if self._teacher is not None:
+                    teacher = self._teacher_logits(tokens)
+                    losses += [distillation_loss(logits, teacher, 1.0), next_token_loss(teacher, tokens)]
+                sums[: len(losses)] += torch.stack(losses).double() * weight
+                sums[3] += weight
+                float(sums[3])  # waits for the device: the time of a batch is told
+                advance()
         self.model.train()
         if dist.is_initialized():
             dist.all_reduce(sums)
@@ -117,76 +113,21 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _own_evaluation(self) -> Iterator[tuple[Tensor, int]]:
-        """This process's held-out batches and their numbers of sequences, 0 for those that only fill up.
+    def _own_evaluation(self) -> list[tuple[Tensor, int]]:
+        """This process's held-out batches on its device and their numbers of sequences, 0 for those that only fill up.
 
         All processes have equally many batches, as sharded models need.
         """
         batches = torch.split(self._held_out, self._request.micro_batch)
         world, rank = self.args.world_size, self.args.process_index
-        for number in range(rank, math.ceil(len(batches) / world) * world, world):
-            batch = batches[min(number, len(batches) - 1)]
-            yield batch.to(self.args.device), len(batch) if number < len(batches) else 0
+        own = [
+            (batches[min(number, len(batches) - 1)], number < len(batches))
+            for number in range(rank, math.ceil(len(batches) / world) * world, world)
+        ]
+        return [(batch.to(self.args.device), len(batch) if counted else 0) for batch, counted in own]
 
     def full_state(self) -> dict[str, Tensor]:
         """Every tensor of the trained model on the CPU; whole on the first process, called by all."""
         wrapped = self.model_wrapped if self.is_fsdp_enabled else self.model
         state = self.accelerator.get_state_dict(wrapped)
         return {name: value.detach().cpu() for name, value in (state or {}).items()}
-
-
-class RunLog(TrainerCallback):  # type: ignore[misc]
-    """Writes ``log.jsonl``, shows steps and rows on stderr, and marks complete checkpoints."""
-
-    def __init__(self, request: UptrainRequest) -> None:
-        self._request = request
-        self.open = ExitStack()  # closed after the training, however it ends
-        self._advance: Callable[[int], None] = lambda amount: None
-        self._left = TimeLeft(request.steps, quiet=True)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero and not self._request.quiet:
-            steps, done = self._request.steps, state.global_step
-            self._advance = self.open.enter_context(stage("training", steps, "step", done))
-            self._left = TimeLeft(steps - done, quiet=False, unit="step")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        self._advance(1)
-        self._left.one_done()
-        if state.global_step >= state.max_steps:
-            control.should_save = bool(self._request.save_every)  # what fails after it must not cost the training
-            control.should_evaluate = bool(self._request.eval_every)
-            control.should_log = True
-        if control.should_save:
-            control.should_log = True  # a resumed run then averages losses over the same steps
-        return control
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        row = {name: value for name, value in (logs or {}).items() if name not in ("epoch", "total_flos")}
-        if "train_runtime" in row:
-            return
-        if not all(math.isfinite(value) for name, value in row.items() if name.endswith("loss")):
-            raise KvfoldError(
-                f"step {state.global_step}: the loss is no longer a finite number; lower --relative-lr, or raise "
-                "--warmup"
-            )
-        if state.is_world_process_zero:
-            row = {"step": state.global_step, "tokens": state.global_step * self._request.batch_tokens, **row}
-            with (self._request.work / LOG).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            if not self._request.quiet:
-                tqdm.write(log_line(row, self._request.steps), file=sys.stderr)
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if dist.is_initialized():
-            dist.barrier()  # each process has written its random state
-        if state.is_world_process_zero:
-            mark_complete(Path(args.output_dir) / f"checkpoint-{state.global_step}")
-
-
-def log_line(row: dict[str, Any], steps: int) -> str:
-    """A row of the log as a line for users."""
-    names = {"loss": "loss", "learning_rate": "lr", "eval_loss": "held-out loss"}
-    names |= {"eval_perplexity": "perplexity", "eval_kl": "KL", "eval_excess": "excess"}
-    numbers = ", ".join(f"{names[name]} {value:.4g}" for name, value in row.items() if name in names)
-    return f"step {row['step']}/{steps}: {numbers}"

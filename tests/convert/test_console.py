@@ -31,7 +31,7 @@ def test_no_line_for_less_than_ten_seconds(monkeypatch, capsys, moments, quiet):
 
 @pytest.mark.parametrize("refine", [0, 2])
 def test_all_targets_announce_themselves_alike(tmp_path, capsys, monkeypatch, refine):
-    monkeypatch.setattr(console, "_LEAST_PRINTED", 0)
+    monkeypatch.setattr(console, "LEAST_PRINTED", 0)
     monkeypatch.setattr(progress, "EVERY", 600)  # on a busy machine such lines come between
     text = tmp_path / "few.txt"
     text.write_text("def function(argument): return a value of the list. " * 60)

@@ -17,7 +17,7 @@ from helpers.processes import run_python
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvfold.convert import ConvertRequest, console, convert_checkpoint
+from kvfold.convert import ConvertRequest, console, convert_checkpoint, progress
 from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.targets.mla.constant import CONSTANT
@@ -274,11 +274,42 @@ def test_the_time_left_is_told_after_the_second_step(monkeypatch, capsys):
     log = uptrain_trainer.RunLog(SimpleNamespace(quiet=False, steps=50, save_every=0, eval_every=0))
     state = SimpleNamespace(is_world_process_zero=True, global_step=10, max_steps=50)
     with log.open:
-        log.on_train_begin(None, state, None)
+        log.on_step_begin(None, state, None)
         for moment in (100.0, 130.0, 131.0):
             now[0] = moment
             log.on_step_end(None, state, SimpleNamespace(should_save=False))
     assert capsys.readouterr().err == "30 s per step; about 19 min for the remaining 38\n"
+
+
+def test_the_first_measurement_tells_the_time_of_the_whole_run(monkeypatch, capsys):
+    now, shown = [0.0], []
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    sizes = {"steps": 50, "batch_tokens": 512, "sequences": 4, "micro_batch": 4, "eval_sequences": 8, "eval_every": 20}
+    log = uptrain_trainer.RunLog(
+        SimpleNamespace(quiet=False, save_every=0, teacher="MODEL", gradient_checkpointing=False, **sizes)
+    )
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=50)
+    with log.open:
+        with log.measuring(2) as advance:
+            for moment in (2.0, 6.0):
+                shown.append(progress._DISPLAY.text())
+                now[0] = moment
+                advance()
+        for moment in (100.0, 110.0):
+            log.on_step_begin(None, state, None)
+            shown.append(progress._DISPLAY.text())
+            now[0] = moment
+            log.on_step_end(None, state, SimpleNamespace(should_save=False))
+    assert shown == [
+        "measuring on held-out text, batch 1 of 2",
+        "measuring on held-out text, batch 2 of 2",
+        "training step 1 of 50",
+        "training step 2 of 50",
+    ]
+    assert capsys.readouterr().err == (  # 4 measurements of 2 batches, and 50 steps of 2 batches' time, 3 s each
+        "measuring on 8 held-out sequences, then 50 steps of 512 tokens: about 5 min\n"
+        "10 s per step; about 8 min for the remaining 48 and 3 measurements\n"
+    )
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(converted, text, tmp_path, monkeypatch):
