@@ -42,7 +42,8 @@ def picture(browser: str, page: Path, picture_file: Path, theme: str, size: str)
     """One picture of the whole page, and its console on stderr."""
     text = page.read_text()
     width, each = SIZES[size]
-    lines = text.count("<p>") + text.count("<tr>")
+    listed = size == "phone" and 'class="cards"' in text  # a phone shows every cell on a line of its own
+    lines = text.count("<p>") + (text.count("<td") // 2 if listed else text.count("<tr>"))
     height = HEAD + LINE[size] * lines + each * -(-text.count("<figure>") // COLUMNS[size])
     with tempfile.TemporaryDirectory(prefix="kvfold-browser-") as profile:
         done = subprocess.run(

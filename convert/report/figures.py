@@ -205,15 +205,12 @@ def refinement_figure(record: Values) -> Figure | None:
 
 def curve_figure(sweep: Values) -> Figure:
     """Excess loss over cache of every target, with intervals and the limit."""
-    present = sweep["source"]["elements"]
-    lines = []
+    present, lines = sweep["source"]["elements"], []
+    finite = [row for row in sweep["targets"] if row["excess"]["value"] is not None]
     for kind, (name, latent) in enumerate((("GQA, MQA", False), ("MLA", True))):
-        rows = [row for row in sweep["targets"] if (row["options"]["to"] == "mla") == latent]
-        rows = sorted(rows, key=lambda row: -row[_ELEMENTS])
+        rows = [row for row in finite if (row["options"]["to"] == "mla") == latent]
         if rows:
-            points = [(-math.log2(row[_ELEMENTS]), row["excess"]["value"]) for row in rows]
-            half = [(row["excess"]["high"] or row["excess"]["value"]) - row["excess"]["value"] for row in rows]
-            lines.append(Line(name, points, kind, half=half, labels=[row["kind"] for row in rows], below=latent))
+            lines.append(_curve(name, kind, rows, finite))
     sizes = sorted({row[_ELEMENTS] for row in sweep["targets"]} | {present}, reverse=True)
     ticks = [(-math.log2(size), f"{size}") for size in sizes]
     x = Axis("KV-cache elements per token per layer", ticks, ticks[0][0] - 0.2, ticks[-1][0] + 0.5)
@@ -228,4 +225,20 @@ def curve_figure(sweep: Values) -> Figure:
     )
 
 
+def _curve(name: str, kind: int, rows: Sequence[Values], every: Sequence[Values]) -> Line:
+    """The targets ``rows`` of a kind, by size: a line through the best of each; those of one size beside each other."""
+
+    def point(row: Values) -> tuple[float, float]:
+        better = sum(
+            other[_ELEMENTS] == row[_ELEMENTS] and other["excess"]["value"] < row["excess"]["value"] for other in every
+        )
+        return -math.log2(row[_ELEMENTS]) + _BESIDE * better, row["excess"]["value"]
+
+    best = {row[_ELEMENTS]: row for row in sorted(rows, key=lambda row: -row["excess"]["value"])}
+    joined = [point(best[size]) for size in sorted(best, reverse=True)]
+    half = [(row["excess"]["high"] or row["excess"]["value"]) - row["excess"]["value"] for row in rows]
+    return Line(name, [*map(point, rows)], kind, half=half, labels=[row["kind"] for row in rows], joined=joined)
+
+
+_BESIDE = 0.05  # of the logarithm of a size: error bars of targets with one size then do not hide each other
 _ELEMENTS = "cache_elements_per_token_per_layer"

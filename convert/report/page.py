@@ -12,6 +12,7 @@ from kvfold.convert.report.svg import SERIES
 
 FILE = "report.html"
 _INDENTED = ' class="indented"'
+_NARROW = 4  # columns that a phone shows side by side
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 _THEMES = """
 :root { color-scheme: light dark; --back: #ffffff; --ink: #2e3440; --dim: #6b7280; --rule: #e5e7eb;
@@ -32,11 +33,16 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { text-align: right; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; white-space: normal; }
 svg { width: 100%; height: auto; display: block; }
-@media (max-width: 30rem) { table { font-size: .75rem; } th, td { padding-right: .3rem; } }
+@media (max-width: 30rem) { table { font-size: .75rem; } th, td { padding-right: .3rem; }
+  .cards, .cards tbody, .cards tr, .cards td { display: block; } .cards thead { display: none; }
+  .cards { font-size: .9rem; } .cards tr { padding: .5rem 0; border-bottom: 1px solid var(--rule); }
+  .cards td { display: flex; justify-content: space-between; border: 0; padding: .1rem 0; }
+  .cards td:first-child { font-weight: 600; } .cards td + td::before { content: attr(data-name); color: var(--dim); } }
 """
 _DRAWING = """
 svg text { font: 9.5px system-ui, sans-serif; fill: var(--dim); }
-svg .label { fill: var(--ink); } svg .grid { stroke: var(--rule); stroke-width: 1; }
+svg .label { fill: var(--ink); } svg .name { paint-order: stroke; stroke: var(--back); stroke-width: 3; }
+svg .grid { stroke: var(--rule); stroke-width: 1; }
 """ + "".join(
     f"svg .l{kind} {{ stroke: var(--c{kind}); stroke-width: 1.6; fill: none; }}\n"
     f"svg .f{kind} {{ fill: var(--c{kind}); }} svg .t{kind} {{ fill: var(--c{kind}); }}\n"
@@ -85,14 +91,19 @@ def _text(line: str) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
+    """The first of the rows is the head; of a wide table a phone shows every row as a list."""
     if not rows:
         return ""
 
-    def row(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
+    body = "".join(f"<tr>{''.join(map(_cell, rows[0], cells))}</tr>" for cells in rows[1:])
+    kind = ' class="cards"' if len(rows[0]) > _NARROW else ""
+    return f'<div class="wide"><table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
-    body = "".join(row(cells, "td") for cells in rows[1:])
-    return f'<div class="wide"><table><thead>{row(rows[0], "th")}</thead><tbody>{body}</tbody></table></div>'
+
+def _cell(name: str, cell: str) -> str:
+    """A cell that carries its column's ``name``, which a phone shows beside it."""
+    return f'<td data-name="{escape(name)}">{escape(cell)}</td>'
 
 
 def drawing(svg: str) -> str:

@@ -11,7 +11,8 @@ from html import escape
 WIDTH, HEIGHT = 400, 240
 LEFT, RIGHT, TOP, BOTTOM = 56, 18, 18, 42
 SERIES = 6  # colors: classes l0 .. l5 of lines, f0 .. f5 of areas, t0 .. t5 of texts
-_LETTER, _ROW = 5.4, 13  # units
+_LETTER, _ROW, _HIGH = 5.4, 13, 10  # units: a letter's width, a row of the legend, a line of text
+_CLOSE = 24  # units: the labels of points as near as that begin behind all of them
 _NARROW = 30  # a logarithmic axis with less between its ends has more marks than powers of ten
 _KEY = 28  # of a line of the legend beside its name
 
@@ -47,7 +48,7 @@ class Axis:
 class Line:
     """A named series. ``dashed`` for what others are compared with; ``half``: half the heights of error bars.
 
-    ``labels`` stand above the points and their bars, or ``below``.
+    ``labels`` stand beside the points. ``joined``: the points that the line goes through, if not all.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Line:
     dashed: bool = False
     half: Sequence[float] = ()
     labels: Sequence[str] = ()
-    below: bool = False  # the labels
+    joined: Sequence[Point] | None = None
 
 
 def log_axis(label: str, values: Sequence[float]) -> Axis:
@@ -98,7 +99,8 @@ def counted_axis(label: str, count: int) -> Axis:
 
 def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
     """Lines with their points, and a legend above."""
-    return _chart(title, x, y, "".join(_line(x, y, line) for line in lines), *_legend(lines))
+    drawn = "".join([*(_line(x, y, line) for line in lines), *_names(x, y, lines)])
+    return _chart(title, x, y, drawn, *_legend(lines))
 
 
 def bar_chart(title: str, x: Axis, y: Axis, bars: Sequence[tuple[str, Sequence[float], int]]) -> str:
@@ -170,20 +172,34 @@ def _labels(x: Axis, y: Axis) -> Iterator[str]:
 def _line(x: Axis, y: Axis, line: Line) -> str:
     places = [(_right(x, a), _down(y, b)) for a, b in line.points]
     dash = ' stroke-dasharray="4 3"' if line.dashed else ""
-    path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
-    parts = [f'<polyline class="l{line.kind}" points="{path}"{dash}/>'] if len(places) > 1 else []
+    joined = line.points if line.joined is None else line.joined
+    path = " ".join(f"{_right(x, a):.1f},{_down(y, b):.1f}" for a, b in joined)
+    parts = [f'<polyline class="l{line.kind}" points="{path}"{dash}/>'] if len(joined) > 1 else []
     for (across, value), reach in zip(line.points, line.half, strict=False):
         at = _right(x, across)
         ends = f'y1="{_down(y, value - reach):.1f}" y2="{_down(y, value + reach):.1f}"'
         parts.append(f'<line class="l{line.kind}" x1="{at:.1f}" x2="{at:.1f}" {ends}/>')
     if not line.dashed:
         parts += [f'<circle class="f{line.kind}" cx="{a:.1f}" cy="{b:.1f}" r="2.6"/>' for a, b in places]
-    for place, text in enumerate(line.labels):
-        (across, value), reach = line.points[place], line.half[place] if line.half else 0.0
-        down = _down(y, value - reach) + 13 if line.below else _down(y, value + reach) - 5
-        where = f'x="{_right(x, across):.1f}" y="{down:.1f}"'
-        parts.append(f'<text class="t{line.kind}" {where} text-anchor="middle">{escape(text)}</text>')
     return "".join(parts)
+
+
+def _names(x: Axis, y: Axis, lines: Sequence[Line]) -> Iterator[str]:
+    """Every line's labels right of their points, left where the drawing ends; higher where they would be on another."""
+    labels = [
+        (_down(y, value), _right(x, across), text, line.kind)
+        for line in lines
+        for (across, value), text in zip(line.points, line.labels, strict=False)
+    ]
+    taken: list[tuple[float, float, float]] = []  # left end, right end, height
+    for down, at, text, kind in sorted(labels, reverse=True):
+        width = _LETTER * len(text)
+        at = max(other for _, other, _, _ in labels if at <= other < at + _CLOSE)
+        left = at + 6 if at + 6 + width <= WIDTH else at - 6 - width
+        while any(left < end and begin < left + width and abs(down - other) < _HIGH for begin, end, other in taken):
+            down -= 1
+        taken.append((left, left + width, down))
+        yield f'<text class="name t{kind}" x="{left:.1f}" y="{down + 3:.1f}">{escape(text)}</text>'
 
 
 def _legend(lines: Sequence[Line]) -> tuple[str, int]:

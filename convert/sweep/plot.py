@@ -41,9 +41,13 @@ def _series(axes: Any, rows: list[Row], label: str, color: str, marker: str) -> 
     half = [0.0 if row.interval is None else row.interval[1] - row.excess for row in rows]
     elements, excess = [row.elements for row in rows], [row.excess for row in rows]
     axes.errorbar(elements, excess, half, color=color, marker=marker, ms=5, lw=1.4, capsize=3, label=label)
+    named: dict[int, list[tuple[float, float, str]]] = {}
     for row, reach in zip(rows, half, strict=True):
-        at, above = (row.elements, row.excess + reach), (0, 4)
-        axes.annotate(row.kind, at, above, textcoords="offset points", ha="center", fontsize=8, color=color)
+        named.setdefault(row.elements, []).append((row.excess, reach, row.kind))
+    for size, points in named.items():  # of one size: the names in the order of the points, above all of them
+        names = "\n".join(kind for _, _, kind in sorted(points, reverse=True))
+        at = size, max(excess + reach for excess, reach, _ in points)
+        axes.annotate(names, at, (0, 4), textcoords="offset points", ha="center", fontsize=8, color=color)
 
 
 def _axes(axes: Any, sweep: Sweep) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 from helpers.checkpoints import add_demo_tokenizer
 
 from kvfold.convert.cli import kvfold
+from kvfold.convert.report.figures import curve_figure
 from kvfold.convert.report.svg import Line, counted_axis, line_chart, linear_axis, log_axis
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -84,6 +86,15 @@ def test_a_page_is_one_file_with_two_themes(folder, name):
     assert used <= defined
 
 
+@pytest.mark.parametrize(("name", "listed"), [("sweep", True), ("drift", False)])
+def test_a_phone_lists_the_rows_of_a_wide_table(folder, name, listed):
+    table = next(page(folder, name).iter("table"))
+    head = [cell.text for cell in table.iter("th")]
+    assert (table.get("class") == "cards") == listed == (len(head) > 4)
+    for row in table.find("tbody"):
+        assert [cell.get("data-name") or None for cell in row] == head
+
+
 def test_a_legend_that_is_too_long_has_further_rows_above():
     names = [f"MLA {rank}+64" for rank in (64, 128, 192, 256, 320, 512)]
     lines = [Line(name, [(0, 1.0), (1, 2.0)], kind) for kind, name in enumerate(names)]
@@ -94,6 +105,28 @@ def test_a_legend_that_is_too_long_has_further_rows_above():
     assert all(top <= float(key.get("y")) <= top + height for key in keys.values())
     assert all(float(key.get("x")) + 5.4 * len(name) <= left + width for name, key in keys.items())
     assert len({key.get("y") for key in keys.values()}) == 2
+
+
+def test_targets_of_one_size_stand_beside_each_other_and_no_name_on_another():
+    sizes = {"104+88": (192, 0.11), "128+64": (192, 0.12), "152+40": (192, 0.31), "64+32": (96, 0.8)}
+    targets = [
+        {
+            "kind": kind,
+            "options": {"to": "mla"},
+            "cache_elements_per_token_per_layer": elements,
+            "excess": {"value": excess, "low": excess - 0.1, "high": excess + 0.1},
+        }
+        for kind, (elements, excess) in sizes.items()
+    ]
+    figure = curve_figure({"source": {"elements": 384}, "targets": targets, "within": 0.01})
+    drawn = ElementTree.fromstring(figure.svg)
+    assert len({point.get("cx") for point in drawn.iter(f"{SVG}circle")}) == 4
+    best = next(line for line in drawn.iter(f"{SVG}polyline") if line.get("stroke-dasharray") is None)
+    assert len(best.get("points").split()) == 2  # of each size the best one
+    names = [text for text in drawn.iter(f"{SVG}text") if text.text in sizes]
+    heights = sorted(float(text.get("y")) for text in names)
+    assert len(names) == 4
+    assert all(below - above >= 10 for above, below in pairwise(heights))
 
 
 def test_a_heat_map_has_a_cell_per_head_strongest_where_the_kl_is_largest(folder):
