@@ -80,11 +80,11 @@ class ConvertRequest:
     """One conversion. Field names are the options of ``kvfold convert`` with underscores.
 
     ``method`` and ``group`` left at None take the best there is for the target (see ``resolved_method``); ``refine``
-    is a number of steps per layer, ``polish`` one of steps of all layers together, or each ``"auto"``. ``gguf`` is the
-    GGUF file of the folder to read, ``keep_quantized`` leaves weights that are only copied as a quantized source has
-    them, ``adapter`` the folder of a LoRA adapter to merge, ``spill`` that of a
-    file for hidden states. ``calibration`` may be several texts, which are mixed in equal shares. Paths may be path
-    objects; they become text. Raises InputError, with every problem at once.
+    is a number of steps per layer, ``polish`` one of steps of all layers together, or each ``"auto"``. ``encoder``
+    changes the encoder of an encoder-decoder too. ``gguf`` is the GGUF file of the folder to read, ``keep_quantized``
+    leaves weights that are only copied as a quantized source has them, ``adapter`` the folder of a LoRA adapter to
+    merge, ``spill`` that of a file for hidden states. ``calibration`` may be several texts, which are mixed in equal
+    shares. Paths may be path objects; they become text. Raises InputError, with every problem at once.
 
     >>> ConvertRequest(model="MODEL", out="OUT", to="gqa", kv_heads=8)
     ConvertRequest(model='MODEL', out='OUT', to='gqa', kv_heads=8)
@@ -102,6 +102,7 @@ class ConvertRequest:
     q_rank: int | None = None
     layout: Layout | None = None
     rotate_latent: bool = False
+    encoder: bool = False
     calibration: str | tuple[str, ...] | None = None
     samples: int = 128
     seq_len: int = 512
@@ -191,7 +192,7 @@ def expected(name: str, value: Any) -> str | None:
         if isinstance(value, str) and value.strip().isdigit() and 0 < int(value) < _LEAST_BARE_SIZE:
             return f"a size with its unit (did you mean {value.strip()}GB?)"
         return None if parse_size(value) else "a size such as 5GB, 500MB or 2GiB"
-    if name in ("rotate_latent", "keep_quantized"):
+    if name in ("rotate_latent", "encoder", "keep_quantized"):
         return None if isinstance(value, bool) else "true or false"
     if name == "calibration":
         return _calibration_expected(value if isinstance(value, (list, tuple)) else [value])

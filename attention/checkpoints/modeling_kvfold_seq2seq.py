@@ -2,9 +2,10 @@
 
 ``KvfoldT5ForConditionalGeneration`` is transformers' ``T5ForConditionalGeneration`` whose decoder, in its attention to
 itself and to the encoder, has fewer key/value heads than query heads, or reads keys and values from a latent; and so on
-for any ``KvfoldX``. ``config.json`` is that of the source model with a block ``kvfold`` that says which. Shared heads
-leave the stock attention to compute everything, position biases, scales and caches too: its key and value projections
-are narrower, and its heads share what they give. The file needs torch and transformers; it reads and writes nothing.
+for any ``KvfoldX``. ``config.json`` is that of the source model with a block ``kvfold`` that says which, and whether
+the encoder's attention to itself is like that too. Shared heads leave the stock attention to compute everything,
+position biases, scales and caches too: its key and value projections are narrower, and its heads share what they
+give. The file needs torch and transformers; it reads and writes nothing.
 
 Shapes: ``B`` texts, ``T`` queries, ``S`` keys, ``E`` model dim, ``H`` query heads, ``G`` key/value heads, ``D`` head
 dim, ``R`` channels of a latent.
@@ -173,13 +174,14 @@ VARIANTS = {"shared": share, "latent": factor}
 
 
 class Replaced:
-    """Mixed into a stock model class: builds that model, then changes the attention modules of its decoder."""
+    """Mixed into a stock model class: builds that model, then changes its attention: the decoder's, or all of it."""
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
         super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
         block = config.kvfold
+        stacks = {"decoder", "encoder"} if block.get("encoder") else {"decoder"}
         for path, module in list(self.named_modules()):  # type: ignore[attr-defined]
-            if type(module).__name__ == block["replaces"] and "decoder" in path.split("."):
+            if type(module).__name__ == block["replaces"] and stacks & {*path.split(".")}:
                 VARIANTS[block["variant"]](module, block)
                 module.apply(self._init_weights)  # type: ignore[attr-defined]
 

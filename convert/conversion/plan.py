@@ -211,6 +211,7 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
         )
     model.check_values()
     check_kind(request, model)
+    model = model.with_encoder() if request.encoder else model
     if request.to == "mla":
         target = latent_targets(request, model)[-1]  # of a budget the largest: calibration resolves it later
         return _latent_plan(

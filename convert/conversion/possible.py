@@ -12,7 +12,12 @@ from kvfold.convert.targets.own_code import needs_own_code
 
 
 def check_kind(request: ConvertRequest, model: Model) -> None:
-    """Raise InputError for options that are for decoders alone."""
+    """Raise InputError for options that are for models of another kind."""
+    if request.encoder and model.family.attention.encoder is None:
+        raise InputError(
+            "--encoder: expected an encoder-decoder whose encoder's attention can change too (t5), found "
+            f"{model.family.model_type}; leave it out"
+        )
     if model.family.kind == "encoder":
         _check_encoder(request, model)
     if model.family.kind == "seq2seq":
@@ -43,6 +48,11 @@ def _check_encoder_decoder(request: ConvertRequest, model: Model) -> None:
                 f"{option}: not written for encoder-decoders such as {model.family.model_type} yet; leave it out "
                 "(--method principal works), and train the result further"
             )
+    if request.calibrated and request.encoder:
+        raise InputError(
+            f"--encoder with --method {request.resolved_method}: calibration is of the decoder's attention alone; use "
+            f"--method {'svd' if request.to == 'mla' else 'mean'}, or leave --encoder out"
+        )
     if request.calibrated and model.family.reads_sound:
         raise InputError(
             f"--method {request.resolved_method}: calibration reads text, {model.family.model_type} reads sound; use "

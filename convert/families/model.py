@@ -5,7 +5,7 @@ Nothing here imports torch or transformers: ``kvfold inspect`` answers from head
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from kvfold.convert.families.expressions import evaluate
 from kvfold.convert.families.family import family_of
 from kvfold.convert.families.geometry import Block, Geometry, Layer, block_of, geometry_of, layer_of, layer_values
 from kvfold.convert.families.rope import rope_table
-from kvfold.convert.families.schema import ABSENT, Family, Norm
+from kvfold.convert.families.schema import ABSENT, Family, Norm, WholeAttention
 from kvfold.convert.families.tensors import (
     ROLES,
     Role,
@@ -25,6 +25,7 @@ from kvfold.convert.families.tensors import (
     experts,
     has_bias,
     present,
+    projections,
 )
 from kvfold.convert.families.values import Values, nested
 from kvfold.convert.families.wrappers import place_of, placed, text_config, text_type
@@ -133,6 +134,25 @@ class Model:
         if any(name.endswith(".LayerNorm.gamma") for name in names):
             family = family.renamed(_as_tensorflow)
         return self if family is self.family else Model(family, self.config, self.tower)
+
+    def with_encoder(self) -> "Model":
+        """The model of an encoder-decoder with the encoder's attentions as its first layers.
+
+        Raises ValueError for a family whose file does not say where these are.
+        """
+        family, attention = self.family, self.family.attention
+        if attention.encoder is None:
+            raise ValueError(f"{family.model_type}: expected a family that names its encoder's attention, found none")
+        inside = attention.encoder.replace("{layer}", "{expert}")
+        names = {f"{inside}.{name}.{kind}" for name in projections(attention).values() for kind in ("weight", "bias")}
+        count = int(evaluate(attention.encoder_layers, self.values))
+        changed = replace(
+            family,
+            attention=WholeAttention(**vars(attention), encoded=count),
+            sizes=replace(family.sizes, layers=f"{count} + {family.sizes.layers}"),
+            tensors={role: spec for role, spec in family.tensors.items() if spec.name not in names},
+        )
+        return Model(changed, self.config, self.tower)
 
     def check_values(self) -> None:
         """Raises ``InputError`` for a present value of the wrong type, whether or not this config uses it."""

@@ -77,6 +77,8 @@ class Attention:
     have linear biases by distance (ALiBi), which the model hands to its attention. ``shown``: the stock class calls
     transformers' attention functions, by which queries and keys are recorded.
     ``cross``: the second attention of a decoder layer, to an encoder's outputs; each of the two counts as a layer then.
+    ``encoder`` and ``encoder_layers``: the encoder's self-attention and how many it has, where it can change like the
+    decoder's two.
     ``k_bias``: whether keys have a bias, null where that is as for queries and values; in a ``separate`` layout.
     """
 
@@ -101,6 +103,8 @@ class Attention:
     alibi: Expression = False
     shown: bool = True
     cross: str | None = None
+    encoder: str | None = None
+    encoder_layers: Expression = None
     k_bias: Expression = None
 
     def place(self, layer: int) -> str:
@@ -108,6 +112,18 @@ class Attention:
         if self.cross is None:
             return self.module.replace("{layer}", str(layer))
         return (self.module, self.cross)[layer % 2].replace("{layer}", str(layer // 2))
+
+
+@dataclass(frozen=True)
+class WholeAttention(Attention):
+    """That of an encoder-decoder whose first ``encoded`` layers are its encoder's self-attention."""
+
+    encoded: int = 0
+
+    def place(self, layer: int) -> str:
+        if layer < self.encoded:
+            return str(self.encoder).replace("{layer}", str(layer))
+        return super().place(layer - self.encoded)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A checkpoint of layout ``kvfold`` as a model: its source's, and the attention that its config describes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvfold.convert.errors import InputError, short
@@ -21,12 +21,14 @@ from kvfold.convert.targets.results import Result, folded_result, latent_result_
 class OwnModel:
     """``source`` is the source's model by its config, as far as that does not say what its attention became.
 
-    That is either ``kv_heads`` grouped heads, or a latent of ``split`` channels and rotary dims.
+    That is either ``kv_heads`` grouped heads, or a latent of ``split`` channels and rotary dims; with ``encoder`` that
+    of an encoder-decoder's encoder became it too.
     """
 
     source: Model
     kv_heads: int | None = None
     split: tuple[int, int] | None = None
+    encoder: bool = False
 
     @property
     def result(self) -> Result:
@@ -37,6 +39,8 @@ class OwnModel:
 
     def shapes(self) -> dict[str, Shape]:
         """Every tensor of the checkpoint."""
+        if self.encoder:
+            return replace(self, source=self.source.with_encoder(), encoder=False).shapes()
         if self.source.family.kind == "seq2seq" and self.split is None:
             every = {name: tensor.shape for name, tensor in self.source.tensors.items()}
             return {**every, **shared_shapes(self.source, self.kv_heads or 1)}
@@ -73,12 +77,14 @@ def own_model(checkpoint: Checkpoint) -> OwnModel:
 
 def _described(block: Mapping[str, Any], source: Model) -> OwnModel:
     """The attention that a block ``kvfold`` describes."""
+    encoder = block.get("encoder") is True and source.family.attention.encoder is not None
     if block.get("variant") in (LATENT, NORMED):
-        return OwnModel(source, split=(_number(block, "kv_rank", "size"), _number(block, "rope_dim", "count")))
+        split = _number(block, "kv_rank", "size"), _number(block, "rope_dim", "count")
+        return OwnModel(source, split=split, encoder=encoder)
     stated, heads = _number(block, "kv_heads", "size"), source.geometry.heads
     if heads % stated:
         raise InputError(f"config.json: kv_heads of {BLOCK} must divide the {heads} query heads, found {stated}")
-    return OwnModel(source, kv_heads=stated)
+    return OwnModel(source, kv_heads=stated, encoder=encoder)
 
 
 def _number(block: Mapping[str, Any], key: str, kind: str) -> int:

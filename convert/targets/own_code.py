@@ -15,7 +15,7 @@ from kvfold.convert.families.expressions import evaluate
 from kvfold.convert.families.geometry import Layer
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import layer_frequencies
-from kvfold.convert.families.schema import OwnCode
+from kvfold.convert.families.schema import OwnCode, WholeAttention
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.config import dtype_changes, edit_config
 from kvfold.convert.io.headers import TORCH_NAMES
@@ -146,6 +146,7 @@ def _facts(source: Model, layer_facts: Sequence[Mapping[str, Any]] = ()) -> dict
         "head_dim": size.head_dim,
         "attention_dropout": evaluate(own.attention_dropout, values),
         "output_dropout": evaluate(own.output_dropout, values),
+        **({"encoder": True} if isinstance(source.family.attention, WholeAttention) else {}),
         **({"projects": own.output == OwnCode.output} if source.family.kind == "encoder" else {}),
     }
     layers: list[dict[str, Any]] = [_layer_facts(layer) for layer in source.layers]

@@ -103,9 +103,10 @@ def test_the_registered_encoder_decoders_are_those_with_a_file():
 
 
 @torch.no_grad()
-def repeated_means(source: Path, out: Path, kv_heads: int) -> Path:
+def repeated_means(source: Path, out: Path, kv_heads: int, encoder: bool = False) -> Path:
     """The stock model whose heads are those of a fold to ``kv_heads``, each as often as it is shared."""
     model, tensors = model_of(json.loads((source / "config.json").read_text())), load_file(source / "model.safetensors")
+    model = model.with_encoder() if encoder else model
     for layer in range(model.geometry.layers):
         weights = pool.mean(read_layer(model, layer, tensors.__getitem__), kv_heads)
         parts = {role: getattr(weights, role) for role in ("k", "v", "k_bias", "v_bias")}
@@ -137,6 +138,13 @@ def test_shared_heads_are_the_stock_model_with_repeated_ones(remote, tiny_family
         if at != 1:
             pairs.append((str(source), str(convert(source, tmp_path / f"{at}-latent", **LATENT))))
             cached.append([64])
+    source, options = sources[0], {"to": "gqa", "method": "mean", "allow_growth": True, "encoder": True}
+    for kv_heads in (8, 2):
+        twin = source if kv_heads == 8 else repeated_means(source, tmp_path / "encoder-twin", 2, encoder=True)
+        pairs.append((str(twin), str(convert(source, tmp_path / f"encoder-{kv_heads}", kv_heads=kv_heads, **options))))
+        cached.append([kv_heads * 2 * 16])
+    pairs.append((str(source), str(convert(source, tmp_path / "encoder-latent", **LATENT, encoder=True))))
+    cached.append([64])
     (tmp_path / "saved").mkdir()
     done = json.loads(run_python("-c", USE, json.dumps(pairs), json.dumps(remote), tmp_path / "saved").stdout)
     for (found, elements), expected in zip(done, cached, strict=True):
@@ -164,6 +172,21 @@ def test_the_encoder_keeps_its_bytes_and_the_result_is_described(tiny_family, tm
     assert "text2text-generation" in card
     facts = inspect_checkpoint(str(out))
     assert (facts.family, facts.attention, facts.kv_heads) == ("kvfold_t5", "MQA", 1)
+
+
+def test_the_encoder_changes_too_where_that_is_asked_for(tiny_family, tmp_path):
+    source = tiny_family("t5")
+    for name, options in {"mqa": {"to": "mqa", "method": "mean"}, "mla": {**LATENT, "kv_rank": 24}}.items():
+        out = convert(source, tmp_path / name, **options, encoder=True)
+        assert verify_checkpoint(str(out)).problems == []
+        facts = inspect_checkpoint(str(out))
+        assert (facts.layers, facts.decoder_layers, facts.attention) == (4, 2, name.upper())
+        before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
+        keys = [key for key in after if key.endswith("SelfAttention.k.weight") and key.startswith("encoder.")]
+        assert [tuple(after[key].shape) for key in keys] == 2 * [(16, 64) if name == "mqa" else (128, 24)]
+        biases = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        assert torch.equal(before[biases], after[biases])
+        assert " --encoder" in (out / "README.md").read_text()
 
 
 def test_a_latent_is_cached_of_the_text_and_of_the_encoder(tiny_family, tmp_path):
@@ -197,6 +220,14 @@ def test_inspect_tells_decoder_layers_from_attentions(tiny_family):
         (
             {"to": "mqa", "family": "whisper"},
             "--method principal: calibration reads text, whisper reads sound; use",
+        ),
+        (
+            {"to": "mqa", "encoder": True},
+            "--encoder with --method principal: calibration is of the decoder",
+        ),
+        (
+            {"to": "mqa", "method": "mean", "encoder": True, "family": "bart"},
+            "--encoder: expected an encoder-decoder whose encoder's attention can change too (t5), found bart; leave",
         ),
         ({**LATENT, "rope_dim": 4}, "--rope-dim 4: the model has no rotary embedding"),
     ],
