@@ -5,7 +5,7 @@ from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.headers import FLOAT_DTYPES
-from kvfold.convert.request import SELF, ConvertRequest
+from kvfold.convert.request import SELF, WEIGHTS_ONLY, ConvertRequest
 from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.own_code import needs_own_code
@@ -36,28 +36,33 @@ def _check_encoder(request: ConvertRequest, model: Model) -> None:
 
 
 def _check_encoder_decoder(request: ConvertRequest, model: Model) -> None:
-    """Raise InputError for what is not written for encoder-decoders: training, text that they write, sound."""
-    asked = {
-        "--refine": bool(request.refine),
-        "--polish": bool(request.polish),
-        f"--calibration {SELF}": SELF in request.texts,
-    }
-    for option, given in asked.items():
-        if given:
-            raise InputError(
-                f"{option}: not written for encoder-decoders such as {model.family.model_type} yet; leave it out "
-                "(--method principal works), and train the result further"
-            )
+    """Raise InputError for what is for decoders alone: training together, text that the model writes, sound."""
+    kind = model.family.model_type
+    if request.polish:
+        raise InputError(
+            f"--polish: trains on what comes next in a text, {kind} is an encoder-decoder, which writes what is "
+            "missing from one; use --refine, and train the result further (transformers' Seq2SeqTrainer)"
+        )
+    if SELF in request.texts:
+        raise InputError(
+            f"--calibration {SELF}: needs a model that writes texts from their beginning, {kind} is an "
+            "encoder-decoder, which answers another text; name a text with --calibration, or leave it out"
+        )
     if request.calibrated and request.encoder:
         raise InputError(
-            f"--encoder with --method {request.resolved_method}: calibration is of the decoder's attention alone; use "
-            f"--method {'svd' if request.to == 'mla' else 'mean'}, or leave --encoder out"
+            f"--encoder with {_calibrates(request)}: calibration is of the decoder's attention alone; use --method "
+            f"{'svd' if request.to == 'mla' else 'mean'} alone, or leave --encoder out"
         )
     if request.calibrated and model.family.reads_sound:
         raise InputError(
-            f"--method {request.resolved_method}: calibration reads text, {model.family.model_type} reads sound; use "
-            f"--method {'svd' if request.to == 'mla' else 'mean'}, and train the result further"
+            f"{_calibrates(request)}: calibration reads text, {kind} reads sound; use "
+            f"--method {'svd' if request.to == 'mla' else 'mean'} alone, and train the result further"
         )
+
+
+def _calibrates(request: ConvertRequest) -> str:
+    """The option for which ``request`` reads text."""
+    return "--refine" if request.resolved_method in WEIGHTS_ONLY else f"--method {request.resolved_method}"
 
 
 def dtype_problems(model: Model, checkpoint: Checkpoint) -> list[str]:

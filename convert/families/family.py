@@ -17,6 +17,12 @@ from kvfold.convert.families.wrappers import INNER, WRAPPERS, text_type
 _FOLDER = Path(__file__).parent
 _ENCODERS = _FOLDER / "encoders"
 _SEQ2SEQ = _FOLDER / "seq2seq"
+_INSTEAD = {  # of commands that are for decoders
+    "kvfold sweep": "run kvfold convert for each target, then kvfold drift on each result",
+    "kvfold uptrain": "train it with transformers' Seq2SeqTrainer, which runs results of kvfold convert too",
+    "kvfold eval": "kvfold drift compares both models, on denoising tasks",
+    "kvfold bench": "time generate() of transformers; kvfold inspect tells the sizes of its caches",
+}
 _TOWERS = re.compile(r"(text|vision|audio|speech|image|video|decoder|encoder|thinker|talker|llm)_config$")
 
 
@@ -87,8 +93,8 @@ def check_decodes(config: Mapping[str, Any], origin: str, command: str) -> None:
     kind = str(config.get("model_type")).removeprefix("kvfold_")
     if kind in seq2seq():
         raise InputError(
-            f"{origin}: {command} runs models of one sequence, found an encoder-decoder ({kind}); kvfold convert and "
-            "kvfold drift work with encoder-decoders"
+            f"{origin}: {command} runs models that go on with one text, found an encoder-decoder ({kind}), which reads "
+            f"one and writes another; {_INSTEAD.get(command, 'kvfold convert and kvfold drift work with it')}"
         )
     if kind in encoders():
         raise InputError(

@@ -214,9 +214,12 @@ def test_inspect_tells_decoder_layers_from_attentions(tiny_family):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"to": "mqa", "polish": 5}, "--polish: not written for encoder-decoders such as t5 yet; leave it out (--meth"),
-        ({"to": "mqa", "method": "mean", "refine": 5}, "--refine: not written for encoder-decoders such as t5 yet"),
-        ({"to": "mqa", "calibration": "self"}, "--calibration self: not written for encoder-decoders such as t5 yet"),
+        ({"to": "mqa", "polish": 5}, "--polish: trains on what comes next in a text, t5 is an encoder-decoder, which"),
+        ({"to": "mqa", "calibration": "self"}, "--calibration self: needs a model that writes texts from their begin"),
+        (
+            {"to": "mqa", "method": "mean", "refine": 5, "family": "whisper"},
+            "--refine: calibration reads text, whisper reads sound; use --method mean alone, and train",
+        ),
         (
             {"to": "mqa", "family": "whisper"},
             "--method principal: calibration reads text, whisper reads sound; use",
@@ -259,10 +262,11 @@ def test_drift_of_whisper_is_on_synthetic_sound_which_it_names(tiny_family, tmp_
 
 def test_other_commands_name_those_that_work(tiny_family):
     source = tiny_family("t5")
-    with pytest.raises(
-        InputError, match=r"kvfold eval runs models of one sequence, found .* \(t5\); kvfold convert and"
-    ):
-        check_decodes(json.loads((source / "config.json").read_text()), "t5", "kvfold eval")
+    config = json.loads((source / "config.json").read_text())
+    for command, instead in {"eval": "kvfold drift", "sweep": "run kvfold conv", "uptrain": "train it with"}.items():
+        found = rf"kvfold {command} runs models that go on with one text, found .* \(t5\), which .*; {instead}"
+        with pytest.raises(InputError, match=found):
+            check_decodes(config, "t5", f"kvfold {command}")
 
 
 @pytest.fixture(scope="module")
@@ -300,6 +304,14 @@ def test_principal_loses_less_than_the_mean(reads_text, tmp_path):
     assert not any("perplexity" in text for text in (card, line, drift_table(report), repr(report)))
     assert drift_table(report).splitlines()[0].startswith("drift over 4 sequences of 71 positions (13 predicted), ")
     assert "\ndenoising loss, nats per token " in drift_table(report)
+
+
+def test_refinement_brings_shared_heads_closer(reads_text, tmp_path):
+    options = {"to": "gqa", "kv_heads": 4, "method": "mean", "refine": 40, "samples": 16, "seq_len": 32}
+    record = json.loads((convert(reads_text("bart"), tmp_path / "out", **options) / "kvfold.json").read_text())
+    errors = [(layer["before"], layer["after"]) for layer in record["refinement"]]
+    assert len(errors) == 4
+    assert all(after < 0.8 * before for before, after in errors)
 
 
 def test_a_full_latent_that_is_calibrated_loses_nothing(reads_text, tmp_path):
