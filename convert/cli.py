@@ -23,6 +23,7 @@ from kvfold.convert.console import (
 )
 from kvfold.convert.conversion.plan_command import plan
 from kvfold.convert.evaluation.command import evaluate
+from kvfold.convert.io.checkpoint import check_opens
 from kvfold.convert.measure.bench_command import bench
 from kvfold.convert.measure.options import compute_dtype_option, device_option, json_file_option, tell
 from kvfold.convert.progress import begin, stage
@@ -216,12 +217,13 @@ def drift(model: str, out: str, json_file: str | None, report: str | None, **opt
     if json_file is not None:
         check_writable(json_file)
     check_sources(filter(None, [options["text"]]), "--text")
+    if report is not None:
+        check_report(report)
     click.echo(f"reading {model} and {out}", err=True)
+    check_opens(model, out)
     from kvfold.convert.measure.drift import drift_checkpoints
     from kvfold.convert.measure.table import drift_table
 
-    if report is not None:
-        check_report(report)
     measured = drift_checkpoints(model, out, **options, quiet=False)
     if json_file is not None:
         write_text(json_file, measured.to_json())

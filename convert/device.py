@@ -2,17 +2,16 @@
 
 from collections import Counter
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.checkpoint import Checkpoint
+from kvfold.convert.io.host import host_memory
 from kvfold.convert.io.tensors import torch_dtype
 
 _COMPUTED = ("F32", "BF16", "F16")
-_MEMORY = Path("/proc/meminfo")
 
 
 def choose_device(name: str) -> torch.device:
@@ -66,8 +65,4 @@ def free_memory(device: torch.device) -> int | None:
     """Bytes of memory that a run may still take on ``device``, None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        fields = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
-        return 1024 * int(fields["MemAvailable"].split()[0])
-    except (OSError, KeyError, ValueError):
-        return None
+    return host_memory()

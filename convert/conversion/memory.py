@@ -8,6 +8,7 @@ from pathlib import Path
 from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError
+from kvfold.convert.io.host import host_memory, may_have_gpu
 from kvfold.convert.request import SELF, held_out_count
 from kvfold.convert.sizes import bytes_text
 from kvfold.convert.training.budget import batch_size, sequences_of
@@ -150,6 +151,9 @@ def _elements(plan: Plan) -> tuple[int, int]:
 
 
 def _free_bytes(plan: Plan) -> int | None:
-    from kvfold.convert.device import choose_device, free_memory
+    device = plan.request.device
+    if device == "cpu" or (device == "auto" and not may_have_gpu()):
+        return host_memory()
+    from kvfold.convert.device import choose_device, free_memory  # imports torch, which takes seconds
 
-    return free_memory(choose_device(plan.request.device))
+    return free_memory(choose_device(device))

@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from kvfold.convert.console import check_writable
+from kvfold.convert.io.checkpoint import check_opens
 from kvfold.convert.measure.options import compute_dtype_option, device_option, json_file_option, tell
 
 
@@ -51,6 +52,7 @@ def evaluate(
     chosen = numbers(lengths, "--lengths") if lengths else ()
     if not options["quiet"]:
         click.echo(f"reading {model}", err=True)
+    check_opens(model, out)
     from kvfold.convert.evaluation.run import eval_checkpoints, eval_table
 
     named = [task.strip() for task in tasks.split(",") if task.strip()]

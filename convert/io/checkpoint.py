@@ -25,7 +25,7 @@ from kvfold.convert.io.unchanged import FileState, changed_files, file_states
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "Reading", "TensorInfo", "open_checkpoint", "open_headers"]
+__all__ = ["Checkpoint", "Reading", "TensorInfo", "check_opens", "open_checkpoint", "open_headers"]
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,12 @@ def open_checkpoint(model: str | os.PathLike[str], reading: Reading = _PLAINLY) 
     checkpoint = _open_folder(place, reading) if isinstance(place, Path) else _open_snapshot(place, reading)
     check_libraries(checkpoint.reader)
     return _with_adapter(checkpoint, reading)
+
+
+def check_opens(*models: str) -> None:
+    """Raise the errors of ``open_checkpoint`` for each of ``models``: a mistyped name ends before torch is imported."""
+    for model in models:
+        open_checkpoint(model).close()
 
 
 def open_headers(model: str | os.PathLike[str], reading: Reading = _PLAINLY) -> Checkpoint:

@@ -18,6 +18,7 @@ from kvfold.convert.console import (
     write_text,
 )
 from kvfold.convert.io.atomic import check_output
+from kvfold.convert.io.checkpoint import check_opens
 from kvfold.convert.report.page import check_report, write_report
 from kvfold.convert.report.pages import sweep_page
 from kvfold.convert.sweep.request import WITHIN, parse_targets
@@ -115,6 +116,7 @@ def sweep(
         parse_targets(wanted)
     if not options["quiet"]:
         click.echo(f"reading {model}", err=True)
+    check_opens(model)
     from kvfold.convert.sweep.run import sweep_checkpoint
 
     result = sweep_checkpoint(model, wanted, **options)

@@ -20,6 +20,7 @@ import click
 
 from kvfold.convert.console import Choice, PanelCommand, PanelOption, check_plot, check_writable
 from kvfold.convert.io.atomic import check_output
+from kvfold.convert.io.checkpoint import check_opens
 from kvfold.convert.measure.options import tell
 from kvfold.convert.processes import leave_processes, started_first
 from kvfold.convert.request import DEVICES
@@ -112,6 +113,7 @@ def uptrain(json_file: str | None, **options: Any) -> None:
     check_sources(filter(None, [request.eval_text]), "--eval-text")
     if not request.quiet and started_first():
         click.echo(f"reading {request.model}", err=True)
+    check_opens(*filter(None, [request.model, request.teacher]))
     from kvfold.convert.uptrain.run import summary, uptrain_checkpoint
 
     done = uptrain_checkpoint(request)

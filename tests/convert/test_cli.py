@@ -52,6 +52,8 @@ def test_help_and_inspect_import_nothing_heavy(tiny_family):
     lines = [[], *([command, "--help"] for command in COMMANDS), ["inspect", str(demo_folder()), "--json"]]
     lines.append(["convert", str(demo_folder()), "nowhere", "--to", "mla", "--budget", "32", "--dry-run"])
     lines.append(["convert", str(tiny_family("gpt_neox")), "nowhere", "--to", "mqa", "--method", "mean", "--dry-run"])
+    dry = ["convert", str(demo_folder()), "nowhere", "--to", "mqa", "--device", "cpu", "--dry-run"]
+    lines += [[*dry, "--calibration", "self"], [*dry, "--polish", "50"]]
     lines.append(["plan", "--shape", "llama-3-405b", "--to", "mla", "--kv-rank", "512", "--rope-dim", "64"])
     script = f"""
 import sys
@@ -215,6 +217,7 @@ def test_the_other_commands_write_json_too(kvfold, tmp_path):
 
 def test_wrong_inputs_end_before_torch_is_imported(tmp_path):
     (tmp_path / "binary").write_bytes(b"\0")
+    (tmp_path / "words").write_text("some words")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     demo, to = str(demo_folder()), ["--to", "mqa"]
@@ -225,6 +228,12 @@ def test_wrong_inputs_end_before_torch_is_imported(tmp_path):
         "found something else": ["convert", demo, "binary/out", *to],
         "--text: no file": ["drift", demo, demo, "--text", "nothing.txt"],
         "--text: no file nothing": ["uptrain", demo, "new", "--text", "nothing.txt"],
+        "/nope/drift: expected a checkpoint's folder": ["drift", "/nope/drift", "/nope"],
+        "/nope/out: expected a checkpoint's folder": ["drift", demo, "/nope/out"],
+        "/nope/eval: expected a checkpoint's folder": ["eval", "/nope/eval", "/nope"],
+        "/nope/sweep: expected a checkpoint's folder": ["sweep", "/nope/sweep"],
+        "/nope/uptrain: expected a checkpoint's folder": ["uptrain", "/nope/uptrain", "new", "--text", "words"],
+        "/nope/teacher: expected": ["uptrain", demo, "new", "--text", "words", "--teacher", "/nope/teacher"],
     }
     script = f"""
 import sys

@@ -7,6 +7,7 @@ import torch
 
 from kvfold.convert.data import demo_folder
 from kvfold.convert.device import compute_dtype
+from kvfold.convert.io import host
 from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.measure.drift import _stream
 
@@ -36,6 +37,15 @@ MIXED = Checkpoint({"a": Tensor("F32", 5), "b": Tensor("I64", 100), "c": Tensor(
 )
 def test_precision(device, name, expected):
     assert compute_dtype(MIXED, torch.device(device), name) == expected
+
+
+def test_whether_there_may_be_a_gpu_is_known_without_torch(tmp_path, monkeypatch):
+    monkeypatch.setattr(host.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(host, "_DEVICES", tmp_path)
+    (tmp_path / "nvme0").touch()
+    assert not host.may_have_gpu()
+    (tmp_path / "nvidia0").touch()
+    assert host.may_have_gpu()
 
 
 def test_a_model_alone_computes_its_logits_once(monkeypatch):

@@ -10,6 +10,7 @@ from kvfold.convert import ConvertRequest, InputError, convert_checkpoint, devic
 from kvfold.convert.conversion import memory, polishing
 from kvfold.convert.data import demo_folder
 from kvfold.convert.device import free_memory, training_autocast
+from kvfold.convert.io import host
 from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.io.shards import ShardWriter
 from kvfold.convert.targets.mla.constant import CONSTANT, norm_weight
@@ -140,7 +141,7 @@ def test_the_estimates_are_of_as_many_sequences_as_are_written_at_once():
 
 def test_free_memory_is_what_the_system_says(tmp_path, monkeypatch):
     assert free_memory(torch.device("cpu")) > 1 << 20
-    monkeypatch.setattr(device, "_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(host, "_MEMORY", tmp_path / "none")
     assert free_memory(torch.device("cpu")) is None
 
 
