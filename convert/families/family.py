@@ -67,8 +67,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if towers := sorted(key for key in config if _TOWERS.search(key) and config[key] is not None):
         raise InputError(
             f"config.json: model_type {model_type!r} is not supported: it wraps a language model "
-            f"({', '.join(towers)}){_inner_reason(config)}; expected a plain decoder of one of: {known}; or a wrapper: "
-            f"{', '.join(WRAPPERS)}"
+            f"({', '.join(towers)}){_inner_reason(config)}, and this wrapper is not written yet; expected a plain "
+            f"decoder of one of: {known}; or a wrapper: {', '.join(WRAPPERS)}; to add one see CONTRIBUTING.md: a row "
+            "of WRAPPERS, and a tiny model for its tests"
         )
     if str(model_type).startswith("kvfold_"):
         raise InputError(

@@ -14,6 +14,9 @@ HALF = {"to": "mla", "kv_rank": 8, "rope_dim": 8}
 CASES = {  # what is multiplied by what, and conversions that lose nothing then
     "no attention": (ATTENTION, 0.0, [HALF, HALF | {"layout": "engine"}]),
     "no embedding": ("embed", 0.0, [HALF | {"layout": "engine"}]),
+    "no norms": ("layernorm", 0.0, [HALF, HALF | {"layout": "engine"}]),
+    "loud attention": (ATTENTION, 1e15, [WHOLE]),
+    "loud embedding": ("embed", 1e15, [WHOLE]),
     "loud": ("layernorm", 1e15, [WHOLE]),
     "whispers": ("", 1e-15, [HALF]),
 }
