@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvfold.convert.errors import ENDING_SIGNALS, InputError
-from kvfold.convert.io.folder import replaceable_problem
+from kvfold.convert.io.replaceable import replaceable_problem
 from kvfold.convert.io.swap import place, put_back, replace, sync_path, sync_tree
 from kvfold.convert.sizes import bytes_text
 

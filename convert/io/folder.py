@@ -169,30 +169,6 @@ def module_names(folder: Path) -> list[str]:
     return [name for name in names if os.path.lexists(folder / name)]
 
 
-def replaceable_problem(folder: Path) -> str | None:
-    """Why ``folder`` must not be thrown away for a new checkpoint, None when it is one, or empty.
-
-    A checkpoint has weights or a ``kvfold.json``, and nothing that neither a checkpoint holds nor kvfold writes.
-    """
-    modules = module_names(folder)
-    whole = {part for part in {name.rpartition("/")[0] for name in modules} - {""} if _is_whole(folder, part, modules)}
-    names = sorted({*os.listdir(folder)} - whole)
-    weights = [name for name in names if Path(name).suffix in WEIGHT_SUFFIXES]
-    own = {CONFIG, INDEX, LEGACY_INDEX, "kvfold.json", "README.md", ".gitattributes", *weights, *extra_names(names)}
-    own |= {*modules}
-    foreign = [name for name in names if not (name in own or name.endswith(".py")) or (folder / name).is_dir()]
-    if foreign:
-        return f"found {', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}, which no checkpoint holds"
-    if names and not weights and "kvfold.json" not in names:
-        return f"found no weights but {', '.join(names[:3])}"
-    return None
-
-
-def _is_whole(folder: Path, part: str, modules: Iterable[str]) -> bool:
-    """Whether the folder ``part`` holds nothing but files of ``modules``."""
-    return {f"{part}/{name}" for name in os.listdir(folder / part)} <= {*modules}
-
-
 def weight_files(names: Iterable[str], where: str) -> tuple[str, bool]:
     """The first file of a checkpoint's weights (in the order of transformers), and whether it is legacy."""
     present = set(names)

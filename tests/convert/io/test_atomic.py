@@ -191,6 +191,9 @@ def test_what_is_no_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     assert refused("config.json") == "found no weights but config.json"
     assert refused("config.json", "model.safetensors", "thesis.tex") == "found thesis.tex, which no checkpoint holds"
     assert refused("config.json", "model.safetensors/") == "found model.safetensors, which no checkpoint holds"
+    assert refused("config.json", "model.safetensors", "modeling.py") == "found modeling.py, which no checkpoint holds"
+    own = ["trained.model", "training.py", "vocabulary of birds.txt"]  # a user's, however a checkpoint's are called
+    assert refused("config.json", "model.safetensors", *own) == f"found {', '.join(own)}, which no checkpoint holds"
     many = "found a.jpg, b.jpg, c.jpg, ..., which no checkpoint holds"
     assert refused("config.json", "model.safetensors", "a.jpg", "b.jpg", "c.jpg", "d.jpg") == many
 
@@ -199,9 +202,14 @@ def test_checkpoints_and_empty_folders_are_overwritten(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     assert check_output(out, overwrite=True) == out
-    for name in ("kvfold.json", "config.json", "README.md", "tokenizer.json", "LICENSE", "modeling.py"):
+    for name in ("kvfold.json", "config.json", "README.md", "tokenizer.json", "LICENSE", "modeling_kvfold.py"):
         (out / name).touch()
         assert check_output(out, overwrite=True) == out
+    for name in ("spiece.model", "tokenizer.model.v3", "vocab-src.json", "layers.py", "notes.py"):
+        (out / name).touch()
+    (out / "config.json").write_text('{"auto_map": {"AutoModel": "layers.Model", "AutoTokenizer": [null, "x--a.B"]}}')
+    (out / "kvfold.json").write_text('{"files": {"notes.py": ""}}')
+    assert check_output(out, overwrite=True) == out
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
