@@ -19,6 +19,7 @@ _OUTER = frozenset({"embedding", "final_norm", "head"})
 _ROLES = _OUTER | EXPERT_ROLES | {"attention_norm", "mlp_norm", "gate", "up", "gate_up", "down"}
 _MLP_BIASES = frozenset({"gate_bias", "up_bias", "gate_up_bias", "down_bias"})
 _INSTEAD = "--to gqa works"
+_UNHELD = "which rotate with the keys but are not divided by the norm: no projection can hold them"
 
 
 def latent_problems(model: Model, target: LatentTarget, *, allow_growth: bool = False) -> list[str]:
@@ -51,11 +52,12 @@ def model_problems(model: Model) -> list[str]:
 
 def _own_problems(model: Model, target: LatentTarget) -> Iterator[str]:
     """Properties of the model that latent attention of layout ``kvfold`` cannot express."""
-    if model.family.own_code is None or model.tower is not None:
+    attention = [f"{problem}; {_INSTEAD}" for problem in _own_attention_problems(model)]
+    if not attention and (model.family.own_code is None or model.tower is not None):
         yield "has no such layout yet; its stock class or --to gqa work"
     if target.q_rank is not None:
         yield "would have queries without a latent in it; leave --q-rank out"
-    yield from _own_attention_problems(model)
+    yield from attention
 
 
 def _own_attention_problems(model: Model) -> Iterator[str]:
@@ -106,7 +108,7 @@ def _attention_problems(model: Model, both_ways: bool = False) -> Iterator[str]:
     if model.family.attention.sinks is not None:
         yield "has attention sinks that are weights, the stock MLA class has none"
     if model.qk_norm is not None and model.qk_norm.bias:
-        yield "has norms on queries and keys with biases of their own, which no projection can hold"
+        yield f"has norms on queries and keys with biases of their own, {_UNHELD}"
     if model.qk_norm is not None and model.qk_norm.after_rotary:
         yield "normalizes queries and keys after their rotary embedding, for which no linear map can stand in"
     if any(layer.clip is not None for layer in layers):

@@ -79,8 +79,8 @@ def test_growth_is_for_those_who_ask_for_it():
         (
             "phi",
             {"qk_layernorm": True},
-            "--to mla: phi has norms on queries and keys with biases of their own, which no projection can hold; "
-            "--to gqa works",
+            "--to mla: phi has norms on queries and keys with biases of their own, which rotate with the keys but are "
+            "not divided by the norm: no projection can hold them; --to gqa works",
         ),
         (
             "hunyuan_v1_dense",
@@ -121,6 +121,29 @@ def test_growth_is_for_those_who_ask_for_it():
 def test_models_that_no_stock_class_can_hold(model_type, changes, text):
     config = config_of(model_type, **changes)
     assert text in model_problems(model_of(config))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "text"),
+    [
+        (
+            "phi",
+            {"qk_layernorm": True},
+            "phi has norms on queries and keys with biases of their own, which rotate with",
+        ),
+        (
+            "hunyuan_v1_dense",
+            {},
+            "hunyuan_v1_dense normalizes queries and keys after their rotary embedding, for which",
+        ),
+        ("olmo", {"clip_qkv": 0.8}, "olmo clips queries, keys and values"),
+        ("llama", {}, "llama has no such layout yet; its stock class or --to gqa work"),
+    ],
+)
+def test_what_layout_kvfold_cannot_hold_has_one_reason_and_a_way_out(model_type, changes, text):
+    (found,) = problems(model_type, LatentTarget(16, 8, layout="kvfold"), **changes)
+    assert found.startswith(f"--layout kvfold: {text}")
+    assert found.endswith(("--to gqa works", "--to gqa work"))
 
 
 @pytest.mark.parametrize(

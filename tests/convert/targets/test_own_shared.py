@@ -135,9 +135,8 @@ def test_shared_heads_are_the_stock_model_with_repeated_ones(remote, tiny_family
             twin = source if kv_heads == 8 else repeated_means(source, tmp_path / f"{at}-twin", 2)
             pairs.append((str(twin), str(out)))
             cached.append([kv_heads * 2 * (16 if at < 2 else 8)])
-        if at != 1:
-            pairs.append((str(source), str(convert(source, tmp_path / f"{at}-latent", **LATENT))))
-            cached.append([64])
+        pairs.append((str(source), str(convert(source, tmp_path / f"{at}-latent", **LATENT))))
+        cached.append([64])
     source, options = sources[0], {"to": "gqa", "method": "mean", "allow_growth": True, "encoder": True}
     for kv_heads in (8, 2):
         twin = source if kv_heads == 8 else repeated_means(source, tmp_path / "encoder-twin", 2, encoder=True)
