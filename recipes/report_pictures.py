@@ -7,6 +7,7 @@ Debian's ``chromium`` or ``chromium-headless-shell`` is enough. A line on stderr
 """
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def picture(browser: str, page: Path, picture_file: Path, theme: str, size: str)
     text = page.read_text()
     width, each = SIZES[size]
     listed = size == "phone" and 'class="cards"' in text  # a phone shows every cell on a line of its own
-    lines = text.count("<p>") + (text.count("<td") // 2 if listed else text.count("<tr>"))
+    lines = len(re.findall("<p[ >]", text)) + (text.count("<td") // 2 if listed else text.count("<tr>"))
     height = HEAD + LINE[size] * lines + each * -(-text.count("<figure>") // COLUMNS[size])
     with tempfile.TemporaryDirectory(prefix="kvfold-browser-") as profile:
         done = subprocess.run(

@@ -213,7 +213,8 @@ def curve_figure(sweep: Values) -> Figure:
             lines.append(_curve(name, kind, rows, finite))
     sizes = sorted({row[_ELEMENTS] for row in sweep["targets"]} | {present}, reverse=True)
     ticks = [(-math.log2(size), f"{size}") for size in sizes]
-    x = Axis("KV-cache elements per token per layer", ticks, ticks[0][0] - 0.2, ticks[-1][0] + 0.5)
+    low, last = ticks[0][0] - 0.2, ticks[-1][0]
+    x = Axis("KV-cache elements per token per layer", ticks, low, last + max(0.5, _NAME_WIDTH * (last - low)))
     limit = math.log1p(sweep["within"])
     lines.append(Line(f"{100 * sweep['within']:g} % perplexity", [(x.low, limit), (x.high, limit)], 2, dashed=True))
     y = linear_axis("excess loss, nats per token", values_of(lines))
@@ -240,5 +241,6 @@ def _curve(name: str, kind: int, rows: Sequence[Values], every: Sequence[Values]
     return Line(name, [*map(point, rows)], kind, half=half, labels=[row["kind"] for row in rows], joined=joined)
 
 
+_NAME_WIDTH = 0.28  # of the axis before the last target, whose name stands behind it
 _BESIDE = 0.05  # of the logarithm of a size: error bars of targets with one size then do not hide each other
 _ELEMENTS = "cache_elements_per_token_per_layer"

@@ -13,7 +13,7 @@ from kvfold.convert.report.svg import SERIES
 FILE = "report.html"
 _INDENTED = ' class="indented"'
 _NARROW = 4  # columns that a phone shows side by side
-_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+_WHOLE = re.compile(r"(?<![\w-])--[a-z][a-z-]*|\b[\d.]+e-\d+")  # options and small numbers
 _THEMES = """
 :root { color-scheme: light dark; --back: #ffffff; --ink: #2e3440; --dim: #6b7280; --rule: #e5e7eb;
   --c0: #2f6db5; --c1: #c2571a; --c2: #3f8f4f; --c3: #8a5aa8; --c4: #b03a5b; --c5: #8a6d1a; }
@@ -26,7 +26,7 @@ body { background: var(--back); color: var(--ink); font: 16px/1.5 system-ui, san
 h1 { font-size: 1.4rem; line-height: 1.25; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin: 0 0 .3rem; }
 p { margin: .4rem 0; overflow-wrap: anywhere; } code { font-size: .85rem; overflow-wrap: anywhere; }
 main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.6rem; }
-.indented { padding-left: 1.2rem; } .option { white-space: nowrap; }
+.indented { padding-left: 1.2rem; } .whole { white-space: nowrap; }
 figure { margin: 0; } figcaption, .dim { color: var(--dim); font-size: .9rem; }
 .wide { overflow-x: auto; margin: .8rem 0 1.4rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
@@ -86,8 +86,8 @@ class Page:
 
 
 def _text(line: str) -> str:
-    """A line as HTML, in which no option breaks at its hyphens."""
-    return _OPTION.sub(r'<span class="option">\g<0></span>', escape(line))
+    """A line as HTML, in which no option and no number breaks at its hyphens."""
+    return _WHOLE.sub(r'<span class="whole">\g<0></span>', escape(line))
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
