@@ -3,6 +3,7 @@
 Stages nest (fitting layer 7 of 32, in it refining step 40 of 150); the innermost is the one with the bar.
 """
 
+import os
 import sys
 import threading
 import time
@@ -18,6 +19,10 @@ _REDRAWN = 1.0  # seconds between refreshed bars: the time of a stage passes eve
 _LEAST = 0.1  # seconds between two drawings for steps
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 _NO_BAR = "{desc} {elapsed}"
+_SIZE = {
+    "ncols": 79,
+    "nrows": 24,
+}  # of a terminal that does not know its own, as in a container: tqdm draws nothing there
 
 
 @dataclass(eq=False)
@@ -97,7 +102,9 @@ class _Display:
         from tqdm import tqdm
 
         if self._bar is None:
-            self._bar = tqdm(file=sys.stderr, leave=False, smoothing=0, dynamic_ncols=True, bar_format=_NO_BAR)
+            size: dict[str, Any] = {"dynamic_ncols": True} if _knows_its_size() else _SIZE
+            options: dict[str, Any] = {"leave": False, "smoothing": 0, "bar_format": _NO_BAR, **size}
+            self._bar = tqdm(file=sys.stderr, desc=self.text(), **options)
         stage = self._stages[-1]
         self._bar.total, self._bar.n, self._bar.initial = stage.total or None, stage.done, stage.kept
         self._bar.start_t, self._bar.bar_format = stage.begun, _BAR if stage.total else _NO_BAR
@@ -113,6 +120,14 @@ class _Display:
                     self._said = time.time()
                     minutes, seconds = divmod(int(self._said - self._begun), 60)
                     print(f"[{minutes}:{seconds:02}] {self.text()}", file=sys.stderr, flush=True)
+
+
+def _knows_its_size() -> bool:
+    """Whether the terminal at stderr does: one that was never told has 0 columns or 0 lines."""
+    try:
+        return all(os.get_terminal_size(sys.stderr.fileno()))
+    except (OSError, ValueError):
+        return False
 
 
 _DISPLAY = _Display()

@@ -1,6 +1,7 @@
 """Stages on stderr: lines where it is no terminal, one bar where it is."""
 
 import io
+import os
 import re
 import sys
 import time
@@ -84,6 +85,15 @@ def test_a_terminal_has_one_bar_that_is_gone_at_the_end(monkeypatch):
     assert re.search(r"fitting layer 2 of 4: +25%", text)
     assert re.search(r"fitting layer 2 of 4, refining step 6 of 10: +50%", text)
     assert text.rstrip("\r").endswith(" ")  # overwritten
+
+
+def test_a_terminal_that_does_not_know_its_size_has_a_bar_too(monkeypatch):
+    master, slave = os.openpty()  # 0 columns, 0 lines
+    os.set_blocking(master, False)
+    with os.fdopen(slave, "w") as stderr, os.fdopen(master, encoding="utf-8", newline="") as seen:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with progress.stage("fitting", 4, "layer"):
+            wait_for("fitting layer 1 of 4:   0%", seen.read)
 
 
 def test_an_error_ends_the_stages(monkeypatch):
