@@ -72,7 +72,8 @@ def run_command(
     arguments: Sequence[str] | None = None,
     interrupted: str = "nothing was left behind but what --resume continues from; run the same command again",
 ) -> NoReturn:
-    """Run a click command. An error becomes the last line on stderr, ``error: ...``, and the exit status.
+    """Run a click command. An error becomes the exit status and the end of stderr: a line ``error: ...``, its details
+    indented below.
 
     SIGTERM, as job schedulers and containers send it, and SIGHUP end the command as Ctrl-C does.
     """

@@ -1,4 +1,4 @@
-"""The exceptions of kvfold. The command line turns them into its last line on stderr and its exit status."""
+"""The exceptions of kvfold. The command line turns them into the end of stderr and an exit status."""
 
 import errno
 import os

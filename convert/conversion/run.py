@@ -38,7 +38,7 @@ from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.config import dump
 from kvfold.convert.io.folder import read_bytes
 from kvfold.convert.io.hashing import hashing
-from kvfold.convert.io.shards import ShardWriter, write_index
+from kvfold.convert.io.shards import ShardWriter, write_file, write_index
 from kvfold.convert.measure.verify import RECORD, file_hashes
 from kvfold.convert.request import SELF, ConvertRequest
 from kvfold.convert.sizes import bytes_text
@@ -181,7 +181,7 @@ def _complete(
 ) -> dict[str, Any]:
     """Everything beside the weights, once these are in ``folder`` with ``hashes``; returns the record."""
     write_index(folder, plan.shards)
-    (folder / "config.json").write_text(dump(plan.config), encoding="utf-8")
+    write_file(folder / "config.json", dump(plan.config))
     if plan.request.polish:
         measured, hashes = _polished(plan, measured, folder, stages), {}
     with stages.step("checking what was written"):
@@ -295,12 +295,12 @@ def _write_side_files(plan: Plan, measured: Measured | None, hashes: Mapping[str
     for path in plan.checkpoint.extra_files():
         place = folder / path.relative_to(plan.checkpoint.folder)
         place.parent.mkdir(exist_ok=True)
-        place.write_bytes(read_bytes(path))
+        write_file(place, read_bytes(path))
     if plan.layout.code is not None:
         path = _code_path(plan.layout.code)
-        (folder / path.name).write_bytes(path.read_bytes())
+        write_file(folder / path.name, path.read_bytes())
     record = record_of(plan, {} if measured is None else measured.record(folder))
-    (folder / "README.md").write_text(model_card(plan, record), encoding="utf-8")
+    write_file(folder / "README.md", model_card(plan, record))
     record["files"] = file_hashes(folder, known=hashes)
-    (folder / RECORD).write_text(dump(record), encoding="utf-8")
+    write_file(folder / RECORD, dump(record))
     return record

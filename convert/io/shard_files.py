@@ -8,6 +8,7 @@ from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.copying import write_all
 from kvfold.convert.io.folder import INDEX
 from kvfold.convert.io.shard_plan import Shard, shard_header, shard_index
+from kvfold.convert.io.swap import sync_path
 
 
 def lay_out(file: int, path: Path, shard: Shard, resumed: bool) -> None:
@@ -45,8 +46,19 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a small file and sync it."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a small file and sync it. OSError names the file."""
+    write_file(path, data)
+    sync_path(path)
+
+
+def write_file(path: Path, content: bytes | str) -> None:
+    """Write a small file, text as UTF-8. OSError names the file, which the system's own does not for a full disk."""
+    rest = memoryview(content.encode() if isinstance(content, str) else content)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        while rest:
+            rest = rest[os.write(file, rest) :]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        os.close(file)

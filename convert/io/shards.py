@@ -16,13 +16,22 @@ from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.copying import write_all
 from kvfold.convert.io.moves import OnBytes, copy_run, moves_of, runs
-from kvfold.convert.io.shard_files import is_laid_out, lay_out, write_index, write_synced
+from kvfold.convert.io.shard_files import is_laid_out, lay_out, write_file, write_index, write_synced
 from kvfold.convert.io.shard_plan import OutputTensor, Place, Shard, assign_shards, tensor_places
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OutputTensor", "Shard", "ShardWriter", "assign_shards", "is_laid_out", "write_index", "write_synced"]
+__all__ = [
+    "OutputTensor",
+    "Shard",
+    "ShardWriter",
+    "assign_shards",
+    "is_laid_out",
+    "write_file",
+    "write_index",
+    "write_synced",
+]
 
 
 def _ignore(_: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.folder import parse_json, raise_problems, read_bytes, resolve_member
+from kvfold.convert.io.shards import write_file
 
 _RECORD, _CARD = "kvfold.json", "README.md"
 
@@ -28,7 +29,7 @@ class SideFiles:
         """Write the copied files into ``folder``."""
         for name, data in self.copied.items():
             (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_bytes(data)
+            write_file(folder / name, data)
 
 
 def read_side_files(source: Checkpoint) -> SideFiles:

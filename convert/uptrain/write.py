@@ -13,6 +13,7 @@ from kvfold.convert.io.atomic import output_folder
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.config import dump
 from kvfold.convert.io.json_text import portable_name
+from kvfold.convert.io.shards import write_file
 from kvfold.convert.io.tensors import torch_dtype
 from kvfold.convert.measure.verify import RECORD, file_hashes, non_finite
 from kvfold.convert.sizes import parse_size
@@ -89,9 +90,9 @@ def _write_records(beside: SideFiles, folder: Path, request: UptrainRequest, tra
     record["uptraining"] = {**training, "versions": versions()}
     name, attention = portable_name(Path(request.out)), request.train == "attention"
     card = trained_card(beside.card or "", name, _section(request, training), attention_only=attention)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    write_file(folder / "README.md", card)
     record["files"] = file_hashes(folder)
-    (folder / RECORD).write_text(dump(record), encoding="utf-8")
+    write_file(folder / RECORD, dump(record))
 
 
 def _section(request: UptrainRequest, training: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The command line: help, exit status, the last line on stderr. Three tests start a process of their own."""
+"""The command line: help, exit status, the end of stderr. Three tests start a process of their own."""
 
 import json
 import re

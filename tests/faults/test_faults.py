@@ -12,9 +12,11 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from faults.conftest import CASES
@@ -80,10 +82,16 @@ def check(end: forked.Ended, parent: Path, whole: dict[str, bytes], killed: bool
         assert forked.snapshot(out) == whole
     else:
         assert end.status != 0
-        assert killed or end.stderr.splitlines()[-1].startswith(("error: ", "  ")), end
+        assert killed or _named(end.stderr), end
     left = {path.name for path in parent.iterdir()} - {"out", "out.log"}
     assert killed or not left, (left, end.stderr)
     return out.exists()
+
+
+def _named(stderr: str) -> bool:
+    """Whether the end of stderr is one line ``error: ...``, with only its details below it, and says where."""
+    lines = [line for line in stderr.splitlines() if not line.startswith("  ")]
+    return lines[-1].startswith("error: ") and "the system:" not in lines[-1]
 
 
 @pytest.mark.parametrize("seed", range(CASES))
@@ -105,13 +113,37 @@ def _interrupt(drawn: random.Random, source: Path, whole: dict[str, dict[str, by
 
 
 def _full(drawn: random.Random, source: Path, whole: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
-    """A disk that is full or broken from any write on."""
+    """A disk that is full or broken from any write on: a tmpfs where one can be mounted, or failing writes."""
+    if drawn.random() < 0.5 and _small_disk(drawn, source, whole["plain"], tmp_path):
+        return
     code = drawn.choice(ERRORS)
 
     def fail() -> None:
         raise OSError(code, os.strerror(code))
 
-    _struck(drawn, source, whole, tmp_path, fail, forked.WRITES)
+    _struck(drawn, source, whole, tmp_path, fail, forked.WRITES, lasting=True)
+
+
+def _small_disk(drawn: random.Random, source: Path, whole: dict[str, bytes], tmp_path: Path) -> bool:
+    """A disk that turns out too small after the check of its free space; False where no tmpfs can be mounted."""
+    parent = tmp_path / "small"
+    parent.mkdir()
+    pages = sum(len(data) // 4096 + 1 for data in whole.values())  # folders and links take pages too
+    size = drawn.choice([drawn.randint(1, pages), pages - drawn.randint(0, 8)])  # anywhere, or among the side files
+    mount = ["mount", "-t", "tmpfs", "-o", f"nr_blocks={size}", "tmpfs", str(parent)]
+    if subprocess.run(mount, stderr=subprocess.DEVNULL).returncode:
+        return False
+    work = convert(source, parent / "out", OPTIONS)
+
+    def unaware() -> None:
+        shutil.disk_usage = lambda path: SimpleNamespace(free=1 << 40)
+        work()
+
+    try:
+        check(forked.run(tmp_path / "log", unaware), parent, whole)
+    finally:
+        subprocess.run(["umount", str(parent)], check=True)
+    return True
 
 
 def _struck(
@@ -122,6 +154,7 @@ def _struck(
     action: Callable[[], object],
     calls: tuple[str, ...] = forked.CALLS,
     killed: bool = False,
+    lasting: bool = False,
 ) -> None:
     parent = tmp_path / "parent"
     parent.mkdir()
@@ -129,7 +162,7 @@ def _struck(
     number = drawn.randint(1, calls_of(tmp_path, convert(source, tmp_path / "out", OPTIONS), calls))
 
     def struck() -> None:
-        forked.at_call(number, action, calls)
+        forked.at_call(number, action, calls, lasting)
         work()
 
     with forked.unchanged(source):

@@ -101,15 +101,20 @@ def _become(folder: Path, work: Callable[[], object]) -> NoReturn:
         os._exit(status)
 
 
-def at_call(number: int, action: Callable[[], object], calls: tuple[str, ...] = CALLS) -> Callable[[], int]:
-    """From now on do ``action`` before the ``number``-th of ``calls`` in this process; returns a count of them."""
+def at_call(
+    number: int, action: Callable[[], object], calls: tuple[str, ...] = CALLS, lasting: bool = False
+) -> Callable[[], int]:
+    """From now on do ``action`` before the ``number``-th of ``calls`` in this process; returns a count of them.
+
+    ``lasting``: before every later one too.
+    """
     count = 0
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             nonlocal count
             count += 1
-            if count == number:
+            if count == number or (lasting and count > number):
                 action()
             return function(*arguments, **options)
 

@@ -426,7 +426,7 @@ def options_of(**options):
 
 @pytest.fixture
 def fails(monkeypatch, capsys):
-    """``fails(...)``: the last line on stderr of a command line that ends with status 2."""
+    """``fails(...)``: the `error:` line, without details, of a command line that ends with status 2."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["uptrain", *map(str, arguments)])
