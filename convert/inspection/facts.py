@@ -9,6 +9,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.tensors import ROLES
 from kvfold.convert.inspection.latent import latent_faults
+from kvfold.convert.inspection.norms import Range, norm_ranges
 from kvfold.convert.inspection.own import own_model
 from kvfold.convert.inspection.targets import CacheSize, TargetSize, cache_size, no_cache, target_sizes
 from kvfold.convert.io.checkpoint import Checkpoint, Reading, open_headers
@@ -22,7 +23,7 @@ from kvfold.convert.targets.results import Result, folded_result, latent_result
 from kvfold.convert.targets.same_family import attention_kind, cache_elements
 
 _LATENT_ONLY = ("value_dim", "kv_rank", "q_rank")
-_SEQ2SEQ_ONLY = ("decoder_layers",)
+_WHERE_KNOWN = ("decoder_layers", "head_norms")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Inspection:
     ``head_dim``, ``model_dim``, ``rotary_dims``: dims. ``value_dim``, ``kv_rank`` and ``q_rank`` are of latent (MLA)
     models alone, whose ``targets`` are empty and whose ``latent`` is None; ``engines``: what each makes of one.
     ``windows``: the different window sizes. ``decoder_layers`` is of encoder-decoders alone: ``layers`` counts the
-    attentions of their decoder, two in each of its layers, to itself and to the encoder.
+    attentions of their decoder, two in each of its layers, to itself and to the encoder. ``head_norms``: of a result of
+    kvfold, what its record says of norms on queries and keys (`norm_ranges`).
     """
 
     model: str
@@ -81,6 +83,7 @@ class Inspection:
     engines: list[Verdict]
     targets: list[TargetSize]
     latent: LatentLimits | None
+    head_norms: dict[str, Range] | None = None
 
     @property
     def encodes(self) -> bool:
@@ -98,8 +101,8 @@ class Inspection:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.attention != "MLA":
             values = {name: value for name, value in values.items() if name not in _LATENT_ONLY}
-        if self.decoder_layers is None:
-            values = {name: value for name, value in values.items() if name not in _SEQ2SEQ_ONLY}
+        unknown = [name for name in _WHERE_KNOWN if values[name] is None]
+        values = {name: value for name, value in values.items() if name not in unknown}
         return values | {
             "cache": asdict(self.cache),
             "targets": [{"options": target.options, **asdict(target)} for target in self.targets],
@@ -124,8 +127,10 @@ def inspect_checkpoint(model: str | os.PathLike[str], *, gguf: str | None = None
     checkpoint = open_headers(model, Reading(gguf=gguf))
     try:
         if is_latent(checkpoint.config):
-            return _inspect_latent(checkpoint)
-        return _inspect(checkpoint) if source_type(checkpoint.config) is None else _inspect_own(checkpoint)
+            facts = _inspect_latent(checkpoint)
+        else:
+            facts = _inspect(checkpoint) if source_type(checkpoint.config) is None else _inspect_own(checkpoint)
+        return replace(facts, head_norms=norm_ranges(checkpoint.folder))
     finally:
         checkpoint.close()
 

@@ -1,6 +1,7 @@
 """The facts of an inspection as lines for the terminal."""
 
 from kvfold.convert.inspection.facts import Inspection
+from kvfold.convert.inspection.norms import norm_lines
 from kvfold.convert.inspection.targets import CONTEXTS
 from kvfold.convert.sizes import bytes_text
 
@@ -29,6 +30,8 @@ def summary(facts: Inspection) -> str:
         f"of {facts.dtype} in {facts.files} file{'s' if facts.files > 1 else ''}",
         "KV cache": _NO_CACHE if facts.encodes else _cache_text(facts),
     }
+    if facts.head_norms:
+        rows |= dict(zip(("norms", "norms lost"), norm_lines(facts.head_norms), strict=True))
     rows |= {verdict.engine: verdict.to_text().split(": ", 1)[1] for verdict in facts.engines}
     width = max(map(len, rows))
     lines = [facts.model, *(f"  {name:{width}}  {text}" for name, text in rows.items())]

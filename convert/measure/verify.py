@@ -33,7 +33,7 @@ class Verification:
 
     def summary(self) -> str:
         """The result of a sound checkpoint in a line."""
-        hashed = f"{self.files} files as recorded" if self.files else f"no hashes in {RECORD}"
+        hashed = f"{self.files} files as recorded" if self.files else f"no {RECORD} with hashes to compare files with"
         return (
             f"{self.origin}: {hashed}; {self.tensors} tensors with the shapes of config.json, "
             f"{self.elements:,} numbers, all finite"

@@ -7,7 +7,8 @@ import torch
 from helpers.checkpoints import add_demo_tokenizer, stock_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
+from kvfold.convert.inspection.text import summary
 
 WIDTH = 32
 TOKENS = torch.randint(0, 2048, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -87,6 +88,13 @@ def test_the_record_says_what_the_norms_cost(normed, tmp_path, layout):
         assert 0 < layer["key_missed"] < 2 * layer["key_spread"] ** 2
     names = stock_model(out).state_dict()
     assert not any("q_norm" in name or "k_norm" in name for name in names)
+    spread = [layer["key_spread"] for layer in layers]
+    facts = inspect_checkpoint(out)
+    assert facts.head_norms is not None
+    assert facts.head_norms["key_spread"] == pytest.approx((min(spread), sum(spread) / 2, max(spread)))
+    assert f"{100 * min(spread):.1f} to {100 * max(spread):.1f} %" in summary(facts)
+    (out / "kvfold.json").write_text('{"head_norms": [{"key_spread": "high"}, 3]}')
+    assert inspect_checkpoint(out).head_norms is None
 
 
 def test_identical_heads_fold_exactly_behind_their_norms(tmp_path):

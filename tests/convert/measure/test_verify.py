@@ -46,7 +46,7 @@ def test_what_was_written_is_sound(written, name):
 def test_a_source_has_no_hashes(tmp_path):
     done = verify_checkpoint(str(demo_folder()))
     assert (done.problems, done.files) == ([], 0)
-    assert "no hashes in kvfold.json" in done.summary()
+    assert "no kvfold.json with hashes" in done.summary()
 
 
 def test_files_that_changed(out):
