@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 from helpers.checkpoints import add_demo_tokenizer
+from matplotlib import image
 
 from kvfold.convert.cli import kvfold
 from kvfold.convert.report.figures import curve_figure
@@ -165,11 +166,33 @@ def test_axes_hold_their_values_between_round_ticks(values):
     assert all(log.low <= abs(value) <= log.high for value in values if value)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
-@pytest.mark.parametrize("name", ["drift", "convert", "sweep"])
-def test_chromium_draws_every_figure_without_an_error(folder, tmp_path, name):
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=390,2000"]
-    command = [CHROMIUM, *options, f"--user-data-dir={tmp_path}", "--dump-dom", f"file://{folder / name}/report.html"]
+# One figure under another, each in a band of its own, and nothing of the page but the drawings.
+BAND = 300  # pixels
+BANDS = f"""<style>html, body, main {{ margin: 0; padding: 0; display: block; max-width: none; }}
+body > *:not(main), h2, figcaption {{ display: none; }} figure, svg {{ height: {BAND}px; }}</style></head>"""
+UNMARKED = "<style>svg polyline, svg rect, svg circle { display: none; }</style></head>"
+
+
+def screenshot(html, folder, theme):
+    """The pixels of a page [height, width, 3] as headless Chromium draws it in a theme: 0 is dark, 1 is light."""
+    (folder / "page.html").write_text(html)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
+    size = f"--window-size=600,{BAND * html.count('<figure>')}"
+    theme = f"--blink-settings=preferredColorScheme={theme}"
+    files = [f"--user-data-dir={folder / 'profile'}", f"--screenshot={folder / 'page.png'}"]
+    command = [CHROMIUM, *options, size, theme, *files, (folder / "page.html").as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.count("<svg") == len(list(page(folder, name).iter("figure")))
     assert "CONSOLE" not in done.stderr
+    return image.imread(folder / "page.png")[..., :3]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+def test_chromium_paints_every_figure_in_both_themes(folder, tmp_path):
+    html = (folder / "convert" / "report.html").read_text().replace("</head>", BANDS)
+    dark, light = (screenshot(html, tmp_path, theme) for theme in (0, 1))
+    assert dark[0, 0].max() < 0.2 < 0.8 < light[0, 0].min()
+    unmarked = screenshot(html.replace("</head>", UNMARKED), tmp_path, 1)
+    for top in range(0, len(light), BAND):
+        drawn, dim, empty = (page[top : top + BAND] for page in (light, dark, unmarked))
+        assert all(page.std(axis=(0, 1)).max() > 0.01 for page in (drawn, dim))
+        assert (abs(drawn - empty).max(axis=2) > 0.1).sum() > 50  # the marks are painted, not the axes alone
