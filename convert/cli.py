@@ -269,14 +269,18 @@ def recipes(json_file: str | None) -> None:
 
 @kvfold.command(short_help="Convert the small model that ships to every target; measure.")
 @click.argument("folder", metavar="[DIR]", required=False)
-def demo(folder: str | None) -> None:
+@json_file_option
+def demo(folder: str | None, json_file: str | None) -> None:
     """Convert the small trained model that ships with kvfold to every target, and measure each.
 
     The converted checkpoints are kept in DIR; without DIR they are made in a temporary folder and removed.
     """
-    from kvfold.convert.demo import run_demo
+    from kvfold.convert.demo import rows_json, run_demo
 
-    run_demo(folder, click.echo)
+    if json_file is not None:
+        check_writable(json_file)
+    rows = run_demo(folder, partial(click.echo, err=json_file == STDOUT))
+    tell(json_file, lambda: rows_json(rows), "")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -18,7 +18,15 @@ from typing import Any, NoReturn
 
 import click
 
-from kvfold.convert.errors import ENDING_SIGNALS, InputError, KvfoldError, did_you_mean, one_line, system_failure
+from kvfold.convert.errors import (
+    ENDING_SIGNALS,
+    InputError,
+    KvfoldError,
+    did_you_mean,
+    one_line,
+    system_failure,
+    worded_for_commands,
+)
 
 STDOUT = "-"  # in place of the name of a file to write
 _PLOT_KINDS = (".png", ".svg", ".pdf")
@@ -78,12 +86,12 @@ def run_command(
     SIGTERM, as job schedulers and containers send it, and SIGHUP end the command as Ctrl-C does.
     """
     try:
-        with _terminable():
+        with _terminable(), worded_for_commands():
             command.main(args=arguments, prog_name=name, standalone_mode=False)
     except KvfoldError as error:
         _fail(str(error), error.exit_status)
     except click.ClickException as error:
-        _fail(_usage(error, name), 2)
+        _fail(_usage(error, command, name, sys.argv[1:] if arguments is None else arguments), 2)
     except (KeyboardInterrupt, click.Abort):
         _fail(f"interrupted: {interrupted}", 1)
     except BrokenPipeError:
@@ -144,9 +152,16 @@ def _fail(message: str, status: int) -> NoReturn:
     raise SystemExit(status)
 
 
-def _usage(error: click.ClickException, name: str) -> str:
-    text = error.format_message().replace("\n", " ").rstrip(".")
-    where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else name
+def _usage(error: click.ClickException, command: click.Command, name: str, arguments: Sequence[str]) -> str:
+    text, where = error.format_message().replace("\n", " ").rstrip("."), name
+    called = next(iter(arguments), "")
+    if isinstance(command, click.Group) and called in command.commands:
+        command, where = command.commands[called], f"{name} {called}"
+    if isinstance(error, click.UsageError) and error.ctx:
+        where = error.ctx.command_path
+    if isinstance(error, click.BadOptionUsage) and text.endswith("requires an argument"):  # click does not say which
+        options = (option for option in command.params if error.option_name in option.opts and option.metavar)
+        text += "".join(f": {option.metavar}" for option in options)
     return f"{where}: {text[:1].lower()}{text[1:]}; see `{where} --help`"
 
 

@@ -117,6 +117,21 @@ def _command_line(options: dict[str, Any]) -> str:
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
 
 
+def rows_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """The rows as ``--json`` has them, the original first."""
+    return {
+        "measured_on": f"{_WINDOWS} x {_LENGTH} held-out tokens",
+        "targets": [
+            {
+                "target": row.target,
+                "cache_elements_per_token_per_layer": row.elements,
+                "perplexity": row.perplexity,
+            }
+            for row in rows
+        ],
+    }
+
+
 def table(rows: Sequence[Row]) -> str:
     """The rows as text; savings and perplexities are compared with the first, the original."""
     width = max(len(row.target) for row in rows)

@@ -5,13 +5,27 @@ import os
 import re
 import reprlib
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, job schedulers, a closed terminal
 _SHOWN = 20
-_OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
+# Options with the word behind them, but not those of a whole command that a message quotes.
+_OPTION = re.compile(
+    r"\b(?:kvfold [a-z]+|llama-gguf-split) [^;`\n]*|(?<![\w-])--(?P<name>[a-z]+(?:-[a-z]+)*)"
+    r"(?: (?P<value>[\w./'\"][^\s:,;)`]*))?"
+)
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+_VALUES = re.compile(
+    r"[A-Z]{2,}|gqa|mqa|mla|principal|mean|svd|free|engine|kvfold|auto|self|similar|contiguous|cpu|cuda|b?float\d\d"
+)
+_FLAGS = (
+    *("allow-growth", "encoder", "gradient-checkpointing", "keep-quantized", "overwrite", "resume", "rotate-latent"),
+    "trust-remote-code",
+)
+_wording = {"command": False}
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict, _REPR.maxstring, _REPR.maxlong, _REPR.maxother = 3, 16, 8, 200, 60, 200
 # What values are often called elsewhere.
@@ -21,9 +35,9 @@ _USUAL = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "flo
 class KvfoldError(Exception):
     """An error that kvfold explains: what was wrong, where, what was expected, what was found and what to do.
 
-    ``message`` is that sentence. Where it names options of the command line, a note of the exception, which a traceback
-    shows, names them as keywords. ``details`` are further problems of the same kind, one short line each; the first 20
-    are shown, then a count.
+    ``message`` is that sentence, with the options of the command line. ``str()`` has it so where a command runs, and
+    elsewhere with the keywords of the functions: ``to='gqa' needs kv_heads``. ``details`` are further problems of the
+    same kind, one short line each; the first 20 are shown, then a count.
     """
 
     exit_status = 1
@@ -32,22 +46,48 @@ class KvfoldError(Exception):
         super().__init__(message)
         self.message = message
         self.details = tuple(details)
-        options = dict.fromkeys(_OPTION.findall(" ".join([message, *self.details])))
-        if options:
-            keywords = ", ".join(f"--{name} is {name.replace('-', '_')}=" for name in options)
-            self.add_note(f"from Python: {keywords}")
+        self._in_command = _wording["command"]
 
     def __str__(self) -> str:
         lines = [self.message, *(f"  {detail}" for detail in self.details[:_SHOWN])]
         if len(self.details) > _SHOWN:
             lines.append(f"  ... and {len(self.details) - _SHOWN} more")
-        return "\n".join(lines)
+        return "\n".join(lines if self._in_command else map(in_keywords, lines))
 
 
 class InputError(KvfoldError):
     """The request, or the checkpoint or text it names, is wrong: the user can fix it."""
 
     exit_status = 2
+
+
+@contextmanager
+def worded_for_commands() -> Iterator[None]:
+    """Errors that begin in the block, in any thread, name options (``--kv-heads``); all others name keywords."""
+    before, _wording["command"] = _wording["command"], True
+    try:
+        yield
+    finally:
+        _wording["command"] = before
+
+
+def in_keywords(line: str) -> str:
+    """A line of a message with keywords of the functions in the place of options: ``--to gqa`` is ``to='gqa'``."""
+
+    def keyword(found: re.Match[str]) -> str:
+        if found["name"] is None:
+            return found[0]
+        name, value = found["name"].replace("-", "_"), found["value"]
+        if value is None:
+            return f"{name}=True" if found["name"] in _FLAGS else name
+        if _NUMBER.fullmatch(value):
+            return f"{name}={value}"
+        leads = not line[: found.start()].strip() and line[found.end() : found.end() + 2] in (": ", ", ")
+        if leads or _VALUES.fullmatch(value):
+            return f"{name}={value}" if value[0] in "'\"" or value.isupper() else f"{name}={value!r}"
+        return f"{name}=True {value}" if found["name"] in _FLAGS else f"{name} {value}"
+
+    return _OPTION.sub(keyword, line)
 
 
 def first_line(error: BaseException) -> str:

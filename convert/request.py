@@ -199,6 +199,13 @@ def expected(name: str, value: Any) -> str | None:
     return None
 
 
+def check_values(**options: Any) -> None:
+    """Raises InputError for the first of ``options`` whose value is none that it takes."""
+    for name, value in options.items():
+        if (description := expected(name, value)) is not None:
+            raise InputError(f"{_option(name)}: expected {description}, found {value!r}")
+
+
 def _calibration_expected(names: Sequence[Any]) -> str | None:
     if not all(isinstance(name, str) and name.strip() for name in names):
         return "the name of a text file or dataset"
@@ -240,7 +247,8 @@ def _value_problems(request: ConvertRequest) -> Iterator[str]:
             meant = did_you_mean(value, allowed)
             yield f"--method with --to {request.to}: expected one of {', '.join(allowed)}, found {value!r}{meant}"
         elif description is not None:
-            yield f"{_option(field.name)}: expected {description}, found {value!r}"
+            found = ", ".join(map(str, value)) if isinstance(value, tuple) else repr(value)
+            yield f"{_option(field.name)}: expected {description}, found {found}"
 
 
 def methods_of(to: str | None) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from kvfold.convert.families.family import encoders, load_family, seq2seq
 from kvfold.convert.families.model import Model
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.progress import stage
+from kvfold.convert.request import check_values
 from kvfold.convert.stream.fits import check_fits
 from kvfold.convert.stream.seq2seq import checkpoint_stream
 from kvfold.convert.stream.stream import CheckpointStream
@@ -58,6 +59,7 @@ def drift_checkpoints(
     True
     """
     model, out, text = os.fspath(model), os.fspath(out), None if text is None else os.fspath(text)
+    check_values(samples=samples, seq_len=seq_len, seed=seed)
     source, student = open_checkpoint(model), open_checkpoint(out)
     try:
         _check_pair(source, student, model, out)

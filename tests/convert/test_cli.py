@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.processes import run_python
 
-from kvfold.convert import cli
+from kvfold.convert import cli, demo
 from kvfold.convert.data import demo_folder
 from kvfold.convert.recipes import recipe_names
 
@@ -57,7 +57,7 @@ def test_help_and_inspect_import_nothing_heavy(tiny_family):
     lines.append(["plan", "--shape", "llama-3-405b", "--to", "mla", "--kv-rank", "512", "--rope-dim", "64"])
     script = f"""
 import sys
-from kvfold.convert import cli
+from kvfold.convert import cli, demo
 for line in {lines!r}:
     try:
         cli.main(line)
@@ -81,7 +81,7 @@ def test_help_of_convert_lists_options_by_panels(kvfold):
     assert all(
         option in running for option in ("--device ", "--gguf ", "--adapter ", "--spill ", "--resume ", "-h, --help")
     )
-    assert text.count("\n  --") == 32
+    assert text.count("\n  --") == 33
     assert "--layout free|engine|kvfold " in text
 
 
@@ -143,6 +143,10 @@ def test_exit_status_and_error_of_a_process():
             ["convert", "a", "b", "--to", "mqa", "--max-shard-size", "5"],
             "error: --max-shard-size: expected a size with its unit (did you mean 5GB?), found '5'",
         ),
+        (
+            ["convert", "a", "b", "--to", "mqa", "--json"],
+            "error: kvfold convert: option '--json' requires an argument: FILE|-; see `kvfold convert --help`",
+        ),
         (["inspect", "--colour"], "error: kvfold inspect: no such option '--colour'"),
         (["inspect", "nowhere/at/all"], "error: "),
     ],
@@ -168,6 +172,16 @@ def test_inspect_prints_a_summary_and_json(kvfold, tmp_path):
     done = kvfold("inspect", demo_folder(), "--json", tmp_path / "facts.json")
     assert done.stdout == text
     assert json.loads((tmp_path / "facts.json").read_text()) == facts
+
+
+def test_demo_writes_its_table_as_json(kvfold, monkeypatch):
+    for name, value in {"CONVERSIONS": (), "_WINDOWS": 1, "_LENGTH": 16}.items():
+        monkeypatch.setattr(demo, name, value)
+    done = kvfold("demo", "--json", "-")
+    found = json.loads(done.stdout)
+    assert found["measured_on"] == "1 x 16 held-out tokens"
+    assert [row["cache_elements_per_token_per_layer"] for row in found["targets"]] == [512]
+    assert "held-out perplexity" in done.stderr
 
 
 def test_dry_run_writes_nothing(kvfold, tmp_path):
@@ -237,7 +251,7 @@ def test_wrong_inputs_end_before_torch_is_imported(tmp_path):
     }
     script = f"""
 import sys
-from kvfold.convert import cli
+from kvfold.convert import cli, demo
 for line in {list(lines.values())!r}:
     try:
         cli.main(line)

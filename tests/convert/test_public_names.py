@@ -8,7 +8,7 @@ from helpers.processes import run_python
 
 import kvfold.attention
 import kvfold.convert
-from kvfold.convert import ConvertRequest, InputError, KvfoldError
+from kvfold.convert import ConvertRequest, InputError, KvfoldError, errors
 
 PACKAGES = (kvfold.convert, kvfold.attention)
 
@@ -36,11 +36,36 @@ def test_errors_can_be_caught_without_importing_a_module_path():
         ConvertRequest(model="m", out="o", to="gqa")
 
 
-def test_errors_name_keywords_beside_options():
+def test_errors_name_keywords_where_no_command_runs(monkeypatch):
+    monkeypatch.setitem(errors._wording, "command", False)
     with pytest.raises(InputError) as caught:
         ConvertRequest(model="m", out="o", to="gqa", kv_rank=4)
-    assert caught.value.__notes__ == ["from Python: --to is to=, --kv-heads is kv_heads=, --kv-rank is kv_rank="]
-    assert "from Python" not in str(caught.value)
+    assert "--" not in str(caught.value)
+    assert str(caught.value).startswith("to='gqa' needs kv_heads: ")
+    with errors.worded_for_commands():
+        assert str(InputError("--to gqa needs --kv-heads")) == "--to gqa needs --kv-heads"
+    assert str(InputError("--to gqa needs --kv-heads", ["--samples 0"])) == "to='gqa' needs kv_heads\n  samples=0"
+
+
+@pytest.mark.parametrize(
+    ("message", "keywords"),
+    [
+        ("--rope-dim 4: no rotary embedding; expected 0", "rope_dim=4: no rotary embedding; expected 0"),
+        ("--text some.txt: no file", "text='some.txt': no file"),
+        ("--recipe 'x': found none", "recipe='x': found none"),
+        ("found a folder; --overwrite replaces it", "found a folder; overwrite=True replaces it"),
+        ("give --calibration FILE, or --samples or --seq-len", "give calibration=FILE, or samples or seq_len"),
+        ("use --layout free; see `kvfold convert --help`", "use layout='free'; see `kvfold convert --help`"),
+        (
+            "give --adapter DIR: kvfold convert BASE OUT --adapter a",
+            "give adapter=DIR: kvfold convert BASE OUT --adapter a",
+        ),
+        ("expected MODEL or a --shape, one of both", "expected MODEL or a shape, one of both"),
+        ("run it with `--trust-remote-code`", "run it with `trust_remote_code=True`"),
+    ],
+)
+def test_options_in_keywords(message, keywords):
+    assert errors.in_keywords(message) == keywords
 
 
 def test_importing_the_packages_imports_nothing_heavy():

@@ -100,7 +100,10 @@ def test_every_problem_is_reported_at_once():
         ({"device": "cude"}, "--device: expected one of auto, cpu, cuda (did you mean cuda?), found 'cude'"),
         ({"calibration": " "}, "--calibration: expected the name of a text file or dataset, found ' '"),
         ({"calibration": ["a.txt", "a.txt"]}, "--calibration: expected different texts, found"),
-        ({"calibration": ["a.txt", "self"]}, "--calibration: expected either self or names of texts, found"),
+        (
+            {"calibration": ["a.txt", "self"]},
+            "--calibration: expected either self or names of texts, found a.txt, self",
+        ),
         ({"seq_len": 1}, "--seq-len: expected a whole number of at least 2, found 1"),
     ],
 )

@@ -2,7 +2,9 @@
 
 import re
 
-from kvfold.convert import console, demo_folder, drift_checkpoints, progress
+import pytest
+
+from kvfold.convert import InputError, console, demo_folder, drift_checkpoints, progress
 
 
 def test_layers_and_then_rounding_are_counted_and_the_time_left_is_told(monkeypatch, capsys):
@@ -27,3 +29,9 @@ def test_layers_and_then_rounding_are_counted_and_the_time_left_is_told(monkeypa
     ]
     drift_checkpoints(demo_folder(), demo_folder(), samples=1, seq_len=16)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("options", "found"), [({"samples": 0}, "1, found 0"), ({"seq_len": 1}, "2, found 1")])
+def test_numbers_are_checked_before_anything_is_opened(options, found):
+    with pytest.raises(InputError, match=f"^--[a-z-]+: expected a whole number of at least {found}$"):
+        drift_checkpoints("nowhere", "nowhere", **options)
