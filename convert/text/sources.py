@@ -39,7 +39,7 @@ def missing_library(spec: str, option: str) -> InputError:
 def wrong_source(spec: str, option: str) -> str:
     """The beginning of an error about a ``spec`` that is no file."""
     actual = "a folder" if Path(spec).is_dir() else "no such file"
-    return f"{option} {spec}: expected a .txt or .jsonl file or the name of a dataset, found {actual}"
+    return f"{option} {spec}: expected a text file (UTF-8), a .jsonl file or the name of a dataset, found {actual}"
 
 
 def _check_text(path: Path, option: str) -> None:
@@ -49,9 +49,11 @@ def _check_text(path: Path, option: str) -> None:
             beginning = file.read(_SNIFFED)
     except OSError as error:
         raise InputError(f"{option} {path}: cannot be read ({error.strerror}): check its permissions") from None
+    if not beginning:
+        raise InputError(f"{option} {path}: expected text, found an empty file")
     if path.suffix in (".txt", ROWS):
         return
-    expected = f"{option} {path}: expected a .txt or .jsonl file or the name of a dataset"
+    expected = f"{option} {path}: expected a text file (UTF-8), a .jsonl file or the name of a dataset"
     if path.suffix == ".json":
         raise InputError(f"{expected}, found a .json file; write an object with `text` on each line and name it .jsonl")
     if b"\0" in beginning or not _is_utf8(beginning):

@@ -20,6 +20,7 @@ from kvfold.convert.text import files
 from kvfold.convert.text import tokenizer as tokens_of
 from kvfold.convert.text import windows as text
 from kvfold.convert.text.documents import BUILT_IN
+from kvfold.convert.text.sources import check_sources
 from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens
 from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
 
@@ -265,7 +266,7 @@ def test_missing_files_and_other_kinds_are_refused(tmp_path: Path, tokenizer: An
     with pytest.raises(InputError, match=r"--calibration: no file .*nothing\.txt"):
         load_calibration(str(tmp_path / "nothing.txt"), tokenizer, 1, 8)
     (tmp_path / "some.csv").write_bytes(b"a,\0b")
-    with pytest.raises(InputError, match=r"expected a \.txt or \.jsonl file or the name of a dataset"):
+    with pytest.raises(InputError, match=r"expected a text file \(UTF-8\), a \.jsonl file or the name of a dataset"):
         load_calibration(str(tmp_path / "some.csv"), tokenizer, 1, 8)
 
 
@@ -317,17 +318,24 @@ def test_datasets_by_name_need_the_package(tokenizer: Any, monkeypatch: pytest.M
     with pytest.raises(InputError) as caught:
         load_calibration("someone/something", tokenizer, 1, 8)
     assert caught.value.message == (
-        "--calibration someone/something: expected a .txt or .jsonl file or the name of a dataset, found no such file, "
-        "and datasets, by name or in a folder, need the datasets package: pip install 'kvfold[data]'"
+        "--calibration someone/something: expected a text file (UTF-8), a .jsonl file or the name of a dataset, found "
+        "no such file, and datasets, by name or in a folder, need the datasets package: pip install 'kvfold[data]'"
     )
+
+
+@pytest.mark.parametrize("name", ["empty.txt", "empty.jsonl", "empty.md"])
+def test_an_empty_file_is_refused_before_anything_is_loaded(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(InputError, match=f"^--text .*{name}: expected text, found an empty file$"):
+        check_sources([str(tmp_path / name)], "--text")
 
 
 @pytest.mark.parametrize("name", ["folder", "folder.txt"])
 def test_a_folder_is_named_as_one(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / name).mkdir()
-    expected = r": expected a .txt or .jsonl file or the name of a dataset, found a folder, and datasets, "
-    with pytest.raises(InputError, match=re.escape(f"--calibration {tmp_path / name}") + expected):
+    expected = ": expected a text file (UTF-8), a .jsonl file or the name of a dataset, found a folder, and datasets, "
+    with pytest.raises(InputError, match=re.escape(f"--calibration {tmp_path / name}{expected}")):
         load_calibration(str(tmp_path / name), tokenizer, 1, 8)
 
 

@@ -235,7 +235,9 @@ def test_texts_that_cannot_be_read(tmp_path):
     with pytest.raises(InputError, match=r"--eval-text: no file nothing\.txt"):
         plan_of(numbered(tmp_path), eval_text="nothing.txt")
     (tmp_path / "text.md").write_bytes(b"\xff")
-    with pytest.raises(InputError, match=r"--text .*: expected a .txt or .jsonl file or the name of a dataset"):
+    with pytest.raises(
+        InputError, match=r"--text .*: expected a text file \(UTF-8\), a .jsonl file or the name of a dataset"
+    ):
         plan_of(tmp_path / "text.md")
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "fine"}\n{"text": 3}\n')
