@@ -9,6 +9,7 @@ from kvfold.convert.request import SELF, WEIGHTS_ONLY, ConvertRequest
 from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.own_code import needs_own_code
+from kvfold.convert.targets.same_family import cache_elements
 
 
 def check_kind(request: ConvertRequest, model: Model) -> None:
@@ -97,9 +98,20 @@ def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
     targets = [LatentTarget(rank, rope, *options) for rank, rope in splits]
     problems = [latent_problems(model, target, allow_growth=request.allow_growth) for target in targets]
     possible = [target for target, found in zip(targets, problems, strict=True) if not found]
+    if not possible and request.budget is not None and not request.allow_growth:
+        _check_budget(request.budget, cache_elements(model.geometry))
     if not possible:
         raise InputError(problems[0][0], problems[0][1:])
     return possible
+
+
+def _check_budget(budget: int, present: int) -> None:
+    """Raises InputError for a budget that is too large however it is split; a split's own problems would not say so."""
+    if budget >= present:
+        raise InputError(
+            f"--budget {budget}: expected fewer KV-cache elements per token per layer than the source's {present} "
+            "(--allow-growth converts anyway)"
+        )
 
 
 def possible_kv_heads(geometry: Geometry) -> list[int]:

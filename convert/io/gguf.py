@@ -70,7 +70,10 @@ def read_gguf(path: Path, name: str, config: dict[str, Any] | None, dtype: str) 
     try:
         read, file = load_gguf_checkpoint(str(path))["config"], GGUFReader(path)
     except Exception as error:  # both let errors of every kind through
-        raise InputError(f"{path}: expected a GGUF file that transformers reads, found: {first_line(error)}") from None
+        found = first_line(error)
+        if "support" not in found:
+            found = f"a damaged or incomplete one ({found}); download or convert it again"
+        raise InputError(f"{path}: expected a GGUF file that transformers reads, found: {found}") from None
     stored = {tensor.name: tensor for tensor in file.tensors}
     if config is None:
         _check_rope(path, file)

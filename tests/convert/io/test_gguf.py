@@ -155,7 +155,8 @@ def test_files_that_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "m-00001-of-00002.gguf").write_bytes(b"GGUF")
     with pytest.raises(InputError, match=r"expected a whole file, found a part; join them by llama-gguf-split --merge"):
         open_checkpoint(tmp_path, Reading(gguf="m-00001-of-00002.gguf"))
-    with pytest.raises(InputError, match=r"a.gguf: expected a GGUF file that transformers reads, found: "):
+    damaged = r"a.gguf: expected a GGUF file that transformers reads, found: a damaged or incomplete one .* again$"
+    with pytest.raises(InputError, match=damaged):
         open_checkpoint(tmp_path / "a.gguf")
     with pytest.raises(InputError, match=r"--gguf a.gguf: expected a folder as MODEL, found the file .*; leave --gguf"):
         open_checkpoint(tmp_path / "a.gguf", Reading(gguf="a.gguf"))

@@ -150,6 +150,14 @@ def test_an_impossible_target_ends_the_sweep_before_it_begins(model):
         assert set(re.findall(r"--[a-z-]+", str(caught.value))) == {"--targets"}, str(caught.value)
 
 
+def test_a_budget_that_is_too_large_is_told_as_one_problem(model):
+    with pytest.raises(InputError) as caught:
+        sweep_checkpoint(str(model), "mla:9999", **TEXT)
+    expected = "9999 elements: expected fewer KV-cache elements per token per layer than the source's"
+    assert str(caught.value).startswith(f"--targets mla:9999: {expected}")
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_targets_given_several_times_are_all_swept(model):
     done = CliRunner().invoke(kvfold, ["sweep", str(model), "--targets", "gpa:3", "--targets", "mqa", "gqa:4"])
     assert "'gpa:3'" in str(done.exception)
