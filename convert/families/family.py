@@ -9,7 +9,7 @@ from typing import Any
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.reading import parse_family, read_table
-from kvfold.convert.families.refusals import REASONS
+from kvfold.convert.families.refusals import HOW_TO_ADD, REASONS, advice
 from kvfold.convert.families.schema import Family
 from kvfold.convert.families.values import TYPES
 from kvfold.convert.families.wrappers import INNER, WRAPPERS, text_type
@@ -77,11 +77,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
             "convert its source"
         )
     if reason := REASONS.get(str(model_type)):
-        raise InputError(f"config.json: model_type {model_type!r} is not supported: {reason}")
+        raise InputError(f"config.json: model_type {model_type!r} is not supported: {reason}{advice(reason)}")
     if model_type not in (*supported(), *encoders(), *seq2seq()):
         raise InputError(
             f"config.json: model_type {model_type!r} is not supported; expected one of: {known}; or an encoder: "
-            f"{', '.join(encoders())}; or an encoder-decoder: {', '.join(seq2seq())}"
+            f"{', '.join(encoders())}; or an encoder-decoder: {', '.join(seq2seq())}{HOW_TO_ADD}"
         )
     family = load_family(model_type)
     _check_architecture(family, config.get("architectures"))

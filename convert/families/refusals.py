@@ -20,6 +20,12 @@ _BARE_NORMS = "not written yet (norms without weights behind the rotary embeddin
 _TOWER = "not written yet (the text tower of a multimodal model, without its wrapper)"
 _FUSED = "it shares one head already; with multi_query false it is not written yet"
 
+# What another family file, perhaps with a little code, could hold; the others need another method, or gain nothing.
+_COULD_BE_ADDED = {
+    *(_ENCODER, _ENCODED, _ALL_HEADS, _GATED, _LAYER_ROPE, _EXPERTS, _CHUNKED, _SINKS, _BARE_NORMS, _TOWER, _FUSED),
+}
+HOW_TO_ADD = "; to add one, see CONTRIBUTING.md, Where to add"
+
 _TYPES = {
     _NO_CACHE: "falcon_mamba mamba mamba2 rwkv xlstm",
     _HYBRID: (
@@ -58,3 +64,8 @@ _TYPES = {
     _BARE_NORMS: "nanochat",
 }
 REASONS = {model_type: reason for reason, types in _TYPES.items() for model_type in types.split()}
+
+
+def advice(reason: str) -> str:
+    """How to add a model type with such a ``reason``; empty where a family file cannot."""
+    return HOW_TO_ADD if reason in _COULD_BE_ADDED else ""

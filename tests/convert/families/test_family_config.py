@@ -127,7 +127,8 @@ def test_an_unsupported_family_lists_the_supported_ones(model_type):
     known = ", ".join(supported())
     assert str(caught.value) == (
         f"config.json: model_type {model_type!r} is not supported; expected one of: {known}; or an encoder: "
-        f"{', '.join(encoders())}; or an encoder-decoder: {', '.join(seq2seq())}"
+        f"{', '.join(encoders())}; or an encoder-decoder: {', '.join(seq2seq())}; "
+        "to add one, see CONTRIBUTING.md, Where to add"
     )
 
 

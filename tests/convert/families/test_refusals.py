@@ -37,7 +37,12 @@ def test_the_reason_is_the_whole_answer():
     for model_type, reason in refusals.REASONS.items():
         with pytest.raises(InputError) as caught:
             family_of({"model_type": model_type})
-        assert str(caught.value) == f"config.json: model_type {model_type!r} is not supported: {reason}"
+        assert (
+            str(caught.value)
+            == f"config.json: model_type {model_type!r} is not supported: {reason}{refusals.advice(reason)}"
+        )
+    assert refusals.advice(refusals._GATED) == "; to add one, see CONTRIBUTING.md, Where to add"
+    assert refusals.advice(refusals._NO_CACHE) == ""
 
 
 def test_a_wrapper_is_refused_for_its_language_model_too():
