@@ -48,7 +48,8 @@ AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM)
 
 _OWN_CODE = """
 No stock class holds this model: `{file}.py` builds the source's class and changes its attention. Read it
-before you trust it. Where kvfold is installed, its own copy loads the model without `trust_remote_code`:
+before you trust it. Without `trust_remote_code` kvfold's own copy loads the model, where it is installed and this runs
+first:
 
 ```python
 from kvfold.attention import register_models
@@ -147,14 +148,14 @@ def source_name(plan: Plan) -> str:
 def repeating(plan: Plan) -> str:
     """The command that makes the same checkpoint again: every option that decides it and is not at its default."""
     request = plan.request
-    words = ["kvfold", "convert", plan.source_name, "converted"]
+    words = ["converted"]
     for field in fields(ConvertRequest):
         name, value = field.name, getattr(request, field.name)
         if field.name in RUN_ONLY - {"gguf", "adapter"} or value is None or value == _default(name):
             continue
         option, texts = f"--{name.replace('_', '-')}", request.texts if name == "calibration" else [value]
         words += [option] if value is True else [word for text in texts for word in (option, _portable(name, text))]
-    return " ".join(map(shlex.quote, words))
+    return f"kvfold convert {source_name(plan)} {shlex.join(words)}"
 
 
 def _default(name: str) -> object:

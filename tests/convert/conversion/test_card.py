@@ -80,6 +80,7 @@ def test_the_card_has_commands_without_places_to_fill_in(tmp_path):
     card = (tmp_path / "out" / "README.md") if convert_checkpoint(request).written else None
     found = card.read_text()
     command = next(line for line in found.splitlines() if line.startswith("kvfold convert "))
+    assert shlex.split(command)[2:4] == ["../tiny llama", "converted"]
     assert shlex.split(command)[4:] == [
         *("--to", "mqa", "--method", "mean", "--calibration", "own words.txt"),
         *("--samples", "4", "--seq-len", "16", "--refine", "1"),
