@@ -123,6 +123,12 @@ def run(command: list[str]) -> float:
     return time.perf_counter() - started
 
 
+def commit() -> str:
+    """The commit of this repository that a row is measured with, "+" behind it where files differ from it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tensor]) -> dict[str, Any]:
     """One row of the table."""
     before = conditions()
@@ -139,6 +145,7 @@ def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tens
             out = trained
         model, result = load(args.model), load(out)
         measured = {name: compare(model, result, tokens) for name, tokens in texts.items()}
+    before["commit"] = commit()
     shown = [Path(word).name if word in (str(args.calibration), str(code)) else word for word in given]
     common = {"target": target, "stage": stage, "options": " ".join(shown), "cache_elements": elements}
     return {**common, "measured": measured, "seconds": round(seconds, 1), **before}

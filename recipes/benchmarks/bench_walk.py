@@ -1,13 +1,15 @@
 """The cost of a calibrated conversion: against one plain forward pass, and in memory for a 70B model's shapes.
 
     python recipes/benchmarks/bench_walk.py convert --work /scratch --json recipes/results/walk_1b.json
+    python recipes/benchmarks/bench_walk.py refine --model MODEL --json recipes/results/refine_cost.json
     python recipes/benchmarks/bench_walk.py walk --layers 2 --json recipes/results/walk_70b.json
 
 `convert` makes a random bfloat16 Llama of 1B shape (16 layers, E 2048, 32 heads; 2.5 GB with 128256 tokens) and, in
 their own processes, runs one stock forward pass over 32 x 512 tokens in float32 (loading not counted) and
 `kvfold convert --method principal` with that many calibration tokens (everything counted: start, reading, the held-out
-sequences, drift, writing). `walk` takes a few layers of Llama-3-70B's shapes through the walk, folding 8 key/value
-heads to 4; its weights are made when they are read, so that nothing is on disk.
+sequences, drift, writing). `refine` converts MODEL with and without `--refine STEPS`, and divides the difference by the
+time of stock forward passes over as many tokens as the steps took. `walk` takes a few layers of Llama-3-70B's shapes
+through the walk, folding 8 key/value heads to 4; its weights are made when they are read, so that nothing is on disk.
 """
 
 import argparse
@@ -43,6 +45,7 @@ COMMON = {
 }
 BATCH = 8
 NOISE = 1 << 24
+REFINE_BATCH = 8  # sequences in a step of refinement
 
 
 def config_of(shape: dict[str, Any], layers: int, kv_heads: int, vocabulary: int, tied: bool) -> dict[str, Any]:
@@ -164,6 +167,29 @@ def bench_convert(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"what": what.strip(), "config": config, "allowed_ratio": 3.0, "rounds": rows}
 
 
+def bench_refine(arguments: argparse.Namespace) -> dict[str, Any]:
+    """``ratio``: what 100 steps in every layer cost, in forward passes of the model over the tokens that they take."""
+    samples, length, steps = arguments.samples, arguments.seq_len, arguments.steps
+    options = arguments.options or "--to mqa"
+    shape = ["--samples", str(samples), "--seq-len", str(length), "--quiet", *options.split()]
+    with tempfile.TemporaryDirectory(prefix="kvfold-bench-", dir=arguments.work) as work:
+        command = [sys.executable, "-m", "kvfold.convert", "convert", str(arguments.model)]
+        passed = forward(arguments.model, samples, length)
+        fitted = timed([*command, f"{work}/fitted", *shape])
+        refined = timed([*command, f"{work}/refined", *shape, "--refine", str(steps)])
+    pass_tokens = samples * length
+    cost = (refined["cpu_seconds"] - fitted["cpu_seconds"]) / passed["cpu_seconds"]
+    return {
+        "what": f"{arguments.model.name}, {options}, {samples} x {length} tokens, --refine {steps}",
+        "allowed_ratio": 6.0,
+        "ratio": cost * pass_tokens / (steps * REFINE_BATCH * length),
+        "threads": torch.get_num_threads(),
+        "forward": passed,
+        "fitted": {key: value for key, value in fitted.items() if key != "printed"},
+        "refined": {key: value for key, value in refined.items() if key != "printed"},
+    }
+
+
 def bench_walk(arguments: argparse.Namespace) -> dict[str, Any]:
     import resource
 
@@ -215,7 +241,7 @@ def main() -> None:
         print(json.dumps(forward(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["convert", "walk"])
+    parser.add_argument("what", choices=["convert", "refine", "walk"])
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()), help="a folder with 8 GB free")
     parser.add_argument("--layers", type=int, help="16 for convert, 2 for walk")
     parser.add_argument("--kv-heads", type=int, default=32, help="of the 1B model: 32 is MHA, 8 is as in Llama-3.2-1B")
@@ -223,11 +249,13 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--model", type=Path, help="of refine: a folder")
+    parser.add_argument("--steps", type=int, default=100, help="of refine")
     parser.add_argument("--rounds", type=int, default=1, help="of forward and convert in turn")
     parser.add_argument("--options", default="", help="further options of kvfold convert")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
-    result = bench_convert(arguments) if arguments.what == "convert" else bench_walk(arguments)
+    result = {"convert": bench_convert, "refine": bench_refine, "walk": bench_walk}[arguments.what](arguments)
     text = json.dumps({**result, **conditions()}, indent=2) + "\n"
     if arguments.json:
         arguments.json.write_text(text)
