@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from kvfold.convert.errors import InputError, did_you_mean
-from kvfold.convert.sizes import parse_size
+from kvfold.convert.sizes import parse_size, size_expected
 
 Target = Literal["gqa", "mqa", "mla"]
 MethodName = Literal["principal", "mean", "first", "random", "svd"]
@@ -49,7 +49,6 @@ GOES_WITH: dict[str, tuple[str, ...]] = {"kv_heads": ("gqa",), "group": ("gqa", 
     ("kv_rank", "rope_dim", "budget", "q_rank", "layout", "rotate_latent"), ("mla",)
 )
 
-_LEAST_BARE_SIZE = 1000  # bytes without a unit: fewer are gigabytes whose unit was forgotten
 _CHOICES = {
     "to": TARGETS,
     "method": METHODS,
@@ -189,9 +188,7 @@ def expected(name: str, value: Any) -> str | None:
     if name in ("refine", "polish"):
         return None if value == "auto" or _is_whole(value, 0) else "a number of steps or auto"
     if name == "max_shard_size":
-        if isinstance(value, str) and value.strip().isdigit() and 0 < int(value) < _LEAST_BARE_SIZE:
-            return f"a size with its unit (did you mean {value.strip()}GB?)"
-        return None if parse_size(value) else "a size such as 5GB, 500MB or 2GiB"
+        return size_expected(value)
     if name in ("rotate_latent", "encoder", "keep_quantized"):
         return None if isinstance(value, bool) else "true or false"
     if name == "calibration":

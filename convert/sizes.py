@@ -1,10 +1,12 @@
 """Byte counts as text, and back."""
 
 import re
+from typing import Any
 
 _DECIMAL = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _BY_NAME = {"": 1} | {unit.upper(): size for unit, size in (_DECIMAL | _BINARY).items()}
+_LEAST_BARE = 1000  # bytes without a unit: fewer are gigabytes whose unit was forgotten
 
 
 def bytes_text(count: int) -> str:
@@ -24,3 +26,10 @@ def parse_size(text: str | int) -> int | None:
     if match is None or match[2].upper() not in _BY_NAME:
         return None
     return int(float(match[1]) * _BY_NAME[match[2].upper()]) or None
+
+
+def size_expected(value: Any) -> str | None:
+    """What is expected in place of ``value`` for the size of a file, in words; None where it is one."""
+    if isinstance(value, str) and value.strip().isdigit() and 0 < int(value) < _LEAST_BARE:
+        return f"a size with its unit (did you mean {value.strip()}GB?)"
+    return None if parse_size(value) else "a size such as 5GB, 500MB or 2GiB"

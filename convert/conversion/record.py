@@ -215,21 +215,28 @@ def padding_text(plan: Plan) -> str:
     )
 
 
+def planned_kind(plan: Plan) -> str:
+    """The attention that a plan will make, before a budget has its split."""
+    return plan.layout.kind if plan.request.budget is None else "MLA, split by measured drift"
+
+
 def plan_text(plan: Plan) -> str:
-    """The output of ``--dry-run``: tensors to compute, files, and disk space."""
+    """The output of ``--dry-run``: tensors to compute, files, and disk space. No shape of a split yet to be chosen."""
+    open_split = plan.request.budget is not None
     computed = {name for names in plan.layout.computed for name in names}
     first = [tensor for tensor in plan.layout.tensors if tensor.name in plan.layout.computed[0]]
     before = plan.checkpoint.tensors
     lines = [
-        _headline(plan, "MLA, split by measured drift" if plan.request.budget is not None else plan.layout.kind),
+        _headline(plan, planned_kind(plan)),
         *(f"source: {line}" for line in plan.made_of),
-        *filter(None, [_keepable_text(plan), padding_text(plan)]),
+        *filter(None, [_keepable_text(plan), "" if open_split else padding_text(plan)]),
         f"tensors: {len(plan.tensors) - len(computed)} copied, {len(computed)} computed; in layer 0:",
         *(
-            f"  {t.name}  {t.dtype} {_shape(before[t.name].shape) if t.name in before else 'new'} -> {_shape(t.shape)}"
+            f"  {t.name}  {t.dtype} {_shape(before[t.name].shape) if t.name in before else 'new'}"
+            + ("" if open_split else f" -> {_shape(t.shape)}")
             for t in first
         ),
-        f"files: {len(plan.shards)}",
+        f"files: {len(plan.shards)}" + (" (sizes depend a little on the split)" if open_split else ""),
         *(f"  {shard.file}  {bytes_text(sum(t.nbytes for t in shard.tensors))}" for shard in plan.shards[:20]),
         *([f"  ... and {len(plan.shards) - 20} more"] if len(plan.shards) > 20 else []),
         engines_text(plan),

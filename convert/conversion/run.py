@@ -27,6 +27,7 @@ from kvfold.convert.conversion.record import (
     headline,
     padding_text,
     plan_text,
+    planned_kind,
     preference_text,
     ranks_text,
 )
@@ -72,6 +73,7 @@ class Conversion:
             files = {shard.file: sum(tensor.nbytes for tensor in shard.tensors) for shard in plan.shards}
             disk = {"disk_bytes": plan.disk_bytes, "free_bytes": plan.free_bytes}
             facts = {"out": None, "dry_run": True, "files": files, **disk, **record_of(plan, {})}
+            facts["attention"] = {"from": plan.source_kind, "to": planned_kind(plan)}
         else:
             facts = {"out": str(self.written), "seconds": self.seconds, "weight_bytes": size, **self.record}
             facts.pop("files", None)

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.request import DEVICES, Device
-from kvfold.convert.sizes import parse_size
+from kvfold.convert.sizes import size_expected
 
 Trained = Literal["all", "attention"]
 Schedule = Literal["cosine", "linear", "constant"]
@@ -123,10 +123,8 @@ def _other_problems(request: UptrainRequest) -> list[str]:
     problems = []
     if request.seed >= 2**32:  # what numpy's generator takes, which transformers seeds
         problems.append(f"--seed: expected a number below 2**32, found {request.seed}")
-    if parse_size(request.max_shard_size) is None:
-        problems.append(
-            f"--max-shard-size: expected a size such as 5GB, 500MB or 2GiB, found {request.max_shard_size!r}"
-        )
+    if (wanted := size_expected(request.max_shard_size)) is not None:
+        problems.append(f"--max-shard-size: expected {wanted}, found {request.max_shard_size!r}")
     if request.relative_lr is not None and not 0 < request.relative_lr < 1:
         problems.append(f"--relative-lr: expected a number between 0 and 1, found {request.relative_lr}")
     if not 0 <= request.warmup < 1:

@@ -62,8 +62,11 @@ def test_the_groups_of_heads_are_told_and_why():
 
 def test_a_dry_run_of_a_budget_names_no_split(tmp_path):
     request = ConvertRequest(demo_folder(), tmp_path / "out", to="mla", budget=64, dry_run=True)
-    first = convert_checkpoint(request).summary().splitlines()[0]
-    assert "MHA -> MLA, split by measured drift, method principal: 512 -> 64 KV-cache elements" in first
+    done = convert_checkpoint(request)
+    lines = done.summary().splitlines()
+    assert "MHA -> MLA, split by measured drift, method principal: 512 -> 64 KV-cache elements" in lines[0]
+    assert "  model.layers.0.self_attn.kv_b_proj.weight  BF16 new" in lines  # its shape would be that of a split
+    assert done.to_dict()["attention"] == {"from": "MHA", "to": "MLA, split by measured drift"}
 
 
 @pytest.mark.slow

@@ -404,6 +404,7 @@ def test_a_log_that_was_cut_short(tmp_path):
         ({"distill_weight": 0.5}, "--distill-weight: expected a --teacher to distill from, found none"),
         ({"teacher": "x", "distill_weight": 1.5}, "--distill-weight: expected 0 to 1, found 1.5"),
         ({"temperature": 0.0}, "--temperature: expected more than 0, found 0.0"),
+        ({"max_shard_size": "5"}, "--max-shard-size: expected a size with its unit (did you mean 5GB?), found '5'"),
         ({"warmup": 1.0}, "--warmup: expected a fraction of the steps, 0 to below 1, found 1.0"),
     ],
 )
