@@ -75,11 +75,21 @@ class OpenLayer:
         return self._run(hidden, whole=False)
 
     def _run(self, hidden: Tensor, whole: bool) -> LayerOutput:
-        arguments, own = self.arguments(hidden), hidden[:, self.encoded :]
+        arguments, own = self.arguments(hidden), self.own(hidden)
         output = run_layer(self.module, own, arguments.args, arguments.kwargs, self.tensors, whole=whole)
         if not self.encoded:
             return output
+        if self._of_encoder:
+            return replace(output, waiting=hidden[:, self.encoded :])
         return replace(output, memory=hidden[:, : self.encoded], crosses=bool(getattr(self.module, "crosses", False)))
+
+    def own(self, hidden: Tensor) -> Tensor:
+        """The part of ``hidden [B, T, E]`` that the layer changes: the encoder's or the decoder's, where both are."""
+        return hidden[:, : self.encoded] if self._of_encoder else hidden[:, self.encoded :]
+
+    @property
+    def _of_encoder(self) -> bool:
+        return bool(getattr(self.module, "of_encoder", False))
 
     def run_submodule(self, name: str, inputs: Tensor) -> Tensor:
         """The output of the layer's module ``name`` for ``inputs``."""

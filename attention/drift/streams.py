@@ -27,6 +27,7 @@ class LayerOutput:
     ``output_weight[:, h] @ context[b, t, h]`` to the attention's output. ``None`` is what a model does not show.
 
     ``memory`` are the states of an encoder-decoder's encoder; ``crosses``: the attention's keys and values are theirs.
+    Of a layer of the encoder itself ``waiting`` is the decoder's residual stream, which it leaves as it is.
     """
 
     hidden: Tensor | None  # [B, T, E]
@@ -43,6 +44,7 @@ class LayerOutput:
     output_weight: Tensor | None = None  # [E, H, Dv]
     memory: Tensor | None = None  # [B, S, E]
     crosses: bool = False
+    waiting: Tensor | None = None  # [B, T, E]
 
     @property
     def states(self) -> Tensor:
@@ -52,6 +54,8 @@ class LayerOutput:
         """
         if self.hidden is None:
             raise ValueError("output: expected a whole layer's, found one of its attention only")
+        if self.waiting is not None:
+            return torch.cat([self.hidden, self.waiting], 1)
         return self.hidden if self.memory is None else torch.cat([self.memory, self.hidden], 1)
 
     @property

@@ -27,7 +27,8 @@ def source_stream(plan: Plan, encoded: int = 0) -> CheckpointStream:
     ``encoded``: how many tokens of a sequence are an encoder's.
     """
     checkpoint, device = plan.checkpoint, choose_device(plan.request.device)
-    return checkpoint_stream(checkpoint, device, compute_dtype(checkpoint, device), encoded)
+    dtype = compute_dtype(checkpoint, device)
+    return checkpoint_stream(checkpoint, device, dtype, encoded, whole=plan.request.encoder)
 
 
 def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None = None) -> CalibrationTokens:

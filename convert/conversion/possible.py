@@ -49,11 +49,6 @@ def _check_encoder_decoder(request: ConvertRequest, model: Model) -> None:
             f"--calibration {SELF}: needs a model that writes texts from their beginning, {kind} is an "
             "encoder-decoder, which answers another text; name a text with --calibration, or leave it out"
         )
-    if request.calibrated and request.encoder:
-        raise InputError(
-            f"--encoder with {_calibrates(request)}: calibration is of the decoder's attention alone; use --method "
-            f"{'svd' if request.to == 'mla' else 'mean'} alone, or leave --encoder out"
-        )
     if request.calibrated and model.family.reads_sound:
         raise InputError(
             f"{_calibrates(request)}: calibration reads text, {kind} reads sound; use "

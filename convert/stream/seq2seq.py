@@ -33,10 +33,13 @@ def stream_class(config: dict[str, Any]) -> type[CheckpointStream]:
 
 
 def checkpoint_stream(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, encoded: int = 0
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, encoded: int = 0, whole: bool = False
 ) -> CheckpointStream:
-    """A whole ``checkpoint`` as a stream; the first ``encoded`` tokens of a sequence are for an encoder."""
-    stream = stream_class(checkpoint.config)
+    """A ``checkpoint`` as a stream; the first ``encoded`` tokens of a sequence are for an encoder.
+
+    ``whole``: the layers of the encoder (T5's) are layers of the stream too, its first.
+    """
+    stream = WholeStream if whole else stream_class(checkpoint.config)
     return stream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, dtype, encoded=encoded)
 
 
@@ -44,6 +47,7 @@ class Seq2SeqStream(CheckpointStream):
     """The ``LayerStream`` of an encoder-decoder with a head; the first ``encoded`` tokens are its encoder's."""
 
     _states: Tensor | None = None  # what stands for the encoder's states in recorded arguments
+    _blocks: Sequence[nn.Module] = ()  # layers of the encoder that are layers of the stream
 
     def _framed(self, model: Any) -> Frame:
         if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
@@ -61,6 +65,10 @@ class Seq2SeqStream(CheckpointStream):
 
     @property
     def _layers(self) -> Sequence[nn.Module]:
+        return [*self._blocks, *self._halves]
+
+    @property
+    def _caching(self) -> Sequence[nn.Module]:
         return self._halves
 
     @property
@@ -100,7 +108,8 @@ class Seq2SeqStream(CheckpointStream):
 
     def _arguments_of(self, index: int, hidden: Tensor) -> Arguments:
         """Those of a layer for states ``hidden [B, S + T, E]``: the encoder's stand in the place of recorded ones."""
-        recorded, states = self.arguments(hidden.shape[1] - self.encoded)[index], hidden[:, : self.encoded]
+        recorded = self.arguments(hidden.shape[1] - self.encoded)[index - len(self._blocks)]
+        states = hidden[:, : self.encoded]
         args = tuple(states if each is self._states else each for each in recorded.args)
         return Arguments(
             args, {name: states if each is self._states else each for name, each in recorded.kwargs.items()}
@@ -116,12 +125,12 @@ class Seq2SeqStream(CheckpointStream):
         return [name for target in self._half_names(index) for name in self.parameters.map.source_of(target).names]
 
     def _half_names(self, index: int) -> list[str]:
-        prefix, half = self._prefix(index), self._halves[index]
+        prefix, half = self._prefix(index), self._halves[index - len(self._blocks)]
         inside = (name for name in self.parameters.map.expected if name.startswith(prefix))
         return [name for name in inside if half.owns(name.removeprefix(prefix))]
 
     def _prefix(self, index: int) -> str:
-        return f"{self._frame.path}.{index // 2}."
+        return f"{self._frame.path}.{(index - len(self._blocks)) // 2}."
 
     def _names_under(self, path: str, layers: str) -> list[str]:
         """Parameters and buffers beside the layers of a stack, but for the embeddings."""
@@ -151,13 +160,76 @@ class Seq2SeqStream(CheckpointStream):
 
     @cached_property
     def _first_attention(self) -> Any:
-        """The attention that has T5's biases, with these read."""
-        first = self._halves[0]
-        name = f"{self._prefix(0)}{first.attends_by}.relative_attention_bias.weight"
+        return self._biased(len(self._blocks))
+
+    def _biased(self, index: int) -> Any:
+        """The attention of layer ``index``, which has T5's biases for all of its stack, with these read."""
+        first: Any = self._layers[index]
+        name = f"{self._prefix(index)}{first.attends_by}.relative_attention_bias.weight"
         table = self.parameters.load(self.parameters.map.source_of(name))[name]
         attention: Any = first.get_submodule(first.attends_by)
         attention.relative_attention_bias = nn.Embedding(len(table), table.shape[1], _weight=table, _freeze=True)
         return attention
+
+
+class EncoderLayer(nn.Module):
+    """A layer of T5's encoder as one of a stream; the last has the encoder's norm behind it."""
+
+    of_encoder, attends_by = True, "layer.0.SelfAttention"
+
+    def __init__(self, layer: nn.Module, norm: nn.Module | None) -> None:
+        super().__init__()
+        for name, child in layer.named_children():
+            self.add_module(name, child)
+        self.final_layer_norm = norm
+        self._behind = (layer,)  # in a tuple, so that it does not become a submodule
+
+    def forward(self, hidden: Tensor, bias: Tensor) -> Tensor:
+        """``hidden [B, S, E]`` after the layer, with ``bias [1, H, S, S]`` of the scores."""
+        after: Tensor = self._behind[0](hidden, None, bias)[0]
+        return after if self.final_layer_norm is None else self.final_layer_norm(after)
+
+
+class WholeStream(Seq2SeqStream):
+    """That of T5 with the layers of its encoder, one after the other, before the halves of the decoder's."""
+
+    def _framed(self, model: Any) -> Frame:
+        encoder = model.get_encoder()
+        blocks, norm = list(encoder.block), encoder.final_layer_norm
+        self._blocks = [EncoderLayer(block, norm if block is blocks[-1] else None) for block in blocks]
+        return super()._framed(model)
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings of both stacks: T5 has no others."""
+        rows, local = torch.unique(tokens.to(self.device), return_inverse=True)
+        return self.parameters.rows(self._embedding, rows)[local]
+
+    def _arguments_of(self, index: int, hidden: Tensor) -> Arguments:
+        if index >= len(self._blocks):
+            return super()._arguments_of(index, hidden)
+        bias = self._encoder_attention.compute_bias(self.encoded, self.encoded, device=self.device)
+        return Arguments((bias,), {})
+
+    @cached_property
+    def _encoder_attention(self) -> Any:
+        return self._biased(0)
+
+    def _tensors_of(self, index: int) -> dict[str, Tensor]:
+        ends = {} if index != len(self._blocks) - 1 else self._named([self._norm])
+        return super()._tensors_of(index) | {name.removeprefix(f"{self._encoder_path}."): ends[name] for name in ends}
+
+    @property
+    def _norm(self) -> str:
+        return f"{self._encoder_path}.final_layer_norm.weight"
+
+    def _half_names(self, index: int) -> list[str]:
+        if index >= len(self._blocks):
+            return super()._half_names(index)
+        return [name for name in self.parameters.map.expected if name.startswith(self._prefix(index))]
+
+    def _prefix(self, index: int) -> str:
+        return super()._prefix(index) if index >= len(self._blocks) else f"{self._encoder_layers}{index}."
 
 
 class SpeechStream(Seq2SeqStream):

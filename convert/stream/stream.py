@@ -75,6 +75,11 @@ class CheckpointStream:
         return self._frame.layers
 
     @property
+    def _caching(self) -> Sequence[nn.Module]:
+        """The layers that keep keys and values."""
+        return self._layers
+
+    @property
     def layers(self) -> int:
         return len(self._layers)
 
@@ -180,7 +185,7 @@ class CheckpointStream:
             hidden, arguments = self._enter_blank(tokens, use_cache=True)
             return hidden.to("meta"), [Arguments(_to_meta(each.args), _to_meta(each.kwargs)) for each in arguments]
 
-        total = cache_bytes_per_token(self._layers, enter)
+        total = cache_bytes_per_token(self._caching, enter)
         name = self._config.get("dtype") or self._config.get("torch_dtype")
         stored = getattr(torch, str(name).removeprefix("torch."), self.dtype)
         return total * stored.itemsize // self.dtype.itemsize

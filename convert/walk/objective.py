@@ -99,7 +99,7 @@ def examples(
     for inputs, student_inputs in zip(hidden, student_hidden, strict=True):
         added = update.of(teacher, teacher.attend(inputs))
         wide = torch.promote_types(added.dtype, torch.float32)
-        residual, student_residual = (each[:, teacher.encoded :].to(wide) for each in (inputs, student_inputs))
+        residual, student_residual = (teacher.own(each).to(wide) for each in (inputs, student_inputs))
         added, before = added.to(wide), residual - student_residual
         weight = token_weights(residual + added)
         weights.append(weight)

@@ -105,7 +105,7 @@ def _regressions(
             return
         shown = True  # of the layer, not of its inputs
         update_of = update.of(step.teacher, step.teacher.attend(inputs))
-        after, own = (inputs[:, step.teacher.encoded :] + update_of).double(), own[:, step.teacher.encoded :]
+        after, own = (step.teacher.own(inputs) + update_of).double(), step.teacher.own(own)
         weight = 1 / after.square().mean(-1).clamp_min(torch.finfo(inputs.dtype).tiny)
         target = (after - own) / update.scale
         yield _Regression(heads.flatten(0, 1), target.flatten(0, 1), weight.flatten())

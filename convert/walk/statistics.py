@@ -83,7 +83,8 @@ class StatisticsAccumulator:
         That is in an encoder-decoder's attention to its encoder, and behind T5's position biases. Its models do not
         rotate: every distance is alike, and the profile says so.
         """
-        if output.query is None and output.memory is not None and output.context is not None:
+        paired = output.memory is not None or output.waiting is not None
+        if output.query is None and paired and output.context is not None:
             profile = inputs.new_ones(output.context.shape[2], 1)
             self._profile = profile if self._profile is None else self._profile + profile
             self._sequences += 1

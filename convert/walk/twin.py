@@ -19,7 +19,6 @@ from torch import Tensor
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.io.tensors import torch_dtype
-from kvfold.convert.stream.seq2seq import stream_class
 from kvfold.convert.stream.stream import CheckpointStream
 
 
@@ -40,7 +39,7 @@ class Twin:
         self._dtypes = {name: torch_dtype(tensor.dtype) for name, tensor in self._planned.items()}
         origins = {name: tensor.sources for name, tensor in self._planned.items() if tensor.sources}
         changed = self._planned.keys() if recast else self._planned.keys() - origins.keys()
-        self.stream = stream_class(config)(
+        self.stream = type(source)(
             config,
             self._read,
             list(self._planned),

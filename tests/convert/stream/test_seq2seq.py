@@ -7,7 +7,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.checkpoint import open_checkpoint
-from kvfold.convert.stream.seq2seq import Seq2SeqStream, stream_class
+from kvfold.convert.stream.seq2seq import Seq2SeqStream, checkpoint_stream, stream_class
 from kvfold.convert.stream.sound import synthetic_sound
 from kvfold.convert.walk.statistics import StatisticsAccumulator
 
@@ -40,6 +40,28 @@ def test_the_halves_in_order_are_the_stock_model(name, changes, tiny_family, tok
     expected = stock(input_ids=tokens[:, :SOURCE], decoder_input_ids=tokens[:, SOURCE:]).logits
     assert torch.equal(stream.logits(states[:, SOURCE:]), expected)
     assert stream.layers == 2 * len(stock.get_decoder().get_submodule("block" if name == "t5" else "layers"))
+
+
+@pytest.mark.parametrize("changes", [{}, GATED])
+@torch.no_grad()
+def test_the_layers_of_the_encoder_come_first_where_they_count(changes, tiny_family, tokens):
+    folder = tiny_family("t5", **changes)
+    checkpoint = open_checkpoint(str(folder))
+    cpu = torch.device("cpu")
+    stream, halves = (checkpoint_stream(checkpoint, cpu, torch.float32, SOURCE, whole) for whole in (True, False))
+    states = stream.embed(tokens)
+    for index in range(stream.layers):
+        with stream.open_layer(index) as layer:
+            output = layer(states)
+            assert torch.equal(layer.attend(states).attention, output.attention)
+            states = output.states
+            if index == 0:
+                assert (output.causal, output.crosses, output.attention.shape[1]) == (False, False, SOURCE)
+    stock = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    expected = stock(input_ids=tokens[:, :SOURCE], decoder_input_ids=tokens[:, SOURCE:]).logits
+    torch.testing.assert_close(stream.logits(states[:, SOURCE:]), expected, rtol=1e-6, atol=1e-6)
+    assert stream.layers == halves.layers + len(stock.get_encoder().block)
+    assert stream.cache_bytes_per_token() == halves.cache_bytes_per_token()
 
 
 @torch.no_grad()

@@ -224,10 +224,6 @@ def test_inspect_tells_decoder_layers_from_attentions(tiny_family):
             "--method principal: calibration reads text, whisper reads sound; use",
         ),
         (
-            {"to": "mqa", "encoder": True},
-            "--encoder with --method principal: calibration is of the decoder",
-        ),
-        (
             {"to": "mqa", "method": "mean", "encoder": True, "family": "bart"},
             "--encoder: expected an encoder-decoder whose encoder's attention can change too (t5), found bart; leave",
         ),
@@ -303,6 +299,22 @@ def test_principal_loses_less_than_the_mean(reads_text, tmp_path):
     assert not any("perplexity" in text for text in (card, line, drift_table(report), repr(report)))
     assert drift_table(report).splitlines()[0].startswith("drift over 4 sequences of 71 positions (13 predicted), ")
     assert "\ndenoising loss, nats per token " in drift_table(report)
+
+
+@pytest.mark.slow  # two calibrated conversions
+def test_the_encoder_is_calibrated_too(reads_text, tmp_path):
+    source = reads_text("t5")
+    full = {**LATENT, "method": "principal", "encoder": True, "samples": 4, "seq_len": 32}
+    record = json.loads((convert(source, tmp_path / "mla", **full) / "kvfold.json").read_text())
+    assert record["drift"]["kl"]["value"] < 1e-6
+    assert len(record["drift"]["layers"]) == 2 + 4
+    options, size = {"to": "gqa", "kv_heads": 4, "encoder": True}, {"samples": 8, "seq_len": 32}
+    mean = drift_checkpoints(source, convert(source, tmp_path / "mean", method="mean", **options), **size)
+    fitted = convert(source, tmp_path / "gqa", **options, **size, refine=20)
+    record = json.loads((fitted / "kvfold.json").read_text())
+    assert 0 < record["drift"]["kl"]["value"] < 0.5 * mean.measured.kl
+    assert all(layer["after"] <= layer["before"] for layer in record["refinement"])
+    assert record["drift"]["cache_bytes_per_token"]["source"] == 2 * record["drift"]["cache_bytes_per_token"]["student"]
 
 
 def test_refinement_brings_shared_heads_closer(reads_text, tmp_path):
