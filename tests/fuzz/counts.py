@@ -6,5 +6,5 @@ Not in ``conftest.py``, which pytest imports by a name of its own: tests would c
 import os
 
 INPUTS = int(os.environ.get("KVFOLD_INPUTS", "600"))
-TESTS = 9  # that share the inputs
+TESTS = 11  # that share the inputs
 drawn = {"inputs": 0, "refused": 0}
