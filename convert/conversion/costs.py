@@ -20,11 +20,20 @@ _TRIAL_LAYERS, _TRIAL_TOKENS, _TRIAL_HELD_OUT, _FINALISTS, _TRIAL_STEPS = 4, 819
 _JUDGED, _JUDGMENTS = 2048, {"contiguous": 2, "similar": 7, "mla": 2}
 # Fits of a layer, operations in float64: a E^3 + b E^2 (one thread of a Xeon at 50 GFLOPS, widths of 512 and 1024)
 _FIT = {"contiguous": (80, 80_000), "similar": (190, 200_000), "mla": (250, 290_000)}
+# The same for MLA from weights alone: 1.9 s of CPU a layer at a width of 1024, 13 s at 2048 (bench_costs.py --weights).
+# A latent of queries is factored as well.
+_FIT_OF_WEIGHTS = (70, 15_000)
 _IN_LAYER = re.compile(r"\.\d+\.")
 _WIDE = 8  # bytes of float64
 # Bytes of a logit while next-token distributions are compared, up to 2^23 logits at once on a CPU. SmolLM2-135M (49152
 # tokens) grew by 770 MB there, to 1.63 GB at the peak of the run: 12 numbers of 4 bytes say as much, 16 leave room.
 _LOGITS, _LOGIT = 1 << 23, 16 * 4
+# CPU of moving bytes: recipes/results/convert_llama2_7b.json has 35.8 s for 11.9 GB written, of which 11.6 s copy them,
+# 13.9 s hash them, 3.8 s import torch; of the rest 3.7 s are other imports, 2.8 s pool heads.
+_PER_BYTE, _START = (11.6 + 13.9 + 2.8) / 11.87e9, 3.8 + 3.7  # seconds
+# Bytes of a run without text, beside the working set of a layer. Measured by bench_costs.py --weights: pooling 421 MB
+# at a width of 256, 473 at 2048, 584 at 4096 (522 in that file); MLA 450 MB at 256, 692 at 1024, 1226 at 2048.
+_BASE = 480 * 10**6
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,7 @@ class Costs:
     """``read``, ``written`` in bytes by all processes together, ``memory`` in bytes at the peak of one.
 
     ``spilled`` are the bytes at the peak of the file in which ``--spill`` keeps hidden states, of one process.
+    ``start`` are the seconds before a run that reads no text; a calibrated one makes its estimate behind them.
     """
 
     work: Work
@@ -66,6 +76,7 @@ class Costs:
     written: int
     memory: int
     spilled: int
+    start: float = 0.0
 
     def seconds(self, machine: Machine) -> dict[str, float]:
         """Seconds by what they are for."""
@@ -79,7 +90,9 @@ class Costs:
             "refining": work.refinement / refining,
             "polishing": work.polishing / training,
             "comparing splits": work.trials / all_flops + work.trial_fits / machine.fit_flops,
+            "copying and hashing": _PER_BYTE * self.written / machine.processes,
             "disk": (self.read + self.written) / machine.disk,
+            "starting": self.start,
         }
 
 
@@ -88,12 +101,14 @@ def costs_of(plan: Plan, processes: int = 1, finished: int = 0) -> Costs:
 
     Of the ``finished`` layers of an interrupted run, which is resumed, only the passes through them are left.
     """
-    work = _work(plan, plan.geometry.layers - finished) if plan.request.calibrated else Work()
+    left, calibrated = plan.geometry.layers - finished, plan.request.calibrated
+    work = _work(plan, left) if calibrated else _work_on_weights(plan, left)
     source, out = _source_bytes(plan), sum(tensor.nbytes for tensor in plan.tensors)
-    walks = (1 + (plan.request.to == "mla")) * processes if plan.request.calibrated else 0
-    read_back = out if plan.request.calibrated else 0  # its loss is measured; hashes are made while writing
+    walks = (1 + (plan.request.to == "mla")) * processes if calibrated else 0
+    read_back = out if calibrated else 0  # its loss is measured; hashes are made while writing
     spilled = state_bytes(plan, processes) if plan.request.spill is not None else 0
-    return Costs(work, source * (1 + walks) + read_back, out, _memory(plan, processes), spilled)
+    read, start = source * (1 + walks) + read_back, 0.0 if calibrated else _START
+    return Costs(work, read, out, _memory(plan, processes), spilled, start)
 
 
 def layer_flops(plan: Plan, length: int) -> float:
@@ -149,6 +164,15 @@ def _work(plan: Plan, left: int) -> Work:
     )
 
 
+def _work_on_weights(plan: Plan, left: int) -> Work:
+    """Operations of a run that reads no text: pooling heads is a copy, factoring them is not."""
+    if plan.request.to != "mla":
+        return Work()
+    width, (cubic, square) = plan.geometry.model_dim, _FIT_OF_WEIGHTS
+    latents = 1 if plan.request.q_rank is None else 2
+    return Work(fits=left * latents * (cubic * width**3 + square * width**2))
+
+
 def _steps(plan: Plan) -> int:
     return _TYPICAL_STEPS if plan.request.refine == "auto" else int(plan.request.refine)
 
@@ -197,17 +221,23 @@ def _source_bytes(plan: Plan) -> int:
     return sum(info.nbytes for info in plan.checkpoint.tensors.values())
 
 
+def _pooling_bytes(plan: Plan) -> int:
+    """Bytes of the layer whose heads are pooled: what is read of it as it is stored, and once more in float32."""
+    read = [plan.checkpoint.tensors[name] for name in plan.read_names(0)]
+    return sum(info.nbytes + 4 * math.prod(info.shape) for info in read)
+
+
 def _memory(plan: Plan, processes: int) -> int:
     """Bytes at the peak of one process, on its device and beside it."""
     shape, request = plan.geometry, plan.request
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * shape.model_dim
+    fits = _WIDE * (12 * shape.model_dim**2 + 4 * attention)
     if not request.calibrated:
-        return 10**9 + 4 * 4 * attention
+        return _BASE + (fits * 11 // 10 if request.to == "mla" else _pooling_bytes(plan))
     sizes = [math.prod(tensor.shape) for tensor in plan.model.tensors.values()]
     ends = 2 * shape.vocabulary * shape.model_dim
     layer = (sum(sizes) - ends) / shape.layers
     trained = 5 * attention if request.refine else 0
-    fits = _WIDE * (12 * shape.model_dim**2 + 4 * attention)
     states = state_bytes(plan, processes) + output_bytes(plan) if request.spill is None else 0
     logits = _LOGIT * min(_LOGITS, held_out_count(request.samples) * request.seq_len * shape.vocabulary)
     walking = states + max(fits + 4 * (max(2 * layer, ends) + trained), 4 * ends + logits)

@@ -6,13 +6,15 @@ from typing import Any
 
 import click
 
-from kvfold.convert.console import Choice, PanelCommand, PanelOption, check_writable, steps_or_auto
+from kvfold.convert.console import Choice, PanelCommand, PanelOption, check_writable, duration, steps_or_auto
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.options import tell
 from kvfold.convert.request import TARGETS, ConvertRequest
 from kvfold.convert.sizes import bytes_text
 
 _POSITIVE = click.FloatRange(min=0, min_open=True)
+_FLOP = {"EFLOP": 1e18, "PFLOP": 1e15, "TFLOP": 1e12}
+_ALONE, _BY_ONE = ("fitting", "polishing"), " by the first process alone"
 _FIT_GFLOPS = 200.0  # float64, of the processor beside a GPU: 16 threads of a server at a quarter of their peak
 
 
@@ -108,9 +110,13 @@ def plan(
 
 
 def _text(found: dict[str, Any], gpus: int) -> str:
-    flops, seconds = found["flops"], found["seconds"]
-    operations = ", ".join(f"{name.replace('_', ' ')} {value / 1e15:.3g}" for name, value in flops.items() if value)
-    times = ", ".join(f"{name} {value / 3600:.2g}" for name, value in seconds.items() if value)
+    seconds, alone = found["seconds"], _ALONE if gpus > 1 else ()
+    operations = ", ".join(
+        f"{name.replace('_', ' ')} {_flop(value)}" for name, value in found["flops"].items() if value
+    )
+    times = ", ".join(
+        f"{name} {_time(value)}{_BY_ONE if name in alone else ''}" for name, value in seconds.items() if value
+    )
     lines = [
         f"{found['model']} -> {found['to']}",
         f"read {bytes_text(found['bytes_read'])}, written {bytes_text(found['bytes_written'])} by all processes",
@@ -120,7 +126,20 @@ def _text(found: dict[str, Any], gpus: int) -> str:
             if (spilled := found["spilled_per_process"])
             else []
         ),
-        *([f"operations, 10^15: {operations}"] if operations else []),
-        f"hours with {gpus} process{'es' * (gpus > 1)}: {sum(seconds.values()) / 3600:.2g} ({times})",
+        *([f"operations: {operations}"] if operations else []),
+        f"time with {gpus} process{'es' * (gpus > 1)}: {_time(sum(seconds.values()))} ({times})",
     ]
     return "\n".join(lines)
+
+
+def _time(seconds: float) -> str:
+    """Seconds as text: "7 s", "12 min", "3.4 h", "210 h"."""
+    hours = seconds / 3600
+    return duration(seconds) if hours < 1.5 else f"{hours:,.0f} h" if hours >= 10 else f"{hours:.1f} h"
+
+
+def _flop(operations: float) -> str:
+    """Floating-point operations as text: "1.2 EFLOP"."""
+    unit, size = next(((unit, size) for unit, size in _FLOP.items() if operations >= size), ("GFLOP", 1e9))
+    scaled = operations / size
+    return f"{scaled:,.0f} {unit}" if scaled >= 10 else f"{scaled:.1f} {unit}"

@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -13,6 +15,8 @@ from kvfold.convert.conversion.plan import Plan, make_plan
 from kvfold.convert.conversion.plan_command import plan as command
 from kvfold.convert.errors import InputError
 from kvfold.convert.request import ConvertRequest
+
+RESULTS, SHAPES = Path(__file__).parents[3] / "recipes" / "results", ("llama-2-7b", "llama-2-13b")
 
 
 def plan(shape: str = "llama-2-7b", **options) -> Plan:
@@ -33,6 +37,22 @@ def test_methods_that_read_no_text_only_move_bytes() -> None:
     assert not any(vars(costs.work).values())
     assert costs.written == sum(tensor.nbytes for tensor in made.layout.tensors)
     assert costs.read == sum(info.nbytes for info in made.checkpoint.tensors.values())
+
+
+def test_the_estimate_of_moving_bytes_is_what_a_run_took() -> None:
+    measured = json.loads((RESULTS / "convert_llama2_7b.json").read_text())["processes"]["1"]
+    costs = costs_of(plan(method="mean"))
+    seconds = costs.seconds(Machine(1, 1e14, 1e11, 1e9))
+    assert seconds["copying and hashing"] + seconds["starting"] == pytest.approx(measured["cpu_seconds"], rel=0.05)
+    assert measured["peak_bytes"]["all"] < costs.memory < 1.5 * measured["peak_bytes"]["all"]
+    assert costs_of(plan()).seconds(Machine(1, 1e14, 1e11, 1e9))["starting"] == 0  # behind it, when it is estimated
+
+
+def test_factoring_weights_takes_memory_and_time_by_width() -> None:
+    made = [plan(shape, to="mla", kv_heads=None, kv_rank=256, rope_dim=64, method="svd") for shape in SHAPES]
+    small, large = (costs_of(each) for each in made)
+    assert large.work.fits / small.work.fits > (5120 / 4096) ** 2.5 * 40 / 32
+    assert large.memory > small.memory > 1.226e9 * 2  # measured at half of that width
 
 
 def test_processes_share_the_passes_but_not_the_fits() -> None:
@@ -79,7 +99,9 @@ def test_the_command_prints_numbers(tmp_path) -> None:
     done = CliRunner().invoke(command, [*line, "--json", str(tmp_path / "plan.json")])
     assert done.exit_code == 0, done.output
     assert "llama-3-405b -> MLA 512+64" in done.output
-    assert "hours with 8 processes" in done.output
+    assert re.search(r"time with 8 processes: \d+ h \(.*fitting \d+ h by the first process alone, ", done.output)
+    assert re.search(r"operations: walk [\d.]+ PFLOP, .*fits [\d.]+ PFLOP", done.output)
+    assert not re.search(r"\de[+-]?\d", done.output)
     assert "polishing" not in done.output
     assert "polishing" in CliRunner().invoke(command, [*line, "--polish", "auto"]).output
     assert json.loads((tmp_path / "plan.json").read_text())["bytes_written"] > 8e11
