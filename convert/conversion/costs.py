@@ -102,7 +102,7 @@ def costs_of(plan: Plan, processes: int = 1, finished: int = 0) -> Costs:
     Of the ``finished`` layers of an interrupted run, which is resumed, only the passes through them are left.
     """
     left, calibrated = plan.geometry.layers - finished, plan.request.calibrated
-    work = _work(plan, left) if calibrated else _work_on_weights(plan, left)
+    work = _work(plan, left) if calibrated else _work_on_weights(plan, math.ceil(left / processes))
     source, out = _source_bytes(plan), sum(tensor.nbytes for tensor in plan.tensors)
     walks = (1 + (plan.request.to == "mla")) * processes if calibrated else 0
     read_back = out if calibrated else 0  # its loss is measured; hashes are made while writing
@@ -165,7 +165,7 @@ def _work(plan: Plan, left: int) -> Work:
 
 
 def _work_on_weights(plan: Plan, left: int) -> Work:
-    """Operations of a run that reads no text: pooling heads is a copy, factoring them is not."""
+    """Operations of a process that reads no text and has ``left`` layers: pooling is a copy, factoring is not."""
     if plan.request.to != "mla":
         return Work()
     width, (cubic, square) = plan.geometry.model_dim, _FIT_OF_WEIGHTS

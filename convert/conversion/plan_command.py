@@ -1,5 +1,6 @@
 """The command ``kvfold plan``: what a conversion will take, before any machine is rented for it. No torch here."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -106,11 +107,12 @@ def plan(
         "flops": asdict(costs.work),
         "seconds": seconds,
     }
-    tell(json_file, lambda: found, _text(found, gpus))
+    tell(json_file, lambda: found, _text(found, gpus, _ALONE if gpus > 1 and request.calibrated else ()))
 
 
-def _text(found: dict[str, Any], gpus: int) -> str:
-    seconds, alone = found["seconds"], _ALONE if gpus > 1 else ()
+def _text(found: dict[str, Any], gpus: int, alone: Sequence[str]) -> str:
+    """The numbers for users; what ``alone`` names is done by the first of ``gpus`` processes."""
+    seconds = found["seconds"]
     operations = ", ".join(
         f"{name.replace('_', ' ')} {_flop(value)}" for name, value in found["flops"].items() if value
     )

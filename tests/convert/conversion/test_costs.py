@@ -53,6 +53,7 @@ def test_factoring_weights_takes_memory_and_time_by_width() -> None:
     small, large = (costs_of(each) for each in made)
     assert large.work.fits / small.work.fits > (5120 / 4096) ** 2.5 * 40 / 32
     assert large.memory > small.memory > 1.226e9 * 2  # measured at half of that width
+    assert costs_of(made[0], 8).work.fits == small.work.fits / 8  # each process factors the layers that it writes
 
 
 def test_processes_share_the_passes_but_not_the_fits() -> None:
