@@ -96,6 +96,10 @@ def test_tensors_must_be_those_of_the_config(tmp_path):
 def test_the_readme_lists_every_family():
     table = FAMILIES.read_text()
     assert set(supported()) <= set(re.findall(r"[a-z0-9_]+", table))
+    tests = {path.stem for path in Path(__file__).parent.glob("*/test_*.py")}
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| ") and "`model_type`" not in line]
+    assert all(set(re.findall(r"`(\w+)`", row[-2])) & tests for row in rows)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row[-2])} <= tests
 
 
 def test_the_json_has_the_same_keys_for_good(tmp_path, tiny_family):

@@ -256,7 +256,7 @@ def test_falcon_with_linear_biases_keeps_them(tiny_family, tmp_path):
         assert torch.equal(model.generate(**options), stock.generate(**options))
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt_neox"])
+@pytest.mark.parametrize("name", ["bloom", "gemma3_text", "gpt2", "gpt_neox"])
 def test_trainer_device_map_and_static_cache_take_it(name, latents, tmp_path):
     register_models()
     source, out = latents(name)
