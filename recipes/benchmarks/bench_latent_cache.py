@@ -1,7 +1,7 @@
 """What a quantized latent cache costs, with and without `--rotate-latent`.
 
-    kvfold convert MODEL OUT --to mla --kv-rank 48 --rope-dim 16 --calibration FILE
-    python recipes/benchmarks/bench_latent_cache.py OUT [OUT ..] --text FILE
+    kvfold convert MODEL OUT --to mla --kv-rank 48 --rope-dim 16 --samples 32 --seq-len 256
+    python recipes/benchmarks/bench_latent_cache.py OUT [OUT ..] [--text FILE] [--json FILE]
 
 rounds what the cache of an engine would hold of every token's latent (the output of `kv_a_layernorm`) as FP8 (e4m3) or
 as whole numbers, and prints the excess loss over the same checkpoint with its latents as they are and, in brackets, the
@@ -12,7 +12,8 @@ per token. Rotary keys are left alone: the option does not touch them.
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert.bench.machine import conditions
+from kvfold.convert.bench.results import Row, continue_rows
+from kvfold.convert.data import read_text
 from kvfold.convert.measure.perplexity import token_windows
 from kvfold.convert.transforms.latent.rotation import hartley
 
@@ -101,28 +104,43 @@ def differences(exact: Tensor, found: Tensor, batch: Tensor) -> Tensor:
     return torch.stack([losses, (exact.exp() * (exact - found)).double().sum()])
 
 
-def show(model: nn.Module, windows: Tensor, label: str) -> None:
+def measured(model: nn.Module, windows: Tensor, folder: Path, channels: str) -> Row:
+    """A row of the file: excess loss and KL of every cache, nats per token."""
     tokens = windows[:, 1:].numel()
-    cells = (f"{name} {a / tokens:+.4f} ({b / tokens:.4f})" for name, (a, b) in drift(model, windows).items())
-    print(f"{label:10} {'  '.join(cells)}", flush=True)
+    caches = {name: {"excess": a / tokens, "kl": b / tokens} for name, (a, b) in drift(model, windows).items()}
+    return {"model": folder.name, "channels": channels, "caches": caches}
+
+
+def rows(folders: Sequence[Path], text: str, count: int, done: Sequence[Row]) -> Iterator[Row]:
+    """The rows of the models that are not among ``done``."""
+    for folder in folders:
+        if any(row["model"] == folder.name and row["channels"] == "mixed" for row in done):
+            continue
+        windows = token_windows(AutoTokenizer.from_pretrained(folder), text, count, LENGTH)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        stored = measured(model, windows, folder, "as stored")
+        mix_channels(model)
+        yield stored
+        yield measured(model, windows, folder, "mixed")
+
+
+def show(row: Row) -> None:
+    cells = (f"{name} {each['excess']:+.4f} ({each['kl']:.4f})" for name, each in row["caches"].items())
+    print(f"{row['model']:16} {row['channels']:10} {'  '.join(cells)}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, metavar="OUT")
-    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--text", type=Path, help="by default the held-out text that ships")
     parser.add_argument("--windows", type=int, default=WINDOWS)
+    parser.add_argument("--json", type=Path, help="keep the rows in this file, and measure what it lacks")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     print(conditions())
-    for folder in args.models:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        windows = token_windows(tokenizer, args.text.read_text(encoding="utf-8"), args.windows, LENGTH)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        print(folder)
-        show(model, windows, "as stored")
-        mix_channels(model)
-        show(model, windows, "mixed")
+    text = read_text("held_out") if args.text is None else args.text.read_text(encoding="utf-8")
+    header = conditions() | {"windows": args.windows, "length": LENGTH}
+    continue_rows(args.json, header, partial(rows, args.models, text, args.windows), show)
 
 
 if __name__ == "__main__":
