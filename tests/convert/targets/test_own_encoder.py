@@ -197,7 +197,7 @@ def test_principal_is_calibrated_checked_and_described(bert, tmp_path):
     assert "pipeline_tag: fill-mask" in card
     assert "uptrain" not in card
     assert verify_checkpoint(str(out)).problems == []
-    report = drift_checkpoints(bert, out, samples=2, seq_len=32)
+    report = drift_checkpoints(bert, out, samples=2, seq_len=32, quiet=False)
     assert report.measured.cosine == pytest.approx(cosine, abs=0.2)
     assert "cosine similarity of embeddings" in drift_table(report)
     assert drift_page(report.to_dict(), []).table[1][0] == "cosine similarity of embeddings"

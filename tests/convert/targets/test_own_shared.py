@@ -244,7 +244,7 @@ def test_drift_of_whisper_is_on_synthetic_sound_which_it_names(tiny_family, tmp_
     full = {"to": "gqa", "kv_heads": 8, "method": "mean", "allow_growth": True}
     assert drift_checkpoints(source, convert(source, tmp_path / "same", **full), samples=3).measured.kl < 1e-9
     out = convert(source, tmp_path / "out", to="mqa", method="mean")
-    report = drift_checkpoints(source, out, samples=3)
+    report = drift_checkpoints(source, out, samples=3, quiet=False)
     assert report.length == 10 + 128  # the encoder's positions, the most that the decoder writes
     assert report.about["text"]["name"].endswith(", beside synthetic sound (no speech, none that belongs to the text)")
     assert "\nloss of text, nats per token " in drift_table(report)
@@ -283,7 +283,7 @@ def reads_text(tiny_family, tmp_path_factory) -> Callable[[str], Path]:
 def test_principal_loses_less_than_the_mean(reads_text, tmp_path):
     source = reads_text("t5")
     mean = convert(source, tmp_path / "mean", to="gqa", kv_heads=4, method="mean")
-    report = drift_checkpoints(source, mean, samples=4, seq_len=64)
+    report = drift_checkpoints(source, mean, samples=4, seq_len=64, quiet=False)
     measured = report.measured
     principal = convert(source, tmp_path / "principal", to="gqa", kv_heads=4, samples=8, seq_len=64)
     record = json.loads((principal / "kvfold.json").read_text())
