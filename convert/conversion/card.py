@@ -175,6 +175,7 @@ def trained_card(card: str, name: str, section: str, *, attention_only: bool) ->
     title = f"{title.rstrip()}, trained further" if title else f"# {name}"
     bytes_of_source = re.escape(_UNTOUCHED).replace(r"\{rest\}", "[^.]*")
     rest = re.sub(bytes_of_source, _TRAINED_ATTENTION if attention_only else _TRAINED_ALL, rest)
+    rest = rest.replace("| source | this checkpoint |", "| source | before the uptraining |")
     before = f"\n{_BEFORE}\n\n{rest.strip()}\n" if rest.strip() else ""
     return f"{front}\n{title}\n\n{section.strip()}\n{before}".lstrip("\n")
 

@@ -135,6 +135,8 @@ def test_a_trained_card_begins_with_the_training():
     assert found.startswith("---\nlicense: mit\n---\n\n# Tiny, MQA, trained further\n\nTrained for 2 steps.\n")
     assert found.endswith("before the uptraining, which trained the attention alone. More.\n")
     assert "byte for byte" not in found
+    table = trained_card("| | source | this checkpoint |\n", "out", "Trained.", attention_only=True)
+    assert table.endswith("| | source | before the uptraining |\n")
     assert trained_card("", "out", "Trained.", attention_only=False) == "# out\n\nTrained.\n"
     assert trained_card("Own words.", "out", "Trained.", attention_only=False).endswith("uptraining\n\nOwn words.\n")
 
