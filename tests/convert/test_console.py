@@ -46,8 +46,8 @@ def test_all_targets_announce_themselves_alike(tmp_path, capsys, monkeypatch, re
         texts[0]
         == texts[1]
         == [
-            f"calibrating on _ x _ tokens of few_txt; about _ s: forward passes _ s, fitting _ s{refining}, disk _ s_ "
-            "(--method _ needs no text and is faster, but worse_)",
+            f"calibrating on _ x _ tokens of few_txt; about _ s: forward passes _ s, fitting _ s{refining}, "
+            "copying and hashing _ s, disk _ s_ (--method _ needs no text and is faster, but worse_)",
             "_ s per layer; about _ s for the remaining _",
         ]
     )

@@ -244,6 +244,8 @@ def ask_everything(family: schema.Family, config: dict) -> None:
         own_latent_layout(model.as_stored(stored), checkpoint, target, theta, None)
     if family.kind == "seq2seq":
         shared_layout(model.as_stored(stored), checkpoint, 1, POOLED, None)
+        if family.attention.encoder is not None:
+            assert model.with_encoder().geometry.layers > model.geometry.layers
     elif needs_own_code(model):
         own_folded_layout(model, checkpoint, 1, None)
     else:
@@ -259,7 +261,7 @@ def ask_everything(family: schema.Family, config: dict) -> None:
 def test_expressions_refer_to_keys_of_the_file(name):
     data = table(name)
     known = {*data["config"], "layer", "layer_type", "sparse"}
-    literal = {"module", "layout", "q", "k", "v", "o", "qkv", "sinks", "cross", "kind", "extent"}
+    literal = {"module", "layout", "q", "k", "v", "o", "qkv", "sinks", "cross", "encoder", "kind", "extent"}
     parts = [
         *data["sizes"].values(),
         *(value for key, value in data["attention"].items() if key not in literal and isinstance(value, str)),
