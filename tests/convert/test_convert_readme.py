@@ -9,7 +9,7 @@ import pytest
 import kvfold.convert
 
 README = (Path(kvfold.convert.__file__).parent / "README.md").read_text(encoding="utf-8")
-NAMES = sorted(set(re.findall(r"(?:transforms|walk|targets|training|text)(?:\.\w+)+", README)))
+NAMES = sorted(set(re.findall(r"\b(?:transforms|walk|targets|training|text)(?:\.\w+)+", README)))
 
 
 def test_names_are_read_from_the_text():
