@@ -37,10 +37,10 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.io.atomic import check_output, free_space_check, output_folder
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.config import dump
-from kvfold.convert.io.folder import read_bytes
+from kvfold.convert.io.folder import RECORD, read_bytes
 from kvfold.convert.io.hashing import hashing
 from kvfold.convert.io.shards import ShardWriter, write_file, write_index
-from kvfold.convert.measure.verify import RECORD, file_hashes
+from kvfold.convert.measure.verify import file_hashes
 from kvfold.convert.request import SELF, ConvertRequest
 from kvfold.convert.sizes import bytes_text
 from kvfold.convert.text.sources import check_sources

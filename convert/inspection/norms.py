@@ -1,13 +1,11 @@
 """What a conversion measured of norms on queries and keys, out of the ``kvfold.json`` beside its result."""
 
+import math
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.errors import InputError
-from kvfold.convert.io.folder import parse_json, read_bytes, resolve_member
+from kvfold.convert.io.folder import RECORD, json_beside
 
-_RECORD = "kvfold.json"
-_LARGEST = 1 << 26  # bytes; a record of 100 layers has some 200 KiB
 _MEASURED = ("query_spread", "key_spread", "query_missed", "key_missed")
 
 Range = tuple[float, float, float]
@@ -19,14 +17,11 @@ def norm_ranges(folder: Path) -> dict[str, Range] | None:
     Each as (least, mean, greatest) of the layers. None without a record, or where it says nothing of norms: facts of a
     checkpoint must not fail by a file beside it.
     """
-    try:
-        record = parse_json(folder / _RECORD, read_bytes(resolve_member(folder, _RECORD), _LARGEST))
-    except InputError:
-        return None
-    layers = [layer for layer in _list(record.get("head_norms")) if _is_measured(layer)]
+    found = json_beside(folder, RECORD).get("head_norms")
+    layers = [layer for layer in found if _is_measured(layer)] if isinstance(found, list) else []
     if not layers:
         return None
-    columns = {name: [float(layer[name]) for layer in layers] for name in _MEASURED}
+    columns = {name: [layer[name] for layer in layers] for name in _MEASURED}
     return {name: (min(values), sum(values) / len(values), max(values)) for name, values in columns.items()}
 
 
@@ -45,8 +40,7 @@ def _percent(values: Range) -> str:
 
 
 def _is_measured(layer: Any) -> bool:
-    return isinstance(layer, dict) and all(type(layer.get(name)) in (int, float) for name in _MEASURED)
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+    """Whether ``layer`` has every number as kvfold writes them."""
+    if not isinstance(layer, dict):
+        return False
+    return all(isinstance(value := layer.get(name), float) and math.isfinite(value) for name in _MEASURED)

@@ -13,7 +13,7 @@ from kvfold.convert.io.headers import Header, parse_header
 from kvfold.convert.io.json_text import load_json
 from kvfold.convert.sizes import bytes_text
 
-CONFIG = "config.json"
+CONFIG, RECORD = "config.json", "kvfold.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LEGACY_SINGLE, LEGACY_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _STRAY = {
@@ -114,6 +114,14 @@ def parse_json(path: Path, data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object, found {type(value).__name__}; fix it or fetch it again")
     return value
+
+
+def json_beside(folder: Path, name: str) -> dict[str, Any]:
+    """The JSON object of a file whose absence or damage must stop nothing: empty then."""
+    try:
+        return parse_json(folder / name, read_bytes(resolve_member(folder, name)))
+    except InputError:
+        return {}
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], str]:

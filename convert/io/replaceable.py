@@ -6,20 +6,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.errors import InputError
 from kvfold.convert.io.folder import (
     CONFIG,
     INDEX,
     LEGACY_INDEX,
+    RECORD,
     WEIGHT_SUFFIXES,
     extra_names,
+    json_beside,
     module_names,
-    parse_json,
-    read_bytes,
-    resolve_member,
 )
 
-_RECORD = "kvfold.json"
 # Code that save_pretrained, the hub and kvfold's own layouts put beside weights
 _CODE = re.compile(
     r"(modeling|configuration|tokenization|processing|image_processing|video_processing|feature_extraction)_\w+\.py"
@@ -42,12 +39,12 @@ def replaceable_problem(folder: Path) -> str | None:
     whole = {part for part in {name.rpartition("/")[0] for name in modules} - {""} if _is_whole(folder, part, modules)}
     names = sorted({*os.listdir(folder)} - whole)
     weights = [name for name in names if Path(name).suffix in WEIGHT_SUFFIXES]
-    own = {CONFIG, INDEX, LEGACY_INDEX, _RECORD, "README.md", ".gitattributes", *weights, *modules}
+    own = {CONFIG, INDEX, LEGACY_INDEX, RECORD, "README.md", ".gitattributes", *weights, *modules}
     own |= _side_files(folder, names)
     foreign = [name for name in names if name not in own or (folder / name).is_dir()]
     if foreign:
         return f"found {', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}, which no checkpoint holds"
-    if names and not weights and _RECORD not in names:
+    if names and not weights and RECORD not in names:
         return f"found no weights but {', '.join(names[:3])}"
     return None
 
@@ -71,15 +68,12 @@ def _side_files(folder: Path, names: Iterable[str]) -> set[str]:
 
 def _named(folder: Path) -> set[str]:
     """The files that ``kvfold.json`` lists, and those of the classes in config.json's ``auto_map``."""
-    written, classes = _table(folder, _RECORD, "files"), _table(folder, CONFIG, "auto_map").values()
+    written, classes = _table(folder, RECORD, "files"), _table(folder, CONFIG, "auto_map").values()
     each = [name for value in classes for name in (value if isinstance(value, list) else [value])]
     return {*written, *(f"{name.rpartition('.')[0]}.py" for name in each if isinstance(name, str))}
 
 
 def _table(folder: Path, file: str, key: str) -> dict[str, Any]:
     """The table ``key`` of a JSON file, empty where there is none."""
-    try:
-        found = parse_json(folder / file, read_bytes(resolve_member(folder, file))).get(key)
-    except InputError:
-        return {}
+    found = json_beside(folder, file).get(key)
     return found if isinstance(found, dict) else {}

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from kvfold.convert.errors import InputError, short
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
-from kvfold.convert.io.folder import parse_json, read_bytes, resolve_member
+from kvfold.convert.io.folder import RECORD, parse_json, read_bytes, resolve_member
 from kvfold.convert.io.hashing import file_sha256
 
-RECORD = "kvfold.json"
 _ELEMENTS = 1 << 24  # of a tensor at once
 _THREADS = 4  # a disk is slower than so many processors
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.io.folder import parse_json, raise_problems, read_bytes, resolve_member
+from kvfold.convert.io.folder import RECORD, parse_json, raise_problems, read_bytes, resolve_member
 from kvfold.convert.io.shards import write_file
 
-_RECORD, _CARD = "kvfold.json", "README.md"
+_CARD = "README.md"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def read_side_files(source: Checkpoint) -> SideFiles:
         *(str(path.relative_to(source.folder)) for path in source.extra_files()),
         *(p.name for p in source.python_files()),
     ]
-    own = [name for name in (_RECORD, _CARD) if os.path.lexists(source.folder / name)]
+    own = [name for name in (RECORD, _CARD) if os.path.lexists(source.folder / name)]
     contents: dict[str, bytes] = {}
     problems = []
     for name in dict.fromkeys([*names, *own]):
@@ -51,7 +51,7 @@ def read_side_files(source: Checkpoint) -> SideFiles:
         except InputError as error:
             problems.append(error.message)
     raise_problems(problems)
-    record = parse_json(source.folder / _RECORD, contents[_RECORD]) if _RECORD in contents else {"format": 2}
+    record = parse_json(source.folder / RECORD, contents[RECORD]) if RECORD in contents else {"format": 2}
     card = _text(source.folder / _CARD, contents[_CARD]) if _CARD in contents else None
     return SideFiles({name: contents[name] for name in names}, record, card)
 

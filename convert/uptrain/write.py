@@ -12,10 +12,11 @@ from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.atomic import output_folder
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.config import dump
+from kvfold.convert.io.folder import RECORD
 from kvfold.convert.io.json_text import portable_name
 from kvfold.convert.io.shards import write_file
 from kvfold.convert.io.tensors import torch_dtype
-from kvfold.convert.measure.verify import RECORD, file_hashes, non_finite
+from kvfold.convert.measure.verify import file_hashes, non_finite
 from kvfold.convert.sizes import parse_size
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.side_files import SideFiles
