@@ -6,7 +6,8 @@
         --kv-rank 128 --rope-dim 64 --json recipes/results/transmla.json
 
 Its converter runs as it is, on 64 x 256 tokens of FILE in place of a downloaded dataset, for every value of its setting
-`freqfold` that it accepts: the best by the held-out text is reported, in its favor. Needs no kvfold.
+`freqfold` that it accepts, or those named: the best by the held-out text is reported, in its favor. The file is written
+after every one. Needs no kvfold.
 """
 
 import argparse
@@ -65,6 +66,15 @@ def converted(model: Any, loader: list[dict[str, Tensor]], freqfold: int, args: 
     return low_rank_qkv(moved, None, loader, None, **settings, **sizes)
 
 
+def told(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
+    """The content of the results file."""
+    best = min(rows, key=lambda row: float(row["text"]["excess"]))
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    conditions = {"date": date, "machine": platform.processor() or platform.machine(), "torch": torch.__version__}
+    sizes = {"model": args.model.name, "kv_rank": args.kv_rank, "rope_dim": args.rope_dim}
+    return {**sizes, "best": best, "rows": rows, **conditions}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("transmla", type=Path, help="the folder `transmla` of a clone")
@@ -73,6 +83,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--kv-rank", type=int, default=128)
     parser.add_argument("--rope-dim", type=int, default=64)
+    parser.add_argument("--freqfold", type=int, nargs="+", help="default: every value it accepts")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     sys.path.insert(0, str(args.transmla / "transmla"))
@@ -82,18 +93,14 @@ def main() -> None:
     tokens = {name: windows(tokenizer, text, WINDOWS) for name, text in texts.items()}
     calibration = windows(tokenizer, args.calibration.read_text(encoding="utf-8"), SAMPLES)
     loader = [{"input_ids": rows, "attention_mask": torch.ones_like(rows)} for rows in calibration.split(8)]
-    rows, freqfold = [], model.config.head_dim // args.rope_dim
-    while freqfold <= model.config.head_dim // 2:
+    fewest, most = model.config.head_dim // args.rope_dim, model.config.head_dim // 2
+    rows: list[dict[str, Any]] = []
+    for freqfold in args.freqfold or [1 << power for power in range(16) if fewest <= 1 << power <= most]:
         result = converted(model, loader, freqfold, args)
         rows.append({"freqfold": freqfold, **{name: compare(model, result, each) for name, each in tokens.items()}})
         print(rows[-1], flush=True)
-        freqfold *= 2
-    best = min(rows, key=lambda row: row["text"]["excess"])
-    told = {"model": args.model.name, "kv_rank": args.kv_rank, "rope_dim": args.rope_dim, "best": best, "rows": rows}
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    told |= {"date": date, "machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-    if args.json is not None:
-        args.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        if args.json is not None:
+            args.json.write_text(json.dumps(told(rows, args), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
