@@ -7,8 +7,10 @@ teacher's residual before the layer and ``h'`` the student's, the student's atte
     target = (h + a(h)) - h'
 
 so that a layer also corrects the errors of those before it. Each token's error counts relative to the size of its own
-residual ``h + a(h)``, as the norms that read the residual see it: in trained decoders a few tokens (attention sinks,
-the first above all) have residuals hundreds of times larger than the others and would be all that the sum is made of.
+residual, as the norms that read it see it: in trained decoders a few tokens (attention sinks, the first above all) have
+residuals hundreds of times larger than the others and would be all that the sum is made of. The larger of ``h + a(h)``
+and ``h'`` tells the size: where a small cache makes the student grow such a token that the teacher does not have, no
+attention can take it back, and relative to the teacher's residual it alone would be the sum.
 """
 
 from collections.abc import Iterator, Sequence
@@ -101,7 +103,7 @@ def examples(
         wide = torch.promote_types(added.dtype, torch.float32)
         residual, student_residual = (teacher.own(each).to(wide) for each in (inputs, student_inputs))
         added, before = added.to(wide), residual - student_residual
-        weight = token_weights(residual + added)
+        weight = token_weights(residual + added, student_residual)
         weights.append(weight)
         targets.append((added + before if correct else added).to(student_inputs.dtype))
         energy += squares(added * weight)
@@ -116,9 +118,9 @@ def examples(
     return Examples(student_hidden, targets, weights, energy / numbers, inherited / numbers, numbers, count, own)
 
 
-def token_weights(residual: Tensor) -> Tensor:
-    """One over the root mean square of each token's ``residual [..., E]``, ``[..., 1]``."""
-    square = residual.square().mean(-1, keepdim=True)
+def token_weights(*residuals: Tensor) -> Tensor:
+    """One over the root mean square of each token's residual ``[..., E]``, the largest of several, ``[..., 1]``."""
+    square = torch.stack([residual.square().mean(-1, keepdim=True) for residual in residuals]).amax(0)
     return square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt()
 
 

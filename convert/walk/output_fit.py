@@ -2,8 +2,9 @@
 
 The heads' results ``z`` are computed from the student's own inputs. With the teacher's residual ``h`` before the layer
 and the student's ``h'``, the projection is to give ``(h + a(h)) - h'``, as in refinement (``objective.py``): so a layer
-also makes up for those before it, as far as a linear map of its heads can. Every token counts by ``1 / |h + a(h)|^2``:
-following norms see relative errors, and the few tokens with massive activations would rule everything else.
+also makes up for those before it, as far as a linear map of its heads can. Every token's squared error counts relative
+to its residual, as there: following norms see relative errors, and the few tokens with massive activations, the
+teacher's or the student's, would rule everything else.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +21,7 @@ from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.output import fit_output
 from kvfold.convert.transforms.weights import AttentionWeights
 from kvfold.convert.walk.hidden import Hidden
-from kvfold.convert.walk.objective import AttentionUpdate
+from kvfold.convert.walk.objective import AttentionUpdate, token_weights
 from kvfold.convert.walk.walk import Step
 
 _EXPLAINED = 1e-3  # the share of an attention's energy that its heads may leave unexplained: rounding
@@ -32,7 +33,7 @@ Weights = TypeVar("Weights", AttentionWeights, LatentWeights)
 class OutputFit:
     """The error of the residual after the layer's attention on held-out sequences, before and after.
 
-    Each token's squared error counts relative to the teacher's residual. ``after`` is ``before`` where the fit was no
+    Each token's squared error counts relative to its residual. ``after`` is ``before`` where the fit was no
     better and the weights stayed as they were.
     """
 
@@ -106,7 +107,7 @@ def _regressions(
         shown = True  # of the layer, not of its inputs
         update_of = update.of(step.teacher, step.teacher.attend(inputs))
         after, own = (step.teacher.own(inputs) + update_of).double(), step.teacher.own(own)
-        weight = 1 / after.square().mean(-1).clamp_min(torch.finfo(inputs.dtype).tiny)
+        weight = token_weights(after, own).square()
         target = (after - own) / update.scale
         yield _Regression(heads.flatten(0, 1), target.flatten(0, 1), weight.flatten())
 

@@ -123,3 +123,18 @@ def test_massive_tokens_do_not_rule(case: Case) -> None:
     _, fit = case.refit(step, replace(source, v=source.v * 1.5))
     assert fit is not None
     assert fit.after < 0.2 * fit.before
+
+
+def test_massive_tokens_of_the_student_alone_do_not_rule(case: Case) -> None:
+    """No projection takes them back, and the other tokens are fitted as before."""
+    step = case.first_step()
+    for hidden in (step.student_calibration, step.student_held_out):
+        for chunk in hidden:
+            chunk[:, -1] *= 1000  # the last token: no other attends to it
+    source = case.weights(0)
+    other = replace(source, v=source.v * 1.5)
+    found, fit = case.refit(step, other)
+    assert fit is not None
+    assert fit.after < fit.before
+    left, right = found.o.flatten(1), source.o.flatten(1) / 1.5
+    assert (left - right).norm() < 0.25 * right.norm()  # 0.5 before the fit

@@ -117,11 +117,23 @@ def test_every_token_counts_relative_to_its_residual(tiny_family):
     found = examples(update, step.teacher, hidden, student)
     with torch.no_grad():
         after = hidden[0] + update.of(step.teacher, step.teacher.attend(hidden[0]))
-    sizes = (found.weights[0] * after).square().mean(-1)
+    sizes = torch.maximum(*((found.weights[0] * each).square().mean(-1) for each in (after, student[0])))
     torch.testing.assert_close(sizes, torch.ones_like(sizes))
     share = (found.weights[0][0, 0] * (hidden[0] - student[0])[0, 0]).square().mean()
     assert share < 1.5e-4  # 1 % of it, as of any other token
     assert found.inherited < 1.5e-4
+
+
+def test_a_massive_token_of_the_student_alone_does_not_rule(tiny_family):
+    plan = plan_of(tiny_family("llama"))
+    _steps, step, _ = first_step(plan)
+    student = [chunk.clone() for chunk in step.held_out]
+    student[0][0, 3] *= 1000.0  # the teacher's stays as it is
+    found = examples(task_of(plan).update, step.teacher, step.held_out, student)
+    missing = (found.weights[0][0, 3] * (step.held_out[0] - student[0])[0, 3]).square().mean()
+    assert missing == pytest.approx(1, rel=0.01)
+    tokens = step.held_out[0][..., 0].numel() * len(step.held_out)
+    assert found.inherited == pytest.approx(1 / tokens, rel=0.01)
 
 
 def test_the_record_tells_what_was_inherited_from_what_the_layer_adds(tiny_family):
