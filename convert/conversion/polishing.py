@@ -48,7 +48,8 @@ def polish(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages) -> 
             writer.write_all(polished.tensors)
             writer.sync()
     record = {**polished.record(), "sequences": len(calibrated.tokens.training)}
-    drift = _measure(calibrated, folder)
+    with stages.step("measuring"):
+        drift = _measure(calibrated, folder)
     return replace(calibrated, drift=drift, choices={**calibrated.choices, "polish": record})
 
 
@@ -57,7 +58,8 @@ def _train(plan: Plan, written: Checkpoint, calibrated: Calibrated, saved: Path,
     autocast = training_autocast(written, source.device)
     dtypes = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.layout.tensors}
     trained = {name: dtypes[name] for names in plan.layout.computed for name in names}
-    training, held_out = (_text(source, part, autocast) for part in (tokens.training, tokens.held_out))
+    with stages.step("running the source over the text to polish on"):
+        training, held_out = (_text(source, part, autocast) for part in (tokens.training, tokens.held_out))
     student = Student(
         written.config, written.read, dtypes, trained, source.device, autocast, constant=has_constant(written)
     )

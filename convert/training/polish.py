@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,17 @@ from torch import Tensor
 from kvfold.convert.training.budget import ROUND, batch_size
 from kvfold.convert.training.loss import divergence
 from kvfold.convert.training.rates import relative_groups
+from kvfold.convert.training.steps import RelativeSteps
 from kvfold.convert.training.student import Student
 from kvfold.convert.walk.batches import random_batches
 
 _WARMUP = 10  # steps
-# Peak learning rate of one layer at width one and a KL of 1. KL of the model that ships (4 layers) after 60 steps on
-# 96 x 128 tokens, MLA 24+8 from 0.2208 / refined 40+24 from 0.0275: 0.3 0.1378 / 0.0263, 1.2 0.1098 / 0.0252,
-# 2.4 0.1027 / 0.0248, 4.8 0.1029 / 0.0259. SmolLM2 (30 layers), MLA 128+64 from 0.1526, after 100 steps: 0.45 0.1229,
-# 1.2 0.1202; 6 throws it to 0.32 in 25 steps and has it at 0.23 after 100 of 200.
-# (recipes/benchmarks/bench_polish_constants.py)
-_RATE = 1.2
+# Peak learning rate of one layer at width one and a KL of 1. SmolLM2 (30 layers), MLA 128+64, KL after 30 and 60 of 60
+# steps of 4 x 256 tokens from 0.1369: 2.4 0.1215, 0.1147, 4.8 0.1298, 0.1173; layout engine, refined, after 25 of 200
+# from 0.1286: 1.2 0.1223, 2.4 0.1281, which `slowdown` then halves.
+# An MHA model of 6 layers at an eighth of its cache, 100 steps: 0.0553 -> 3.6 0.0290, 7 0.0276.
+_RATE = 2.4
+_MIN_GAIN = 0.01  # relative, of a round: far from the end the right rate gains 2 to 5 %, twice that 0.4 % or less
 _BETAS = (0.9, 0.95)
 _EPS = 1e-12
 _LOGITS = 6 << 20  # elements; float32 blocks below 32 MiB are reused by the allocator instead of mapped anew
@@ -110,6 +111,15 @@ def learning_rate(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / _WARMUP) * (1 - step / steps)
 
 
+def slowdown(errors: list[float]) -> float:
+    """Half for every round that hardly lowered the least error so far; ``errors[0]`` is that before training.
+
+    How far a model may be moved in a step differs between layouts, and the first rounds tell.
+    """
+    best = accumulate(errors, min)
+    return 0.5 ** sum(error > (1 - _MIN_GAIN) * least for error, least in zip(errors[1:], best, strict=False))
+
+
 class _Run:
     """The state of a run: masters and moments, the errors so far, and the best weights."""
 
@@ -126,11 +136,13 @@ class _Run:
         relative_groups(self._optimizer, named, student.sizes)
         if student.channel is not None:
             student.channel.watch(self._optimizer)
+        RelativeSteps(named).watch(self._optimizer)
 
     def train(self, until: int) -> None:
         """Make the steps up to number ``until``."""
         count, length = self._training.tokens.shape
         peak = self._lr or peak_rate(self.errors[0], self._training.states.shape[-1], self._student.layers)
+        peak *= slowdown(self.errors)
         batches = random_batches(count, batch_size(length), self._seed)
         for batch in islice(batches, self.step, until):
             for group in self._optimizer.param_groups:
