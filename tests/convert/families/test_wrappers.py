@@ -21,6 +21,7 @@ from kvfold.convert import (
     inspect_checkpoint,
     uptrain_checkpoint,
 )
+from kvfold.convert.data import read_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import family_of
 from kvfold.convert.families.model import model_of
@@ -116,7 +117,7 @@ def test_a_wrapper_is_calibrated_on_text_alone(tmp_path):
     wrappers.make_wrapper("llava", source, vocab_size=2048)
     add_demo_tokenizer(source)
     text = tmp_path / "text.txt"
-    text.write_text("def function(argument): return a value of the list. " * 300)
+    text.write_text(read_text("calibration")[:40_000])  # a phrase repeated: ill-conditioned
     options = {"method": "principal", "calibration": str(text), "samples": 8, "seq_len": 32, "refine": 1}
     out = convert(source, tmp_path / "out", 4, **options)
     given = wrappers.inputs("llava")
@@ -125,7 +126,7 @@ def test_a_wrapper_is_calibrated_on_text_alone(tmp_path):
     report = drift_checkpoints(str(source), str(folded), text=str(text), samples=4, seq_len=32)
     assert 0 < report.measured.kl < 10
     latent = convert(source, tmp_path / "latent", **{**options, **LATENT})
-    torch.testing.assert_close(wrappers.logits(latent, given), wrappers.logits(source, given), rtol=0, atol=1e-3)
+    torch.testing.assert_close(wrappers.logits(latent, given), wrappers.logits(source, given), rtol=0, atol=1e-4)
 
 
 LATENT = {"to": "mla", "kv_heads": None, "kv_rank": 65, "rope_dim": 32}

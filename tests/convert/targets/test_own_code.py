@@ -33,7 +33,7 @@ from kvfold.convert.transforms.fold import pool
 from kvfold.convert.uptrain.models import prepare_model
 from kvfold.convert.uptrain.request import UptrainRequest
 
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+TOLERANCE = {"rtol": 3e-5, "atol": 3e-5}  # sums in other orders: 1.3e-5 on processors without AVX-512
 CHANGES = {  # further models of a family
     "bloom": {"tie_word_embeddings": False},
     "falcon": {"new_decoder_architecture": False, "bias": False, "parallel_attn": False},
