@@ -38,7 +38,9 @@ TARGETS = {  # of 384 KV-cache elements per token per layer
     "MLA 64+64": "--to mla --kv-rank 64 --rope-dim 64",
     "MLA 64+64 engine": "--to mla --kv-rank 64 --rope-dim 64 --layout engine",
     "MLA 64+32": "--to mla --kv-rank 64 --rope-dim 32",
+    "MLA 48+48": "--to mla --kv-rank 48 --rope-dim 48",
     "MLA 32+16": "--to mla --kv-rank 32 --rope-dim 16",
+    "MLA 24+24": "--to mla --kv-rank 24 --rope-dim 24",
 }
 STAGES = {
     "baseline": "",  # mean pooling, or the weights' singular vectors: set by the target
@@ -46,6 +48,7 @@ STAGES = {
     "fitted on both": "",  # half of the calibration is code
     "refined": "--refine auto",
     "polished": "--refine auto --polish auto",
+    "briefly polished": "--refine 50 --polish 50",
     "uptrained": "",  # the fitted checkpoint, trained further
 }
 UPTRAIN = ("--steps", "50", "--batch-tokens", "1024", "--seq-len", "256", "--eval-every", "0", "--quiet")
