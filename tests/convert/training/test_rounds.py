@@ -18,4 +18,18 @@ from kvfold.convert.training.polish import slowdown
     ],
 )
 def test_the_learning_rate_halves_after_every_round_that_hardly_gains(errors: list[float], expected: float) -> None:
-    assert slowdown(errors) == expected
+    assert slowdown(errors, steps=200) == expected
+    assert slowdown(errors, steps=20) == expected
+
+
+def test_of_a_long_run_eighths_are_judged() -> None:
+    """Rounds that gain half a percent each, 2.5 % in five."""
+    errors = [0.2 * 0.995**rounds for rounds in range(41)]
+    assert slowdown(errors, steps=200) == 0.5**40
+    assert slowdown(errors, steps=1000) == 1.0
+
+
+def test_a_rise_within_a_part_that_gains_is_no_reason() -> None:
+    errors = [0.2, 0.22, 0.21, 0.2, 0.19, 0.18]
+    assert slowdown(errors, steps=1000) == 1.0
+    assert slowdown([*errors, 0.2, 0.2, 0.2, 0.2, 0.2], steps=1000) == 0.5
