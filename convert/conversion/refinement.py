@@ -81,7 +81,7 @@ class _Display:
         self._step = 0
         if steps == "auto" and not quiet:
             print(
-                f"refining: each layer until its error falls by less than 3 % in 50 steps, {AUTO_STEPS} at most",
+                f"refining: each layer until its error falls by less than 1 % in 50 steps, {AUTO_STEPS} at most",
                 file=sys.stderr,
             )
 
