@@ -136,7 +136,7 @@ def time_attention() -> None:
 
 def uptrain() -> None:
     """Drift on the held-out text that ships after 40 steps of uptraining, by the learning rate."""
-    from kvfold.convert.uptrain import rates
+    from kvfold.convert.training import rates
     from kvfold.convert.uptrain.request import UptrainRequest
     from kvfold.convert.uptrain.run import uptrain_checkpoint
 
