@@ -48,7 +48,7 @@ STAGES = {
     "fitted on both": "",  # half of the calibration is code
     "refined": "--refine auto",
     "polished": "--refine auto --polish auto",
-    "briefly polished": "--refine 50 --polish 50",
+    "briefly polished on both": "--refine 50 --polish 100",
     "uptrained": "",  # the fitted checkpoint, trained further
 }
 UPTRAIN = ("--steps", "50", "--batch-tokens", "1024", "--seq-len", "256", "--eval-every", "0", "--quiet")
@@ -113,7 +113,7 @@ def options(args: argparse.Namespace, target: str, stage: str, code: Path) -> li
     baseline = ["--method", "svd" if "mla" in TARGETS[target] else "mean"]
     if stage == "baseline":
         return [*TARGETS[target].split(), *baseline]
-    texts = [args.calibration, *([code] if stage == "fitted on both" else [])]
+    texts = [args.calibration, *([code] if stage.endswith("on both") else [])]
     calibration = [word for text in texts if text is not None for word in ("--calibration", str(text))]
     shape = ["--samples", str(args.samples), "--seq-len", str(LENGTH), "--seed", str(args.seed)]
     return [*TARGETS[target].split(), *STAGES[stage].split(), *calibration, *shape]
