@@ -116,12 +116,12 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def slowdown(errors: list[float], steps: int) -> float:
-    """Half for every part of a run of ``steps`` that hardly lowered the least error before it.
+    """Half for every part of a run of ``steps`` that hardly lowered the least error at the end of those before it.
 
-    ``errors`` are those before training and after every round so far. How far a model may be moved in a step differs
-    between layouts and with how well it is fitted, and the first parts tell.
+    ``errors`` are those before training and after every round so far; a part is an eighth of the rounds, rounded up.
+    How far a model may be moved in a step differs between layouts and with how well it is fitted; the first parts tell.
     """
-    ends = errors[:: max(1, steps // ROUND // _PARTS)]
+    ends = errors[:: max(1, math.ceil(steps / ROUND / _PARTS))]
     best = accumulate(ends, min)
     return 0.5 ** sum(error > (1 - _MIN_GAIN) * least for error, least in zip(ends[1:], best, strict=False))
 
@@ -142,7 +142,7 @@ class _Run:
         relative_groups(self._optimizer, named, student.sizes)
         if student.channel is not None:
             student.channel.watch(self._optimizer)
-        RelativeSteps(named).watch(self._optimizer)
+        RelativeSteps(named, student.channel.slices if student.channel else ()).watch(self._optimizer)
 
     def train(self, until: int) -> None:
         """Make the steps up to number ``until``."""

@@ -13,12 +13,17 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from kvfold.convert.training.constant import ScaledSlice
+
 
 class RelativeSteps:
-    """Multiplies each element's step by the relative sizes of its row and column, as they are now, or by 1 if less."""
+    """Multiplies each element's step by the relative sizes of its row and column, as they are now, or by 1 if less.
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self._scales = step_scales(named)
+    ``slices`` are those of the constant channel.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], slices: Iterable[ScaledSlice] = ()) -> None:
+        self._scales = step_scales(named, slices)
         self._before: dict[nn.Parameter, Tensor] = {}
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
@@ -36,18 +41,24 @@ class RelativeSteps:
             parameter.copy_(self._before.pop(parameter).lerp(parameter, (rows * columns).clamp_max(1)))
 
 
-def step_scales(named: Iterable[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
+def step_scales(
+    named: Iterable[tuple[str, nn.Parameter]], slices: Iterable[ScaledSlice] = ()
+) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
     """For each matrix ``[m, n]`` of named parameters ``r [m, 1]`` and ``c [n]``; for its bias ``r [m]`` and ones.
 
     They are the root mean squares of rows and columns over that of the tensor; as for the sizes of tensors the zeros of
-    padded heads do not count.
+    padded heads do not count. The columns in ``slices``, which read the constant channel, are biases divided by it,
+    often zero; `ConstantChannel` scales their steps, and only rows count here.
     """
     parameters = dict(named)
+    constant = {getattr(part.module, part.kind): part.index for part in slices if part.axis == 1}
     scales: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
     for name, weight in parameters.items():
         if weight.dim() != 2:
             continue
         rows, columns = _relative_sizes(weight.detach())
+        if weight in constant:
+            columns[constant[weight]] = 1
         scales[weight] = rows[:, None], columns
         bias = parameters.get(f"{name.removesuffix('.weight')}.bias")
         if bias is not None:

@@ -106,7 +106,7 @@ def _regressions(
             return
         shown = True  # of the layer, not of its inputs
         update_of = update.of(step.teacher, step.teacher.attend(inputs))
-        after, own = (step.teacher.own(inputs) + update_of).double(), step.teacher.own(own)
+        after, own = (step.teacher.own(inputs) + update_of).double(), step.teacher.own(own).double()
         weight = token_weights(after, own).square()
         target = (after - own) / update.scale
         yield _Regression(heads.flatten(0, 1), target.flatten(0, 1), weight.flatten())

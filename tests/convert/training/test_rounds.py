@@ -27,6 +27,7 @@ def test_of_a_long_run_eighths_are_judged() -> None:
     errors = [0.2 * 0.995**rounds for rounds in range(41)]
     assert slowdown(errors, steps=200) == 0.5**40
     assert slowdown(errors, steps=1000) == 1.0
+    assert slowdown(errors[:16], steps=375) == 0.5**7  # 15 rounds, 2 of them a part
 
 
 def test_a_rise_within_a_part_that_gains_is_no_reason() -> None:

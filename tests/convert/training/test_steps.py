@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from kvfold.convert.training.constant import ScaledSlice
 from kvfold.convert.training.steps import RelativeSteps, step_scales
 
 
@@ -49,6 +50,18 @@ def test_a_bias_moves_as_the_rows_of_its_matrix_and_a_norm_as_before():
     small, large = product(scales[bias])
     assert float(large / small) == pytest.approx(4)
     torch.testing.assert_close(product(scales[weight]), product(scales[bias])[:, None].expand(2, 3))
+
+
+def test_the_reader_of_the_constant_channel_moves_as_a_bias():
+    """It is zero where there was no bias to fold in, and must learn all the same."""
+    module = nn.Linear(3, 2)
+    with torch.no_grad():
+        module.weight.copy_(outer([0.5, 2.0], [1.0, 1.0, 0.0]))
+    named = [("a.weight", module.weight), ("a.bias", module.bias)]
+    frozen = ScaledSlice(module, "bias", 0, 1, 0.0)
+    scales = step_scales(named, [ScaledSlice(module, "weight", 1, 2, 1 / 1024), frozen])
+    torch.testing.assert_close(product(scales[module.weight])[:, 2], product(scales[module.bias]))
+    torch.testing.assert_close(product(scales[module.weight])[:, :2], product(step_scales(named)[module.weight])[:, :2])
 
 
 def test_a_matrix_of_zeros_is_finite():
