@@ -151,6 +151,7 @@ def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tens
     before["commit"] = commit()
     shown = [Path(word).name if word in (str(args.calibration), str(code)) else word for word in given]
     common = {"target": target, "stage": stage, "options": " ".join(shown), "cache_elements": elements}
+    common |= {"uptrain": " ".join(UPTRAIN)} if stage == "uptrained" else {}
     return {**common, "measured": measured, "seconds": round(seconds, 1), **before}
 
 
@@ -174,7 +175,7 @@ def show(row: dict[str, Any]) -> None:
         f"{text} {each['excess']:+.4f} (KL {each['kl']:.4f}, top-1 {each['top_1_agreement']:.1%})"
         for text, each in row["measured"].items()
     )
-    print(f"{row['target']:18} {row['stage']:9}  {figures}  {row['seconds']:.0f} s", flush=True)
+    print(f"{row['target']:18} {row['stage']:24}  {figures}  {row['seconds']:.0f} s", flush=True)
 
 
 def perplexities(model: Path, texts: dict[str, Tensor]) -> dict[str, float]:
