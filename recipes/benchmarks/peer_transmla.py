@@ -7,7 +7,7 @@
 
 Its converter runs as it is, on 64 x 256 tokens of FILE in place of a downloaded dataset, for every value of its setting
 `freqfold` that it accepts, or those named: the best by the held-out text is reported, in its favor. The file is written
-after every one. Needs no kvfold.
+after every one, and goes on where it has rows of the same model and sizes. Needs no kvfold.
 """
 
 import argparse
@@ -66,13 +66,27 @@ def converted(model: Any, loader: list[dict[str, Tensor]], freqfold: int, args: 
     return low_rank_qkv(moved, None, loader, None, **settings, **sizes)
 
 
+def sizes_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What the rows of a results file have in common."""
+    return {"model": args.model.name, "kv_rank": args.kv_rank, "rope_dim": args.rope_dim}
+
+
 def told(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
     """The content of the results file."""
     best = min(rows, key=lambda row: float(row["text"]["excess"]))
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     conditions = {"date": date, "machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-    sizes = {"model": args.model.name, "kv_rank": args.kv_rank, "rope_dim": args.rope_dim}
-    return {**sizes, "best": best, "rows": rows, **conditions}
+    return {**sizes_of(args), "best": best, "rows": rows, **conditions}
+
+
+def earlier(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows that the results file holds of the same model and sizes."""
+    if args.json is None or not args.json.is_file():
+        return []
+    found = json.loads(args.json.read_text(encoding="utf-8"))
+    same = all(found[key] == value for key, value in sizes_of(args).items())
+    rows: list[dict[str, Any]] = found["rows"] if same else []
+    return rows
 
 
 def main() -> None:
@@ -94,8 +108,9 @@ def main() -> None:
     calibration = windows(tokenizer, args.calibration.read_text(encoding="utf-8"), SAMPLES)
     loader = [{"input_ids": rows, "attention_mask": torch.ones_like(rows)} for rows in calibration.split(8)]
     fewest, most = model.config.head_dim // args.rope_dim, model.config.head_dim // 2
-    rows: list[dict[str, Any]] = []
-    for freqfold in args.freqfold or [1 << power for power in range(16) if fewest <= 1 << power <= most]:
+    rows = earlier(args)
+    wanted = args.freqfold or [1 << power for power in range(16) if fewest <= 1 << power <= most]
+    for freqfold in sorted({*wanted} - {row["freqfold"] for row in rows}):
         result = converted(model, loader, freqfold, args)
         rows.append({"freqfold": freqfold, **{name: compare(model, result, each) for name, each in tokens.items()}})
         print(rows[-1], flush=True)
