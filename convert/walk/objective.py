@@ -121,7 +121,7 @@ def examples(
 def token_weights(*residuals: Tensor) -> Tensor:
     """One over the root mean square of each token's residual ``[..., E]``, the largest of several, ``[..., 1]``."""
     square = torch.stack([residual.square().mean(-1, keepdim=True) for residual in residuals]).amax(0)
-    return square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt()
+    return square.clamp_min(torch.finfo(torch.float32).tiny).rsqrt()  # of float64 the sums would overflow
 
 
 def squares(tensor: Tensor) -> float:

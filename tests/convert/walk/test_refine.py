@@ -15,7 +15,7 @@ from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.targets.mla.constant import CONSTANT, lr_multipliers
 from kvfold.convert.walk import refine as refining
-from kvfold.convert.walk.objective import examples
+from kvfold.convert.walk.objective import examples, token_weights
 from kvfold.convert.walk.refine import (
     AUTO_STEPS,
     ROUND,
@@ -122,6 +122,11 @@ def test_every_token_counts_relative_to_its_residual(tiny_family):
     share = (found.weights[0][0, 0] * (hidden[0] - student[0])[0, 0]).square().mean()
     assert share < 1.5e-4  # 1 % of it, as of any other token
     assert found.inherited < 1.5e-4
+
+
+def test_weights_of_empty_residuals_can_be_summed():
+    """As the output fit sums their squares, in float64."""
+    assert token_weights(torch.zeros(2, 8, 4, dtype=torch.float64)).square().sum().isfinite()
 
 
 def test_a_massive_token_of_the_student_alone_does_not_rule(tiny_family):
