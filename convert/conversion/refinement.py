@@ -12,7 +12,7 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.progress import stage
 from kvfold.convert.targets.mla import constant, padding
 from kvfold.convert.walk.objective import AttentionUpdate
-from kvfold.convert.walk.refine import AUTO_STEPS, Refined, Refinement, refine_layer
+from kvfold.convert.walk.refine import AUTO_STEPS, MIN_GAIN, ROUND, Refined, Refinement, refine_layer
 from kvfold.convert.walk.walk import Step
 
 OUTPUT_FIT = "output_fit"
@@ -81,7 +81,8 @@ class _Display:
         self._step = 0
         if steps == "auto" and not quiet:
             print(
-                f"refining: each layer until its error falls by less than 1 % in 50 steps, {AUTO_STEPS} at most",
+                f"refining: each layer until its error falls by less than {100 * MIN_GAIN:g} % in {ROUND} steps, "
+                f"{AUTO_STEPS} at most",
                 file=sys.stderr,
             )
 

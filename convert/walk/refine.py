@@ -36,7 +36,7 @@ AUTO_STEPS = 500  # the most that ``auto`` spends on a layer
 _DECAY_STEPS = 50  # the last steps of ``auto``, in which the learning rate falls to zero
 # auto: 0.003 +0.0311, 0.01 +0.0321, 0.03 +0.0317: flat; larger means fewer steps (350, 338, 325). An MHA model of 6
 # layers, MLA 40+24, most of whose error was inherited: 0.03 +0.0091, 0.01 +0.0085, in 1.25 times the time.
-_MIN_GAIN = 0.01  # relative; after a round that gains less the learning rate falls
+MIN_GAIN = 0.01  # relative; after a round that gains less the learning rate falls
 # 2: +0.0446 / +0.1545, 8: +0.0341 / +0.0731, 32: +0.0388 / +0.0670, in 1.6 to 2 times the time of 8
 _BATCH = 8
 # 0.0125: +0.0337 / +0.0773, 0.05: +0.0341 / +0.0731; at a width of 256 _WIDTH_LR gives the same rate
@@ -276,15 +276,15 @@ def _size(tensor: Tensor, multiplier: Tensor | None) -> float:
 def lr_schedule(steps: int | str, errors: list[float]) -> Iterator[float]:
     """The learning rate of every step, relative to the first. ``errors`` grows by one after every ``ROUND`` steps.
 
-    A number of steps: falls linearly to zero. ``auto``: constant until a round gains less than 1 %, then linearly to
-    zero; no more than ``AUTO_STEPS`` in all.
+    A number of steps: falls linearly to zero. ``auto``: constant until a round gains less than ``MIN_GAIN``, then
+    linearly to zero; no more than ``AUTO_STEPS`` in all.
     """
     if isinstance(steps, int):
         yield from (1 - done / steps for done in range(steps))
         return
     for _ in range((AUTO_STEPS - _DECAY_STEPS) // ROUND):
         yield from repeat(1.0, ROUND)
-        if not errors[-1] < (1 - _MIN_GAIN) * min(errors[:-1]):
+        if not errors[-1] < (1 - MIN_GAIN) * min(errors[:-1]):
             break
     yield from (1 - done / _DECAY_STEPS for done in range(_DECAY_STEPS))
 

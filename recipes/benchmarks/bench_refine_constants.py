@@ -43,7 +43,7 @@ CONSTANTS: list[tuple[str, tuple[str, ...], list[Any], tuple[str, ...]]] = [  # 
     (REFINE, ("_BETAS",), [(0.9, 0.95), (0.9, 0.98), (0.9, 0.999)], SHORT),
     (REFINE, ("_RETRY_LR",), [(1.0,), (1.0, 0.25, 0.0625)], SHORT[:1]),
     (REFINE, ("_DECAY_STEPS",), [50, 100, 200], AUTO),
-    (REFINE, ("_MIN_GAIN",), [0.003, 0.01, 0.03], AUTO),
+    (REFINE, ("MIN_GAIN",), [0.003, 0.01, 0.03], AUTO),
     (TRIALS, ("_TRIAL_STEPS",), [5, 20], ("MLA of 16, 20 steps",)),
     (WALK, ("_JUDGED_TOKENS",), [256, 1024, 2048], ("GQA-2",)),
 ]
