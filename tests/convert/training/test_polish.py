@@ -17,7 +17,7 @@ def text(ours: Student) -> Text:
     return Text(TOKENS, states + noise * states.std())
 
 
-def test_each_round_takes_the_rate_that_the_rounds_before_leave(tiny_family, tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_each_round_takes_the_rate_that_the_rounds_before_leave(tiny_family, monkeypatch: pytest.MonkeyPatch):
     ours = student(tiny_family("llama"))
     seen = []
 
