@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import principal
-from kvfold.convert.transforms.fold.heads import share_keys
+from kvfold.convert.transforms.fold.heads import Objective, share_keys
 from kvfold.convert.transforms.fold.moments import LayerMoments
-from kvfold.convert.transforms.fold.score_fit import fit_scores, score_losses
+from kvfold.convert.transforms.fold.score_fit import SCORES, fit_scores, score_losses
 from kvfold.convert.transforms.linalg import among, metric_root
 from kvfold.convert.transforms.weights import AttentionWeights
 
@@ -61,9 +61,16 @@ def contiguous(kv_heads: int, groups: int) -> Partition:
     return tuple(tuple(range(start, start + size)) for start in range(0, kv_heads, size))
 
 
-def similar(pairs: Pairs, groups: int, judge: Callable[[AttentionWeights], float]) -> Choice:
-    """The best of `candidates`, folded by `principal.fold`, as ``judge`` sees them."""
-    return choose(candidates(pairs, groups), judge, lambda partition: principal.fold_moments(pairs.layer, partition))
+def similar(
+    pairs: Pairs, groups: int, judge: Callable[[AttentionWeights], float], objective: Objective = SCORES
+) -> Choice:
+    """The best of `candidates`, folded by `principal.fold` with ``objective``, as ``judge`` sees them.
+
+    The candidates come from the errors of scores, whatever the objective: it decides how heads share, the judge who.
+    """
+    return choose(
+        candidates(pairs, groups), judge, lambda partition: principal.fold_moments(pairs.layer, partition, objective)
+    )
 
 
 def candidates(pairs: Pairs, groups: int) -> list[Partition]:
@@ -120,13 +127,11 @@ def _score_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
     heads, pairs = layer.weights.kv_heads, layer.rotary.dims // 2
     lost, total = layer.moment.new_zeros(heads, heads), layer.moment.new_zeros(heads)
     for i, j in itertools.combinations(range(heads), 2):
-        readers = layer.query_heads([i, j])
-        joint, queries, phi = among(layer.joint_keys, [i, j]), layer.query_moments[readers], layer.phi[readers]
-        start = share_keys(joint, torch.unflatten(queries, 0, (2, -1)).sum(1), pairs).repeat_decode(layer.repeat)
-        fitted = fit_scores(start, joint, queries, phi, pairs, rounds=PAIR_ROUNDS)
-        errors, energies = (
-            torch.unflatten(part, 0, (2, -1)).sum(1) for part in score_losses(fitted, joint, queries, phi, pairs)
-        )
+        both = layer.group([i, j])
+        start = share_keys(both.keys, both.member_queries, pairs).repeat_decode(layer.repeat)
+        fitted = fit_scores(start, both.keys, both.queries, both.phi, pairs, rounds=PAIR_ROUNDS)
+        losses = score_losses(fitted, both.keys, both.queries, both.phi, pairs)
+        errors, energies = (torch.unflatten(part, 0, (2, -1)).sum(1) for part in losses)
         lost[j, i], lost[i, j] = errors
         total[[i, j]] = energies
     return lost, total

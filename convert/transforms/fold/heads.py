@@ -8,6 +8,7 @@ queries, values in the metric ``W_o^T W_o`` of the output.
 """
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +51,49 @@ class SharedHead:
     def repeat_decode(self, times: int) -> "SharedHead":
         """The same fold with ``decode`` written out for each of the ``times`` query heads that read a member."""
         return SharedHead(self.encode, self.decode.repeat_interleave(times, 0))
+
+
+@dataclass(frozen=True)
+class GroupMoments:
+    """Second moments of ``m`` KV heads that are to share, and of the ``n`` query heads that read them.
+
+    ``keys, values [m, D, m, D]``: ``E[k k^T]``, ``E[v v^T]`` between all dims of all members. ``queries [n, D, D]``:
+    ``E[q q^T]``; queries ``j * n/m`` to ``(j + 1) * n/m`` read member ``j``. Keys and queries are taken before they
+    rotate, with the rotary amplitude; their first ``2 * pairs`` dims rotate. ``phi [n, D, D]``: the average rotation
+    over the distances that count (`score_fit.distance_moments`). ``metric [m, D, D]``: the squared length of the
+    layer's output per value (`linalg.output_metric`). All float64 (``phi`` complex).
+    """
+
+    keys: Tensor
+    queries: Tensor
+    values: Tensor
+    phi: Tensor
+    metric: Tensor
+    pairs: int
+
+    @property
+    def readers(self) -> int:
+        """Query heads per member, ``n / m``."""
+        return len(self.queries) // len(self.keys)
+
+    @property
+    def member_queries(self) -> Tensor:
+        """``[m, D, D]``: second moments of the queries that read each member, summed over its query heads."""
+        return torch.unflatten(self.queries, 0, (len(self.keys), -1)).sum(1)
+
+
+class Objective(Protocol):
+    """The error that the shared heads of a group minimize: one key head and one value head, fitted apart.
+
+    The default is `score_fit.Scores`. Another one needs no more than these two methods; `share_keys`, `share_dims` and
+    `score_fit.fit_scores` are there to build on.
+    """
+
+    def key_head(self, group: GroupMoments) -> SharedHead:
+        """The shared key head; ``decode [n, D, D]`` holds one map per query head."""
+
+    def value_head(self, group: GroupMoments) -> SharedHead:
+        """The shared value head; ``decode [m, D, D]`` holds one map per member."""
 
 
 def share_keys(keys: Tensor, queries: Tensor, pairs: int) -> SharedHead:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import normed
+from kvfold.convert.transforms.fold.heads import GroupMoments
 from kvfold.convert.transforms.fold.score_fit import distance_moments
 from kvfold.convert.transforms.head_norms import linear_heads
-from kvfold.convert.transforms.linalg import head_moments, input_moment, joint_moment, output_metric, with_bias
+from kvfold.convert.transforms.linalg import among, head_moments, input_moment, joint_moment, output_metric, with_bias
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 
@@ -44,6 +45,18 @@ class LayerMoments:
     def query_heads(self, kv_heads: Sequence[int]) -> list[int]:
         """The query heads that read some KV heads, in their order."""
         return [head * self.repeat + i for head in kv_heads for i in range(self.repeat)]
+
+    def group(self, members: Sequence[int]) -> GroupMoments:
+        """The moments of some KV heads and of the queries that read them."""
+        chosen, readers = list(members), self.query_heads(members)
+        return GroupMoments(
+            keys=among(self.joint_keys, chosen),
+            queries=self.query_moments[readers],
+            values=among(self.joint_values, chosen),
+            phi=self.phi[readers],
+            metric=self.metric[chosen],
+            pairs=self.rotary.dims // 2,
+        )
 
 
 def layer_moments(

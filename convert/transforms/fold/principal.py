@@ -15,17 +15,22 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import normed
-from kvfold.convert.transforms.fold.heads import SharedHead, balance, fold_constants, share_dims, share_keys
+from kvfold.convert.transforms.fold.heads import Objective, SharedHead, balance, fold_constants
 from kvfold.convert.transforms.fold.moments import LayerMoments, layer_moments
-from kvfold.convert.transforms.fold.score_fit import fit_scores
-from kvfold.convert.transforms.linalg import among, with_bias
+from kvfold.convert.transforms.fold.score_fit import SCORES
+from kvfold.convert.transforms.linalg import with_bias
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 Groups = Sequence[Sequence[int]]
 
 
 def fold(
-    weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, groups: Groups, context: int = 0
+    weights: AttentionWeights,
+    statistics: LayerStatistics,
+    rotary: Rotary,
+    groups: Groups,
+    context: int = 0,
+    objective: Objective = SCORES,
 ) -> AttentionWeights:
     """Folds the ``G`` KV heads to ``len(groups)``; ``groups[i]`` lists the source heads of new head ``i``.
 
@@ -33,26 +38,28 @@ def fold(
     ``h // (H // len(groups))``. Computed in float64, returned in float32 on the device of ``weights``. ``context`` is
     how many positions the result has to serve (the model's limit, or the layer's window): keys are fitted for all
     distances below it, also those that the calibration text was too short for; 0 stands for the text's own length.
+    ``objective``: the error that the shared heads minimize.
     Raises ValueError when ``groups`` is not a partition of the KV heads into equal parts.
     """
     check_partition(groups, weights.kv_heads)
     if len(groups[0]) == 1:
         return ordered(weights, groups).map(Tensor.float)
-    return fold_moments(layer_moments(weights, statistics, rotary, context), groups)
+    return fold_moments(layer_moments(weights, statistics, rotary, context), groups, objective)
 
 
-def fold_moments(layer: LayerMoments, groups: Groups) -> AttentionWeights:
+def fold_moments(layer: LayerMoments, groups: Groups, objective: Objective = SCORES) -> AttentionWeights:
     """As `fold`, from moments computed before: for trying several partitions of one layer."""
     check_partition(groups, layer.weights.kv_heads)
     source = ordered(layer.weights, groups)
     if len(groups[0]) == 1:
         return source.map(Tensor.float)
-    return _fold_values(layer, groups, source, _fold_keys(layer, groups, source)).map(Tensor.float)
+    folded = _fold_keys(layer, groups, source, objective)
+    return _fold_values(layer, groups, source, folded, objective).map(Tensor.float)
 
 
-def _fold_keys(layer: LayerMoments, groups: Groups, source: AttentionWeights) -> AttentionWeights:
+def _fold_keys(layer: LayerMoments, groups: Groups, source: AttentionWeights, objective: Objective) -> AttentionWeights:
     """``source``, heads ordered by groups, with shared keys, the queries that fit them, and their norms."""
-    heads = [key_head(layer, group) for group in groups]
+    heads = [key_head(layer, group, objective) for group in groups]
     decode = torch.cat([head.decode for head in heads])  # [H, D, D]
     keys = layer.keys.select([head for group in groups for head in group])
     queries = layer.queries.select([head for group in groups for head in layer.query_heads(group)])
@@ -76,24 +83,19 @@ def _fold_keys(layer: LayerMoments, groups: Groups, source: AttentionWeights) ->
     )
 
 
-def key_head(layer: LayerMoments, group: Sequence[int]) -> SharedHead:
+def key_head(layer: LayerMoments, group: Sequence[int], objective: Objective = SCORES) -> SharedHead:
     """The shared key head of a group, with a ``decode`` per query head: each attends over distances of its own."""
     members = list(group)
-    readers = layer.query_heads(members)
-    joint, queries, phi = among(layer.joint_keys, members), layer.query_moments[readers], layer.phi[readers]
-    weight = torch.unflatten(queries, 0, (len(members), layer.repeat)).sum(1)
-    shared = share_keys(joint, weight, layer.rotary.dims // 2).repeat_decode(layer.repeat)
-    if layer.rotary.dims:
-        shared = fit_scores(shared, joint, queries, phi, layer.rotary.dims // 2)
-    blocks = pair_blocks(layer.rotary, joint.shape[1])
+    shared = objective.key_head(layer.group(members))
+    blocks = pair_blocks(layer.rotary, layer.weights.head_dim)
     return balance(shared.without(layer.amplitude), layer.keys.affine[members], blocks)
 
 
 def _fold_values(
-    layer: LayerMoments, groups: Groups, source: AttentionWeights, folded: AttentionWeights
+    layer: LayerMoments, groups: Groups, source: AttentionWeights, folded: AttentionWeights, objective: Objective
 ) -> AttentionWeights:
     """``folded`` (its keys are) with shared values and the output projection and biases that fit them."""
-    heads = [value_head(layer, group) for group in groups]
+    heads = [value_head(layer, group, objective) for group in groups]
     members = with_bias(source.v, source.v_bias)
     merged = _merging(heads, len(groups[0]))(members)
     decode = torch.cat([head.repeat_decode(layer.repeat).decode for head in heads])  # [H, D, D]
@@ -106,12 +108,11 @@ def _fold_values(
     return fold_constants(source, folded, layer.moment[-1, :-1])
 
 
-def value_head(layer: LayerMoments, group: Sequence[int]) -> SharedHead:
+def value_head(layer: LayerMoments, group: Sequence[int], objective: Objective = SCORES) -> SharedHead:
     """The shared value head of a group."""
     members = list(group)
-    shared = share_dims(among(layer.joint_values, members), layer.metric[members])
     dims = torch.arange(layer.values.shape[1], device=layer.values.device)
-    return balance(shared, layer.values[members], [dims])
+    return balance(objective.value_head(layer.group(members)), layer.values[members], [dims])
 
 
 def _merging(heads: list[SharedHead], size: int) -> Callable[[Tensor], Tensor]:

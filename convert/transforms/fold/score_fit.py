@@ -19,11 +19,13 @@ where ``<M>_-h`` turns the other way. In the basis ``U`` of complex pairs and th
 rotation is diagonal, so ``<M>_h = U^H ((U M U^H) * phi_h) U`` with ``phi_h`` from `distance_moments`.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.distances import mixed_distances, rotary_moments
-from kvfold.convert.transforms.fold.heads import SharedHead
+from kvfold.convert.transforms.fold.heads import GroupMoments, Objective, SharedHead, share_dims, share_keys
 from kvfold.convert.transforms.weights import Rotary
 
 # Excess loss of a trained model on held-out text, nats per token, 8 -> 2 heads (recipes/benchmarks/bench_constants.py):
@@ -31,6 +33,21 @@ from kvfold.convert.transforms.weights import Rotary
 ROUNDS = 10  # 0: 0.285, 3: 0.059, 10: 0.056, 30: 0.054
 
 DAMPING = 1e-6  # 1e-9, 1e-6, 1e-3: 0.056 each; it keeps heads that nobody reads finite
+
+
+@dataclass(frozen=True)
+class Scores(Objective):
+    """Key heads minimize the error of the scores (above), value heads that of the layer's output."""
+
+    def key_head(self, group: GroupMoments) -> SharedHead:
+        start = share_keys(group.keys, group.member_queries, group.pairs).repeat_decode(group.readers)
+        return fit_scores(start, group.keys, group.queries, group.phi, group.pairs) if group.pairs else start
+
+    def value_head(self, group: GroupMoments) -> SharedHead:
+        return share_dims(group.values, group.metric)
+
+
+SCORES = Scores()
 
 
 def distance_moments(profile: Tensor, context: int, rotary: Rotary, dims: int, causal: bool = True) -> Tensor:

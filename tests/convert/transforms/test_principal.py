@@ -9,6 +9,8 @@ from helpers.layers import attend, plain_rotary, relative_error, statistics_of
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import principal
+from kvfold.convert.transforms.fold.heads import GroupMoments, SharedHead, share_keys
+from kvfold.convert.transforms.fold.score_fit import SCORES, Scores
 from kvfold.convert.transforms.linalg import pair_matrices
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary
 
@@ -284,3 +286,24 @@ def test_attention_to_an_encoder_counts_what_its_queries_are_made_of():
         for known in (seeing, blind)
     ]
     assert errors[0] < 0.9 * errors[1]
+
+
+class NearestKeys(Scores):
+    """A toy objective: keys as they are, whatever the queries read of them."""
+
+    def key_head(self, group: GroupMoments) -> SharedHead:
+        alike = torch.eye(D, dtype=torch.float64).expand(len(group.keys), D, D)
+        return share_keys(group.keys, alike, group.pairs).repeat_decode(group.readers)
+
+
+def test_another_objective_gives_another_fold():
+    x, rotary, groups = inputs(), plain_rotary(D), [[0, 1], [2, 3]]
+    weights = make(4, 4)
+    loud = replace(weights, q=weights.q * torch.linspace(0.2, 5, D)[:, None])  # queries prefer some dims
+    usual, nearest = (
+        principal.fold(loud, statistics_of(x, 4), rotary, groups, objective=objective)
+        for objective in (SCORES, NearestKeys())
+    )
+    wanted = attend(loud, x, rotary)
+    assert relative_error(attend(usual, x, rotary), wanted) < 0.95 * relative_error(attend(nearest, x, rotary), wanted)
+    torch.testing.assert_close(usual.v, nearest.v)
