@@ -21,7 +21,6 @@ from kvfold.convert.console import (
     steps_or_auto,
     write_text,
 )
-from kvfold.convert.conversion.plan_command import plan
 from kvfold.convert.evaluation.command import evaluate
 from kvfold.convert.io.checkpoint import check_opens
 from kvfold.convert.measure.bench_command import bench
@@ -160,7 +159,7 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
 @_running(
     "--spill", metavar="DIR", help="Keep hidden states of the text in a file in DIR, not in memory; it needs no name."
 )
-@_running("--dry-run", is_flag=True, help="Print the plan and the disk space; write nothing.")
+@_running("--dry-run", is_flag=True, help="Print the plan, memory and disk space; write nothing.")
 @_running("--resume", is_flag=True, help="Resume an interrupted calibrated run at its last finished layer.")
 @_running("--overwrite", is_flag=True, help="Replace OUT; the old one stays intact until the new one is on disk.")
 @_running("--quiet", is_flag=True, help="No progress, no summary.")
@@ -253,7 +252,6 @@ def verify(out: str, json_file: str | None) -> None:
 
 
 kvfold.add_command(evaluate)
-kvfold.add_command(plan)
 kvfold.add_command(uptrain)
 kvfold.add_command(bench)
 

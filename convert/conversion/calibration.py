@@ -1,5 +1,6 @@
 """What every calibrated method starts from: the source as a stream of layers, the text, and where hidden states are."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvfold.convert.request import SELF
 from kvfold.convert.stream.seq2seq import checkpoint_stream
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.denoising import denoising_tasks
+from kvfold.convert.text.documents import BUILT_IN
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
 from kvfold.convert.training.budget import sequences_of
@@ -38,6 +40,23 @@ def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None
     ``otherwise`` is what to do instead, by default a method that reads no text.
     """
     return processes.from_first(lambda: _load_tokens(plan, scratch, stages, otherwise))
+
+
+def print_start(plan: Plan, tokens: CalibrationTokens) -> None:
+    """Print the calibration text to stderr, and what to do for a faster or a better conversion."""
+    if plan.request.quiet:
+        return
+    count, length = tokens.calibration.shape
+    text = "text that the source wrote itself" if tokens.source == SELF else tokens.source
+    print(
+        f"calibrating on {count} x {length} tokens of {text} "
+        f"(--method {quick_method(plan)} needs no text and is faster, but worse)",
+        file=sys.stderr,
+    )
+    if tokens.source == BUILT_IN:
+        print(
+            "text that resembles the model's use calibrates better: --calibration FILE.txt|FILE.jsonl", file=sys.stderr
+        )
 
 
 def own_sequences(tokens: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.conversion.licenses import license_fields
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import cosine_margin, engine_cost, rank_sizes, text_name, versions
 from kvfold.convert.conversion.usage import repeating, source_name, usage
@@ -193,7 +192,7 @@ def front_matter(source: Checkpoint) -> str:
         library_name="transformers",
         pipeline_tag=_task(source.config),
         tags=["kvfold"],
-        **license_fields(known),
+        **{name: _texts(known.get(name)) for name in ("license", "license_name", "license_link")},
     )
     return str(metadata.to_yaml())
 

@@ -9,8 +9,8 @@ from typing import Self
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.calibrated import Calibrated
-from kvfold.convert.conversion.calibration import hidden_states, load_tokens, source_stream
-from kvfold.convert.conversion.journal import Journal, finished_layers
+from kvfold.convert.conversion.calibration import hidden_states, load_tokens, print_start, source_stream
+from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.method import Converted, Method, Notes
 from kvfold.convert.conversion.norms import NORMS, norms_note
 from kvfold.convert.conversion.plan import Plan
@@ -18,7 +18,6 @@ from kvfold.convert.conversion.pooled import pooled_layer
 from kvfold.convert.conversion.refinement import refinement_record
 from kvfold.convert.conversion.source import source_layer, source_rotary
 from kvfold.convert.conversion.stages import Stages
-from kvfold.convert.conversion.start import print_start
 from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model
@@ -44,7 +43,7 @@ class Fold(Method):
     def begin(cls, plan: Plan, scratch: Path, stages: Stages) -> Iterator[Self]:
         tokens = load_tokens(plan, scratch, stages)
         source = source_stream(plan, tokens.encoded)
-        print_start(plan, tokens, source, finished_layers(scratch, plan))
+        print_start(plan, tokens)
         with hidden_states(plan.request.spill) as keep:
             yield cls(plan, StudentWalk(plan, source, tokens, statistics=True, keep=keep))
 

@@ -97,11 +97,6 @@ class Journal:
         return sound
 
 
-def finished_layers(folder: Path, plan: Plan) -> int:
-    """The number of layers that an interrupted run of the same request has finished in ``folder``."""
-    return len(_layers(folder / _NAME, run_key(plan)) or {})
-
-
 def forget(folder: Path) -> None:
     """Remove what only a resumed run needs from ``folder``: the output is complete."""
     for path in (folder / _NAME, folder / SELF_TEXT, folder / POLISH_STATE):

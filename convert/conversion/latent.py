@@ -16,8 +16,14 @@ from torch import Tensor
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.calibrated import Calibrated
-from kvfold.convert.conversion.calibration import hidden_states, load_tokens, own_sequences, source_stream
-from kvfold.convert.conversion.journal import Journal, finished_layers
+from kvfold.convert.conversion.calibration import (
+    hidden_states,
+    load_tokens,
+    own_sequences,
+    print_start,
+    source_stream,
+)
+from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.latent_layer import (
     DAMPERS,
     SHARE,
@@ -33,7 +39,6 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.refinement import refinement_record
 from kvfold.convert.conversion.source import source_heads, source_layer, source_rotary
 from kvfold.convert.conversion.stages import Stages
-from kvfold.convert.conversion.start import print_start
 from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.conversion.trials import resolve
 from kvfold.convert.stream.stream import CheckpointStream
@@ -93,7 +98,7 @@ def survey_source(plan: Plan, folder: Path, stages: Stages, keep: Keep = list) -
     """Load calibration text and walk the source alone over it; the layers' statistics go into ``folder``."""
     tokens = load_tokens(plan, folder.parent, stages)
     source = source_stream(plan, tokens.encoded)
-    print_start(plan, tokens, source, finished_layers(folder.parent, plan))
+    print_start(plan, tokens)
     return survey_layers(plan, source, tokens, folder, stages, keep)
 
 

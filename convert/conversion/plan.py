@@ -14,6 +14,10 @@ from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.tensors import Role
 from kvfold.convert.io.checkpoint import Checkpoint, Reading
+from kvfold.convert.io.folder import CONFIG, SINGLE, WEIGHT_SUFFIXES, read_config
+from kvfold.convert.io.headers import TORCH_NAMES, TensorInfo, tensor_bytes
+from kvfold.convert.io.json_text import portable_name
+from kvfold.convert.io.reader import NoReader
 from kvfold.convert.io.shards import OutputTensor, Shard, assign_shards
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.targets.engines import Verdict, alternatives, verdicts
@@ -197,6 +201,25 @@ class Plan:
 def reading(request: ConvertRequest) -> Reading:
     """How the source of ``request`` is read: dequantized weights in the dtype that they will be stored in."""
     return Reading(stored_dtype("BF16", _stored_dtype(request)), request.gguf, request.adapter)
+
+
+def described(request: ConvertRequest) -> Checkpoint | None:
+    """The model that config.json describes, in a folder without weights; None for any other source.
+
+    Names and shapes are the family's, in the dtype that the config names (bfloat16 without one). Enough for a dry run.
+    """
+    folder = Path(request.model)
+    if not (folder / CONFIG).is_file() or any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir()):
+        return None
+    config, digest = read_config(folder)
+    config.pop("quantization_config", None)
+    names = {name: dtype for dtype, name in TORCH_NAMES.items()}
+    dtype = names.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
+    infos, end = {}, 0
+    for tensor in model_of(config).tensors.values():
+        start, end = end, end + tensor_bytes(dtype, tensor.shape)
+        infos[tensor.name] = TensorInfo(tensor.name, dtype, tensor.shape, SINGLE, start, end)
+    return Checkpoint(folder, config, infos, portable_name(folder), {CONFIG: digest}, NoReader(), {})
 
 
 def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:

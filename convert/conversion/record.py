@@ -9,7 +9,8 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from kvfold.convert.conversion.memory import memory_lines
+from kvfold.convert import processes
+from kvfold.convert.conversion.memory import free_bytes, needs_of
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.request import SELF, WEIGHTS_ONLY
 from kvfold.convert.sizes import bytes_text
@@ -241,10 +242,19 @@ def plan_text(plan: Plan) -> str:
         *([f"  ... and {len(plan.shards) - 20} more"] if len(plan.shards) > 20 else []),
         engines_text(plan),
         f"disk: {bytes_text(plan.disk_bytes)} needed, {bytes_text(plan.free_bytes)} free",
-        *memory_lines(plan),
+        *_memory_lines(plan),
         "nothing was written (--dry-run)",
     ]
     return "\n".join(lines)
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    """Memory at the peak of a process, and the hidden states that it spills."""
+    needs, free = needs_of(plan, processes.count()), free_bytes(plan)
+    found = "" if free is None else f", {bytes_text(free)} free"
+    each = " per process" if processes.count() > 1 else ""
+    lines = [f"memory: about {bytes_text(needs.memory)} needed{each}{found}"]
+    return lines + ([f"disk for --spill: about {bytes_text(needs.spilled)}{each}"] if needs.spilled else [])
 
 
 def _keepable_text(plan: Plan) -> str:

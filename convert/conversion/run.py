@@ -15,9 +15,9 @@ from kvfold.convert import processes
 from kvfold.convert.console import TimeLeft, append_line
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, resumable
-from kvfold.convert.conversion.memory import check_memory, check_spill, scratch_bytes
+from kvfold.convert.conversion.memory import check_memory, check_spill, needs_of
 from kvfold.convert.conversion.method import Measured, Method
-from kvfold.convert.conversion.plan import Plan, check_processes, make_plan, reading
+from kvfold.convert.conversion.plan import Plan, check_processes, described, make_plan, reading
 from kvfold.convert.conversion.record import (
     chosen_text,
     cost_text,
@@ -35,7 +35,7 @@ from kvfold.convert.conversion.record import record as record_of
 from kvfold.convert.conversion.stages import Progress, Stages
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.atomic import check_output, free_space_check, output_folder
-from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
+from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint, open_headers
 from kvfold.convert.io.config import dump
 from kvfold.convert.io.folder import RECORD, read_bytes
 from kvfold.convert.io.hashing import hashing
@@ -72,7 +72,9 @@ class Conversion:
         if self.written is None:
             files = {shard.file: sum(tensor.nbytes for tensor in shard.tensors) for shard in plan.shards}
             disk = {"disk_bytes": plan.disk_bytes, "free_bytes": plan.free_bytes}
-            facts = {"out": None, "dry_run": True, "files": files, **disk, **record_of(plan, {})}
+            needs = needs_of(plan, processes.count())
+            taken = {"memory_bytes": needs.memory, "spilled_bytes": needs.spilled, "scratch_bytes": needs.scratch}
+            facts = {"out": None, "dry_run": True, "files": files, **disk, **taken, **record_of(plan, {})}
             facts["attention"] = {"from": plan.source_kind, "to": planned_kind(plan)}
         else:
             facts = {"out": str(self.written), "seconds": self.seconds, "weight_bytes": size, **self.record}
@@ -142,7 +144,9 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
 
 
 def _open(request: ConvertRequest) -> Checkpoint:
-    """The source; of several processes the first one downloads it."""
+    """The source; of several processes the first one downloads it. A dry run reads headers or a config.json alone."""
+    if request.dry_run:
+        return described(request) or open_headers(request.model, reading(request))
     if processes.count() > 1:
         processes.from_first(lambda: open_checkpoint(request.model, reading(request)).close())
     return open_checkpoint(request.model, reading(request))
@@ -165,7 +169,7 @@ def _shared_folder(plan: Plan) -> Iterator[Path]:
                 resume=resumable(plan) if _resumes(request) else None,
             )
             folder = stack.enter_context(made)
-            free_space_check(folder, plan.disk_bytes + scratch_bytes(plan))
+            free_space_check(folder, plan.disk_bytes + needs_of(plan).scratch)
             _write_tokenizer(plan, folder)
             return folder
 

@@ -22,9 +22,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.console import duration
+from kvfold.convert.console import TimeLeft
 from kvfold.convert.conversion.calibration import load_tokens, source_stream
-from kvfold.convert.conversion.costs import costs_of
 from kvfold.convert.conversion.fold import fold_layer
 from kvfold.convert.conversion.latent import survey_layers
 from kvfold.convert.conversion.latent_layer import Survey, latent_layer
@@ -32,7 +31,6 @@ from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, make_plan, reading
 from kvfold.convert.conversion.source import source_heads
 from kvfold.convert.conversion.stages import Progress, Stages
-from kvfold.convert.conversion.start import machine_rates
 from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import check_decodes
@@ -40,14 +38,12 @@ from kvfold.convert.families.model import model_of
 from kvfold.convert.io.atomic import check_output
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, Layout
-from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.sweep.request import Options, in_words, parse_targets, spelled
 from kvfold.convert.sweep.result import Row, Source, Sweep
-from kvfold.convert.sweep.splits import Split, choose_splits, trials_of
+from kvfold.convert.sweep.splits import Split, choose_splits
 from kvfold.convert.sweep.targets import default_targets
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.fold.grouping import Pairs
-from kvfold.convert.walk.passes import estimate_seconds
 from kvfold.convert.walk.walk import Step, Teacher
 
 _PLACEHOLDER = "OUT"
@@ -152,7 +148,7 @@ def _sweep(chosen: Sequence[Options], plans: Sequence[Plan], scratch: Path, stag
     with stages.step("reading the text and the model"):
         tokens, source = load_tokens(plans[0], scratch, stages, ""), source_stream(plans[0])
     if not quiet:
-        _print_start(plans, tokens, source)
+        _print_start(plans, tokens)
     latent = [plan for plan in plans if plan.latent is not None]
     surveyed = survey_layers(latent[0], source, tokens, scratch, stages) if latent else None
     splits = iter(choose_splits(latent, surveyed, stages) if surveyed else ())
@@ -172,13 +168,16 @@ def _sweep(chosen: Sequence[Options], plans: Sequence[Plan], scratch: Path, stag
         resolved = plan if split is None else split.option.plan
         walk = StudentWalk(resolved, source, tokens, statistics=False, teacher=teacher)
         students.append(_Student(options, resolved, walk, split))
-    _learn(students, teacher, surveyed, stages)
+    _learn(students, teacher, surveyed, stages, quiet)
     with stages.step("measuring"):
         return _measured(students, tokens)
 
 
-def _learn(students: Sequence[_Student], teacher: Teacher, surveyed: Survey | None, stages: Stages) -> None:
+def _learn(
+    students: Sequence[_Student], teacher: Teacher, surveyed: Survey | None, stages: Stages, quiet: bool
+) -> None:
     """Fit every layer for every target, and take all students past it."""
+    left = TimeLeft(teacher.stream.layers, quiet)
     with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
         for lesson in teacher.lessons():
             if surveyed is not None:
@@ -189,6 +188,7 @@ def _learn(students: Sequence[_Student], teacher: Teacher, surveyed: Survey | No
                     fitted = _fitted(student, step, surveyed, shared)
                     student.distances.append(student.walk.follow(step, fitted))
                 advance(1)
+            left.one_done()
 
 
 def _fitted(student: _Student, step: Step, surveyed: Survey | None, shared: dict[bool, Pairs]) -> Any:
@@ -233,28 +233,8 @@ def _explicit(plan: Plan) -> ConvertRequest:
     return replace(plan.request, budget=None, kv_rank=target.kv_rank, rope_dim=target.rope_dim)
 
 
-def _print_start(plans: Sequence[Plan], tokens: CalibrationTokens, source: CheckpointStream) -> None:
-    """Print the calibration text, the number of targets and the time that all will take to stderr."""
-    seconds = _seconds(plans, tokens, source)
+def _print_start(plans: Sequence[Plan], tokens: CalibrationTokens) -> None:
+    """Print the calibration text and the number of targets to stderr."""
     count, length = tokens.calibration.shape
-    parts = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items() if value)
-    print(
-        f"sweeping over {len(plans)} targets on {count} x {length} tokens of {_source(plans[0], tokens).text_name}; "
-        f"about {duration(sum(seconds.values()))}: {parts}",
-        file=sys.stderr,
-    )
-
-
-def _seconds(plans: Sequence[Plan], tokens: CalibrationTokens, source: CheckpointStream) -> dict[str, float]:
-    """Seconds by what they are for: forward passes together, fits and refinement of each target, trials of splits."""
-    passes = 2 + 2 * len(plans)  # source: statistics, and beside the students; students: output fit, and onwards
-    rates = machine_rates(plans[0], source, tokens.calibration)
-    alone = [costs_of(plan).seconds(rates) for plan in plans]
-    fits = [each["fitting"] for each in alone]
-    tried = (trials_of(plan) / plan.geometry.layers for plan in plans)
-    return {
-        "forward passes": estimate_seconds(source, tokens.held_out, tokens.calibration, passes=passes),
-        "fitting": sum(fits),
-        "comparing splits": sum(share * fit for share, fit in zip(tried, fits, strict=True)),
-        "refining": sum(each["refining"] for each in alone),
-    }
+    text = _source(plans[0], tokens).text_name
+    print(f"sweeping over {len(plans)} targets on {count} x {length} tokens of {text}", file=sys.stderr)

@@ -85,12 +85,6 @@ def _try_all(contests: Sequence[Sequence[Tried]], surveyed: Survey, stages: Stag
             left = [sorted(some, key=lambda each: each.error)[: _half(len(some))] for some in left]
 
 
-def trials_of(plan: Plan) -> int:
-    """How many times splits of ``plan`` are fitted in a layer before one is chosen; 0 where its request names one."""
-    splits = 1 if plan.latent is None else len(latent_targets(plan.request, plan.model))
-    return _trials(splits, min(_PROBED, plan.geometry.layers)) if splits > 1 else 0
-
-
 def _trials(splits: int, layers: int) -> int:
     """How many times one of ``splits`` is tried in a layer."""
     return 0 if not layers else splits + _trials(_half(splits), layers - 1)

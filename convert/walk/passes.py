@@ -1,7 +1,6 @@
 """One model on its own, layer by layer: its residual streams in chunks, and what they show of each layer."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from kvfold.convert.walk.statistics import StatisticsAccumulator
 
 _CPU_TOKENS = 4096  # of one layer call
 _GPU_TOKENS = 32768
-_ESTIMATED_TOKENS = 1024
 
 
 def survey(
@@ -109,32 +107,3 @@ def embed(stream: CheckpointStream, tokens: Tensor, keep: Keep = list) -> Hidden
 def chunk_size(device: torch.device, length: int) -> int:
     """The number of sequences of ``length`` tokens in one layer call."""
     return max(1, (_CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS) // length)
-
-
-def first_layer_seconds(
-    source: CheckpointStream, tokens: Tensor, clock: Callable[[], float] = time.monotonic
-) -> tuple[float, float]:
-    """Seconds that a token takes through the first layer, by a few sequences of ``tokens``, and those of opening it."""
-    chunk = tokens[: max(1, min(chunk_size(source.device, tokens.shape[1]), _ESTIMATED_TOKENS // tokens.shape[1]))]
-    states = embed(source, chunk)
-    started = clock()
-    with source.open_layer(0) as layer:
-        opened = clock() - started
-        advance(source, layer, states)
-        _synchronize(source.device)
-    return (clock() - started - opened) / chunk.numel(), opened
-
-
-def estimate_seconds(
-    source: CheckpointStream, held_out: Tensor, calibration: Tensor | None = None, *, passes: int = 1
-) -> float:
-    """Seconds of forward passes that a walk over these tokens will take; ``passes`` of the calibration sequences."""
-    each, opened = first_layer_seconds(source, held_out if calibration is None else calibration)
-    learned = passes * (0 if calibration is None else calibration.numel())
-    # held-out: once through the teacher, twice through the student, candidates, reading back, rounding floor
-    return source.layers * (each * (learned + 5 * held_out.numel()) + opened * (passes + 3))
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 from kvfold.convert import ConvertRequest
 from kvfold.convert.bench.machine import conditions
 from kvfold.convert.bench.results import continue_rows
-from kvfold.convert.conversion.costs import costs_of
+from kvfold.convert.conversion.memory import needs_of
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.data import read_text
 from kvfold.convert.io.checkpoint import open_checkpoint
@@ -98,7 +98,7 @@ def converted(source: Path, out: Path, options: dict[str, int]) -> int:
 def planned(source: Path, options: dict[str, int]) -> int:
     """The plan's estimate of the peak memory in bytes."""
     request = ConvertRequest(str(source), f"{source}-planned", to="mla", quiet=True, **options)
-    return costs_of(make_plan(request, open_checkpoint(str(source)))).memory
+    return needs_of(make_plan(request, open_checkpoint(str(source)))).memory
 
 
 def same_tensors(source: Path, twin: Path) -> bool:

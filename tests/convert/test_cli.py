@@ -16,7 +16,7 @@ from kvfold.convert.data import demo_folder
 from kvfold.convert.recipes import recipe_names
 
 HEAVY = ("torch", "transformers", "numpy", "huggingface_hub", "safetensors")
-COMMANDS = ("inspect", "convert", "sweep", "drift", "verify", "plan", "bench", "recipes", "demo", "uptrain", "eval")
+COMMANDS = ("inspect", "convert", "sweep", "drift", "verify", "bench", "recipes", "demo", "uptrain", "eval")
 
 
 @pytest.fixture
@@ -54,7 +54,6 @@ def test_help_and_inspect_import_nothing_heavy(tiny_family):
     lines.append(["convert", str(tiny_family("gpt_neox")), "nowhere", "--to", "mqa", "--method", "mean", "--dry-run"])
     dry = ["convert", str(demo_folder()), "nowhere", "--to", "mqa", "--device", "cpu", "--dry-run"]
     lines += [[*dry, "--calibration", "self"], [*dry, "--polish", "50"]]
-    lines.append(["plan", "--shape", "llama-3-405b", "--to", "mla", "--kv-rank", "512", "--rope-dim", "64"])
     script = f"""
 import sys
 from kvfold.convert import cli, demo

@@ -20,7 +20,6 @@ MODULES = {
     "KVFOLD_MLX_PYTHON": ["mlx_lm"],
     "KVFOLD_LLAMA_CPP_PYTHON": ["llama_cpp_py_sync", "gguf"],
     "KVFOLD_EVAL_PYTHON": ["lm_eval", "peft", "trl"],
-    "KVFOLD_QUANTIZE_PYTHON": ["llmcompressor"],
 }
 LITTLE = {"samples": 4, "seq_len": 64}
 REQUESTS: dict[str, dict[str, Any]] = {

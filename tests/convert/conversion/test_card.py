@@ -55,8 +55,7 @@ DERIVED = {"base_model_relation": "finetune"}
         ("language: English\n", {}),
         ("base_model: /home/me/model\nlicense: 4\n", {}),
         ("license: [mit, 4]\nlicense_name: {a: b}\n", {"license": ["mit"]}),
-        ("license: Apache 2.0\n", {"license": "apache-2.0"}),
-        ("license: Our Own (v2)\n", {"license": "other", "license_name": "our-own-v2"}),
+        ("license: Our Own (v2)\n", {"license": "Our Own (v2)"}),
     ],
 )
 def test_license_and_base_model_are_kept(front, card, kept):

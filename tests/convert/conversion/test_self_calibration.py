@@ -66,8 +66,8 @@ def test_what_cannot_be_is_said_before_anything_is_written(tmp_path, monkeypatch
     monkeypatch.setattr(self_text, "first_tokens", lambda *_: [1, 2])
     with pytest.raises(InputError, match="--seq-len: expected more than the 2 tokens that begin every text, found 2"):
         convert(tmp_path / "out", seq_len=2)
-    monkeypatch.setattr(memory, "_free_bytes", lambda plan: 1 << 20)
-    expected = "--calibration self has the source write text and needs the whole model in memory: about"
+    monkeypatch.setattr(memory, "free_bytes", lambda plan: 1 << 20)
+    expected = "--calibration self needs the whole model in memory: about"
     with pytest.raises(InputError, match=f"{expected} .* give --calibration FILE"):
         convert(tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]

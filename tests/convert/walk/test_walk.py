@@ -13,7 +13,7 @@ from kvfold.convert.errors import KvfoldError
 from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.io.tensors import dtype_name
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.walk.passes import chunk_size, estimate_seconds, first_layer_seconds, survey
+from kvfold.convert.walk.passes import chunk_size, survey
 from kvfold.convert.walk.twin import Twin
 from kvfold.convert.walk.walk import Step, Teacher, Walk
 
@@ -323,16 +323,3 @@ def test_chunks_hold_whole_sequences() -> None:
     assert chunk_size(torch.device("cpu"), 512) == 8
     assert chunk_size(torch.device("cpu"), 100_000) == 1
     assert chunk_size(torch.device("cuda"), 512) == 64
-
-
-def test_the_first_layer_is_timed() -> None:
-    case = Case()
-    each, opened = first_layer_seconds(case.stream(), case.held_out)
-    assert each > 0
-    assert opened > 0
-
-
-def test_the_estimate_grows_with_the_text() -> None:
-    case = Case()
-    short, long = (estimate_seconds(case.stream(), case.held_out, case.calibration.repeat(n, 1)) for n in (1, 1000))
-    assert 0 < short < long
