@@ -1,17 +1,16 @@
-"""The terminal: panels of options, exit status and signals of a command, estimates, and files that options name.
+"""The terminal: panels of options, exit status of a command, estimates, and files that options name.
 
 Exit status: 0 done, 2 the request or the input is wrong, 1 anything else; never a traceback.
 """
 
 import errno
+import gc
 import os
-import signal
 import stat
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +18,6 @@ from typing import Any, NoReturn
 import click
 
 from kvfold.convert.errors import (
-    ENDING_SIGNALS,
     InputError,
     KvfoldError,
     did_you_mean,
@@ -27,6 +25,7 @@ from kvfold.convert.errors import (
     system_failure,
     worded_for_commands,
 )
+from kvfold.convert.signals import interruptible
 
 STDOUT = "-"  # in place of the name of a file to write
 _PLOT_KINDS = (".png", ".svg", ".pdf")
@@ -85,71 +84,45 @@ def run_command(
 
     SIGTERM, as job schedulers and containers send it, and SIGHUP end the command as Ctrl-C does.
     """
+    words = sys.argv[1:] if arguments is None else arguments
+    stopped = (f"interrupted: {interrupted}", 1)
+    message, status = stopped
+    with suppress(KeyboardInterrupt), interruptible():
+        message, status = _outcome(command, name, words, stopped)
+        if message is stopped[0]:
+            # A signal may come between a context manager's ``yield`` and the block below it. The manager then cleans up
+            # when it is freed, as its frame is with the exception; what stands in a cycle is freed here.
+            gc.collect()
+    if message:
+        sys.stdout.flush()
+        print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def _outcome(
+    command: click.Command, name: str, words: Sequence[str], stopped: tuple[str, int]
+) -> tuple[str | None, int]:
+    """Run a command. Returns its error message, None if there is nothing to say, and its exit status."""
     try:
-        with _terminable(), worded_for_commands():
-            command.main(args=arguments, prog_name=name, standalone_mode=False)
+        with worded_for_commands():
+            command.main(args=words, prog_name=name, standalone_mode=False)
     except KvfoldError as error:
-        _fail(str(error), error.exit_status)
+        return str(error), error.exit_status
     except click.ClickException as error:
-        _fail(_usage(error, command, name, sys.argv[1:] if arguments is None else arguments), 2)
+        return _usage(error, command, name, words), 2
     except (KeyboardInterrupt, click.Abort):
-        _fail(f"interrupted: {interrupted}", 1)
+        return stopped
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # keeps the interpreter's own flush quiet
-        raise SystemExit(1) from None
+        return None, 1
     except Exception as error:
         if os.environ.get("KVFOLD_TRACEBACK"):
             raise
         if (reason := system_failure(error)) is not None:
-            _fail(reason, 1)
+            return reason, 1
         advice = "set KVFOLD_TRACEBACK=1 for the details, and please report it"
-        _fail(f"unexpected {type(error).__name__}: {one_line(error)} ({advice})", 1)
-    raise SystemExit(0)
-
-
-_AGAIN = 0.02  # seconds: by then the finalizer that a signal fell into has ended
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Signals that end a command raise KeyboardInterrupt in the block, once: a second does not disturb the clean-up.
-
-    Python drops what is raised in a finalizer or in a callback of an import: such a signal is sent again. One that
-    whoever started the process ignores or handles (``nohup``) is left to them.
-    """
-    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-    ours = [number for number, handler in before.items() if handler in (signal.SIG_DFL, signal.default_int_handler)]
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        for each in ours:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt(number)
-
-    def ignored(problem: "sys.UnraisableHookArgs") -> None:
-        if isinstance(problem.exc_value, KeyboardInterrupt) and problem.exc_value.args:
-            for each in ours:
-                signal.signal(each, interrupt)
-            threading.Timer(_AGAIN, os.kill, (os.getpid(), problem.exc_value.args[0])).start()
-        else:
-            hook(problem)
-
-    if threading.current_thread() is not threading.main_thread():
-        ours = []
-    for each in ours:
-        signal.signal(each, interrupt)
-    hook, sys.unraisablehook = sys.unraisablehook, ignored
-    try:
-        yield
-    finally:
-        sys.unraisablehook = hook
-        for each in ours:
-            signal.signal(each, before[each])
-
-
-def _fail(message: str, status: int) -> NoReturn:
-    sys.stdout.flush()
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(status)
+        return f"unexpected {type(error).__name__}: {one_line(error)} ({advice})", 1
+    return None, 0
 
 
 def _usage(error: click.ClickException, command: click.Command, name: str, arguments: Sequence[str]) -> str:

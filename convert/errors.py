@@ -4,13 +4,11 @@ import errno
 import os
 import re
 import reprlib
-import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, job schedulers, a closed terminal
 _SHOWN = 20
 # Options with the word behind them, but not those of a whole command that a message quotes.
 _OPTION = re.compile(

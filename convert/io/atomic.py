@@ -11,15 +11,14 @@ import os
 import re
 import secrets
 import shutil
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvfold.convert.errors import ENDING_SIGNALS, InputError
+from kvfold.convert.errors import InputError
 from kvfold.convert.io.replaceable import replaceable_problem
 from kvfold.convert.io.swap import place, put_back, replace, sync_path, sync_tree
+from kvfold.convert.signals import DeferredSignals
 from kvfold.convert.sizes import bytes_text
 
 _LOCKLESS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -126,41 +125,25 @@ def output_folder(
     InputError as in ``check_output``, and when another process is writing the same OUT.
     """
     target = check_output(out, overwrite=overwrite, model=model)
-    with _parents(target), output_lock(target) as locked:
+    with DeferredSignals() as signals, _parents(target), output_lock(target) as locked:
         stale = _stale(target) if locked else []
         for path in stale:
             _complete_replacement(path, target)
         check_output(out, overwrite=overwrite, model=model)
         folder = _resumed(stale, resume) or _fresh(target)
-        failed = True
+        published = False
         try:
+            signals.deliver()
             yield folder
             sync_tree(folder)
+            signals.deferred = True
             _publish(folder, target, overwrite)
-            failed = False
+            published = True
         finally:
-            with _undisturbed():
-                _complete_replacement(_backup(folder), target)
-                if not (failed and resume is not None and resume(folder)):
-                    shutil.rmtree(folder, ignore_errors=True)  # OUT's predecessor after an exchange
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Put off what the handlers of signals raise, such as KeyboardInterrupt, until the block has ended."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pending: list[int] = []
-    handled = [number for number in ENDING_SIGNALS if callable(signal.getsignal(number))]
-    before = {number: signal.signal(number, lambda received, _: pending.append(received)) for number in handled}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for received in pending[:1]:
-            signal.raise_signal(received)
+            signals.deferred = True
+            _complete_replacement(_backup(folder), target)
+            if published or resume is None or not resume(folder):
+                shutil.rmtree(folder, ignore_errors=True)  # OUT's predecessor after an exchange
 
 
 def free_space_check(path: str | os.PathLike[str], needed_bytes: int, purpose: str = "") -> None:
@@ -191,16 +174,16 @@ def output_lock(target: Path) -> Iterator[bool]:
     place that blocks every run after a killed one.
     """
     path = target.parent / f"{_prefix(target)}.lock"
-    handle = _locked(path, target)
-    if handle is None:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        with _undisturbed():
-            path.unlink(missing_ok=True)
-            os.close(handle)
+    with DeferredSignals() as signals:
+        handle = _locked(path, target)
+        try:
+            signals.deliver()
+            yield handle is not None
+        finally:
+            signals.deferred = True
+            if handle is not None:
+                path.unlink(missing_ok=True)
+                os.close(handle)
 
 
 def _locked(path: Path, target: Path) -> int | None:

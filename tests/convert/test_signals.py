@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvfold.convert.bench import worker
-from kvfold.convert.console import _terminable
 from kvfold.convert.io import atomic
+from kvfold.convert.signals import interruptible
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -42,7 +42,7 @@ def test_a_second_signal_is_ignored(number):
                 signal.raise_signal(each)
                 cleaned.append(each)
 
-    with pytest.raises(KeyboardInterrupt), _terminable():
+    with pytest.raises(KeyboardInterrupt), interruptible():
         work()
     assert cleaned == [*ENDING]
     assert [signal.getsignal(each) for each in ENDING] == before
@@ -59,7 +59,7 @@ def test_a_signal_that_falls_into_a_finalizer_is_not_lost(number):
         time.sleep(10)  # a signal ends it
 
     hook = sys.unraisablehook
-    with pytest.raises(KeyboardInterrupt), _terminable():
+    with pytest.raises(KeyboardInterrupt), interruptible():
         work()
     assert sys.unraisablehook is hook
 
@@ -67,7 +67,7 @@ def test_a_signal_that_falls_into_a_finalizer_is_not_lost(number):
 def test_a_signal_that_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with _terminable():
+        with interruptible():
             signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -87,7 +87,7 @@ def test_a_signal_while_cleaning_up_waits(tmp_path, monkeypatch):
             (folder / "file").touch()
             raise ValueError
 
-    with pytest.raises(KeyboardInterrupt), _terminable():
+    with pytest.raises(KeyboardInterrupt), interruptible():
         work()
     assert not list(tmp_path.iterdir())
 

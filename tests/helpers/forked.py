@@ -3,6 +3,7 @@
 A fork of a process that has imported torch and transformers starts in milliseconds, a new one after seconds of imports.
 """
 
+import gc
 import os
 import signal
 import socket
@@ -82,6 +83,7 @@ def run_ranks(folder: Path, work: Callable[[], object], count: int = 2) -> list[
 
 def _become(folder: Path, work: Callable[[], object]) -> NoReturn:
     status = 70
+    gc.freeze()  # what the parent imported is not looked through again
     try:
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
@@ -102,11 +104,15 @@ def _become(folder: Path, work: Callable[[], object]) -> NoReturn:
 
 
 def at_call(
-    number: int, action: Callable[[], object], calls: tuple[str, ...] = CALLS, lasting: bool = False
+    number: int,
+    action: Callable[[], object],
+    calls: tuple[str, ...] = CALLS,
+    lasting: bool = False,
+    after: bool = False,
 ) -> Callable[[], int]:
     """From now on do ``action`` before the ``number``-th of ``calls`` in this process; returns a count of them.
 
-    ``lasting``: before every later one too.
+    ``lasting``: before every later one too. ``after``: not before but after it.
     """
     count = 0
 
@@ -114,9 +120,14 @@ def at_call(
         def call(*arguments: Any, **options: Any) -> Any:
             nonlocal count
             count += 1
-            if count == number or (lasting and count > number):
+            now = count == number or (lasting and count > number)
+            if now and not after:
                 action()
-            return function(*arguments, **options)
+            try:
+                return function(*arguments, **options)
+            finally:
+                if now and after:
+                    action()
 
         return call
 

@@ -32,7 +32,7 @@ FLOORS = {
         ["__init__"],
     ],
     "convert": [
-        ["errors", "data", "sizes", "transforms"],
+        ["errors", "data", "signals", "sizes", "transforms"],
         ["request", "console", "progress", "processes", "io", "families"],
         ["device", "recipes", "report", "stream", "targets"],
         ["bench", "text", "walk"],

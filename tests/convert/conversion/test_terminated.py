@@ -9,9 +9,9 @@ import torch
 from helpers import forked
 
 import kvfold.convert.conversion.run  # noqa: F401  what the children need is imported once
-from kvfold.convert import console as command
 from kvfold.convert.cli import main
 from kvfold.convert.data import demo_folder
+from kvfold.convert.signals import interruptible
 
 CALIBRATED = ["--to", "mqa", "--group", "contiguous", "--samples", "12", "--seq-len", "48", "--refine", "100"]
 
@@ -57,7 +57,7 @@ def test_a_handler_that_was_there_stays():
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
-        with command._terminable():
+        with interruptible():
             os.kill(os.getpid(), signal.SIGTERM)
         assert heard == [signal.SIGTERM]
     finally:
@@ -66,6 +66,6 @@ def test_a_handler_that_was_there_stays():
 
 def test_the_handler_is_gone_afterwards():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    with pytest.raises(KeyboardInterrupt), command._terminable():
+    with pytest.raises(KeyboardInterrupt), interruptible():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
