@@ -11,8 +11,8 @@ from tqdm import tqdm
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.progress import stage
 from kvfold.convert.targets.mla import constant, padding
-from kvfold.convert.walk.objective import AttentionUpdate
-from kvfold.convert.walk.refine import AUTO_STEPS, MIN_GAIN, ROUND, Refined, Refinement, refine_layer
+from kvfold.convert.training.refine import AUTO_STEPS, MIN_GAIN, ROUND, Refined, Refinement, refine_layer
+from kvfold.convert.walk.output_fit import AttentionUpdate
 from kvfold.convert.walk.walk import Step
 
 OUTPUT_FIT = "output_fit"

@@ -11,7 +11,7 @@ from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.tensors import refuse_non_finite, torch_dtype
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary
-from kvfold.convert.walk.heads import ReadHeads, SourceHeads
+from kvfold.convert.walk.statistics import ReadHeads, SourceHeads
 
 
 def source_layer(plan: Plan, layer: int) -> AttentionWeights:

@@ -28,8 +28,7 @@ from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.walk.hidden import Keep
 from kvfold.convert.walk.output_fit import refit_output
-from kvfold.convert.walk.twin import Twin
-from kvfold.convert.walk.walk import Lesson, Step, Teacher, Walk
+from kvfold.convert.walk.walk import Step, Student, Teacher, TeacherLayer, Walk
 
 
 class StudentWalk:
@@ -55,7 +54,7 @@ class StudentWalk:
         self._refine = Refiner(plan, trial_steps)
         self._refits = plan.request.resolved_method == "principal"
         trains = self._refits or self._refine.enabled
-        self._twin = Twin(source, plan.layout.config, plan.layout.tensors, recast=plan.request.dtype != "auto")
+        self._student = Student(source, plan.layout.config, plan.layout.tensors, recast=plan.request.dtype != "auto")
         teacher = teacher or Teacher(
             source,
             tokens.held_out,
@@ -66,7 +65,7 @@ class StudentWalk:
             heads=source_heads(plan),
             keep=keep,
         )
-        self._walk = Walk(teacher, self._twin, calibration=trains)
+        self._walk = Walk(teacher, self._student, calibration=trains)
         self._steps = iter(self._walk)
 
     def walk_again(self, journal: Journal, stages: Stages) -> None:
@@ -111,14 +110,14 @@ class StudentWalk:
         refitted, fit = refit_output(step, weights, encode, attention_update(self._plan))
         return refitted, {} if fit is None else {OUTPUT_FIT: fit.record()}
 
-    def step(self, lesson: Lesson) -> AbstractContextManager[Step]:
+    def step(self, lesson: TeacherLayer) -> AbstractContextManager[Step]:
         """A layer beside that of a shared teacher; to be passed to ``convert`` in the block."""
         return self._walk.step(lesson)
 
     @property
     def stream(self) -> CheckpointStream:
         """The student."""
-        return self._twin.stream
+        return self._student.stream
 
     def measurement(self) -> Measurement:
         """The student against the source on held-out tokens, after the last layer."""

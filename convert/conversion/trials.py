@@ -125,7 +125,7 @@ def trial(option: Candidate, surveyed: Survey, *, refine: bool = False) -> Candi
         if step.index in probed:
             walk.convert(step, processes.from_first(partial(latent_layer, option, step, surveyed))[0])
         else:
-            step.keep()
+            step.skip()
     kl = walk.kl()
     return replace(option, refined_kl=kl) if refine else replace(option, kl=kl)
 

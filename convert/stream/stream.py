@@ -8,7 +8,7 @@ dropped when it is closed. With a ``read`` that gives trainable tensors for some
     loss <- LayerOutput <- functional_call(stock layer) <- parameters <- WeightMap.load <- read(name) <- float32 master
 
 Every arrow is the way that loading the finished file will take: renaming, conversion, rounding to the stored dtype and
-casting to the dtype of the computation. So what is trained is exactly what will be stored (``walk/refine.py``).
+casting to the dtype of the computation. So what is trained is exactly what will be stored (``training/refine.py``).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

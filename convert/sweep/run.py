@@ -4,7 +4,7 @@
 
     survey     source alone over the calibration text: statistics, rotary slots    (only where a target is MLA)
     splits     of budgets, in a few layers                                         splits.py
-    sweep      for lesson in teacher.lessons():        one layer of the source, its attention's results kept
+    sweep      for lesson in teacher.layers():        one layer of the source, its attention's results kept
                    for each target:                    fit, output fit, --refine: as in `kvfold convert`
                        its student passes the layer
     measure    every student against the source on held-out text
@@ -179,7 +179,7 @@ def _learn(
     """Fit every layer for every target, and take all students past it."""
     left = TimeLeft(teacher.stream.layers, quiet)
     with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
-        for lesson in teacher.lessons():
+        for lesson in teacher.layers():
             if surveyed is not None:
                 lesson.statistics = surveyed.notes(lesson.index)[0]
             shared: dict[bool, Pairs] = {}

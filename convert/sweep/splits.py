@@ -17,8 +17,7 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.possible import latent_targets
 from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.conversion.trials import few, probed_layers
-from kvfold.convert.walk.twin import Twin
-from kvfold.convert.walk.walk import Lesson, Step, Teacher
+from kvfold.convert.walk.walk import Step, Student, Teacher, TeacherLayer
 
 _PROBED = 2  # layers
 
@@ -28,7 +27,7 @@ class Tried:
     """A split under trial: its student, and its relative error in each layer so far."""
 
     option: Candidate
-    twin: Twin
+    twin: Student
     errors: list[float] = field(default_factory=list)
 
     @property
@@ -60,8 +59,8 @@ def choose_splits(plans: Sequence[Plan], surveyed: Survey, stages: Stages) -> li
 
 
 def _tried(options: Sequence[Candidate], surveyed: Survey) -> list[Tried]:
-    def twin(plan: Plan) -> Twin:
-        return Twin(surveyed.source, plan.layout.config, plan.layout.tensors, recast=plan.request.dtype != "auto")
+    def twin(plan: Plan) -> Student:
+        return Student(surveyed.source, plan.layout.config, plan.layout.tensors, recast=plan.request.dtype != "auto")
 
     return [Tried(option, twin(option.plan)) for option in options]
 
@@ -74,7 +73,7 @@ def _try_all(contests: Sequence[Sequence[Tried]], surveyed: Survey, stages: Stag
     teacher = Teacher(surveyed.source, few(surveyed.tokens).held_out)
     left = [list(contest) for contest in contests]
     with stages("splits", sum(_trials(len(contest), len(probed)) for contest in contests), "split") as advance:
-        for lesson in teacher.lessons():
+        for lesson in teacher.layers():
             if lesson.index not in probed:
                 continue
             for each in chain.from_iterable(left):
@@ -94,7 +93,7 @@ def _half(count: int) -> int:
     return (count + 1) // 2
 
 
-def _error(each: Tried, lesson: Lesson, surveyed: Survey) -> float:
+def _error(each: Tried, lesson: TeacherLayer, surveyed: Survey) -> float:
     inputs = lesson.held_out
     step = Step(lesson.index, lesson.layer, each.twin, list(inputs), list(inputs), list(lesson.outputs))
     latent = sketched_layer(each.option, lesson.index, surveyed)

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfold.convert.training.batches import random_batches
 from kvfold.convert.training.budget import ROUND, batch_size
 from kvfold.convert.training.loss import divergence
 from kvfold.convert.training.rates import relative_groups
 from kvfold.convert.training.steps import RelativeSteps
 from kvfold.convert.training.student import Student
-from kvfold.convert.walk.batches import random_batches
 
 _WARMUP = 10  # steps
 # Peak learning rate of one layer at width one and a KL of 1. SmolLM2 (30 layers), MLA 128+64, KL after 30 and 60 of 60

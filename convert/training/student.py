@@ -18,9 +18,9 @@ from kvfold.attention.drift.frame import Arguments, Frame, Stop, attention_name,
 from kvfold.convert.errors import InputError
 from kvfold.convert.stream.skeleton import empty_model
 from kvfold.convert.stream.weight_map import Read, WeightMap
+from kvfold.convert.training.arithmetic import bfloat16
 from kvfold.convert.training.constant import ConstantChannel
 from kvfold.convert.training.rates import tensor_sizes
-from kvfold.convert.walk.arithmetic import bfloat16
 
 
 @dataclass(frozen=True)

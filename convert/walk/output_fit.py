@@ -1,10 +1,10 @@
-"""The output projection of a converted layer, fitted to what is left to do at its place in the student.
+"""The output projection of a converted layer, fitted to its place in the student.
 
 The heads' results ``z`` are computed from the student's own inputs. With the teacher's residual ``h`` before the layer
-and the student's ``h'``, the projection is to give ``(h + a(h)) - h'``, as in refinement (``objective.py``): so a layer
-also makes up for those before it, as far as a linear map of its heads can. Every token's squared error counts relative
-to its residual, as there: following norms see relative errors, and the few tokens with massive activations, the
-teacher's or the student's, would rule everything else.
+and the student's ``h'``, the projection is to give ``(h + a(h)) - h'``, as in refinement (``training/refine.py``): a
+layer also corrects the errors of those before it, as far as a linear map of its heads can. Every token's squared error
+counts relative to its residual, as there: the norms that follow see relative errors, and the few tokens with massive
+activations, the teacher's or the student's, would rule everything else.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,25 +16,55 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.drift.recording import OpenLayer
+from kvfold.attention.drift.streams import LayerOutput
 from kvfold.convert import processes
 from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.output import fit_output
 from kvfold.convert.transforms.weights import AttentionWeights
 from kvfold.convert.walk.hidden import Hidden
-from kvfold.convert.walk.objective import AttentionUpdate, token_weights
 from kvfold.convert.walk.walk import Step
 
-_EXPLAINED = 1e-3  # the share of an attention's energy that its heads may leave unexplained: rounding
+# The share of an attention's energy that its heads may leave unexplained. A rounding to bfloat16 is off by up to 2^-9,
+# 4e-6 of the energy, and there are a few; an output that is not this linear map of the heads is off by far more.
+_UNEXPLAINED = 1e-3
 
 Weights = TypeVar("Weights", AttentionWeights, LatentWeights)
+
+
+@dataclass(frozen=True)
+class AttentionUpdate:
+    """What a layer's attention adds to the residual: ``scale * norm(output)``.
+
+    ``norm`` is the name of a module within the layer, None where the output is added as it is. In parallel blocks the
+    update is the attention's part of what the layer adds.
+    """
+
+    scale: float = 1.0
+    norm: str | None = None
+
+    def of(self, layer: OpenLayer, output: LayerOutput) -> Tensor:
+        """The attention update of ``layer``, ``[B, T, E]``."""
+        attention = output.attention
+        if self.norm is not None:
+            attention = layer.run_submodule(self.norm, attention)
+        return attention * self.scale
+
+
+UNCHANGED = AttentionUpdate()
+
+
+def token_weights(*residuals: Tensor) -> Tensor:
+    """One over the root mean square of each token's residual ``[..., E]``, the largest of several, ``[..., 1]``."""
+    square = torch.stack([residual.square().mean(-1, keepdim=True) for residual in residuals]).amax(0)
+    return square.clamp_min(torch.finfo(torch.float32).tiny).rsqrt()  # of float64 the sums would overflow
 
 
 @dataclass(frozen=True)
 class OutputFit:
     """The error of the residual after the layer's attention on held-out sequences, before and after.
 
-    Each token's squared error counts relative to its residual. ``after`` is ``before`` where the fit was no
-    better and the weights stayed as they were.
+    Each token's squared error counts relative to its residual. ``after`` is ``before`` where the fit was no better and
+    the weights stayed as they were.
     """
 
     before: float
@@ -63,14 +93,14 @@ def refit_output(
 ) -> tuple[Weights, OutputFit | None]:
     """``weights`` with the output projection (and bias, where there is one) that fits the student's stream best.
 
-    Held-out sequences decide whether it is kept. None where the projection's inputs are not to be seen, or the family
-    norms what it gives.
+    Held-out sequences decide whether it is kept. The fit is None where the layer does not show its heads' results, or
+    the family normalizes the attention's output.
     """
     if update.norm is not None:
         return weights, None
-    step.twin.put(encode(weights))
+    step.student.put(encode(weights))
     present = _projection(weights)
-    with step.twin.stream.open_layer(step.index) as layer:
+    with step.student.stream.open_layer(step.index) as layer:
         held_out = _regressions(step, layer, weights, update, step.held_out, step.student_held_out)
         first = next(held_out, None)
         if first is None:
@@ -87,35 +117,39 @@ def refit_output(
         fitted, before, after = processes.from_first(fit)
     if not after < before:
         return weights, OutputFit(before, before)
-    return _with_projection(weights, fitted), OutputFit(before, after)
+    size = weights.o[0].numel()
+    output = fitted[:, :size].reshape(weights.o.shape).to(weights.o.dtype)
+    bias = None if weights.o_bias is None else fitted[:, size].to(weights.o_bias.dtype)
+    return replace(weights, o=output, o_bias=bias), OutputFit(before, after)
 
 
 def _regressions(
     step: Step, layer: OpenLayer, weights: Weights, update: AttentionUpdate, teacher: Hidden, student: Hidden
 ) -> Iterator[_Regression]:
     """Chunk by chunk; nothing where the layer's output is not a linear map of the heads' results that it shows."""
-    shown = False
-    for inputs, own in zip(teacher, student, strict=True):
-        output = layer.attend(own)
+    present, checked = _projection(weights), False
+    for inputs, student_inputs in zip(teacher, student, strict=True):
+        output = layer.attend(student_inputs)
         if output.context is None:
             return
         heads = output.context[..., : weights.o.shape[2]].flatten(2).double()  # engines' heads are padded with zeros
         if weights.o_bias is not None:
             heads = torch.cat([heads, torch.ones_like(heads[..., :1])], -1)
-        if not shown and not _explains(heads @ _projection(weights).to(heads).mT, output.attention):
-            return
-        shown = True  # of the layer, not of its inputs
-        update_of = update.of(step.teacher, step.teacher.attend(inputs))
-        after, own = (step.teacher.own(inputs) + update_of).double(), step.teacher.own(own).double()
-        weight = token_weights(after, own).square()
-        target = (after - own) / update.scale
+        if not checked:
+            # A property of the layer, whatever its inputs: one chunk tells.
+            explained = heads @ present.to(heads).mT
+            energy = output.attention.double().square().sum()
+            if explained.shape != output.attention.shape:
+                return
+            if (explained - output.attention).square().sum() > _UNEXPLAINED * energy:
+                return
+            checked = True
+        added = update.of(step.teacher, step.teacher.attend(inputs))
+        after = (step.teacher.own(inputs) + added).double()
+        before = step.teacher.own(student_inputs).double()
+        weight = token_weights(after, before).square()
+        target = (after - before) / update.scale
         yield _Regression(heads.flatten(0, 1), target.flatten(0, 1), weight.flatten())
-
-
-def _explains(found: Tensor, expected: Tensor) -> bool:
-    return found.shape == expected.shape and bool(
-        (found - expected).square().sum() <= _EXPLAINED * expected.double().square().sum()
-    )
 
 
 def _sums(present: Tensor, parts: Iterator[_Regression]) -> tuple[Tensor, Tensor]:
@@ -147,11 +181,3 @@ def _projection(weights: AttentionWeights | LatentWeights) -> Tensor:
     """``[E, H D]``, with the bias as one more column where there is one; float64."""
     output = weights.o.flatten(1).double()
     return output if weights.o_bias is None else torch.cat([output, weights.o_bias.double()[:, None]], 1)
-
-
-def _with_projection(weights: Weights, projection: Tensor) -> Weights:
-    size = weights.o[0].numel()
-    output = projection[:, :size].reshape(weights.o.shape).to(weights.o.dtype)
-    if weights.o_bias is None:
-        return replace(weights, o=output)
-    return replace(weights, o=output, o_bias=projection[:, size].to(weights.o_bias.dtype))

@@ -11,9 +11,8 @@ from kvfold.convert import processes
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.finite import check_finite
-from kvfold.convert.walk.heads import ReadHeads, with_heads
 from kvfold.convert.walk.hidden import Hidden, Keep, Recomputed
-from kvfold.convert.walk.statistics import StatisticsAccumulator
+from kvfold.convert.walk.statistics import ReadHeads, StatisticsAccumulator, with_heads
 
 _CPU_TOKENS = 4096  # of one layer call
 _GPU_TOKENS = 32768

@@ -1,6 +1,6 @@
-"""The walk: text goes through a model layer by layer, and through its converted student beside it.
+"""The walk: text goes through a model layer by layer, and through its converted student at the same time.
 
-One ``Step`` is one layer of both; the ``Twin`` is the student (``twin.py``)::
+::
 
                           layer 0          Step: layer l                    after the last layer
     teacher    embed --> [  T_0  ] ... h --> [  T_l  ] --> ...              --> logits --.
@@ -9,31 +9,42 @@ One ``Step`` is one layer of both; the ``Twin`` is the student (``twin.py``)::
     student    embed --> [  S_0  ] ... h' -> [  S_l  ] --> ...              --> logits --'
                                              ^ tensors, as the files will hold them
 
-A run reads as ::
+Glossary:
 
-    walk = Walk(Teacher(source, held_out, calibration), twin)
+    teacher        the source model; its residual streams pass each layer once, for any number of students
+    student        the converted model, run from what its files will hold before they are complete
+    walk           the way of one student past all layers, next to its teacher
+    step           one layer of a walk, open on both sides; it is converted, or left as the source has it
+    hidden states  residual streams ``[b, T, E]`` of a few sequences each, in memory or in a file (``hidden.py``)
+    calibration    the sequences that fits and refinement learn from
+    held-out       the sequences that they never see, on which errors and drift are measured
+
+A run with one student::
+
+    walk = Walk(Teacher(source, held_out, calibration), student)
     for step in walk:
         tensors = transform(step.index, step.statistics)   # may compare step.attention_error(candidate)
         step.convert(tensors)
     walk.measurement()
 
-Several students learn side by side from one ``Teacher``, which goes through its layers once for all of them::
+Several students learn from one teacher, which runs each of its layers once for all of them::
 
     teacher = Teacher(source, held_out, calibration)
-    walks = [Walk(teacher, twin) for twin in twins]
-    for lesson in teacher.lessons():
+    walks = [Walk(teacher, student) for student in students]
+    for layer in teacher.layers():
         for walk in walks:
-            with walk.step(lesson) as step:
+            with walk.step(layer) as step:
                 step.convert(transform(...))
 
-In memory are one layer of each and the hidden states, unless these are in a file (``hidden.py``). The teacher takes the
-calibration and the held-out sequences through its layers, the student the held-out ones, and the calibration sequences
-too when refinement needs them.
+In memory are one layer of each model, and the hidden states unless they are in a file. The teacher takes the
+calibration and the held-out sequences through its layers; the student takes the held-out ones, and the calibration
+sequences when a fit or refinement needs them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,33 +54,99 @@ from kvfold.attention.drift.lockstep import LayerDrift, Measurement, compare_lay
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.attention.drift.streams import LayerOutput
 from kvfold.convert.errors import KvfoldError
+from kvfold.convert.io.shards import OutputTensor
+from kvfold.convert.io.tensors import torch_dtype
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.finite import check_finite
-from kvfold.convert.walk.heads import ReadHeads
 from kvfold.convert.walk.hidden import Hidden, Keep
 from kvfold.convert.walk.passes import advance, chunk_size, embed, gather, through
-from kvfold.convert.walk.remembered import Remembered
-from kvfold.convert.walk.twin import Twin
+from kvfold.convert.walk.statistics import ReadHeads
 
 # GQA-2 of the model that ships: 256 +0.0410 nats per token, 1024 and 2048 +0.0360 (bench_refine_constants.py)
 _JUDGED_TOKENS = 2048
 
 
+class Student:
+    """The converted model as a stream of layers, before its checkpoint is complete.
+
+    It always runs from what the files will hold. A candidate for a layer is encoded into the tensors of the converted
+    checkpoint, rounded to the dtype in which they will be stored, and read back through the same weight map and the
+    same stock module that will load the finished files::
+
+        transform -> layout.encode -> Student.put -> read(name), rounded -> WeightMap -> stock module -> error, loss
+
+    So an error, a drift or a loss of the walk is one of the written checkpoint, and refinement trains what is stored.
+
+    ``config`` and ``tensors`` are the converted checkpoint's. Copied tensors come from the source, the others are the
+    last ones ``put``, all rounded to the stored dtype. Copied tensors are shared with the source's open layer, unless
+    ``recast`` says that the checkpoint will store them in another dtype than the source.
+    """
+
+    def __init__(
+        self, source: CheckpointStream, config: dict[str, Any], tensors: Iterable[OutputTensor], recast: bool = False
+    ) -> None:
+        self._planned = {tensor.name: tensor for tensor in tensors}
+        self._read_source = source.read
+        self._put: Mapping[str, Tensor] = {}
+        self._dtypes = {name: torch_dtype(tensor.dtype) for name, tensor in self._planned.items()}
+        origins = {name: tensor.sources for name, tensor in self._planned.items() if tensor.sources}
+        changed = self._planned.keys() if recast else self._planned.keys() - origins.keys()
+        self.stream = type(source)(
+            config,
+            self._read,
+            list(self._planned),
+            source.device,
+            source.dtype,
+            teacher=source,
+            changed=changed,
+            origins=origins,
+            encoded=source.encoded,
+        )
+
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Use a layer's ``tensors``, named and shaped as in the converted checkpoint's files, instead of the last ones.
+
+        Raises KvfoldError for names that the conversion does not compute.
+        """
+        unplanned = sorted(name for name in tensors if name not in self._planned or not self._planned[name].computed)
+        if unplanned:
+            raise KvfoldError(f"the converted checkpoint computes no tensors {', '.join(unplanned)}")
+        self._put = dict(tensors)
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype in which the converted checkpoint will store ``name``."""
+        return self._dtypes[name]
+
+    def _read(self, name: str) -> Tensor:
+        """The tensor that the converted checkpoint will hold under ``name``."""
+        planned = self._planned[name]
+        if planned.computed:
+            if name not in self._put:
+                raise KvfoldError(f"tensor {name!r} was read before its layer was converted")
+            tensor = self._put[name]
+        elif isinstance(planned.source, str):
+            tensor = self._read_source(planned.source)
+        else:
+            # Elements of several source tensors that follow one another; a plan without sources stands for zeros.
+            parts = [self._read_source(part).flatten() for part in planned.sources]
+            tensor = torch.cat(parts).view(planned.shape) if parts else torch.zeros(planned.shape)
+        return tensor.to(self._dtypes[name])
+
+
 @dataclass
 class Step:
-    """One layer of a walk, the teacher's open.
+    """One layer of a walk, with the teacher's layer open.
 
-    ``statistics`` are those of the calibration sequences, None in a walk without them. ``held_out`` and
-    ``student_held_out`` are the residual streams before the layer on the held-out sequences, the teacher's and the
-    student's; ``calibration`` and ``student_calibration`` likewise, empty unless the walk keeps them for refinement.
-    ``outputs`` are those of the teacher's layer on ``held_out``. ``done`` says that both streams are past the layer,
-    ``drift`` is None unless it was converted.
+    ``statistics`` are of the calibration sequences, None in a walk without them. ``held_out`` and ``student_held_out``
+    are the residual streams before the layer on the held-out sequences, the teacher's and the student's;
+    ``calibration`` and ``student_calibration`` likewise, empty unless the walk keeps them. ``outputs`` are those of the
+    teacher's layer on ``held_out``. ``done``: both streams are past the layer. ``drift`` is None unless converted.
     """
 
     index: int
     teacher: OpenLayer
-    twin: Twin
+    student: Student
     held_out: Hidden
     student_held_out: Hidden
     outputs: Sequence[LayerOutput]
@@ -85,14 +162,14 @@ class Step:
 
         Measured on the first sequences of about 2048 tokens: candidates differ alike on all of them.
         """
-        self.twin.put(tensors)
+        self.student.put(tensors)
         error = norm = 0.0
         left = max(1, _JUDGED_TOKENS // self.held_out[0].shape[1])
-        with self.twin.stream.open_layer(self.index) as layer:
+        with self.student.stream.open_layer(self.index) as layer:
             for hidden, output in zip(self.held_out, self.outputs, strict=True):
                 expected = output.attention[:left]
-                error += _energy(layer.attend(hidden[:left]).attention - expected)
-                norm += _energy(expected)
+                error += energy(layer.attend(hidden[:left]).attention - expected)
+                norm += energy(expected)
                 left -= len(expected)
                 if left == 0:
                     break
@@ -101,13 +178,11 @@ class Step:
     @torch.no_grad()
     def convert(self, tensors: Mapping[str, Tensor]) -> LayerDrift:
         """Use ``tensors``: compare the student's layer with the teacher's and take both streams past it."""
-        self.twin.put(tensors)
-        with self.twin.stream.open_layer(self.index) as layer:
-            replayed, student = _Replayed(self.outputs), self.twin.stream
+        self.student.put(tensors)
+        with self.student.stream.open_layer(self.index) as layer:
+            replayed, student = _ReplayedLayer(self.outputs), self.student.stream
             self.drift = compare_layer(self.index, replayed, layer, self.held_out, self.student_held_out, student)
-            self._take(layer, self._onward())
-        self.outputs = ()
-        self.done = True
+            self._finish(layer)
         return self.drift
 
     @torch.no_grad()
@@ -116,39 +191,35 @@ class Step:
 
         ``||h - h'|| / ||h||`` after the layer, `LayerDrift.residual_propagated`; nothing else is compared.
         """
-        self.twin.put(tensors)
-        with self.twin.stream.open_layer(self.index) as layer:
-            self._take(layer, self.student_held_out)
-            self._take(layer, self._onward())
+        self.student.put(tensors)
         expected = [output.states for output in self.outputs]
+        with self.student.stream.open_layer(self.index) as layer:
+            for chunk, hidden in enumerate(self.student_held_out):
+                self.student_held_out[chunk] = layer(hidden).states
+            self._finish(layer)
         wrong = sum(float(squares(a - b)) for a, b in zip(expected, self.student_held_out, strict=True))
-        distance = relative(wrong, sum(float(squares(each)) for each in expected))
-        self.outputs = ()
-        self.done = True
-        return distance
+        return relative(wrong, sum(float(squares(each)) for each in expected))
 
     @torch.no_grad()
-    def keep(self) -> None:
-        """Leave the layer to the student as the source has it, and take both streams past it."""
+    def skip(self) -> None:
+        """Leave the student's layer as the source has it, and take both streams past it."""
         for chunk, output in enumerate(self.outputs):
             same = torch.equal(self.held_out[chunk], self.student_held_out[chunk])
             student = output if same else self.teacher(self.student_held_out[chunk])
             self.held_out[chunk], self.student_held_out[chunk] = output.states, student.states
-        self._take(self.teacher, self._onward())
+        self._finish(self.teacher)
+
+    def _finish(self, layer: OpenLayer) -> None:
+        """Take the student's calibration sequences past ``layer``, and drop what only this layer needs."""
+        # After the last layer nothing is fitted to them any more.
+        if self.index + 1 < self.student.stream.layers:
+            for chunk, hidden in enumerate(self.student_calibration):
+                self.student_calibration[chunk] = layer(hidden).states
         self.outputs = ()
         self.done = True
 
-    def _onward(self) -> Hidden:
-        """The student's calibration sequences, none after the last layer: no layer is fitted to them any more."""
-        return self.student_calibration if self.index + 1 < self.twin.stream.layers else []
 
-    def _take(self, layer: OpenLayer, states: Hidden) -> None:
-        """Take ``states`` past ``layer``."""
-        for chunk, hidden in enumerate(states):
-            states[chunk] = layer(hidden).states
-
-
-class _Replayed:
+class _ReplayedLayer:
     """A layer that has been run already: returns its outputs again, in the same order."""
 
     def __init__(self, outputs: Sequence[LayerOutput]) -> None:
@@ -161,12 +232,34 @@ class _Replayed:
         return replace(next(self._outputs), hidden=None)
 
 
-@dataclass
-class Lesson:
-    """One layer of the teacher, open: what its students compare theirs with.
+@dataclass(frozen=True)
+class _RememberingLayer(OpenLayer):
+    """An open layer whose attention runs once for each input tensor; of its results only the output is kept."""
 
-    ``held_out`` and ``calibration`` are its inputs, ``outputs`` those on ``held_out``. ``calibration`` is empty unless
-    the teacher keeps it, ``statistics`` None unless it gathers them.
+    # By the identity of the input, which is kept alive with it.
+    memory: dict[int, tuple[Tensor, LayerOutput]] = field(default_factory=dict)
+
+    def __call__(self, hidden: Tensor) -> LayerOutput:
+        return self._remember(hidden, super().__call__(hidden))
+
+    def attend(self, hidden: Tensor) -> LayerOutput:
+        """As of an open layer, except that queries, keys and heads are None."""
+        if id(hidden) not in self.memory:
+            self._remember(hidden, super().attend(hidden))
+        return self.memory[id(hidden)][1]
+
+    def _remember(self, hidden: Tensor, output: LayerOutput) -> LayerOutput:
+        attention = output.attention
+        self.memory[id(hidden)] = hidden, LayerOutput(None, attention, attention.new_empty(0))
+        return output
+
+
+@dataclass
+class TeacherLayer:
+    """One layer of the teacher, open, for its students to compare theirs with.
+
+    ``held_out`` and ``calibration`` are its inputs, ``outputs`` its results on ``held_out``. ``calibration`` is empty
+    unless the teacher keeps it, ``statistics`` None unless it gathers them.
     """
 
     index: int
@@ -180,12 +273,12 @@ class Lesson:
 class Teacher:
     """The source's side of a walk: its residual streams, taken through each layer once for any number of students.
 
-    ``held_out [M, T]`` and ``calibration [N, T]`` are tokens. ``profile`` adds distance profiles to the statistics;
-    without ``statistics`` there are none; ``heads`` as in `survey`. ``keep_calibration`` keeps what refinement needs,
-    at four times the memory for hidden states. Without ``calibration`` only the held-out sequences go through.
-    ``remember`` keeps what its attention gave until the layer is left, for several students that compare with it, at
-    the memory of one more residual stream of all sequences. ``keep`` says where hidden states are, in memory or in a
-    file; with ``remember`` they must be in memory.
+    ``held_out [M, T]`` and ``calibration [N, T]`` are tokens; without ``calibration`` only the held-out sequences go
+    through. ``profile`` adds distance profiles to the statistics; without ``statistics`` there are none; ``heads`` as
+    in `survey`. ``keep_calibration`` keeps what refinement needs, at four times the memory for hidden states.
+    ``remember`` keeps the attention's outputs until the layer is left, for several students that compare with them, at
+    the memory of one more residual stream of all sequences. ``keep`` stores hidden states, in memory (``list``) or in
+    a file (``Spill``); with ``remember`` they must be in memory.
     """
 
     def __init__(
@@ -207,70 +300,71 @@ class Teacher:
         self.held_out = embed(source, held_out, keep)
         self._calibration = keep([]) if calibration is None else embed(source, calibration, keep)
 
-    def lessons(self) -> Iterator[Lesson]:
+    def layers(self) -> Iterator[TeacherLayer]:
         """Every layer in order. Raises InputError when its outputs are not finite."""
         for index in range(self.stream.layers):
-            with self.stream.open_layer(index) as opened:
-                layer = Remembered.of(opened) if self._remember else opened
+            with self.stream.open_layer(index) as layer:
+                if self._remember:
+                    layer = _RememberingLayer(layer.index, layer.module, layer.arguments, layer.tensors)
                 calibration = self._calibration[: 0 if self.kept is None else None]
-                statistics = self._gather(layer)
+                statistics = self._pass_calibration(layer)
                 held_out = self.held_out
                 self.held_out, outputs = through(layer, held_out)
                 check_finite(self.held_out, self.stream, index)
-                lesson = Lesson(index, layer, held_out, outputs, calibration, statistics)
-                yield lesson
-                # The caller still holds the lesson while the next layer runs.
-                lesson.outputs, lesson.calibration, outputs, calibration = (), [], (), []
-                if isinstance(layer, Remembered):
+                opened = TeacherLayer(index, layer, held_out, outputs, calibration, statistics)
+                yield opened
+                # The caller still holds the layer while the next one runs.
+                opened.outputs, opened.calibration, outputs, calibration = (), [], (), []
+                if isinstance(layer, _RememberingLayer):
                     layer.memory.clear()
 
-    def _gather(self, layer: OpenLayer) -> LayerStatistics | None:
-        if not self._calibration:
-            return None
-        if self._statistics:
+    def _pass_calibration(self, layer: OpenLayer) -> LayerStatistics | None:
+        """Take the calibration sequences past ``layer``; returns their statistics where these are wanted."""
+        if self._calibration and self._statistics:
             return gather(self.stream, layer, self._calibration, self._profile, self._heads)[0]
-        advance(self.stream, layer, self._calibration)
+        if self._calibration:
+            advance(self.stream, layer, self._calibration)
         return None
 
 
 class Walk:
-    """A student's way beside its teacher: iterating yields every layer, to be converted or kept before the next.
+    """A student's way past all layers: iterating yields each, to be converted or skipped before the next.
 
     ``calibration`` says whether the student takes along the calibration sequences, where the teacher keeps them; its
-    hidden states are where the teacher's are. Of several walks that share a teacher none is iterated: each takes the
-    teacher's lessons by `step`.
+    hidden states are stored as the teacher's are. Walks that share a teacher are not iterated: each takes the teacher's
+    layers by `step`.
     """
 
-    def __init__(self, teacher: Teacher, twin: Twin, *, calibration: bool = True) -> None:
-        self._teacher, self._twin = teacher, twin
-        self._student_held_out = embed(twin.stream, teacher.tokens, teacher.keep)
+    def __init__(self, teacher: Teacher, student: Student, *, calibration: bool = True) -> None:
+        self._teacher, self._student = teacher, student
+        self._student_held_out = embed(student.stream, teacher.tokens, teacher.keep)
         kept = teacher.kept if calibration else None
-        self._student_calibration = teacher.keep([]) if kept is None else embed(twin.stream, kept, teacher.keep)
+        self._student_calibration = teacher.keep([]) if kept is None else embed(student.stream, kept, teacher.keep)
         self.drifts: list[LayerDrift] = []
         self._passed = 0
 
     def __iter__(self) -> Iterator[Step]:
-        for lesson in self._teacher.lessons():
-            with self.step(lesson) as step:
+        for layer in self._teacher.layers():
+            with self.step(layer) as step:
                 yield step
 
     @contextmanager
-    def step(self, lesson: Lesson) -> Iterator[Step]:
-        """The student at the layer of ``lesson``; it must be converted or kept in the block."""
+    def step(self, layer: TeacherLayer) -> Iterator[Step]:
+        """The student at ``layer``; it must be converted or skipped in the block."""
         step = Step(
-            lesson.index,
-            lesson.layer,
-            self._twin,
-            lesson.held_out[:],
+            layer.index,
+            layer.layer,
+            self._student,
+            layer.held_out[:],
             self._student_held_out,
-            lesson.outputs,
-            lesson.statistics,
-            lesson.calibration,
+            layer.outputs,
+            layer.statistics,
+            layer.calibration,
             self._student_calibration,
         )
         yield step
         if not step.done:
-            raise KvfoldError(f"the walk went on from layer {lesson.index} before it was converted")
+            raise KvfoldError(f"the walk went on from layer {layer.index} before it was converted")
         step.calibration = []  # which the caller still holds
         self._passed += 1
         self.drifts += [] if step.drift is None else [step.drift]
@@ -278,7 +372,7 @@ class Walk:
     @torch.no_grad()
     def measurement(self) -> Measurement:
         """The whole student against the teacher on the held-out sequences, after the last layer."""
-        source, student = self._teacher.stream, self._twin.stream
+        source, student = self._teacher.stream, self._student.stream
         if self._passed < source.layers:
             raise KvfoldError(f"the walk has done {self._passed} of {source.layers} layers")
         tokens = torch.split(self._teacher.tokens, chunk_size(source.device, self._teacher.tokens.shape[1]))
@@ -290,5 +384,6 @@ class Walk:
         return replace(measured, layers=tuple(self.drifts))
 
 
-def _energy(tensor: Tensor) -> float:
+def energy(tensor: Tensor) -> float:
+    """Sum of squares, in float64."""
     return float(tensor.double().square().sum())

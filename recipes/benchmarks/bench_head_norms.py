@@ -165,7 +165,7 @@ def show_folds(folder: str, samples: int, kv_heads: int) -> None:
             rotary, context = fold_rotary(plan, step.index), fold_context(plan, step.index)
             folded = principal.fold(weights, statistics, rotary, groups, context)
             errors.append(step.attention_error(plan.layout.encode(step.index, folded)))
-        step.keep()
+        step.skip()
         print(f"layer {step.index}: keys over one number {errors[0]:.4f}, of least squares {errors[1]:.4f}")
 
 
@@ -192,7 +192,7 @@ def show_latents(folder: str, samples: int, splits: list[tuple[int, int]]) -> No
             print(
                 f"layer {step.index} {rank}+{rope}: keys miss {lacking.sum() / energy.sum():.4f}, divisors {wrong:.4f}"
             )
-        step.keep()
+        step.skip()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder, read_text
 
-REFINE, WALK, TRIALS = "convert.walk.refine", "convert.walk.walk", "convert.conversion.trials"
+REFINE, WALK, TRIALS = "convert.training.refine", "convert.walk.walk", "convert.conversion.trials"
 SMALL: dict[str, Any] = {"samples": 64, "seq_len": 64}
 RUNS: dict[str, dict[str, Any]] = {
     "MQA, 40 steps": {"to": "mqa", "refine": 40, **SMALL},
@@ -119,7 +119,7 @@ def time_attention() -> None:
     """CPU milliseconds of the attention of a training step in bfloat16, by the queries of a block."""
     import torch
 
-    from kvfold.convert.walk import arithmetic
+    from kvfold.convert.training import arithmetic
 
     for length, groups, dims in [(256, 9, (128, 64)), (256, 1, (64, 64)), (512, 9, (128, 64)), (512, 1, (64, 64))]:
         shapes = (9, dims[0]), (groups, dims[0]), (groups, dims[1])

@@ -200,8 +200,7 @@ def bench_walk(arguments: argparse.Namespace) -> dict[str, Any]:
     from kvfold.convert.stream.stream import CheckpointStream
     from kvfold.convert.text.windows import held_out_count
     from kvfold.convert.transforms.fold import grouping, principal
-    from kvfold.convert.walk.twin import Twin
-    from kvfold.convert.walk.walk import Teacher, Walk
+    from kvfold.convert.walk.walk import Student, Teacher, Walk
 
     config = config_of(SEVENTY, arguments.layers or 2, 8, arguments.vocabulary, False)
     model, source = model_of(config), weights(config)
@@ -216,7 +215,7 @@ def bench_walk(arguments: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     stream = CheckpointStream(config, source.read, source.shapes)
     teacher = Teacher(stream, tokens[arguments.samples :], tokens[: arguments.samples], profile=True)
-    walk = Walk(teacher, Twin(stream, target.config, planned))
+    walk = Walk(teacher, Student(stream, target.config, planned))
     marks = [time.perf_counter()]
     for step in walk:
         layer = read_layer(model, step.index, source.read)

@@ -19,7 +19,7 @@ from kvfold.convert.targets.engines import alternatives, verdicts
 from kvfold.convert.targets.mla.config import LatentTarget, mla_config, mla_shapes
 from kvfold.convert.targets.mla.problems import model_problems
 from kvfold.convert.targets.results import latent_result, target_result
-from kvfold.convert.walk.twin import Twin
+from kvfold.convert.walk.walk import Student
 
 MIXTRAL = {"sliding_window": None, "num_key_value_heads": 4}
 LOSSLESS = {"to": "mla", "kv_rank": 65, "rope_dim": 32, "method": "svd", "allow_growth": True, "quiet": True}
@@ -128,7 +128,7 @@ def test_experts_are_read_once_for_source_and_student(mixtral):
     checkpoint = open_checkpoint(str(source))
     layout = make_plan(ConvertRequest(model=str(source), out=str(out), **LOSSLESS), checkpoint).layout
     stream = CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors))
-    twin, made = Twin(stream, json.loads((out / "config.json").read_text()), layout.tensors), tensors(out)
+    twin, made = Student(stream, json.loads((out / "config.json").read_text()), layout.tensors), tensors(out)
     twin.put({name: made[name] for name in layout.computed[0]})
     with stream.open_layer(0) as before, twin.stream.open_layer(0) as after:
         for name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight", "input_layernorm.weight"):

@@ -11,10 +11,8 @@ from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.io.tensors import dtype_name
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.weights import AttentionWeights
-from kvfold.convert.walk.objective import UNCHANGED, AttentionUpdate
-from kvfold.convert.walk.output_fit import refit_output
-from kvfold.convert.walk.twin import Twin
-from kvfold.convert.walk.walk import Step, Teacher, Walk
+from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, refit_output
+from kvfold.convert.walk.walk import Step, Student, Teacher, Walk
 
 E, H, D = 32, 4, 8
 
@@ -42,7 +40,7 @@ class Case:
             OutputTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape), None if "self_attn" in name else name)
             for name, tensor in self.tensors.items()
         ]
-        twin = Twin(self.source, config.to_dict(), planned)
+        twin = Student(self.source, config.to_dict(), planned)
         tokens = torch.randint(0, 61, (40, 12))
         teacher = Teacher(self.source, tokens[:8], tokens[8:], statistics=False, keep_calibration=True)
         self.walk = Walk(teacher, twin)

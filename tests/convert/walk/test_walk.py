@@ -14,8 +14,7 @@ from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.io.tensors import dtype_name
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.walk.passes import chunk_size, survey
-from kvfold.convert.walk.twin import Twin
-from kvfold.convert.walk.walk import Step, Teacher, Walk
+from kvfold.convert.walk.walk import Step, Student, Teacher, Walk
 
 LAYERS = 3
 SHAPE = {
@@ -65,8 +64,8 @@ class Case:
             for name, tensor in self.student.state_dict().items()
         ]
 
-    def twin(self, source: CheckpointStream) -> Twin:
-        return Twin(source, self.student.config.to_dict(), self.planned())
+    def twin(self, source: CheckpointStream) -> Student:
+        return Student(source, self.student.config.to_dict(), self.planned())
 
     def layer(self, index: int) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.new.items() if f".layers.{index}." in name}
@@ -165,7 +164,7 @@ def test_students_that_share_a_teacher_are_what_each_would_be_alone(
     tokens = case.held_out, case.calibration
     teacher = Teacher(source, *tokens, profile=True, keep_calibration=True, remember=True)
     walks = [Walk(teacher, case.twin(source)) for _ in range(2)]
-    for lesson in teacher.lessons():
+    for lesson in teacher.layers():
         for walk in walks:
             with walk.step(lesson) as step:
                 before = step.teacher.attend(step.calibration[0]).attention
@@ -248,7 +247,7 @@ def test_layers_that_are_kept_are_the_sources(case: Case) -> None:
     walk = case.walk(keep_calibration=True)
     for step in walk:
         assert all(map(torch.equal, step.calibration, step.student_calibration))
-        step.keep()
+        step.skip()
     found = walk.measurement()
     assert (found.kl, found.agreement, found.layers) == (0, 1, ())
 
@@ -259,7 +258,7 @@ def test_a_converted_layer_among_kept_ones_drifts_less_than_all(case: Case) -> N
         if step.index == 1:
             step.convert(case.layer(1))
         else:
-            step.keep()
+            step.skip()
     found = walk.measurement()
     assert [layer.layer for layer in found.layers] == [1]
     assert 0 < found.kl < measured(case).kl

@@ -20,30 +20,9 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.drift.recording import OpenLayer
-from kvfold.attention.drift.streams import LayerOutput
 from kvfold.convert import processes
 from kvfold.convert.walk.hidden import Hidden, sequence
-
-
-@dataclass(frozen=True)
-class AttentionUpdate:
-    """The attention update of a layer, what it adds to the residual: ``scale * norm(output)``.
-
-    ``norm`` is the name of a module within the layer, None where the output is added as it is.
-    """
-
-    scale: float = 1.0
-    norm: str | None = None
-
-    def of(self, layer: OpenLayer, output: LayerOutput) -> Tensor:
-        """The attention update of ``layer``, ``[B, T, E]``."""
-        attention = output.attention
-        if self.norm is not None:
-            attention = layer.run_submodule(self.norm, attention)
-        return attention * self.scale
-
-
-UNCHANGED = AttentionUpdate()
+from kvfold.convert.walk.output_fit import AttentionUpdate, token_weights
 
 Batch = tuple[Tensor, Tensor, Tensor]  # inputs, targets, weights
 
@@ -116,12 +95,6 @@ def examples(
         numbers, count = int(all_numbers), int(all_count)
         own = processes.part(count)
     return Examples(student_hidden, targets, weights, energy / numbers, inherited / numbers, numbers, count, own)
-
-
-def token_weights(*residuals: Tensor) -> Tensor:
-    """One over the root mean square of each token's residual ``[..., E]``, the largest of several, ``[..., 1]``."""
-    square = torch.stack([residual.square().mean(-1, keepdim=True) for residual in residuals]).amax(0)
-    return square.clamp_min(torch.finfo(torch.float32).tiny).rsqrt()  # of float64 the sums would overflow
 
 
 def squares(tensor: Tensor) -> float:

@@ -22,11 +22,11 @@ from torch import Tensor
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.walk.arithmetic import bfloat16, bfloat16_pays
-from kvfold.convert.walk.batches import random_batches
-from kvfold.convert.walk.objective import UNCHANGED, AttentionUpdate, Batch, Examples, examples, squares
-from kvfold.convert.walk.twin import Twin
-from kvfold.convert.walk.walk import Step
+from kvfold.convert.training.arithmetic import bfloat16, bfloat16_pays
+from kvfold.convert.training.batches import random_batches
+from kvfold.convert.training.objective import Batch, Examples, examples, squares
+from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate
+from kvfold.convert.walk.walk import Step, Student
 
 ROUND = 50  # steps between two evaluations on held-out sequences
 AUTO_STEPS = 500  # the most that ``auto`` spends on a layer
@@ -104,15 +104,15 @@ def refine_layer(step: Step, tensors: Tensors, task: Refinement) -> Refined:
         raise KvfoldError("refinement needs a walk that keeps the calibration sequences")
     training = examples(task.update, step.teacher, step.calibration, step.student_calibration, shared=True)
     held_out = examples(task.update, step.teacher, step.held_out, step.student_held_out)
-    step.twin.put(tensors)
-    with step.twin.stream.open_layer(step.index) as layer:
+    step.student.put(tensors)
+    with step.student.stream.open_layer(step.index) as layer:
         for lr_decay in _RETRY_LR:
-            student = _Student(step.twin, layer, tensors, task.student_update)
+            student = _Student(step.student, layer, tensors, task.student_update)
             trial = _train(student, training, held_out, task, lr_decay)
             if trial.kept:
                 break
         made = {**tensors, **trial.weights}
-        step.twin.put(made)
+        step.student.put(made)
         own = student.error(examples(task.update, step.teacher, step.held_out, step.student_held_out, correct=False))
     inherited = held_out.inherited / held_out.energy if held_out.energy else held_out.inherited
     return Refined(made, trial.errors[0], min(trial.errors), inherited, own, trial.steps, trial.kept)
@@ -121,7 +121,7 @@ def refine_layer(step: Step, tensors: Tensors, task: Refinement) -> Refined:
 class _Student:
     """The converted layer with float32 masters in place of its attention's tensors."""
 
-    def __init__(self, twin: Twin, layer: OpenLayer, tensors: Tensors, update: AttentionUpdate) -> None:
+    def __init__(self, twin: Student, layer: OpenLayer, tensors: Tensors, update: AttentionUpdate) -> None:
         self.index = layer.index
         self._stream, self._layer, self._update = twin.stream, layer, update
         sources = twin.stream.attention_sources(layer.index)

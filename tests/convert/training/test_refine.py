@@ -14,9 +14,9 @@ from kvfold.convert.conversion.refinement import refinement
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.targets.mla.constant import CONSTANT, lr_multipliers
-from kvfold.convert.walk import refine as refining
-from kvfold.convert.walk.objective import examples, token_weights
-from kvfold.convert.walk.refine import (
+from kvfold.convert.training import refine as refining
+from kvfold.convert.training.objective import examples
+from kvfold.convert.training.refine import (
     AUTO_STEPS,
     ROUND,
     Refinement,
@@ -26,8 +26,8 @@ from kvfold.convert.walk.refine import (
     refine_layer,
     sample_batches,
 )
-from kvfold.convert.walk.twin import Twin
-from kvfold.convert.walk.walk import Teacher, Walk
+from kvfold.convert.walk.output_fit import token_weights
+from kvfold.convert.walk.walk import Student, Teacher, Walk
 
 # family -> the module that is given the residual stream after the attention
 AFTER_ATTENTION = {
@@ -56,7 +56,7 @@ def first_step(plan, tokens=None):
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, plan.geometry.vocabulary, (16, 24), generator=generator)
     source = source_stream(plan)
-    twin = Twin(source, plan.layout.config, plan.layout.tensors)
+    twin = Student(source, plan.layout.config, plan.layout.tensors)
     walk = Walk(Teacher(source, tokens[:4], tokens[4:], keep_calibration=True), twin)
     steps = iter(walk)
     step = next(steps)

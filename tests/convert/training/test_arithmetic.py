@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvfold.convert.walk import arithmetic
-from kvfold.convert.walk.arithmetic import bfloat16, bfloat16_pays, blocked_attention
-from kvfold.convert.walk.refine import refine_layer
-from tests.convert.walk.test_refine import first_step, plan_of, task_of
+from kvfold.convert.training import arithmetic
+from kvfold.convert.training.arithmetic import bfloat16, bfloat16_pays, blocked_attention
+from kvfold.convert.training.refine import refine_layer
+from tests.convert.training.test_refine import first_step, plan_of, task_of
 
 
 @pytest.fixture
