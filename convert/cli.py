@@ -68,8 +68,7 @@ def kvfold(ctx: click.Context) -> None:
     metavar="[FILE|-]",
     help="Write the facts as JSON to FILE; without FILE, or with -, to stdout, and nothing else there.",
 )
-@click.option("--gguf", metavar="FILE", help="Read this GGUF file of MODEL.")
-def inspect(model: str | None, json_file: str | None, gguf: str | None) -> None:
+def inspect(model: str | None, json_file: str | None) -> None:
     """Show MODEL's attention kind, heads and cache bytes per token, and the targets it can be converted to.
 
     Reads the headers and the config only: a hub id is not downloaded.
@@ -83,7 +82,7 @@ def inspect(model: str | None, json_file: str | None, gguf: str | None) -> None:
         model, json_file = json_file, STDOUT
     if json_file is not None:
         check_writable(json_file)
-    facts = inspect_checkpoint(model, gguf=gguf)
+    facts = inspect_checkpoint(model)
     tell(json_file, facts.to_dict, summary(facts))
 
 
@@ -147,8 +146,6 @@ _running = partial(click.option, cls=PanelOption, panel="Running")
     help="Stored dtype; auto keeps the source's (bfloat16 where that is quantized).",
 )
 @_running("--keep-quantized", is_flag=True, help="Leave FP8 or MXFP4 weights outside the attention as they are.")
-@_running("--gguf", metavar="FILE", help="Read this GGUF file of MODEL, dequantized to --dtype.")
-@_running("--adapter", metavar="DIR", help="Merge the LoRA adapter (PEFT) in DIR into MODEL first.")
 @_running(
     "--max-shard-size",
     default=rq.ConvertRequest.max_shard_size,

@@ -12,7 +12,7 @@ from typing import Any
 _SHOWN = 20
 # Options with the word behind them, but not those of a whole command that a message quotes.
 _OPTION = re.compile(
-    r"\b(?:kvfold [a-z]+|llama-gguf-split) [^;`\n]*|(?<![\w-])--(?P<name>[a-z]+(?:-[a-z]+)*)"
+    r"\bkvfold [a-z]+ [^;`\n]*|(?<![\w-])--(?P<name>[a-z]+(?:-[a-z]+)*)"
     r"(?: (?P<value>[\w./'\"][^\s:,;)`]*))?"
 )
 _NUMBER = re.compile(r"\d+(\.\d+)?")

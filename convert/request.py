@@ -32,8 +32,6 @@ RUN_ONLY = frozenset(
     (
         "model",
         "out",
-        "gguf",
-        "adapter",
         "device",
         "spill",
         "dry_run",
@@ -80,9 +78,9 @@ class ConvertRequest:
 
     ``method`` and ``group`` left at None take the best there is for the target (see ``resolved_method``); ``refine``
     is a number of steps per layer, ``polish`` one of steps of all layers together, or each ``"auto"``. ``encoder``
-    changes the encoder of an encoder-decoder too. ``gguf`` is the GGUF file of the folder to read, ``keep_quantized``
-    leaves weights that are only copied as a quantized source has them, ``adapter`` the folder of a LoRA adapter to
-    merge, ``spill`` that of a file for hidden states. ``calibration`` may be several texts, which are mixed in equal
+    changes the encoder of an encoder-decoder too. ``keep_quantized``
+    leaves weights that are only copied as a quantized source has them, ``spill`` is the folder of a file for hidden
+    states. ``calibration`` may be several texts, which are mixed in equal
     shares. Paths may be path objects; they become text. Raises InputError, with every problem at once.
 
     >>> ConvertRequest(model="MODEL", out="OUT", to="gqa", kv_heads=8)
@@ -119,11 +117,9 @@ class ConvertRequest:
     quiet: bool = False
     allow_growth: bool = False
     trust_remote_code: bool = False
-    gguf: str | None = None
-    adapter: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("model", "out", "calibration", "spill", "gguf", "adapter"):
+        for name in ("model", "out", "calibration", "spill"):
             object.__setattr__(self, name, _as_text(getattr(self, name)))
         problems = [*_path_problems(self), *_value_problems(self), *_combination_problems(self)]
         if problems:
@@ -268,9 +264,8 @@ def _combination_problems(request: ConvertRequest) -> Iterator[str]:
             f"--group similar needs --method principal, found --method {method}, which reads no text to judge a "
             "grouping by: leave --group out, or use --method principal"
         )
-    if request.keep_quantized and (request.dtype not in ("auto", "bfloat16") or request.adapter is not None):
-        found = "--adapter" if request.adapter is not None else f"--dtype {request.dtype}"
-        yield f"--keep-quantized keeps a source's bytes, beside bfloat16: found {found}; leave one of the two out"
+    if request.keep_quantized and request.dtype not in ("auto", "bfloat16"):
+        yield f"--keep-quantized goes with bfloat16, not with --dtype {request.dtype}: leave one of the two out"
     if not request.calibrated and request.calibration is not None:
         yield (
             f"--calibration: --method {method} without --refine or --polish reads no text: leave it out, or use "

@@ -92,7 +92,7 @@ def checkpoint_subjects(models: Sequence[str]) -> list[Subject]:
     subjects = []
     for model in models:
         checkpoint = open_checkpoint(model)
-        config, folder = checkpoint.config, model if checkpoint.gguf else str(checkpoint.folder)
+        config, folder = checkpoint.config, str(checkpoint.folder)
         checkpoint.close()
         check_decodes(config, checkpoint.origin, "kvfold bench")
         forms = ("stock", "absorbed") if is_latent(config) else ("stock",)

@@ -130,8 +130,7 @@ def run_key(plan: Plan) -> str:
 
     request, folder = plan.request, plan.checkpoint.folder
     files = {info.file for info in plan.checkpoint.tensors.values()} | {"config.json", "tokenizer.json"}
-    outside = sorted(path for path in plan.checkpoint.states if path.parent != folder)  # an adapter's
-    paths = [*(folder / name for name in sorted(files)), *outside, *map(Path, request.texts)]
+    paths = [*(folder / name for name in sorted(files)), *map(Path, request.texts)]
     settings = {
         "options": request.result_options(),
         "device": [request.device, torch.cuda.is_available(), torch.get_num_threads(), processes.count()],

@@ -13,7 +13,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.tensors import Role
-from kvfold.convert.io.checkpoint import Checkpoint, Reading
+from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.io.folder import CONFIG, SINGLE, WEIGHT_SUFFIXES, read_config
 from kvfold.convert.io.headers import TORCH_NAMES, TensorInfo, tensor_bytes
 from kvfold.convert.io.json_text import portable_name
@@ -198,9 +198,9 @@ class Plan:
         return {tensor.name: names[tensor.name] for tensor in self.tensors}
 
 
-def reading(request: ConvertRequest) -> Reading:
-    """How the source of ``request`` is read: dequantized weights in the dtype that they will be stored in."""
-    return Reading(stored_dtype("BF16", _stored_dtype(request)), request.gguf, request.adapter)
+def dense_dtype(request: ConvertRequest) -> str:
+    """The safetensors dtype that quantized weights of the source are dequantized to: the one they are stored in."""
+    return stored_dtype("BF16", _stored_dtype(request))
 
 
 def described(request: ConvertRequest) -> Checkpoint | None:

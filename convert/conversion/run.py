@@ -17,7 +17,7 @@ from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, resumable
 from kvfold.convert.conversion.memory import check_memory, check_spill, needs_of
 from kvfold.convert.conversion.method import Measured, Method
-from kvfold.convert.conversion.plan import Plan, check_processes, described, make_plan, reading
+from kvfold.convert.conversion.plan import Plan, check_processes, dense_dtype, described, make_plan
 from kvfold.convert.conversion.record import (
     chosen_text,
     cost_text,
@@ -146,10 +146,10 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
 def _open(request: ConvertRequest) -> Checkpoint:
     """The source; of several processes the first one downloads it. A dry run reads headers or a config.json alone."""
     if request.dry_run:
-        return described(request) or open_headers(request.model, reading(request))
+        return described(request) or open_headers(request.model, dense_dtype(request))
     if processes.count() > 1:
-        processes.from_first(lambda: open_checkpoint(request.model, reading(request)).close())
-    return open_checkpoint(request.model, reading(request))
+        processes.from_first(lambda: open_checkpoint(request.model, dense_dtype(request)).close())
+    return open_checkpoint(request.model, dense_dtype(request))
 
 
 @contextmanager
@@ -170,7 +170,6 @@ def _shared_folder(plan: Plan) -> Iterator[Path]:
             )
             folder = stack.enter_context(made)
             free_space_check(folder, plan.disk_bytes + needs_of(plan).scratch)
-            _write_tokenizer(plan, folder)
             return folder
 
         folder = processes.from_first(make)
@@ -271,18 +270,6 @@ def _polished(plan: Plan, measured: Measured | None, folder: Path, stages: Stage
 
     assert isinstance(measured, Calibrated)  # a request to polish is calibrated
     return polish(plan, measured, folder, stages)
-
-
-def _write_tokenizer(plan: Plan, folder: Path) -> None:
-    """Files of the tokenizer where the source has it in a GGUF file; one that does not load must end a run early."""
-    if plan.checkpoint.tokenizer_file is None:
-        return
-    from kvfold.convert.text.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(plan.checkpoint, plan.request.trust_remote_code, "the result")
-    if plan.geometry.positions is not None:
-        tokenizer.model_max_length = plan.geometry.positions
-    tokenizer.save_pretrained(folder)
 
 
 def _code_path(module: str) -> Path:

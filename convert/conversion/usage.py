@@ -151,7 +151,7 @@ def repeating(plan: Plan) -> str:
     words = ["converted"]
     for field in fields(ConvertRequest):
         name, value = field.name, getattr(request, field.name)
-        if field.name in RUN_ONLY - {"gguf", "adapter"} or value is None or value == _default(name):
+        if field.name in RUN_ONLY or value is None or value == _default(name):
             continue
         option, texts = f"--{name.replace('_', '-')}", request.texts if name == "calibration" else [value]
         words += [option] if value is True else [word for text in texts for word in (option, _portable(name, text))]
@@ -168,6 +168,6 @@ def _default(name: str) -> object:
 def _portable(name: str, value: object) -> str:
     """The word after an option; files by their names alone."""
     text = str(value)
-    if name in ("gguf", "adapter", "calibration") and text != SELF and Path(text).exists():
+    if name == "calibration" and text != SELF and Path(text).exists():
         return portable_name(Path(text))
     return text

@@ -12,7 +12,7 @@ from kvfold.convert.inspection.latent import latent_faults
 from kvfold.convert.inspection.norms import Range, norm_ranges
 from kvfold.convert.inspection.own import own_model
 from kvfold.convert.inspection.targets import CacheSize, TargetSize, cache_size, no_cache, target_sizes
-from kvfold.convert.io.checkpoint import Checkpoint, Reading, open_headers
+from kvfold.convert.io.checkpoint import Checkpoint, open_headers
 from kvfold.convert.io.headers import FLOAT_DTYPES
 from kvfold.convert.io.quantized.dense import keeps_quantized
 from kvfold.convert.targets.engines import Verdict, verdicts
@@ -110,10 +110,8 @@ class Inspection:
         }
 
 
-def inspect_checkpoint(model: str | os.PathLike[str], *, gguf: str | None = None) -> Inspection:
+def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
     """Facts about ``model`` (a folder or hub id; only headers are read). Cache sizes are those of one sequence.
-
-    ``gguf`` names the GGUF file of the folder to read.
 
     >>> facts = inspect_checkpoint(demo_folder())
     >>> facts
@@ -124,7 +122,7 @@ def inspect_checkpoint(model: str | os.PathLike[str], *, gguf: str | None = None
 
     Raises InputError when there is no such checkpoint, its files are damaged, or its family is not supported.
     """
-    checkpoint = open_headers(model, Reading(gguf=gguf))
+    checkpoint = open_headers(model)
     try:
         if is_latent(checkpoint.config):
             facts = _inspect_latent(checkpoint)

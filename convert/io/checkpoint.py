@@ -7,15 +7,13 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.io import folder as folders
 from kvfold.convert.io import hub
-from kvfold.convert.io.adapter import adapted, base_model_hint, is_adapter, open_adapter
-from kvfold.convert.io.gguf import SUFFIX, gguf_file, read_gguf
 from kvfold.convert.io.headers import Header, TensorInfo
 from kvfold.convert.io.json_text import portable_name
 from kvfold.convert.io.quantized.dense import check_libraries, dequantized, plain_problems, quantization
@@ -25,23 +23,7 @@ from kvfold.convert.io.unchanged import FileState, changed_files, file_states
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "Reading", "TensorInfo", "check_opens", "open_checkpoint", "open_headers"]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How a checkpoint is read.
-
-    ``dtype`` is the safetensors dtype that dequantized weights are given in, ``gguf`` the GGUF file of a folder to read
-    in place of other weights, ``adapter`` the folder of a LoRA adapter to merge.
-    """
-
-    dtype: str = "BF16"
-    gguf: str | None = None
-    adapter: str | None = None
-
-
-_PLAINLY = Reading()
+__all__ = ["Checkpoint", "TensorInfo", "check_opens", "open_checkpoint", "open_headers"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +33,7 @@ class Checkpoint:
     ``tensors`` are in the order of their bytes, file by file. ``aliases`` maps a tensor that shares its storage with an
     earlier one of the same shape to that one (legacy files only; both are in ``tensors``). ``origin`` names the source
     without a machine path: ``id@commit`` for a hub model, else the folder's name. ``made_of``: what dense weights were
-    made from that are not stored as such, a line for each step. ``gguf``: the GGUF file that they are from.
+    made from that are not stored as such, a line for each format.
     """
 
     folder: Path
@@ -63,13 +45,6 @@ class Checkpoint:
     aliases: dict[str, str]
     states: dict[Path, FileState] = field(default_factory=dict)  # of every local file, from before it was read
     made_of: tuple[str, ...] = ()
-    gguf: str | None = None
-
-    @property
-    def tokenizer_file(self) -> str | None:
-        """The GGUF file that the tokenizer is in too, None where the folder has files of one."""
-        names = {path.name for path in self.extra_files()}
-        return None if names & {"tokenizer.json", "tokenizer.model", "vocab.json"} else self.gguf
 
     @property
     def hub_id(self) -> str | None:
@@ -126,17 +101,17 @@ class Checkpoint:
         self.reader.close()
 
 
-def open_checkpoint(model: str | os.PathLike[str], reading: Reading = _PLAINLY) -> Checkpoint:
-    """Open a folder, a GGUF file or a hub id (``id@revision``; downloaded, or from the cache) and check every header.
+def open_checkpoint(model: str | os.PathLike[str], dtype: str = "BF16") -> Checkpoint:
+    """Open a folder or a hub id (``id@revision``; downloaded, or from the cache) and check every header.
 
-    Quantized weights are seen as the dense ones that they stand for, an adapter as merged into them. Raises InputError:
-    no such folder or id, no or bad config.json, truncated or inconsistent files, links that leave the folder, a
-    quantization that is not read here or whose library is not installed. All problems of files are reported at once.
+    Quantized weights appear as dense ones of the safetensors ``dtype``. Raises InputError with every problem of the
+    files at once: no such folder or id, no or bad config.json, truncated or inconsistent files, links that leave the
+    folder, a quantization that is not supported or whose library is not installed.
     """
     place = _locate(model)
-    checkpoint = _open_folder(place, reading) if isinstance(place, Path) else _open_snapshot(place, reading)
+    checkpoint = _open_folder(place, dtype) if isinstance(place, Path) else _open_snapshot(place, dtype)
     check_libraries(checkpoint.reader)
-    return _with_adapter(checkpoint, reading)
+    return checkpoint
 
 
 def check_opens(*models: str) -> None:
@@ -145,40 +120,21 @@ def check_opens(*models: str) -> None:
         open_checkpoint(model).close()
 
 
-def open_headers(model: str | os.PathLike[str], reading: Reading = _PLAINLY) -> Checkpoint:
+def open_headers(model: str | os.PathLike[str], dtype: str = "BF16") -> Checkpoint:
     """As ``open_checkpoint``, but of a hub id only config, index and headers are fetched; ``read`` then fails.
 
     A legacy checkpoint on the hub has no headers to fetch and is downloaded whole, as is anything when the hub's
     library is offline (out of its cache).
     """
-    return _with_adapter(_headers(_locate(model), reading), reading)
-
-
-def _headers(place: Path | hub.HubModel, reading: Reading) -> Checkpoint:
+    place = _locate(model)
     if isinstance(place, Path):
-        return _open_folder(place, reading)
-    if reading.gguf is None and not hub.is_offline():
+        return _open_folder(place, dtype)
+    if not hub.is_offline():
         files = hub.remote_files(place)
         entry, legacy = folders.weight_files(files.names, str(place))
         if not legacy:
-            return _open_remote(files, entry, reading)
-    return _open_snapshot(place, reading)
-
-
-def _with_adapter(checkpoint: Checkpoint, reading: Reading) -> Checkpoint:
-    if reading.adapter is None:
-        return checkpoint
-    adapter = open_adapter(Path(reading.adapter))
-    weights = Weights(checkpoint.config, checkpoint.tensors, checkpoint.reader, checkpoint.made_of)
-    merged = adapted(weights, adapter)
-    return replace(
-        checkpoint,
-        tensors=merged.tensors,
-        reader=merged.reader,
-        made_of=merged.made_of,
-        digests=checkpoint.digests | adapter.digests,
-        states=checkpoint.states | file_states(adapter.paths),
-    )
+            return _open_remote(files, entry, dtype)
+    return _open_snapshot(place, dtype)
 
 
 def _locate(model: str | os.PathLike[str]) -> Path | hub.HubModel:
@@ -190,31 +146,21 @@ def _locate(model: str | os.PathLike[str]) -> Path | hub.HubModel:
     if is_folder:
         return folder.resolve()
     if is_folder is not None:
-        if folder.suffix == SUFFIX:
-            return folder.parent.resolve() / folder.name
-        raise InputError(f"{folder}: expected a checkpoint's folder, found a file; give the folder it lies in")
+        advice = folders.DEQUANTIZE if folder.suffix == ".gguf" else "give the folder it lies in"
+        raise InputError(f"{folder}: expected a checkpoint's folder, found a file; {advice}")
     named = hub.parse_hub_id(str(model))
     if named is None:
         raise InputError(f"{model}: expected a checkpoint's folder or a hub id (owner/name), found no such folder")
     return named
 
 
-def _open_snapshot(model: hub.HubModel, reading: Reading) -> Checkpoint:
-    folder = hub.download(model, reading.gguf).resolve()
-    return _open_folder(folder, reading, f"{model.id}@{folder.name}")
+def _open_snapshot(model: hub.HubModel, dtype: str) -> Checkpoint:
+    folder = hub.download(model).resolve()
+    return _open_folder(folder, dtype, f"{model.id}@{folder.name}")
 
 
-def _open_folder(folder: Path, reading: Reading, origin: str = "") -> Checkpoint:
-    if folder.suffix == SUFFIX and not folder.is_dir():
-        return _open_file(folder, reading)
+def _open_folder(folder: Path, dtype: str, origin: str = "") -> Checkpoint:
     names = _listed(folder)
-    if is_adapter(names):
-        raise InputError(
-            f"{folder}: expected a model, found a PEFT adapter; give its base model as MODEL, and --adapter {folder}"
-            f"{base_model_hint(folder)}"
-        )
-    if (gguf := gguf_file(names, reading.gguf, folder)) is not None:
-        return _open_gguf(folder, names, gguf, reading, origin)
     extra = [*folders.extra_names(names), *folders.module_names(folder)]
     states = file_states(folder / name for name in (folders.CONFIG, *extra))
     config, digest = folders.read_config(folder)
@@ -235,17 +181,10 @@ def _open_folder(folder: Path, reading: Reading, origin: str = "") -> Checkpoint
             headers[file] = Header(problems=[error.message])
     reader = _legacy_reader(paths) if legacy else SafetensorsReader(paths)
     stored = Weights(config, _checked(config, entry, weight_map, headers, problems), reader)
-    made = dequantized(stored, reading.dtype, str(folder))
+    made = dequantized(stored, dtype, str(folder))
     digests = {folders.CONFIG: digest, **{file: header.digest for file, header in headers.items()}}
     origin = origin or portable_name(folder)
     return Checkpoint(folder, made.config, made.tensors, origin, digests, made.reader, aliases, states, made.made_of)
-
-
-def _open_file(path: Path, reading: Reading) -> Checkpoint:
-    """A GGUF file that is named itself."""
-    if reading.gguf is not None:
-        raise InputError(f"--gguf {reading.gguf}: expected a folder as MODEL, found the file {path}; leave --gguf out")
-    return _open_folder(path.parent, replace(reading, gguf=path.name), portable_name(path))
 
 
 def _listed(folder: Path) -> list[str]:
@@ -255,27 +194,14 @@ def _listed(folder: Path) -> list[str]:
         raise InputError(f"{folder}: expected to be able to list its files, found: {error.strerror}") from None
 
 
-def _open_gguf(folder: Path, names: list[str], file: str, reading: Reading, origin: str) -> Checkpoint:
-    """A GGUF file: with the config.json beside it if that describes a model, else what transformers makes of it."""
-    folders.raise_problems(folders.extra_problems(folder, folders.extra_names(names)))
-    path = folders.resolve_member(folder, file)
-    beside = (folders.CONFIG, *folders.extra_names(names))
-    states = file_states([path, *(folder / name for name in beside)])
-    config, digest = folders.read_config(folder) if folders.CONFIG in names else ({}, "")
-    described = config if config.get("num_hidden_layers") else None  # hubs ask for a config.json, with as little as {}
-    made, header = read_gguf(path, file, described, reading.dtype)
-    digests, origin = {folders.CONFIG: digest, file: header}, origin or portable_name(folder)
-    return Checkpoint(folder, made.config, made.tensors, origin, digests, made.reader, {}, states, made.made_of, file)
-
-
-def _open_remote(files: hub.RemoteFiles, entry: str, reading: Reading) -> Checkpoint:
+def _open_remote(files: hub.RemoteFiles, entry: str, dtype: str) -> Checkpoint:
     folder = files.folder.resolve()
     config, digest = folders.read_config(folder)
     weight_map, shards = _weight_map(folder, entry)
     headers = hub.remote_headers(files, shards)
     problems = folders.stray_shards(files.names, entry, weight_map) if weight_map else []
     stored = Weights(config, _checked(config, entry, weight_map, headers, problems), NoReader())
-    made = dequantized(stored, reading.dtype, str(files.model))
+    made = dequantized(stored, dtype, str(files.model))
     digests = {folders.CONFIG: digest, **{file: header.digest for file, header in headers.items()}}
     origin = f"{files.model.id}@{files.commit}"
     return Checkpoint(folder, made.config, made.tensors, origin, digests, made.reader, {}, made_of=made.made_of)

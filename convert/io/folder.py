@@ -46,6 +46,8 @@ _MODULE = re.compile(r"[0-9]+_\w+")  # a module's folder
 _MODULE_FILES = ("config.json", "model.safetensors")
 MODULE_PATTERNS = (*MODULES, *(f"[0-9]*_*/{name}" for name in _MODULE_FILES))  # for the hub
 _LARGEST_CONFIG = 16 << 20  # a thousand times the usual size
+# The way out of every quantization that is not supported
+DEQUANTIZE = "convert the unquantized weights, or dequantize the model with transformers first (docs/questions.md)"
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz"}
 
 
@@ -140,11 +142,16 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
 
 def _instead_of_config(folder: Path) -> str:
     """What to do about a folder without a config: it is further down, or was not saved with the weights."""
+    if (folder / "adapter_config.json").exists():
+        return "a LoRA adapter is merged into its base model first: peft's merge_and_unload, then save_pretrained"
     inside = sorted(path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{CONFIG}"))
     if inside:
         others = f", or one of {len(inside) - 1} more" if len(inside) > 1 else ""
         return f"did you mean {inside[0]}{others}?"
-    if any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir()):
+    suffixes = {path.suffix for path in folder.iterdir()}
+    if ".gguf" in suffixes:
+        return DEQUANTIZE
+    if suffixes & WEIGHT_SUFFIXES:
         return f"put the model's {CONFIG} beside its weights, or save it with save_pretrained"
     return "give the folder that holds it"
 
@@ -185,9 +192,8 @@ def weight_files(names: Iterable[str], where: str) -> tuple[str, bool]:
             return name, name in (LEGACY_SINGLE, LEGACY_INDEX)
     others = sorted(name for name in present if Path(name).suffix in WEIGHT_SUFFIXES)
     listed = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "") if others else "no weights"
-    raise InputError(
-        f"{where}: expected {SINGLE}, {INDEX} or {LEGACY_SINGLE}, found {listed}; save the model with save_pretrained"
-    )
+    advice = DEQUANTIZE if any(name.endswith(".gguf") for name in others) else "save the model with save_pretrained"
+    raise InputError(f"{where}: expected {SINGLE}, {INDEX} or {LEGACY_SINGLE}, found {listed}; {advice}")
 
 
 def parse_index(path: Path, data: bytes) -> dict[str, str]:

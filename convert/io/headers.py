@@ -52,7 +52,7 @@ class TensorInfo:
     """One stored tensor. ``start`` and ``end`` are absolute byte positions in ``file`` (a name relative to the folder).
 
     In a legacy pickle, whose layout is torch's business, and for a tensor that is ``made`` (``dequantized``,
-    ``merged``) of what the files hold, they only give the order of the tensors.
+    ``cast``) of what the files hold, they only give the order of the tensors.
     """
 
     name: str

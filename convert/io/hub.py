@@ -56,11 +56,8 @@ def parse_hub_id(text: str) -> HubModel | None:
     return HubModel(match["id"], match["revision"]) if match else None
 
 
-def download(model: HubModel, gguf: str | None = None) -> Path:
-    """The folder of the snapshot in the hub's cache; what is not there yet is downloaded. InputError otherwise.
-
-    ``gguf`` names the GGUF file that is wanted in place of other weights.
-    """
+def download(model: HubModel) -> Path:
+    """The folder of the snapshot in the hub's cache; what is not there yet is downloaded. InputError otherwise."""
     import huggingface_hub
 
     def fetch(patterns: list[str]) -> Path:
@@ -69,8 +66,8 @@ def download(model: HubModel, gguf: str | None = None) -> Path:
 
     try:
         with _bars_on_terminals_only():
-            folder = _ask(model, lambda: fetch([*_SMALL, *(_SAFETENSORS if gguf is None else [gguf])]))
-            if gguf is None and not any((folder / name).exists() for name in (SINGLE, INDEX)):
+            folder = _ask(model, lambda: fetch([*_SMALL, *_SAFETENSORS]))
+            if not any((folder / name).exists() for name in (SINGLE, INDEX)):
                 folder = _ask(model, lambda: fetch([*_SMALL, *_LEGACY]))
     except InputError:
         config = huggingface_hub.try_to_load_from_cache(model.id, CONFIG, revision=model.revision)

@@ -28,7 +28,7 @@ from kvfold.convert.conversion.fold import fold_layer
 from kvfold.convert.conversion.latent import survey_layers
 from kvfold.convert.conversion.latent_layer import Survey, latent_layer
 from kvfold.convert.conversion.memory import check_memory
-from kvfold.convert.conversion.plan import Plan, make_plan, reading
+from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
 from kvfold.convert.conversion.source import source_heads
 from kvfold.convert.conversion.stages import Progress, Stages
 from kvfold.convert.conversion.student_walk import StudentWalk
@@ -119,7 +119,7 @@ def sweep_checkpoint(
         "quiet": True,
     }
     started = time.monotonic()
-    checkpoint = open_checkpoint(model, reading(ConvertRequest(**common, to="mqa")))
+    checkpoint = open_checkpoint(model, dense_dtype(ConvertRequest(**common, to="mqa")))
     try:
         check_decodes(checkpoint.config, checkpoint.origin, "kvfold sweep")
         if out is not None:

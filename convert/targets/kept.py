@@ -41,7 +41,7 @@ def kept_config(config: Mapping[str, Any], tensors: Iterable[OutputTensor], chec
 
 
 def _packed(tensor: OutputTensor, checkpoint: Checkpoint, attention: Collection[str]) -> Packed | None:
-    """What a copied weight is in the source's files, where a result may hold it so. What an adapter changes may not."""
+    """What a copied weight is in the source's files, where a result may hold it so."""
     source, reader = tensor.source, checkpoint.reader
     if not isinstance(source, str) or source in attention or not isinstance(reader, DequantizingReader):
         return None

@@ -23,9 +23,8 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str
     """
     from transformers import AutoTokenizer
 
-    gguf = {} if checkpoint.tokenizer_file is None else {"gguf_file": checkpoint.tokenizer_file}
     try:
-        return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code, **gguf)
+        return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises whatever its parsers raise
         empty_model(checkpoint.config, torch.float32)  # it reads config.json first: a bad one is not the tokenizer's
         reason = one_line(error)

@@ -77,10 +77,7 @@ def test_help_of_convert_lists_options_by_panels(kvfold):
     assert target.index("--to ") < target.index("--kv-rank ") < target.index("--recipe ")
     assert all(option in calibration for option in ("--calibration ", "--samples ", "--seq-len ", "--seed "))
     assert all(option in refinement for option in ("--refine STEPS|auto", "--polish STEPS|auto"))
-    assert all(
-        option in running for option in ("--device ", "--gguf ", "--adapter ", "--spill ", "--resume ", "-h, --help")
-    )
-    assert text.count("\n  --") == 33
+    assert all(option in running for option in ("--device ", "--spill ", "--resume ", "-h, --help"))
     assert "--layout free|engine|kvfold " in text
 
 

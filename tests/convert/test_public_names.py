@@ -56,10 +56,7 @@ def test_errors_name_keywords_where_no_command_runs(monkeypatch):
         ("found a folder; --overwrite replaces it", "found a folder; overwrite=True replaces it"),
         ("give --calibration FILE, or --samples or --seq-len", "give calibration=FILE, or samples or seq_len"),
         ("use --layout free; see `kvfold convert --help`", "use layout='free'; see `kvfold convert --help`"),
-        (
-            "give --adapter DIR: kvfold convert BASE OUT --adapter a",
-            "give adapter=DIR: kvfold convert BASE OUT --adapter a",
-        ),
+        ("give --spill DIR: kvfold convert BASE OUT --spill a", "give spill=DIR: kvfold convert BASE OUT --spill a"),
         ("expected MODEL or a --shape, one of both", "expected MODEL or a shape, one of both"),
         ("run it with `--trust-remote-code`", "run it with `trust_remote_code=True`"),
     ],

@@ -71,8 +71,6 @@ def test_the_recipe_that_the_readme_shows_is_one(tmp_path):
         "quiet",
         "allow_growth",
         "trust_remote_code",
-        "gguf",
-        "adapter",
     }
     keys = {field.name for field in fields(ConvertRequest)} - run_only
     assert keys == set(re.findall(r"`(\w+)`", re.search(r"spells them:(.*?)\. A path", README, re.DOTALL)[1]))

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.config import dtype_changes, edit_config
+from kvfold.convert.io.folder import DEQUANTIZE
 from kvfold.convert.io.headers import FLOAT_DTYPES, TORCH_NAMES, TensorInfo, tensor_bytes
-from kvfold.convert.io.quantized.bitsandbytes import bitsandbytes_formats
 from kvfold.convert.io.quantized.compressed_tensors import compressed_formats
 from kvfold.convert.io.quantized.format import Format, Packed, dropped, pack
 from kvfold.convert.io.quantized.fp8 import fp8_formats
 from kvfold.convert.io.quantized.mxfp4 import mxfp4_formats
-from kvfold.convert.io.quantized.packed import awq_formats, gptq_formats
 from kvfold.convert.io.reader import Reader, Weights, flat_chunks
 
 if TYPE_CHECKING:
@@ -29,12 +28,8 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any]], tuple[Format, ...]]] = {
     "fp8": fp8_formats,
     "fbgemm_fp8": fp8_formats,
     "compressed-tensors": compressed_formats,
-    "gptq": gptq_formats,
-    "awq": awq_formats,
-    "bitsandbytes": bitsandbytes_formats,
     "mxfp4": mxfp4_formats,
 }
-_ADVICE = "convert the unquantized weights, then quantize the result"
 
 
 def quantization(config: Mapping[str, Any]) -> tuple[str, Any] | None:
@@ -146,7 +141,7 @@ def is_quantized(tensor: TensorInfo) -> bool:
 def plain_problems(tensors: Mapping[str, TensorInfo]) -> list[str]:
     """Problems: quantized tensors of a checkpoint whose config does not say how they are quantized."""
     return [
-        f"{info.file}: tensor {name!r} is quantized: expected F16, BF16, F32 or F64, found {info.dtype}; {_ADVICE}"
+        f"{info.file}: tensor {name!r} is quantized: expected F16, BF16, F32 or F64, found {info.dtype}; {DEQUANTIZE}"
         for name, info in tensors.items()
         if is_quantized(info)
     ]
@@ -156,11 +151,11 @@ def _formats(key: str, settings: Any, where: str) -> tuple[Format, ...]:
     method = settings.get("quant_method", "unnamed") if isinstance(settings, dict) else settings
     found = f"{where}: quantized checkpoint ({key}, method {method!r})"
     if not isinstance(method, str) or method not in _FORMATS:
-        raise InputError(f"{found}; expected plain weights, or one of {', '.join(_FORMATS)}: {_ADVICE}")
+        raise InputError(f"{found}; expected plain weights, or one of {', '.join(_FORMATS)}; {DEQUANTIZE}")
     try:
         return _FORMATS[method](settings)
     except ValueError as error:
-        raise InputError(f"{found}: {error}; {_ADVICE}") from None
+        raise InputError(f"{found}: {error}; {DEQUANTIZE}") from None
 
 
 def _dense(name: str, dtype: str, shape: tuple[int, ...], root: TensorInfo) -> TensorInfo:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.checkpoints import tensors
-from helpers.quantized import fp8_blocks, fp8_settings, quantized_copy, write
-from safetensors.torch import save_file
+from helpers.quantized import fp8_blocks, fp8_settings, quantized_copy
 
 from kvfold.convert.conversion.run import convert_checkpoint
 from kvfold.convert.data import demo_folder
@@ -73,26 +72,3 @@ def test_fp8_copy_of_the_reference_model(reference: Path, tmp_path: Path) -> Non
     loss = json.loads((tmp_path / "fp8-twin-out" / "kvfold.json").read_text())["drift"]
     assert record["drift"] == loss
     assert peaks[0] < peaks[1] + 30_000, peaks
-
-
-def test_an_adapter_is_merged_before_folding(tmp_path: Path) -> None:
-    name = "model.layers.0.self_attn.q_proj"
-    source, twin, adapter = demo_folder(), tmp_path / "twin", tmp_path / "adapter"
-    stored = tensors(source)
-    parts = [
-        torch.randn(2, stored[f"{name}.weight"].shape[1]) / 50,
-        torch.randn(stored[f"{name}.weight"].shape[0], 2) / 50,
-    ]
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
-    pair = {f"base_model.model.{name}.lora_{side}.weight": part for side, part in zip("AB", parts, strict=True)}
-    save_file(pair, adapter / "adapter_model.safetensors")
-    merged = stored[f"{name}.weight"].float().add_(parts[1] @ parts[0], alpha=2.0)
-    changed = stored | {f"{name}.weight": merged.to(stored[f"{name}.weight"].dtype)}
-    write(source, twin, changed, json.loads((source / "config.json").read_text()))
-    options = {**MLA, "method": "svd"}
-    ours = convert(source, tmp_path / "ours", adapter=str(adapter), **options)
-    check_equal(ours, convert(twin, tmp_path / "expected", **options))
-    line = "the LoRA adapter adapter, merged into 1 weights"
-    assert json.loads((ours / "kvfold.json").read_text())["source"]["made_of"] == [line]
-    assert f"The source: {line}." in (ours / "README.md").read_text()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.io.checkpoint import open_checkpoint, open_headers
+from kvfold.convert.io.folder import DEQUANTIZE
 
 
 def raw_file(path: Path, header: Any, data: bytes = b"") -> None:
@@ -331,10 +332,9 @@ def test_index_without_a_weight_map(sharded: Path, text: str) -> None:
 def test_quantized_by_config(sharded: Path) -> None:
     (sharded / "config.json").write_text('{"quantization_config": {"quant_method": "aqlm"}}')
     expected = "quantized checkpoint (quantization_config, method 'aqlm'); expected plain weights, or one of fp8, "
-    advice = ": convert the unquantized weights, then quantize the result"
     (problem,) = problems_of(sharded)
     assert problem.startswith(f"{sharded}: {expected}")
-    assert problem.endswith(advice)
+    assert problem.endswith(DEQUANTIZE)
 
 
 @pytest.mark.parametrize(

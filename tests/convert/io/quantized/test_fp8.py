@@ -10,7 +10,7 @@ from helpers.quantized import fp8_blocks, fp8_settings, quantized_copy
 from safetensors.torch import save_file
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.io.checkpoint import Reading, open_checkpoint, open_headers
+from kvfold.convert.io.checkpoint import open_checkpoint, open_headers
 
 BLOCK = (24, 40)  # neither divides the 64 rows and columns of the tiny model's matrices, nor its 48
 
@@ -44,7 +44,7 @@ def test_bytes_of_quantized_weights_are_never_copied(source: Path) -> None:
 
 def test_float32_keeps_what_bfloat16_rounds(source: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
-    checkpoint = open_checkpoint(source, Reading(dtype="F32"))
+    checkpoint = open_checkpoint(source, "F32")
     found = checkpoint.read(name)
     assert found.dtype == torch.float32
     assert not torch.equal(found, found.bfloat16().float())
@@ -67,7 +67,7 @@ def test_scales_per_tensor_and_per_row(tmp_path: Path, shape: tuple[int, ...]) -
     weight, scale = torch.randn(6, 5).to(torch.float8_e4m3fn), torch.rand(shape) + 0.5
     activations = {"l.input_scale": torch.ones(()), "l.k_scale": torch.ones(())}
     stored = {"l.weight": weight, "l.weight_scale": scale, "l.bias": torch.ones(6), **activations}
-    checkpoint = open_checkpoint(make(tmp_path / "m", stored), Reading(dtype="F32"))
+    checkpoint = open_checkpoint(make(tmp_path / "m", stored), "F32")
     assert [*checkpoint.tensors] == ["l.bias", "l.weight"]
     assert torch.equal(checkpoint.read("l.weight"), weight.float() * (scale if scale.ndim == 0 else scale.view(-1, 1)))
 
@@ -86,7 +86,7 @@ def test_large_weights_are_dequantized_in_parts(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("kvfold.convert.io.quantized.fp8._ELEMENTS", 100)
     parts, expected = fp8_blocks((4, 8))(torch.randn(30, 20))
     stored = {"l" + end: part for end, part in parts.items()}
-    checkpoint = open_checkpoint(make(tmp_path / "m", stored, weight_block_size=[4, 8]), Reading(dtype="F32"))
+    checkpoint = open_checkpoint(make(tmp_path / "m", stored, weight_block_size=[4, 8]), "F32")
     assert torch.equal(checkpoint.read("l.weight"), expected)
 
 

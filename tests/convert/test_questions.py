@@ -1,0 +1,107 @@
+"""The recipe of docs/questions.md for a quantization that kvfold does not read: dequantized by transformers."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.checkpoints import tensors
+from torch import Tensor
+
+from kvfold.convert.conversion.run import convert_checkpoint
+from kvfold.convert.errors import InputError
+from kvfold.convert.io.checkpoint import open_headers
+from kvfold.convert.io.folder import DEQUANTIZE
+from kvfold.convert.request import ConvertRequest
+
+DOCS = Path(__file__).parents[2] / "docs" / "questions.md"
+NAMES = {  # of Llama's tensors in GGUF
+    "model.layers.": "blk.",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(source: Path, file: Path) -> dict[str, Tensor]:
+    """``source``, a tiny Llama, with matrices in 8 bits; returns the weights that are not rotary as they dequantize."""
+    gguf = pytest.importorskip("gguf", reason="transformers reads GGUF files with the package gguf")
+    config, writer = json.loads((source / "config.json").read_text()), gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    letters = [chr(0x100 + number) for number in range(config["vocab_size"] - 1)]
+    writer.add_token_list([*letters, letters[0] + letters[1]])
+    writer.add_token_merges([" ".join(letters[:2])])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    meant = {}
+    for name, tensor in tensors(source).items():
+        stored = name
+        for ours, theirs in NAMES.items():
+            stored = stored.replace(ours, theirs)
+        if tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
+            packed = gguf.quantize(tensor.numpy(), gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(stored, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+            meant[name] = torch.from_numpy(gguf.dequantize(packed, gguf.GGMLQuantizationType.Q8_0)).bfloat16()
+        else:
+            writer.add_tensor(stored, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return {name: tensor for name, tensor in meant.items() if not re.search("q_proj|k_proj", name)}
+
+
+def test_a_gguf_model_is_dequantized_by_transformers_then_converted(
+    tiny_family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code of the page, as it stands there; GGUF permutes rotary rows, so those matrices are not compared."""
+    monkeypatch.chdir(tmp_path)
+    Path("MODEL").mkdir()
+    source = tiny_family("llama", num_key_value_heads=4, attention_bias=False, mlp_bias=False)
+    meant = write_gguf(source, Path("MODEL/FILE.gguf"))
+    with pytest.raises(InputError, match=re.escape(DEQUANTIZE)):
+        open_headers("MODEL")
+    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    exec(code, {})
+    dense = tensors(Path("DENSE"))
+    assert meant
+    assert all(torch.equal(dense[name], tensor) for name, tensor in meant.items())
+    convert_checkpoint(ConvertRequest("DENSE", "OUT", to="mqa", method="mean", quiet=True))
+    folded, expected = tensors(Path("OUT")), dense["model.layers.0.self_attn.v_proj.weight"].float()
+    mean = expected.unflatten(0, (4, -1)).mean(0).bfloat16()
+    assert torch.equal(folded["model.layers.0.self_attn.v_proj.weight"], mean)
+    assert list(Path("OUT").glob("tokenizer*"))
+
+
+@pytest.mark.parametrize(
+    ("files", "way_out"),
+    [
+        ({"adapter_config.json": "{}", "adapter_model.safetensors": ""}, "peft's merge_and_unload, then save_pretrain"),
+        ({"config.json": "{}", "model.gguf": ""}, DEQUANTIZE),
+    ],
+)
+def test_sources_that_are_not_read_are_refused_with_the_way_out(
+    tmp_path: Path, files: dict[str, str], way_out: str
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=re.escape(way_out)):
+        open_headers(tmp_path)
