@@ -86,14 +86,15 @@ def run_command(
     """
     words = sys.argv[1:] if arguments is None else arguments
     stopped = (f"interrupted: {interrupted}", 1)
-    message, status = stopped
+    outcome: tuple[str | None, int] = stopped
     with suppress(KeyboardInterrupt), interruptible():
-        message, status = _outcome(command, name, words, stopped)
-        if message is stopped[0]:
+        outcome = _outcome(command, name, words, stopped)
+        if outcome is stopped:
             # A signal may come between a context manager's ``yield`` and the block below it. The manager then cleans up
             # when it is freed, as its frame is with the exception; what stands in a cycle is freed here.
             gc.collect()
-    if message:
+    message, status = outcome
+    if message is not None:
         sys.stdout.flush()
         print(f"error: {message}", file=sys.stderr)
     raise SystemExit(status)
