@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import precision
 from torch import Tensor, nn
 
 from kvfold.attention import GroupedAttention, KVCache, LatentAttention, LatentCache, rotary_frequencies
@@ -75,10 +76,10 @@ def test_grouped_module_equals_reference_and_its_steps(groups, layout):
     rope = pieces.rotary_by(rotary_frequencies(4), layout == "interleaved")
     module = grouped_module(w, frequencies=rotary_frequencies(4), layout=layout)
     expected = torch.stack([reference.grouped_query_attention(row, w, rotary=rope) for row in x])
-    torch.testing.assert_close(module(x), expected, rtol=0, atol=1e-11)
+    torch.testing.assert_close(module(x), expected, **precision.EXACT)
     steps: cached.Cache = []
     stepped = torch.stack([cached.grouped_query_step(token, steps, w, rope) for token in x[0]])
-    torch.testing.assert_close(stepped, expected[0], rtol=0, atol=1e-11)
+    torch.testing.assert_close(stepped, expected[0], **precision.EXACT)
 
 
 def test_group_counts_at_both_ends_are_multi_head_and_multi_query():
@@ -96,34 +97,34 @@ def test_latent_module_equals_reference_and_its_steps(query_rank, absorbed):
     w, x = latent_weights(query_rank), random(2, T, E)
     rope = pieces.rotary_by(rotary_frequencies(P), interleaved=True)
     expected = torch.stack([reference.latent_attention(row, w, rope) for row in x])
-    torch.testing.assert_close(latent_module(w)(x, absorbed=absorbed), expected, rtol=0, atol=1e-11)
+    torch.testing.assert_close(latent_module(w)(x, absorbed=absorbed), expected, **precision.EXACT)
     rolled = reference.latent_attention(x[0], w, rope, absorbed=True)
-    torch.testing.assert_close(rolled, expected[0], rtol=0, atol=1e-11)
+    torch.testing.assert_close(rolled, expected[0], **precision.EXACT)
     steps: cached.Cache = []
     stepped = torch.stack([cached.latent_step(token, steps, w, rope, absorbed=absorbed) for token in x[0]])
-    torch.testing.assert_close(stepped, expected[0], rtol=0, atol=1e-11)
+    torch.testing.assert_close(stepped, expected[0], **precision.EXACT)
     assert sum(part.numel() for part in steps[0]) == R + P
 
 
 def test_encoder_module_equals_reference():
     w, x = grouped_weights(), random(1, T, E)
     expected = reference.encoder_attention(x[0], w)
-    torch.testing.assert_close(grouped_module(w, causal=False)(x)[0], expected, rtol=0, atol=1e-11)
+    torch.testing.assert_close(grouped_module(w, causal=False)(x)[0], expected, **precision.EXACT)
 
 
 def test_cross_module_equals_reference_and_reads_its_memory_once():
     w, x, memory = grouped_weights(), random(1, T, E), random(1, 5, E, seed=3)
     module = grouped_module(w, causal=False, cross=True)
     expected = reference.cross_attention(x[0], memory[0], w)
-    torch.testing.assert_close(module(x, memory=memory)[0], expected, rtol=0, atol=1e-11)
+    torch.testing.assert_close(module(x, memory=memory)[0], expected, **precision.EXACT)
     kept = cached.cross_cache(memory[0], w)
     stepped = torch.stack([cached.cross_step(token, kept, w) for token in x[0]])
-    torch.testing.assert_close(stepped, expected, rtol=0, atol=1e-11)
+    torch.testing.assert_close(stepped, expected, **precision.EXACT)
     cache = module.new_cache(1, dtype=torch.float64)
     with torch.no_grad():
         first = module(x[:, :1], memory=memory, cache=cache)
         rest = [module(x[:, t : t + 1], cache=cache) for t in range(1, T)]
-    torch.testing.assert_close(torch.cat([first, *rest], 1)[0], expected, rtol=0, atol=1e-11)
+    torch.testing.assert_close(torch.cat([first, *rest], 1)[0], expected, **precision.EXACT)
     assert cache.length == 5
 
 
@@ -148,7 +149,7 @@ def test_cached_equals_uncached_at_every_split_point(name, module):
             cache = module.new_cache(2, capacity, growing=capacity == 0, dtype=torch.float64)
             pieces = [x[:, :split], *x[:, split:].split(1, 1)] if split % 2 else [x[:, :split], x[:, split:]]
             parts = [module(piece, cache=cache) for piece in pieces if piece.shape[1]]
-            torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-11)
+            torch.testing.assert_close(torch.cat(parts, 1), whole, **precision.EXACT)
             assert cache.length == T
 
 
@@ -181,8 +182,8 @@ def test_batch_with_right_padding_equals_each_sequence_alone(name, module):
     second = module(more, cache=cache)
     for row, count in enumerate(counts.tolist()):
         alone = module(torch.cat([x[row, :count], more[row]])[None])[0]
-        torch.testing.assert_close(first[row, :count], alone[:count], rtol=0, atol=1e-11)
-        torch.testing.assert_close(second[row], alone[count:], rtol=0, atol=1e-11)
+        torch.testing.assert_close(first[row, :count], alone[:count], **precision.EXACT)
+        torch.testing.assert_close(second[row], alone[count:], **precision.EXACT)
     assert cache.lengths.tolist() == [T + 1, 5]
 
 
@@ -196,7 +197,7 @@ def test_batch_with_left_padding_equals_each_sequence_alone(name, module):
     both = torch.cat([first, second], 1)
     for row, start in enumerate(starts.tolist()):
         alone = module(x[row : row + 1, start:])[0]
-        torch.testing.assert_close(both[row, start:], alone, rtol=0, atol=1e-11)
+        torch.testing.assert_close(both[row, start:], alone, **precision.EXACT)
 
 
 def test_gradients_equal_the_references():
@@ -220,7 +221,7 @@ def test_gradients_equal_the_references():
 def test_modules_compile_without_graph_breaks(name, module):
     x = random(2, T, E)
     whole = torch.compile(module, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(whole(x), module(x), rtol=0, atol=1e-11)
+    torch.testing.assert_close(whole(x), module(x), **precision.EXACT)
     found = torch.autograd.grad(whole(x).square().sum(), list(module.parameters()))
     expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
     for one, other in zip(found, expected, strict=True):
@@ -229,7 +230,7 @@ def test_modules_compile_without_graph_breaks(name, module):
     with torch.no_grad():
         cache = module.new_cache(2, T, growing=False, dtype=torch.float64)
         outs = [step(token, cache=cache) for token in x.split(1, 1)]
-        torch.testing.assert_close(torch.cat(outs, 1), module(x), rtol=0, atol=1e-11)
+        torch.testing.assert_close(torch.cat(outs, 1), module(x), **precision.EXACT)
     torch._dynamo.reset()
 
 

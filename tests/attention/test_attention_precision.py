@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import precision
 from helpers.attention import Case, assert_precise, exact, naive, naive_latent
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,7 +150,7 @@ def test_absorbed_equals_explicit(problem):
     tensors, case = problem
     tensors = [tensor.double() for tensor in tensors]
     one, other = (latent_attention(*tensors, absorbed=absorbed, **case.options) for absorbed in (True, False))
-    torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+    torch.testing.assert_close(one, other, **precision.EXACT)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import precision
 
 from kvfold.attention.decode import latent as home
 from kvfold.attention.decode.latent import latent_decode, latent_rows
@@ -44,7 +45,7 @@ def test_a_mask_of_numbers_and_one_for_every_head():
     scores = 0.2 * (query @ latent[:, None].mT + rope @ key[:, None].mT) + bias
     torch.testing.assert_close(latent_decode(*inputs, 0.2, bias), scores.softmax(-1) @ latent[:, None])
     seen = bias > 0
-    torch.testing.assert_close(latent_decode(*inputs, 0.2, seen), exact(inputs, seen).float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(latent_decode(*inputs, 0.2, seen), exact(inputs, seen).float(), **precision.ACTIVATIONS)
 
 
 def test_strided_caches_are_read_in_place():

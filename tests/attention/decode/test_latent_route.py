@@ -6,6 +6,7 @@ runs interpreted in test_decode_kernel.py and on a device in tests/gpu.
 
 import pytest
 import torch
+from helpers import precision
 from helpers.attention import Case, assert_precise, exact_latent, naive_latent, small_modules
 
 from kvfold.attention import latent, latent_attention
@@ -76,7 +77,7 @@ def test_modules_decode_that_way_and_compile_whole(calls):
         for step in (module, torch.compile(module, fullgraph=True, backend="eager")):
             cache = module.new_cache(2, 6, growing=False)
             parts = [step(token, cache=cache) for token in x.split(1, 1)]
-            torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(torch.cat(parts, 1), expected, **precision.ACTIVATIONS)
             assert len(calls) >= 6
             calls.clear()
     torch._dynamo.reset()

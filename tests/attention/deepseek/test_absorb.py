@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from helpers import precision
 from torch import nn
 from transformers import (
     DeepseekV2Config,
@@ -118,12 +119,12 @@ def test_decoding_equals_stock(variant, attention, calls):
     tokens, splits = prompt(length=14), [8, 1, 1, 3, 1]
     expected, before = decode(stock, tokens, splits)
     found, after = decode(absorbed, tokens, splits)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, expected, **precision.LOGITS)
     assert calls == [1, 1, 1, 1, 3, 3, 1, 1]  # two layers; the prompt is explicit
     for mine, theirs in zip(after.layers, before.layers, strict=True):
         assert mine.keys.shape == (3, 1, 14, 24)
         assert mine.values.shape == (3, 1, 14, 8)
-        torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mine.keys, theirs.keys, **precision.LOGITS)
 
 
 def test_absorption_matters_in_these_models():
@@ -176,7 +177,7 @@ def test_a_cache_begun_by_one_form_is_continued_by_the_other(kind):
         cache = None if kind == "dynamic" else StaticCache(config=stock.config, max_cache_len=20)
         begun, cache = decode(first, tokens[:, :9], [7, 1, 1], cache)
         ended, _ = decode(second, tokens[:, 9:], [1, 1, 1], cache)
-        torch.testing.assert_close(torch.cat([begun, ended], 1), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.cat([begun, ended], 1), expected, **precision.LOGITS)
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
@@ -187,7 +188,7 @@ def test_a_short_prompt_into_a_static_cache(length):
     caches = [StaticCache(config=stock.config, max_cache_len=16) for _ in range(2)]
     expected, _ = decode(stock, tokens, splits, caches[0])
     found, _ = decode(absorbed, tokens, splits, caches[1])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, expected, **precision.LOGITS)
 
 
 def test_eager_attention_still_gives_its_weights():
@@ -200,7 +201,7 @@ def test_eager_attention_still_gives_its_weights():
             rows.append(model(prompt(3, 1), past_key_values=cache, output_attentions=True).attentions)
     assert rows[1][0].shape == (3, 4, 1, 10)
     for mine, theirs in zip(rows[1], rows[0], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mine, theirs, **precision.ACTIVATIONS)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -214,7 +215,7 @@ def test_training_is_what_it_was(checkpointing):
         grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert grads[0].keys() == grads[1].keys()
     for name, expected in grads[0].items():
-        torch.testing.assert_close(grads[1][name], expected, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(grads[1][name], expected, **precision.ACTIVATIONS, msg=name)
 
 
 def test_gradients_through_a_cached_step():
@@ -249,7 +250,7 @@ def test_compiled_decoding_equals_stock():
     compiled = torch.compile(absorbed, backend="eager", fullgraph=True)
     compiled.config = absorbed.config
     found, _ = decode(compiled, tokens, splits, cache)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, expected, **precision.LOGITS)
 
 
 @pytest.mark.parametrize("hooks_first", [True, False])
@@ -266,9 +267,9 @@ def test_models_spread_over_devices(hooks_first, calls):
         model = tiny()
         model = absorb(spread(model)) if hooks_first else spread(absorb(model))
         found, _ = decode(model, prompt(length=12), [9, 1, 1, 1])
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, expected, **precision.LOGITS)
         back, _ = decode(unabsorb(model), prompt(length=12), [9, 1, 1, 1])
-        torch.testing.assert_close(back, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(back, expected, **precision.LOGITS)
     assert len(calls) == 6  # the offloaded weights are not at hand: those steps are explicit
 
 
@@ -283,7 +284,7 @@ def test_an_adapter_on_the_up_projection_is_obeyed():
     tokens = prompt(length=12)
     expected, _ = decode(stock, tokens, [9, 1, 1, 1])
     found, _ = decode(absorbed, tokens, [9, 1, 1, 1])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, expected, **precision.LOGITS)
 
 
 def test_unabsorb_and_what_is_left_alone(tmp_path):

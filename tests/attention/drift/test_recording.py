@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import precision
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.masking_utils import AttentionMaskInterface
@@ -32,7 +33,7 @@ def test_blockwise_attention_is_the_formula(length: int, keys: int) -> None:
     seen = torch.ones(length, keys).tril(keys - length).bool()
     expected = whole_map(query, key, value, seen, 0.4, 1.5)
     found = blockwise_attention(query, key, value, seen[None, None], 0.4, 1.5)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.double(), expected, **precision.ACTIVATIONS)
 
 
 def test_blockwise_attention_has_the_formulas_gradients() -> None:
@@ -65,7 +66,7 @@ def test_sinks_are_keys_without_a_value(length: int, keys: int, softcap: float |
     parts = scores.masked_fill(~seen, -torch.inf).exp()
     weights = parts / (parts.sum(-1, keepdim=True) + sinks.double().exp()[:, None, None])
     expected = (weights @ value.double().repeat_interleave(2, 1)).transpose(1, 2)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.double(), expected, **precision.ACTIVATIONS)
 
 
 def test_capped_scores_need_a_mask() -> None:
@@ -111,7 +112,7 @@ def test_what_is_noted_and_what_is_computed() -> None:
         attention = Attention(scaling=0.3, softcap=softcap, sliding_window=window)
         found = run_layer(Layer(attention), HIDDEN, (), {"mask": seen[None, None]})
         expected = whole_map(*attention.given, seen, 0.3, softcap)
-        torch.testing.assert_close(found.attention.double(), expected.flatten(2), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.attention.double(), expected.flatten(2), **precision.ACTIVATIONS)
         assert torch.equal(found.hidden, found.attention * 2)
         assert torch.equal(found.attention_input, HIDDEN + 1)
         assert found.query is attention.given[0]
@@ -129,7 +130,7 @@ def test_without_a_mask_the_attention_functions_causality_counts(causal: bool) -
     found = run_layer(Layer(attention), HIDDEN, (), {})
     seen = CAUSAL if causal else torch.ones_like(CAUSAL)
     expected = whole_map(*attention.given, seen, 8**-0.5, None)
-    torch.testing.assert_close(found.attention.double(), expected.flatten(2), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.attention.double(), expected.flatten(2), **precision.ACTIVATIONS)
     assert found.causal is causal
     assert found.query is not None
 

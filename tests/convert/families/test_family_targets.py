@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import precision
 from helpers.processes import run_python
 from safetensors.torch import load_file, save_file
 from tiny_models import CLASSICS, tiny_config
@@ -118,7 +119,7 @@ def test_logits_stay_where_nothing_is_lost(tiny_family, tmp_path):
     (tmp_path / "pairs.json").write_text(json.dumps(pairs))
     differences = json.loads(run_python("-c", COMPARE, tmp_path / "pairs.json").stdout)
     assert differences.keys() == pairs.keys()
-    assert {name: value for name, value in differences.items() if not value < 1e-4} == {}
+    assert {name: value for name, value in differences.items() if not value < precision.CONVERTED} == {}
 
 
 def folds(tiny_family, folder: Path):

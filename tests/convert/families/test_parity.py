@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import precision
 from helpers.checkpoints import stock_model
 from safetensors.torch import load_file, save_file
 
@@ -16,7 +17,7 @@ from kvfold.convert.transforms.fold import pool
 
 # Families whose class shares heads; the others are tested in targets/test_own_code.py.
 SHARING = [name for name in supported() if load_family(name).sizes.kv_heads is not None]
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+TOLERANCE = precision.LOGITS
 
 
 load = partial(stock_model, dtype=torch.float32)

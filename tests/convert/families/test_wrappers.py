@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import wrappers
+from helpers import precision, wrappers
 from helpers.checkpoints import add_demo_tokenizer, tensors
 from helpers.processes import run_python
 from transformers import AutoModelForImageTextToText
@@ -76,7 +76,7 @@ def test_images_and_text_give_the_logits_of_the_source(wrapper, tmp_path):
         given = wrappers.inputs(name)
         expected = wrappers.logits(wrapper(name), given)
         same = wrappers.logits(convert(wrapper(name), tmp_path / f"{name}-same", 4), given)
-        torch.testing.assert_close(same, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(same, expected, rtol=precision.CONVERTED, atol=precision.CONVERTED)
         folded = wrappers.logits(convert(wrapper(name), tmp_path / f"{name}-two", 2), given)
         assert folded.isfinite().all()
         assert (folded - expected).abs().max() > 1e-2, "folding changed nothing to see"
@@ -107,7 +107,9 @@ def test_the_stream_is_the_wrapper_on_text(name, wrapper):
     checkpoint.close()
     stock = AutoModelForImageTextToText.from_pretrained(wrapper(name), dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        torch.testing.assert_close(found, stock.eval()(tokens).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            found, stock.eval()(tokens).logits, rtol=precision.CONVERTED, atol=precision.CONVERTED
+        )
     model = model_of(checkpoint.config, checkpoint.tensors)
     assert set(read) <= set(model.tensors), "the tower of images was read"
 
@@ -121,12 +123,16 @@ def test_a_wrapper_is_calibrated_on_text_alone(tmp_path):
     options = {"method": "principal", "calibration": str(text), "samples": 8, "seq_len": 32, "refine": 1}
     out = convert(source, tmp_path / "out", 4, **options)
     given = wrappers.inputs("llava")
-    torch.testing.assert_close(wrappers.logits(out, given), wrappers.logits(source, given), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        wrappers.logits(out, given), wrappers.logits(source, given), rtol=precision.CONVERTED, atol=precision.CONVERTED
+    )
     folded = convert(source, tmp_path / "two", 2, **{**options, "calibration": "self"})
     report = drift_checkpoints(str(source), str(folded), text=str(text), samples=4, seq_len=32)
     assert 0 < report.measured.kl < 10
     latent = convert(source, tmp_path / "latent", **{**options, **LATENT})
-    torch.testing.assert_close(wrappers.logits(latent, given), wrappers.logits(source, given), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        wrappers.logits(latent, given), wrappers.logits(source, given), rtol=0, atol=precision.CONVERTED
+    )
 
 
 LATENT = {"to": "mla", "kv_heads": None, "kv_rank": 65, "rope_dim": 32}
@@ -139,7 +145,9 @@ def test_wrappers_that_build_any_language_model_hold_a_latent_one(tmp_path):
         source, given = tmp_path / f"{name}-source", wrappers.inputs(name)
         wrappers.make_wrapper(name, source, **NO_WINDOW)
         out = convert(source, tmp_path / name, **{**LATENT, "method": "svd"})
-        torch.testing.assert_close(wrappers.logits(out, given), wrappers.logits(source, given), rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            wrappers.logits(out, given), wrappers.logits(source, given), rtol=0, atol=precision.CONVERTED
+        )
         before, after = tensors(source), tensors(out)
         kept = {key for key in before if "language_model" not in key}
         assert kept

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import precision
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
@@ -122,7 +123,7 @@ def test_logits_of_every_family_equal_the_stock_forward(family: str, changes: An
     found = run(CheckpointStream(checkpoint.config, checkpoint.read, checkpoint.tensors), tokens)
     checkpoint.close()
     assert expected.std() > 0.05
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, expected, **precision.LOGITS)
 
 
 @pytest.mark.parametrize("model_type", ["youtu", "deepseek_v3", "deepseek_v3-experts"])
@@ -131,7 +132,7 @@ def test_logits_of_latent_students_equal_the_stock_forward(model_type: str, toke
     with torch.no_grad():
         expected = model(tokens).logits
     found = run(CheckpointStream(config, stored.__getitem__, stored), tokens)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, expected, **precision.LOGITS)
 
 
 @pytest.mark.parametrize("kind", ROPE)
@@ -141,7 +142,7 @@ def test_rotary_frequencies_are_those_of_the_stock_model(kind: str, tokens: Tens
     plain = CheckpointStream(tiny("llama")[1], stored.__getitem__, stored)
     with torch.no_grad():
         expected = model(tokens).logits
-    torch.testing.assert_close(run(stream, tokens), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(stream, tokens), expected, **precision.LOGITS)
     assert (run(plain, tokens) - expected).abs().max() > 1e-3
 
 
@@ -243,7 +244,7 @@ def test_a_student_reads_its_own_tensors_first_and_shares_the_rest(family: str, 
         for name, parameter in expected_model.named_parameters():
             if "self_attn" not in name:
                 parameter.copy_(others[name])
-        torch.testing.assert_close(run(student, tokens), expected_model(tokens).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(run(student, tokens), expected_model(tokens).logits, **precision.LOGITS)
 
 
 def test_partner_tensors_may_lie_in_different_shards(tmp_path: Path, tokens: Tensor) -> None:
@@ -255,7 +256,7 @@ def test_partner_tensors_may_lie_in_different_shards(tmp_path: Path, tokens: Ten
     assert len(set(experts)) > 2
     stream = CheckpointStream(checkpoint.config, checkpoint.read, checkpoint.tensors)
     with torch.no_grad():
-        torch.testing.assert_close(run(stream, tokens), model(tokens).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(run(stream, tokens), model(tokens).logits, **precision.LOGITS)
     checkpoint.close()
 
 
@@ -264,7 +265,7 @@ def test_a_longer_text_after_a_shorter_one_gets_its_own_masks(tokens: Tensor) ->
     stream = CheckpointStream(config, stored.__getitem__, stored)
     for part in (tokens[:, :6], tokens, tokens[:1, :3]):
         with torch.no_grad():
-            torch.testing.assert_close(run(stream, part), model(part).logits, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(run(stream, part), model(part).logits, **precision.LOGITS)
 
 
 def test_lower_precision_is_the_stock_model_loaded_in_that_precision(tmp_path: Path, tokens: Tensor) -> None:

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from helpers import precision
 from helpers.checkpoints import stock_model
 from helpers.layers import rotated
 from safetensors.torch import save_file
@@ -207,7 +208,7 @@ def test_full_rank_gives_the_logits_of_the_source(name, tmp_path):
     model = source_model(name)
     convert(model, full(model), tmp_path)
     error = (logits(stock_model(tmp_path), TOKENS) - logits(model, TOKENS)).abs().max()
-    assert error < 1e-4
+    assert error < precision.CONVERTED
 
 
 @pytest.mark.parametrize("name", ["mha", "gqa", "biased", "partial", "unrotated-layer", "yarn"])
@@ -219,7 +220,7 @@ def test_stock_class_computes_what_latent_weights_say(name, tmp_path):
         layer.self_attn = LatentAttention(latent)
     expected = logits(model, TOKENS)
     assert (expected - exact).abs().max() > 1e-2  # the target is small enough to change something
-    assert (logits(stock_model(tmp_path), TOKENS) - expected).abs().max() < 1e-4
+    assert (logits(stock_model(tmp_path), TOKENS) - expected).abs().max() < precision.CONVERTED
 
 
 def test_query_latent_of_full_rank_changes_nothing(tmp_path):
@@ -230,7 +231,7 @@ def test_query_latent_of_full_rank_changes_nothing(tmp_path):
         convert(model, LatentTarget(9, 6, q_rank), folder)
     loaded = stock_model(latent)
     assert loaded.config.q_lora_rank == 33
-    assert (logits(stock_model(plain), TOKENS) - logits(loaded, TOKENS)).abs().max() < 1e-4
+    assert (logits(stock_model(plain), TOKENS) - logits(loaded, TOKENS)).abs().max() < precision.CONVERTED
 
 
 @pytest.mark.parametrize("q_rank", [None, 20])
@@ -242,7 +243,7 @@ def test_engine_layout_computes_what_normed_latents_say(q_rank, tmp_path):
     assert [name for name, _ in loaded.named_parameters() if name.endswith("bias")] == []
     for layer, latent in zip(model.model.layers, latents, strict=True):
         layer.self_attn = LatentAttention(latent, normed=True)
-    assert (logits(loaded, TOKENS) - logits(model, TOKENS)).abs().max() < 1e-4
+    assert (logits(loaded, TOKENS) - logits(model, TOKENS)).abs().max() < precision.CONVERTED
 
 
 def test_live_norm_leaves_a_full_query_latent_alone(tmp_path):
@@ -372,7 +373,7 @@ def test_engines_and_transformers_agree_on_the_size_of_the_cache(tmp_path, small
     torch.testing.assert_close(loaded.model.rotary_emb.inv_freq.double(), latents[0].theta, rtol=1e-6, atol=0)
     for layer, latent in zip(model.model.layers, latents, strict=True):
         layer.self_attn = LatentAttention(latent)
-    assert (logits(loaded, TOKENS) - logits(model, TOKENS)).abs().max() < 1e-4
+    assert (logits(loaded, TOKENS) - logits(model, TOKENS)).abs().max() < precision.CONVERTED
 
 
 def parts_of(latent):
@@ -400,4 +401,4 @@ def test_padded_heads_change_nothing(q_rank, tmp_path, small_kernels):
     assert zeros(stored) - zeros(own) == padding(bound, LatentTarget(16, 64, q_rank, "engine"))
     for layer, latent in zip(model.model.layers, latents, strict=True):
         layer.self_attn = LatentAttention(latent, normed=True)
-    assert (logits(loaded, TOKENS) - logits(model, TOKENS)).abs().max() < 1e-4
+    assert (logits(loaded, TOKENS) - logits(model, TOKENS)).abs().max() < precision.CONVERTED

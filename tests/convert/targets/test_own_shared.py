@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import precision
 from helpers.processes import run_python
 from safetensors.torch import load_file, save_file
 from tiny_models import SEQ2SEQ
@@ -147,7 +148,7 @@ def test_shared_heads_are_the_stock_model_with_repeated_ones(remote, tiny_family
     (tmp_path / "saved").mkdir()
     done = json.loads(run_python("-c", USE, json.dumps(pairs), json.dumps(remote), tmp_path / "saved").stdout)
     for (found, elements), expected in zip(done, cached, strict=True):
-        assert {name: value for name, value in found.items() if not value < 1e-4} == {}
+        assert {name: value for name, value in found.items() if not value < precision.CONVERTED} == {}
         assert elements == expected
 
 

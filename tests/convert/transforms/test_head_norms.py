@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import precision
 from torch import Tensor
 
 from kvfold.convert.transforms.head_norms import linear_heads, norm_fit, project
@@ -140,7 +141,7 @@ def test_without_text_a_map_is_the_projection_over_one_number_per_head() -> None
     linear = linear_heads(weights, blank_statistics(E, H, scales=scales))
     rms = (weights.k * scales).square().sum(-1).mean(-1).sqrt()
     expected = weights.k_norm.weight[..., None] * weights.k / rms[:, None, None]
-    torch.testing.assert_close(linear.k, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(linear.k, expected, **precision.ACTIVATIONS)
 
 
 def test_layers_without_norms_stay_as_they_are() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import precision
 from torch import Tensor
 
 from kvfold.attention.drift.streams import LayerOutput
@@ -72,8 +73,8 @@ def test_received_attention_counts_tokens() -> None:
     received = scores.masked_fill(hidden, -torch.inf).softmax(-1).mean(1).sum(1).flatten()
     rows, found = inputs.flatten(0, 1).double(), accumulator.result()
     assert found.received_gram is not None
-    torch.testing.assert_close(found.received_gram, (rows * received[:, None]).T @ rows / 45, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found.received_mean, received @ rows / 45, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.received_gram, (rows * received[:, None]).T @ rows / 45, **precision.ACTIVATIONS)
+    torch.testing.assert_close(found.received_mean, received @ rows / 45, **precision.ACTIVATIONS)
 
 
 def test_a_profile_needs_queries() -> None:
@@ -119,4 +120,4 @@ def test_what_is_behind_norms_is_averaged_with_the_inputs() -> None:
     scores = (0.5 * query.double() @ key.double().mT).masked_fill(torch.ones(9, 9).triu(1) > 0, -torch.inf)
     received = scores.softmax(-1).sum((1, 2)).flatten()
     expected = torch.einsum("n,nhd,ne->hde", received / received.sum(), rows, extended)
-    torch.testing.assert_close(found.received_normed, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.received_normed, expected, **precision.ACTIVATIONS)

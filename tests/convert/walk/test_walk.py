@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import precision
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -111,8 +112,8 @@ def test_statistics_are_those_of_the_stock_model_in_float64(case: Case) -> None:
         rows = inputs.flatten(0, 1)
         assert statistics is not None
         assert statistics.tokens == len(rows) == 91
-        torch.testing.assert_close(statistics.gram, rows.T @ rows / 91, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(statistics.mean, rows.mean(0), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(statistics.gram, rows.T @ rows / 91, **precision.ACTIVATIONS)
+        torch.testing.assert_close(statistics.mean, rows.mean(0), **precision.ACTIVATIONS)
         torch.testing.assert_close(statistics.profile.sum(-1), torch.ones(4, dtype=torch.float64))
 
 
@@ -137,7 +138,7 @@ def test_a_survey_gives_the_walks_statistics_without_a_student(case: Case) -> No
         inputs.append(first)
     assert list(surveyed) == [0, 1, 2]
     for first, expected in zip(inputs, attention_inputs(case.source, case.calibration), strict=True):
-        torch.testing.assert_close(first.double(), expected.flatten(0, 1)[: len(first)], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(first.double(), expected.flatten(0, 1)[: len(first)], **precision.LOGITS)
     for step in case.run(case.walk(profile=True)):
         assert step.statistics is not None
         assert torch.equal(surveyed[step.index].gram, step.statistics.gram)
@@ -279,8 +280,8 @@ def test_refinement_gets_both_streams_inputs(case: Case) -> None:
         m(case.calibration, output_hidden_states=True).hidden_states for m in (case.source, case.student)
     )
     for step in case.run(case.walk(keep_calibration=True)):
-        torch.testing.assert_close(torch.cat(step.calibration), teacher[step.index], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(torch.cat(step.student_calibration), student[step.index], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.cat(step.calibration), teacher[step.index], **precision.LOGITS)
+        torch.testing.assert_close(torch.cat(step.student_calibration), student[step.index], **precision.LOGITS)
 
 
 def test_every_tensor_is_read_once(case: Case) -> None:

@@ -1,0 +1,53 @@
+"""Tolerances from the precision of the arithmetic, not from the machine that a test was written on.
+
+Two orders of one sum of n products differ by the roundings on the way, each at most eps / 2 of the sum so far. Like a
+random walk they reach sqrt(n) eps / 2 in each order, and sqrt(2) times that in the difference. ``_reordered`` is four
+times that, for sums of up to 1,024 products: no processor, number of threads or blocking of the sums should exceed it.
+
+Where weights were folded, solved for and stored again, ``rounding_floor`` measures what that costs the model at hand.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PRODUCTS = 1024
+
+
+def _reordered(dtype: torch.dtype) -> float:
+    return 4 * 2**0.5 * _PRODUCTS**0.5 * torch.finfo(dtype).eps / 2
+
+
+FLOAT32 = _reordered(torch.float32)  # 1.1e-5
+FLOAT64 = _reordered(torch.float64)  # 2.0e-14
+
+LOGITS = {"rtol": FLOAT32, "atol": FLOAT32}  # entries around 1, after layers whose norms keep errors from growing
+ACTIVATIONS = {"rtol": FLOAT32, "atol": FLOAT32 / 10}  # entries around 0.1: averages of values, outputs of a layer
+# A converted attention has two matrices in the place of one for each of queries, keys, values and outputs, all of them
+# rounded when they are stored.
+CONVERTED = 8 * FLOAT32  # 8.6e-5, of logits around 1
+EXACT = {"rtol": 0, "atol": 500 * FLOAT64}  # 1.0e-11: whole modules in float64, with sums over sums, softmax and norms
+
+
+def rounding_floor(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> float:
+    """The greatest difference of ``run(model)`` in float32 from the same in float64 with its weights rounded otherwise.
+
+    That is the error of the arithmetic and of storing the weights, for this model and this input.
+    """
+    generator, eps = torch.Generator().manual_seed(0), torch.finfo(torch.float32).eps
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        for weight in exact.parameters():
+            weight *= 1 + eps * (torch.rand(weight.shape, generator=generator, dtype=torch.float64) - 0.5)
+        return float((run(model).double() - run(exact)).abs().max())
+
+
+def assert_same_function(found: Any, expected: Any, run: Callable[[nn.Module], Tensor]) -> None:
+    """Asserts that two models of equal functions differ by rounding only: twice the sum of what each of them shows."""
+    limit = 2 * (rounding_floor(found, run) + rounding_floor(expected, run))
+    with torch.no_grad():
+        difference = float((run(found) - run(expected)).abs().max())
+    assert difference <= limit, f"differ by {difference:.3g}, rounding explains {limit:.3g}"
