@@ -25,9 +25,8 @@ from kvfold.convert.evaluation.command import evaluate
 from kvfold.convert.io.checkpoint import check_opens
 from kvfold.convert.measure.bench_command import bench
 from kvfold.convert.measure.options import compute_dtype_option, device_option, json_file_option, tell
-from kvfold.convert.progress import begin, stage
-from kvfold.convert.report.page import check_report, write_report
-from kvfold.convert.report.pages import conversion_page, drift_page
+from kvfold.convert.measure.page import check_report, conversion_page, drift_page, write_report
+from kvfold.convert.progress import stage
 from kvfold.convert.sweep.command import sweep
 from kvfold.convert.uptrain.command import uptrain
 
@@ -280,7 +279,6 @@ def demo(folder: str | None, json_file: str | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line. Exit status: 0 done, 2 the request or the input is wrong, 1 anything else."""
-    begin()
     command = next(iter(sys.argv[1:] if arguments is None else arguments), "")
     left = () if command in _RESUMABLE else ("nothing was left behind",)
     run_command(kvfold, "kvfold", arguments, *left)

@@ -1,4 +1,4 @@
-"""The terminal: panels of options, exit status of a command, estimates, and files that options name.
+"""The terminal: panels of options, exit status of a command, and files that options name.
 
 Exit status: 0 done, 2 the request or the input is wrong, 1 anything else; never a traceback.
 """
@@ -8,8 +8,7 @@ import gc
 import os
 import stat
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +28,6 @@ from kvfold.convert.signals import interruptible
 
 STDOUT = "-"  # in place of the name of a file to write
 _PLOT_KINDS = (".png", ".svg", ".pdf")
-LEAST_PRINTED = 10  # seconds; estimates below it are not told
 
 
 # Options by panels
@@ -139,46 +137,6 @@ def _usage(error: click.ClickException, command: click.Command, name: str, argum
     return f"{where}: {text[:1].lower()}{text[1:]}; see `{where} --help`"
 
 
-# Estimates of time
-
-
-class TimeLeft:
-    """Prints one estimate of the time left, from the time between the first two finished layers.
-
-    That is all of a layer's time: forward passes, fit, refinement, writing. ``remaining``: layers to do. No line for
-    less than ten seconds, or with ``quiet``. Training counts in steps, with ``unit`` "step". ``beside``: the seconds of
-    all else that is to come, from those of a unit; ``what`` names it.
-    """
-
-    def __init__(
-        self,
-        remaining: int,
-        quiet: bool,
-        unit: str = "layer",
-        what: str = "",
-        beside: Callable[[float], float] = lambda each: 0.0,
-    ) -> None:
-        self._remaining, self._quiet, self._unit = remaining, quiet, unit
-        self._what, self._beside = what, beside
-        self._last: float | None = None
-        self._printed = False
-
-    def one_done(self) -> None:
-        self._remaining -= 1
-        now, last = time.monotonic(), self._last
-        self._last = now
-        if last is None or self._printed:
-            return
-        self._printed = True
-        seconds = (now - last) * self._remaining + self._beside(now - last)
-        if seconds >= LEAST_PRINTED and not self._quiet:
-            from tqdm import tqdm
-
-            rest = f"about {duration(seconds)} for the remaining {self._remaining}{self._what}"
-            each = duration(now - last) if now - last >= 1 else f"{now - last:.1f} s"
-            tqdm.write(f"{each} per {self._unit}; {rest}", file=sys.stderr)
-
-
 def duration(seconds: float) -> str:
     """Seconds as text: "7 s", "12 min"."""
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{max(seconds, 1):.0f} s"
@@ -200,10 +158,15 @@ def check_writable(path: str, option: str = "--json") -> None:
         raise _unwritable(path, option, "permission denied")
 
 
-def check_plot(path: str) -> None:
-    """Raise InputError when ``--plot path`` cannot be drawn: no matplotlib, an unknown kind of file, not writable."""
+def check_matplotlib(option: str) -> None:
+    """Raise InputError if matplotlib, with which ``option`` draws, is not installed."""
     if find_spec("matplotlib") is None:
-        raise InputError(f"--plot {path}: matplotlib is not installed; install it with: pip install 'kvfold[report]'")
+        raise InputError(f"{option}: matplotlib is not installed; install it with: pip install 'kvfold[report]'")
+
+
+def check_plot(path: str) -> None:
+    """Raise InputError if ``--plot path`` cannot be drawn: no matplotlib, an unknown kind of file, not writable."""
+    check_matplotlib(f"--plot {path}")
     if Path(path).suffix not in _PLOT_KINDS:
         raise InputError(f"--plot {path}: expected a file that ends in {', '.join(_PLOT_KINDS)}")
     check_writable(path, "--plot")

@@ -1,148 +1,181 @@
-"""The progress of a command on stderr: one named bar at a time on a terminal, a line now and then elsewhere.
+"""Progress on stderr: one tqdm bar on a terminal, elsewhere a line about once a minute.
 
-Stages nest (fitting layer 7 of 32, in it refining step 40 of 150); the innermost is the one with the bar.
+Stages nest (refining step 40 of 150 while fitting layer 7 of 32): the innermost has the bar, the others are named in
+front of it. Time left is measured by the run itself.
 """
 
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from kvfold.convert.sizes import bytes_text
 
-EVERY = 50.0  # seconds between lines where stderr is no terminal: at least one a minute
-_REDRAWN = 1.0  # seconds between refreshed bars: the time of a stage passes even where nothing advances
-_LEAST = 0.1  # seconds between two drawings for steps
-_BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-_NO_BAR = "{desc} {elapsed}"
-_SIZE = {
-    "ncols": 79,
-    "nrows": 24,
-}  # of a terminal that does not know its own, as in a container: tqdm draws nothing there
+Item = TypeVar("Item")
+Progress = Callable[[str, int, int], None]  # stage, done, total
+Advance = Callable[[int], None]
+
+EVERY = 50.0  # seconds between lines where stderr is no terminal
+_SHOWN = {  # a stage's name on stderr, before its unit: "fitting layer 7 of 32"
+    "survey": "calibrating",
+    "splits": "comparing",
+    "finals": "refining",
+    "layouts": "comparing",
+    "again": "walking past the finished layers again,",
+    "convert": "fitting",
+    "sweep": "fitting each layer for each target,",
+    "write": "writing",
+    "polish": "polishing",
+    "text": "writing the calibration text,",
+}
+
+
+class Stages:
+    """The stages of a run: ``with stages("convert", 32, "layer") as advance: advance(1)``.
+
+    Each step goes to ``progress`` if the caller gave one, else to stderr (nothing with ``quiet``). A stage without
+    ``total`` has no known length; ``progress`` does not hear of it.
+    """
+
+    def __init__(self, progress: Progress | None = None, quiet: bool = False) -> None:
+        self._progress, self._quiet = progress, quiet
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def __call__(self, name: str, total: int = 0, unit: str = "", done: int = 0) -> Iterator[Advance]:
+        """A stage of ``total`` units ("B" is bytes), ``done`` of them before it began."""
+        if self._progress is not None and total:
+            yield self._reported(self._progress, name, total, done)
+        elif self._progress is not None or self._quiet:
+            yield lambda amount: None
+        else:
+            with stage(_SHOWN.get(name, name), total, unit, done) as advance:
+                yield advance
+
+    def over(self, name: str, items: Iterable[Item], total: int, unit: str, done: int = 0) -> Iterator[Item]:
+        """``items``, each a unit of the stage."""
+        with self(name, total, unit, done) as advance:
+            for item in items:
+                yield item
+                advance(1)
+
+    def _reported(self, progress: Progress, name: str, total: int, done: int) -> Advance:
+        count = done
+        progress(name, count, total)
+
+        def advance(amount: int) -> None:
+            nonlocal count
+            with self._lock:  # a thread copies bytes while layers are fitted
+                count += amount
+                progress(name, count, total)
+
+        return advance
 
 
 @dataclass(eq=False)
-class Stage:
-    """``done`` of ``total`` units; with ``total`` 0 the stage has no known length. ``kept``: done before it began."""
-
+class _Stage:
     name: str
-    total: int = 0
-    unit: str = ""
-    kept: int = 0
-    done: int = 0
+    total: int
+    unit: str
+    kept: int  # done before it began
+    done: int
     begun: float = field(default_factory=time.time)
 
     def text(self) -> str:
-        """For example "fitting layer 7 of 32", "writing: 1.2 GB of 5.0 GB" or "reading"."""
+        """For example "fitting layer 7 of 32 (12:40 left)", "writing: 1.2 GB of 5.0 GB" or "reading"."""
         if not self.total:
             return self.name
+        counted = f" {self.unit} {min(self.done + 1, self.total)} of {self.total}"
         if self.unit == "B":
-            return f"{self.name}: {bytes_text(self.done)} of {bytes_text(self.total)}"
-        return f"{self.name} {self.unit} {min(self.done + 1, self.total)} of {self.total}"
-
-
-class _Display:
-    """The open stages of the process. Steps may come from any thread."""
-
-    def __init__(self) -> None:
-        self._stages: list[Stage] = []
-        self._lock = threading.RLock()
-        self._ended = threading.Event()
-        self._bar: Any = None
-        self._drawn = 0.0
-        self._begun = self._closed = self._said = 0.0  # of the command: its first stage, its last one, its last line
-
-    def begin(self) -> None:
-        """A command begins: its lines count from here."""
-        with self._lock:
-            self._begun = self._said = self._closed = time.time()
-
-    @contextmanager
-    def show(self, stage: Stage) -> Iterator[Callable[[int], None]]:
-        with self._lock:
-            if not self._stages:
-                if time.time() - self._closed > EVERY:  # else the next stage of the same command, or call from Python
-                    self.begin()
-                self._ended = threading.Event()
-                threading.Thread(target=self._beat, args=[self._ended], daemon=True).start()
-            self._stages.append(stage)
-            self._draw()
-        try:
-            yield lambda amount: self._advance(stage, amount)
-        finally:
-            with self._lock:
-                self._stages.remove(stage)
-                self._draw()
-                if not self._stages:
-                    self._closed = time.time()
-                    self._ended.set()
-
-    def text(self) -> str:
-        """The innermost stage, after those around it that are counted; bytes that are copied beside it are left out."""
-        *outer, inner = self._stages
-        return ", ".join([*(each.text() for each in outer if each.total and each.unit != "B"), inner.text()])
-
-    def _advance(self, stage: Stage, amount: int) -> None:
-        with self._lock:
-            stage.done += amount
-            if self._stages and stage is self._stages[-1] and time.monotonic() - self._drawn >= _LEAST:
-                self._draw()
-
-    def _draw(self) -> None:
-        self._drawn = time.monotonic()
-        if not self._stages or not sys.stderr.isatty():
-            if self._bar is not None:
-                self._bar.close()
-                self._bar = None
-            return
+            counted = f": {bytes_text(self.done)} of {bytes_text(self.total)}"
+        made = self.done - self.kept
+        if made < 2:  # the first layer or step warms up
+            return self.name + counted
         from tqdm import tqdm
 
-        if self._bar is None:
-            size: dict[str, Any] = {"dynamic_ncols": True} if _knows_its_size() else _SIZE
-            options: dict[str, Any] = {"leave": False, "smoothing": 0, "bar_format": _NO_BAR, **size}
-            self._bar = tqdm(file=sys.stderr, desc=self.text(), **options)
-        stage = self._stages[-1]
-        self._bar.total, self._bar.n, self._bar.initial = stage.total or None, stage.done, stage.kept
-        self._bar.start_t, self._bar.bar_format = stage.begun, _BAR if stage.total else _NO_BAR
-        self._bar.set_description_str(self.text())
-
-    def _beat(self, ended: threading.Event) -> None:
-        """Until the last stage ends: refresh the bar, or print a line."""
-        while not ended.wait(_REDRAWN if sys.stderr.isatty() else max(0.0, self._said + EVERY - time.time())):
-            with self._lock:
-                if self._stages and self._bar is not None:
-                    self._draw()
-                elif self._stages:
-                    self._said = time.time()
-                    minutes, seconds = divmod(int(self._said - self._begun), 60)
-                    print(f"[{minutes}:{seconds:02}] {self.text()}", file=sys.stderr, flush=True)
+        left = (time.time() - self.begun) / made * (self.total - self.done)
+        return f"{self.name}{counted} ({tqdm.format_interval(left)} left)"
 
 
-def _knows_its_size() -> bool:
-    """Whether the terminal at stderr does: one that was never told has 0 columns or 0 lines."""
-    try:
-        return all(os.get_terminal_size(sys.stderr.fileno()))
-    except (OSError, ValueError):
-        return False
-
-
-_DISPLAY = _Display()
-
-
-def begin() -> None:
-    """A command begins: lines that say what it does count its time."""
-    _DISPLAY.begin()
+_lock = threading.RLock()
+_open: list[_Stage] = []  # outermost first
+_bar: Any = None  # of the innermost
+_told = time.time()  # when the last line was printed
 
 
 @contextmanager
-def stage(name: str, total: int = 0, unit: str = "", done: int = 0) -> Iterator[Callable[[int], None]]:
-    """A stage of ``total`` of ``unit`` ("B" is bytes), ``done`` of them already; call it with the amount of each step.
+def stage(name: str, total: int = 0, unit: str = "", done: int = 0) -> Iterator[Advance]:
+    """A stage on stderr; call it with the amount of each step, from any thread."""
+    this = _Stage(name, total, unit, done, done)
 
-    Shown on stderr: as the bar on a terminal, elsewhere as a line every ``EVERY`` seconds.
-    """
-    with _DISPLAY.show(Stage(name, total, unit, done, done)) as advance:
+    def advance(amount: int) -> None:
+        with _lock:
+            this.done += amount
+            if _bar is None:
+                _tell()
+            elif _open[-1:] == [this]:
+                _bar.update(amount)
+
+    with _lock:
+        _open.append(this)
+        _show()
+    try:
         yield advance
+    finally:
+        with _lock:
+            _open.remove(this)
+            _show()
+
+
+def _show() -> None:
+    """Replace the bar by one of the innermost stage; without a terminal print a line if it is time."""
+    global _bar
+    if _bar is not None:
+        _bar.close()
+        _bar = None
+    if not _open:
+        return
+    if not _has_width():
+        _tell()
+        return
+    from tqdm import tqdm
+
+    this = _open[-1]
+    _bar = tqdm(
+        desc=_in_front(this.name),
+        total=this.total or None,
+        initial=this.kept,
+        unit=this.unit,
+        unit_scale=this.unit == "B",
+        bar_format=None if this.total else "{desc} {elapsed}",
+        leave=False,
+        smoothing=0,
+        dynamic_ncols=True,
+        file=sys.stderr,
+    )
+    _bar.n, _bar.start_t = this.done, this.begun  # of a stage that goes on after a nested one ended
+    _bar.refresh()
+
+
+def _tell() -> None:
+    global _told
+    if _open and time.time() - _told >= EVERY:
+        _told = time.time()
+        print(f"[{time.strftime('%H:%M:%S')}] {_in_front(_open[-1].text())}", file=sys.stderr, flush=True)
+
+
+def _in_front(text: str) -> str:
+    """The counted stages around the innermost, then ``text``; bytes copied at the same time are left out."""
+    return ", ".join([*(each.text() for each in _open[:-1] if each.total and each.unit != "B"), text])
+
+
+def _has_width() -> bool:
+    """True if stderr is a terminal that knows its size; tqdm draws nothing on one with 0 columns."""
+    try:
+        return sys.stderr.isatty() and all(os.get_terminal_size(sys.stderr.fileno()))
+    except (OSError, ValueError):
+        return False

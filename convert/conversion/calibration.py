@@ -10,8 +10,8 @@ from torch import Tensor
 from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.self_text import write_tokens
-from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.device import choose_device, compute_dtype
+from kvfold.convert.progress import Stages
 from kvfold.convert.request import SELF
 from kvfold.convert.stream.seq2seq import checkpoint_stream
 from kvfold.convert.stream.stream import CheckpointStream

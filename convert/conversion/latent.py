@@ -38,9 +38,9 @@ from kvfold.convert.conversion.norms import NORMS
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.refinement import refinement_record
 from kvfold.convert.conversion.source import source_heads, source_layer, source_rotary
-from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.conversion.trials import resolve
+from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.head_norms import linear_heads

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.stages import Stages
+from kvfold.convert.progress import Stages
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,11 +16,11 @@ from kvfold.convert.console import duration
 from kvfold.convert.conversion.calibrated import Calibrated, written_stream
 from kvfold.convert.conversion.journal import POLISH_STATE
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.device import training_autocast
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.shards import ShardWriter
 from kvfold.convert.io.tensors import torch_dtype
+from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.training.budget import steps_of
 from kvfold.convert.training.constant import check_constant, has_constant
@@ -48,7 +48,7 @@ def polish(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages) -> 
             writer.write_all(polished.tensors)
             writer.sync()
     record = {**polished.record(), "sequences": len(calibrated.tokens.training)}
-    with stages.step("measuring"):
+    with stages("measuring"):
         drift = _measure(calibrated, folder)
     return replace(calibrated, drift=drift, choices={**calibrated.choices, "polish": record})
 
@@ -58,7 +58,7 @@ def _train(plan: Plan, written: Checkpoint, calibrated: Calibrated, saved: Path,
     autocast = training_autocast(written, source.device)
     dtypes = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.layout.tensors}
     trained = {name: dtypes[name] for names in plan.layout.computed for name in names}
-    with stages.step("running the source over the text to polish on"):
+    with stages("running the source over the text to polish on"):
         training, held_out = (_text(source, part, autocast) for part in (tokens.training, tokens.held_out))
     student = Student(
         written.config, written.read, dtypes, trained, source.device, autocast, constant=has_constant(written)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert import processes
-from kvfold.convert.console import TimeLeft, append_line
+from kvfold.convert.console import append_line
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, resumable
 from kvfold.convert.conversion.memory import check_memory, check_spill, needs_of
@@ -32,7 +32,6 @@ from kvfold.convert.conversion.record import (
     ranks_text,
 )
 from kvfold.convert.conversion.record import record as record_of
-from kvfold.convert.conversion.stages import Progress, Stages
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.atomic import check_output, free_space_check, output_folder
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint, open_headers
@@ -41,6 +40,7 @@ from kvfold.convert.io.folder import RECORD, read_bytes
 from kvfold.convert.io.hashing import hashing
 from kvfold.convert.io.shards import ShardWriter, write_file, write_index
 from kvfold.convert.measure.verify import file_hashes
+from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import SELF, ConvertRequest
 from kvfold.convert.sizes import bytes_text
 from kvfold.convert.text.sources import check_sources
@@ -121,7 +121,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     check_output(request.out, overwrite=request.overwrite, model=request.model)
     check_sources(text for text in request.texts if text != SELF)
     stages = Stages(progress, request.quiet or request.dry_run)
-    with stages.step("reading"):
+    with stages("reading"):
         checkpoint = _open(request)
     try:
         plan = make_plan(request, checkpoint)
@@ -189,7 +189,7 @@ def _complete(
     write_file(folder / "config.json", dump(plan.config))
     if plan.request.polish:
         measured, hashes = _polished(plan, measured, folder, stages), {}
-    with stages.step("checking what was written"):
+    with stages("checking what was written"):
         record = _write_side_files(plan, measured, hashes, folder)
     forget(folder)
     plan.checkpoint.check_unchanged()
@@ -233,13 +233,12 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Meas
 
     Returns the plan as the method resolved it, what it measured, and the hashes of all shards.
     """
-    with stages.step("reading the text and the model"), method_of(plan.request).begin(plan, folder, stages) as method:
+    with stages("reading the text and the model"), method_of(plan.request).begin(plan, folder, stages) as method:
         plan = method.plan
         journal = Journal(folder, plan)
         done, layers = len(journal.notes), plan.geometry.layers
         if done and not plan.request.quiet:
             print(f"resuming after layer {done} of {layers} of the interrupted run", file=sys.stderr)
-        time_left = TimeLeft(layers - done, plan.request.quiet or not plan.request.calibrated)
         sizes = {tensor.name: tensor.nbytes for shard in plan.own_shards for tensor in shard.tensors}
         resumed = sum(sizes[name] for name in journal.written)
         with (
@@ -255,10 +254,9 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Meas
                         writer.sync()
                         processes.wait_for_all()
                         journal.note(layer.index, layer.notes)
-                    time_left.one_done()
             writer.finish()
             made = processes.gathered(hashes())
-        with stages.step("measuring"):
+        with stages("measuring"):
             measured = method.measured(journal.notes) if processes.is_first() else None
         return plan, measured, {file: digest for each in made for file, digest in each.items()}
 

@@ -8,9 +8,9 @@ import torch
 
 from kvfold.convert.conversion.journal import SELF_TEXT
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.device import choose_device, compute_dtype, training_autocast
 from kvfold.convert.errors import InputError
+from kvfold.convert.progress import Stages
 from kvfold.convert.request import SELF, held_out_count
 from kvfold.convert.stream.loading import hide_bars, load_model
 from kvfold.convert.text.self_written import digest, first_tokens, write_sequences

@@ -23,7 +23,7 @@ from kvfold.convert.conversion.method import Converted, Notes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.refinement import OUTPUT_FIT, Refiner, attention_update
 from kvfold.convert.conversion.source import source_heads
-from kvfold.convert.conversion.stages import Stages
+from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.walk.hidden import Keep

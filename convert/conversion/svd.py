@@ -9,7 +9,7 @@ from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.method import Converted, Method
 from kvfold.convert.conversion.plan import Plan, resolved
 from kvfold.convert.conversion.source import source_layer, source_rotary
-from kvfold.convert.conversion.stages import Stages
+from kvfold.convert.progress import Stages
 from kvfold.convert.transforms.head_norms import has_norms, linear_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.normed import svd_normed_latent

@@ -11,8 +11,8 @@ from kvfold.convert import processes
 from kvfold.convert.conversion.latent_layer import Candidate, Survey, candidate, latent_layer
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.possible import latent_targets
-from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.conversion.student_walk import StudentWalk
+from kvfold.convert.progress import Stages
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots, mean_worth
 

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from kvfold.convert.console import STDOUT, Choice, check_plot, check_writable, write_text
+from kvfold.convert.measure.figures import decoding_speed
 from kvfold.convert.measure.options import compute_dtype_option, device_option, json_file_option
 
 
@@ -45,8 +46,6 @@ def bench(
     contexts, batches = run.numbers(context, "--context"), run.numbers(batch, "--batch")
     chosen = run.subjects(models, shape, layers, max(contexts))
     if plot is not None:
-        from kvfold.convert.bench.plot import draw
-
         check_plot(plot)
     if json_file is not None:
         check_writable(json_file)
@@ -54,5 +53,5 @@ def bench(
     if json_file is not None:
         write_text(json_file, json.dumps(report, indent=2) + "\n")
     if plot is not None:
-        draw(report, plot)
+        decoding_speed(report).save(plot)
     click.echo(run.bench_table(report), err=json_file == STDOUT)

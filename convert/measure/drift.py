@@ -2,17 +2,14 @@
 
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvfold.attention.drift.report import DriftReport, floor_count, measure_drift
-from kvfold.convert.console import TimeLeft
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import encoders, load_family, seq2seq
@@ -27,10 +24,6 @@ from kvfold.convert.text.denoising import denoising_tasks
 from kvfold.convert.text.dictation import dictation_tasks
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
-
-_FLOOR_COST = 1.6  # of a token in the rounding floor's layers, in compared ones: SmolLM2-135M 1.46, the demo model 1.83
-_HEAD_COST = 4.5  # of both models' next-token distributions and their KL, in logits of one: 4.2 and 5.1 there
-_TIMED_TOKENS = 128
 
 
 def drift_checkpoints(
@@ -51,7 +44,7 @@ def drift_checkpoints(
 
     Without ``text``: held-out text that ships with kvfold and that no conversion calibrates on; whisper hears synthetic
     sound beside it. ``seed`` draws the sequences; ``progress(done, total)`` is called after every layer, of the
-    comparison and then of the rounding floor; without ``quiet`` the time left and a bar are shown on stderr. ``about``
+    comparison and then of the rounding floor; without ``quiet`` it is shown on stderr. ``about``
     of the result has the names and hashes of both models and of the text. Raises InputError when a checkpoint cannot be
     opened, the two do not belong together, or there is too little text.
 
@@ -71,8 +64,11 @@ def drift_checkpoints(
             check_fits(stream.parameters.map, checkpoint.tensors, checkpoint.origin)
         check_vocabulary(tokens, streams[0].vocabulary, source.origin)
         with ExitStack() as stack:
-            shown = progress if quiet else _shown(streams[0], tokens, read.source, progress, stack)
-            report = measure_drift(*streams, tokens, floor_sequences=floor_count(tokens), progress=shown)
+            if not quiet:
+                sequences, length = tokens.shape
+                print(f"comparing on {sequences} x {length} tokens of {read.source}", file=sys.stderr, flush=True)
+                progress = _layer_stages(streams[0].layers, progress, stack)
+            report = measure_drift(*streams, tokens, floor_sequences=floor_count(tokens), progress=progress)
         models = {
             name: {"name": checkpoint.origin, "sha256": checkpoint.source_hash()}
             for name, checkpoint in (("source", source), ("converted", student))
@@ -102,27 +98,16 @@ def _tokens(
     return denoising_tasks(drift_tokens(text, tokenizer, samples, seq_len, seed, closed=True), tokenizer, config, seed)
 
 
-def _shown(
-    source: CheckpointStream,
-    tokens: Tensor,
-    text: str,
-    progress: Callable[[int, int], None] | None,
-    stack: ExitStack,
+def _layer_stages(
+    layers: int, progress: Callable[[int, int], None] | None, stack: ExitStack
 ) -> Callable[[int, int], None]:
-    """Shows on stderr what is compared, its layers as stages that end with ``stack``, and the time left."""
-    print(f"comparing on {tokens.shape[0]} x {tokens.shape[1]} tokens of {text}", file=sys.stderr, flush=True)
-    layers, rounding = source.layers, _FLOOR_COST * floor_count(tokens) / len(tokens)
-    head = 0.0 if source.encodes else _HEAD_COST * tokens.numel() * _logit_seconds(source, tokens)
-    left = TimeLeft(
-        layers, False, what=", and rounding", beside=lambda each: head * (1 + rounding) + each * layers * rounding
-    )
+    """Shows the layers on stderr as stages that end with ``stack``: of the comparison, then of the rounding floor."""
     names = iter(("comparing", "measuring rounding,"))
     advance = stack.enter_context(stage(next(names), layers, "layer"))
 
     def step(done: int, total: int) -> None:
         nonlocal advance
-        left.one_done()
-        if done == layers < total:  # the stages follow each other, so that one bar is open
+        if done == layers < total:  # one stage ends before the next begins, so that they do not nest
             stack.close()
             advance = stack.enter_context(stage(next(names), layers, "layer"))
         else:
@@ -131,16 +116,6 @@ def _shown(
             progress(done, total)
 
     return step
-
-
-@torch.no_grad()
-def _logit_seconds(source: CheckpointStream, tokens: Tensor) -> float:
-    """Seconds that the logits of a token take, after a first that warms up."""
-    states = source.embed(tokens[:1, : source.encoded + _TIMED_TOKENS])[:, source.encoded :]
-    for _ in range(2):
-        started = time.monotonic()
-        float(source.logits(states)[0, -1, -1])
-    return (time.monotonic() - started) / states.shape[1]
 
 
 def _check_pair(source: Checkpoint, student: Checkpoint, model: str, out: str) -> None:

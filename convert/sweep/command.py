@@ -19,8 +19,8 @@ from kvfold.convert.console import (
 )
 from kvfold.convert.io.atomic import check_output
 from kvfold.convert.io.checkpoint import check_opens
-from kvfold.convert.report.page import check_report, write_report
-from kvfold.convert.report.pages import sweep_page
+from kvfold.convert.measure.figures import excess_by_cache
+from kvfold.convert.measure.page import check_report, sweep_page, write_report
 from kvfold.convert.sweep.request import WITHIN, parse_targets
 from kvfold.convert.text.sources import check_sources
 
@@ -123,9 +123,7 @@ def sweep(
     if json_file is not None:
         write_text(json_file, result.to_json(within))
     if plot is not None:
-        from kvfold.convert.sweep.plot import draw
-
-        draw(result, plot, within)
+        excess_by_cache(result.to_dict(within)).save(plot, result.title())
     if report is not None:
         write_report(sweep_page(result.to_dict(within), result.lines(within)), report, options["quiet"])
     click.echo(f"{result.table()}\n\n{result.decision(within)}", err=json_file == STDOUT)

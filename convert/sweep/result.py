@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from kvfold.attention.drift.report import Measurement, perplexity
@@ -128,6 +129,12 @@ class Sweep:
             f"{duration(shared)} are shared.",
         ]
         return "\n".join(lines)
+
+    def title(self) -> str:
+        """The model and the text, for the head of a plot."""
+        source = self.source
+        text = f"{source.sequences} x {source.length} held-out tokens of {source.text_name}"
+        return f"{Path(source.name).name}: {source.kind}; {text}"
 
     def _heading(self) -> list[str]:
         source, before = self.source, perplexity(self.rows[0].measured.teacher_loss)

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.console import TimeLeft
 from kvfold.convert.conversion.calibration import load_tokens, source_stream
 from kvfold.convert.conversion.fold import fold_layer
 from kvfold.convert.conversion.latent import survey_layers
@@ -30,13 +29,13 @@ from kvfold.convert.conversion.latent_layer import Survey, latent_layer
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
 from kvfold.convert.conversion.source import source_heads
-from kvfold.convert.conversion.stages import Progress, Stages
 from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import check_decodes
 from kvfold.convert.families.model import model_of
 from kvfold.convert.io.atomic import check_output
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
+from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, Layout
 from kvfold.convert.sweep.request import Options, in_words, parse_targets, spelled
 from kvfold.convert.sweep.result import Row, Source, Sweep
@@ -145,7 +144,7 @@ def _plan(options: Options, common: Options, layout: Layout | None, checkpoint: 
 
 
 def _sweep(chosen: Sequence[Options], plans: Sequence[Plan], scratch: Path, stages: Stages, quiet: bool) -> Sweep:
-    with stages.step("reading the text and the model"):
+    with stages("reading the text and the model"):
         tokens, source = load_tokens(plans[0], scratch, stages, ""), source_stream(plans[0])
     if not quiet:
         _print_start(plans, tokens)
@@ -168,16 +167,13 @@ def _sweep(chosen: Sequence[Options], plans: Sequence[Plan], scratch: Path, stag
         resolved = plan if split is None else split.option.plan
         walk = StudentWalk(resolved, source, tokens, statistics=False, teacher=teacher)
         students.append(_Student(options, resolved, walk, split))
-    _learn(students, teacher, surveyed, stages, quiet)
-    with stages.step("measuring"):
+    _learn(students, teacher, surveyed, stages)
+    with stages("measuring"):
         return _measured(students, tokens)
 
 
-def _learn(
-    students: Sequence[_Student], teacher: Teacher, surveyed: Survey | None, stages: Stages, quiet: bool
-) -> None:
+def _learn(students: Sequence[_Student], teacher: Teacher, surveyed: Survey | None, stages: Stages) -> None:
     """Fit every layer for every target, and take all students past it."""
-    left = TimeLeft(teacher.stream.layers, quiet)
     with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
         for lesson in teacher.layers():
             if surveyed is not None:
@@ -188,7 +184,6 @@ def _learn(
                     fitted = _fitted(student, step, surveyed, shared)
                     student.distances.append(student.walk.follow(step, fitted))
                 advance(1)
-            left.one_done()
 
 
 def _fitted(student: _Student, step: Step, surveyed: Survey | None, shared: dict[bool, Pairs]) -> Any:

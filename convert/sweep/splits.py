@@ -15,8 +15,8 @@ from typing import Any
 from kvfold.convert.conversion.latent_layer import Candidate, Survey, candidate, sketched_layer
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.possible import latent_targets
-from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.conversion.trials import few, probed_layers
+from kvfold.convert.progress import Stages
 from kvfold.convert.walk.walk import Step, Student, Teacher, TeacherLayer
 
 _PROBED = 2  # layers

@@ -13,7 +13,6 @@ from kvfold.convert.io.folder import parse_json, read_bytes
 from kvfold.convert.measure.verify import file_hashes, file_problems
 from kvfold.convert.processes import run_on_first
 from kvfold.convert.uptrain.data import RunTokens, TokenPlan, make_tokens, open_tokens, replace_file
-from kvfold.convert.uptrain.plot import read_log
 from kvfold.convert.uptrain.request import UptrainRequest, changed
 
 COMPLETE = "complete"  # the last file of a checkpoint, with the hashes of the others: without it it is half written
@@ -127,3 +126,22 @@ def finish(request: UptrainRequest) -> None:
 
 def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.rsplit("-", 1)[1])
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The rows of a ``log.jsonl`` before the first that is none, such as a last line that was cut short."""
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            break
+        if not _is_row(row):
+            break
+        rows.append(row)
+    return rows
+
+
+def _is_row(row: Any) -> bool:
+    numbers = isinstance(row, dict) and all(isinstance(value, int | float) for value in row.values())
+    return numbers and type(row.get("step")) is int and "tokens" in row

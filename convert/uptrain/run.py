@@ -16,6 +16,7 @@ from kvfold.convert.families.wrappers import text_type
 from kvfold.convert.io.atomic import check_output, output_lock
 from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.io.json_text import portable_name
+from kvfold.convert.measure.figures import uptraining_curve
 from kvfold.convert.processes import run_on_first, started_first
 from kvfold.convert.stream.loading import hide_bars, load_config, load_model
 from kvfold.convert.text.documents import Corpus, open_corpus
@@ -25,9 +26,8 @@ from kvfold.convert.training.constant import check_constant
 from kvfold.convert.uptrain.arguments import training_arguments
 from kvfold.convert.uptrain.data import TokenPlan, TrainingOrder
 from kvfold.convert.uptrain.models import check_sharding, load_teacher, prepare_model
-from kvfold.convert.uptrain.plot import draw_curve, read_log
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.resume import LOG, finish, last_checkpoint, prepare
+from kvfold.convert.uptrain.resume import LOG, finish, last_checkpoint, prepare, read_log
 from kvfold.convert.uptrain.side_files import SideFiles, read_side_files
 from kvfold.convert.uptrain.write import write_trained
 
@@ -140,7 +140,8 @@ def _write(
     write_trained(request, source, beside, trainer.accelerator.unwrap_model(trainer.model), state, record)
     plot = request.plot or (str(request.work / "curve.png") if find_spec("matplotlib") else None)
     if plot is not None:
-        draw_curve(rows, plot, f"{source.origin}: {request.steps} steps of {request.batch_tokens} tokens")
+        title = f"{source.origin}: {request.steps} steps of {request.batch_tokens} tokens"
+        uptraining_curve(rows).save(plot, title)
     finish(request)
     return Uptrained(record, rows)
 

@@ -36,11 +36,11 @@ from kvfold.convert.conversion.calibration import load_tokens, source_stream
 from kvfold.convert.conversion.fold import fold_context, fold_rotary
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.conversion.source import source_layer, source_rotary
-from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.families.layout import read_layer
 from kvfold.convert.families.model import model_of
 from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import load_calibration
 from kvfold.convert.transforms import head_norms

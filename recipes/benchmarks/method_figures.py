@@ -11,9 +11,7 @@ from typing import Any
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, drift_checkpoints
 from kvfold.convert.data import demo_folder
-from kvfold.convert.report.figures import latent_figure, refinement_figure, slot_figure
-from kvfold.convert.report.page import drawing
-from kvfold.convert.report.svg import Line, counted_axis, line_chart, log_axis, values_of
+from kvfold.convert.measure.figures import Chart, gain_by_layer, latent_spectrum, rotary_pairs, values_by_layer
 
 TEXT: dict[str, Any] = {"samples": 16, "seq_len": 256}  # of calibration
 DRIFT: dict[str, Any] = {"samples": 4, "seq_len": 256}
@@ -31,14 +29,13 @@ def converted(work: Path) -> dict[str, dict[str, Any]]:
     return {name: json.loads((work / name / "kvfold.json").read_text()) for name in TARGETS}
 
 
-def head_figure(work: Path) -> str:
+def head_figure(work: Path) -> Chart:
     """Error of each layer's attention on the source's inputs: heads shared by their mean and by `principal`."""
-    lines = []
-    for kind, name in enumerate(("mean", "principal")):
+    lines = {}
+    for name in ("mean", "principal"):
         layers = drift_checkpoints(demo_folder(), work / name, **DRIFT).to_dict()["layers"]
-        lines.append(Line(name, [(layer["layer"], layer["attention_local"]["value"]) for layer in layers], kind))
-    x, y = counted_axis("layer", len(lines[0].points)), log_axis("relative error of attention", values_of(lines))
-    return line_chart("error of each layer's attention with 2 of 8 heads, by method", x, y, lines)
+        lines[name] = [layer["attention_local"]["value"] for layer in layers]
+    return values_by_layer("Error of each layer's attention with 2 of 8 heads, by method", lines)
 
 
 def main() -> None:
@@ -48,16 +45,15 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvfold-figures-") as work:
         records = converted(Path(work))
-        fit = refinement_figure(records["principal"])
-        assert fit is not None  # principal fits the output
         figures = {
             "shared-head": head_figure(Path(work)),
-            "rotation": slot_figure(records["latent"]["rotary_worth"]).svg,
-            "latent": latent_figure(records["latent"]["latent_spectrum"]).svg,
-            "output-fit": fit.svg,
+            "rotation": rotary_pairs(records["latent"]["rotary_worth"]),
+            "latent": latent_spectrum(records["latent"]["latent_spectrum"]),
+            "output-fit": gain_by_layer(records["principal"]),
         }
-    for name, svg in figures.items():
-        (folder / f"{name}.svg").write_text(drawing(svg), encoding="utf-8")
+    for name, chart in figures.items():
+        assert chart is not None, name  # principal fits the output
+        chart.save(str(folder / f"{name}.svg"))
         print(folder / f"{name}.svg")
 
 

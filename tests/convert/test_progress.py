@@ -1,104 +1,86 @@
-"""Stages on stderr: lines where it is no terminal, one bar where it is."""
+"""Stages on stderr: lines where it is no terminal of a known size, one bar where it is."""
 
 import io
 import os
 import re
 import sys
-import time
 
 import pytest
 
 from kvfold.convert import progress
-from kvfold.convert.cli import main
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+@pytest.fixture
+def told(monkeypatch, capsys):
+    """The lines on stderr, which is no terminal: one for every step, without the time of day."""
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    lines = []
+
+    def read():
+        lines.extend(re.sub(r"^\[\d\d:\d\d:\d\d\] ", "", line) for line in capsys.readouterr().err.splitlines())
+        return lines
+
+    return read
 
 
-def wait_for(found: str, shown) -> str:
-    for _ in range(500):
-        if found in (text := shown()):
-            return text
-        time.sleep(0.01)
-    pytest.fail(f"no {found!r} in {shown()!r}")
-
-
-def test_a_line_now_and_then_names_what_is_being_done(monkeypatch):
-    monkeypatch.setattr(progress, "EVERY", 0.01)
-    monkeypatch.setattr(sys, "stderr", told := io.StringIO())
+def test_a_line_names_the_innermost_stage_and_those_around_it(told):
     with (
         progress.stage("reading"),
         progress.stage("writing", 10**9, "B") as wrote,
         progress.stage("fitting", 32, "layer", 5) as fitted,
     ):
-        fitted(1)
         wrote(10**6)
-        with progress.stage("refining", 150, "step") as refined:
-            refined(39)
-            wait_for("[0:00] fitting layer 7 of 32, refining step 40 of 150\n", told.getvalue)
-        wait_for("[0:00] fitting layer 7 of 32\n", told.getvalue)
-    ended = told.getvalue()
-    with progress.stage("writing", 10**9, "B", 10**6):
-        wait_for("[0:00] writing: 1.0 MB of 1.0 GB\n", told.getvalue)
-    assert "writing" not in ended
-
-
-def test_many_short_stages_have_a_line_now_and_then_and_one_clock(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(progress, "_DISPLAY", progress._Display())
-    monkeypatch.setattr(progress.time, "time", lambda: now[0])
-    monkeypatch.setattr(sys, "stderr", told := io.StringIO())
-    for seconds in (40, 40):
-        with progress.stage("fitting", 4, "layer"):
-            now[0] += seconds
-    monkeypatch.setattr(progress, "EVERY", 0.1)  # waited for by the real clock
-    now[0] -= 0.01  # as if right behind the one before
-    with progress.stage("measuring"):
-        wait_for("[1:19] measuring\n", told.getvalue)
-
-
-def test_every_command_has_a_clock_of_its_own(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(progress, "_DISPLAY", progress._Display())
-    monkeypatch.setattr(progress.time, "time", lambda: now[0])
-    monkeypatch.setattr(sys, "stderr", told := io.StringIO())
-    with progress.stage("reading"):
-        now[0] += 40
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    monkeypatch.setattr(progress, "EVERY", 0.1)  # waited for by the real clock
-    with progress.stage("measuring"):
-        wait_for("[0:00] measuring\n", told.getvalue)
-
-
-def test_a_terminal_has_one_bar_that_is_gone_at_the_end(monkeypatch):
-    monkeypatch.setattr(progress, "_LEAST", 0.0)
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with progress.stage("fitting", 4, "layer") as fitted:
         fitted(1)
-        with progress.stage("refining", 10, "step") as refined:
-            refined(5)
-    text = terminal.getvalue()
-    assert "\n" not in text  # a second bar would be on a line of its own
-    assert re.search(r"fitting layer 2 of 4: +25%", text)
-    assert re.search(r"fitting layer 2 of 4, refining step 6 of 10: +50%", text)
-    assert text.rstrip("\r").endswith(" ")  # overwritten
+        with progress.stage("refining", 150, "step") as refined:
+            refined(1)
+        assert told()[-2:] == ["fitting layer 7 of 32, refining step 2 of 150", "fitting layer 7 of 32"]
+    with progress.stage("writing", 10**9, "B", 10**6):
+        assert told()[-1] == "writing: 1.0 MB of 1.0 GB"
 
 
-def test_a_terminal_that_does_not_know_its_size_has_a_bar_too(monkeypatch):
-    master, slave = os.openpty()  # 0 columns, 0 lines
-    os.set_blocking(master, False)
-    with os.fdopen(slave, "w") as stderr, os.fdopen(master, encoding="utf-8", newline="") as seen:
-        monkeypatch.setattr(sys, "stderr", stderr)
-        with progress.stage("fitting", 4, "layer"):
-            wait_for("fitting layer 1 of 4:   0%", seen.read)
+def test_time_left_is_told_after_two_steps(told):
+    with progress.stage("fitting", 8, "layer", 3) as fitted:
+        fitted(1)
+        assert told()[-1] == "fitting layer 5 of 8"
+        fitted(1)
+        assert re.fullmatch(r"fitting layer 6 of 8 \(00:00 left\)", told()[-1])
 
 
-def test_an_error_ends_the_stages(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", told := io.StringIO())
+def test_a_short_run_prints_no_lines(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_told", progress.time.time())
     with pytest.raises(KeyboardInterrupt), progress.stage("fitting", 4, "layer"):
         raise KeyboardInterrupt
-    assert told.getvalue() == ""
-    assert not progress._DISPLAY._stages
+    assert capsys.readouterr().err == ""
+    assert not progress._open
+
+
+def test_a_terminal_has_one_bar(monkeypatch):
+    monkeypatch.setattr(progress, "_has_width", lambda: True)
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    with progress.stage("fitting", 4, "layer") as fitted:
+        fitted(1)
+        with progress.stage("refining", 10, "step"):
+            pass
+    assert "\n" not in stream.getvalue()  # a second bar would be on a line of its own
+    assert re.search(r"\rfitting layer 2 of 4, refining: +0%.*\rfitting: +25%", stream.getvalue())
+
+
+def test_a_terminal_of_unknown_size_has_lines(monkeypatch):
+    master, slave = os.openpty()  # 0 columns
+    with os.fdopen(slave, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert stderr.isatty()
+        assert not progress._has_width()
+    os.close(master)
+
+
+def test_steps_go_to_the_caller_where_there_is_one(told):
+    steps = []
+    stages = progress.Stages(lambda *step: steps.append(step))
+    with stages("reading"), stages("write", 10, "B", 4) as wrote:
+        wrote(6)
+        assert list(stages.over("convert", "ab", 2, "layer")) == ["a", "b"]
+    assert steps == [("write", 4, 10), ("write", 10, 10), *(("convert", done, 2) for done in range(3))]
+    with progress.Stages(quiet=True)("reading"):
+        pass
+    assert told() == []

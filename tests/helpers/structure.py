@@ -34,7 +34,7 @@ FLOORS = {
     "convert": [
         ["errors", "data", "signals", "sizes", "transforms"],
         ["request", "console", "progress", "processes", "io", "families"],
-        ["device", "recipes", "report", "stream", "targets"],
+        ["device", "recipes", "stream", "targets"],
         ["bench", "text", "walk"],
         ["measure", "training"],
         ["conversion", "evaluation"],

@@ -165,7 +165,7 @@ def test_families_with_names_of_their_own_are_timed(in_process, tiny_family, tmp
 
 
 def test_the_legend_has_names_rather_than_paths():
-    from kvfold.convert.bench.plot import short_names
+    from kvfold.convert.measure.figures import short_names
 
     assert short_names(["/models/llama", "/results/mla/"]) == ["llama", "mla"]
     assert short_names(["/a/b/model", "/a/c/model"]) == ["b/model", "c/model"]
@@ -178,11 +178,11 @@ def test_the_legend_has_names_rather_than_paths():
 
 def test_the_plot_has_a_bar_of_the_right_height_for_every_row(report):
     pytest.importorskip("matplotlib")
-    from kvfold.convert.bench.plot import figure, short_names
+    from kvfold.convert.measure.figures import decoding_speed, short_names
 
     rows = [dict(row) for row in report["rows"]]
     missing = {"model": rows[0]["model"], "context": 1 << 20, "batch": 1, "needed_bytes": 2, "free_bytes": 1}
-    speed, cache = figure({**report, "rows": [*rows, missing]}).axes
+    speed, cache = decoding_speed({**report, "rows": [*rows, missing]}).figure.axes
     pairs = [(32, 1), (32, 2), (64, 1), (64, 2), (1 << 20, 1)]
     assert [label.get_text() for label in speed.get_xticklabels()] == [f"{c} × {b}" for c, b in pairs]
     assert cache.get_title(loc="left") == "cache, kB"

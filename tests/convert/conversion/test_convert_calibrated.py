@@ -15,11 +15,11 @@ from transformers import AutoTokenizer
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.conversion import trials
 from kvfold.convert.conversion.record import headline, preference_text
-from kvfold.convert.conversion.stages import Stages
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
+from kvfold.convert.progress import Stages
 from kvfold.convert.targets.engines import verdicts
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.targets.results import target_result

@@ -30,9 +30,9 @@ from kvfold.convert.families.model import model_of
 from kvfold.convert.inspection.text import summary
 from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.measure.drift import drift_checkpoints
+from kvfold.convert.measure.page import drift_page
 from kvfold.convert.measure.table import drift_table
 from kvfold.convert.measure.verify import verify_checkpoint
-from kvfold.convert.report.pages import drift_page
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import load_calibration
 from kvfold.convert.transforms.fold import pool

@@ -24,9 +24,9 @@ from kvfold.convert.families.layout import read_layer, write_layer
 from kvfold.convert.families.model import model_of
 from kvfold.convert.inspection.text import summary
 from kvfold.convert.measure.drift import drift_checkpoints
+from kvfold.convert.measure.page import totals
 from kvfold.convert.measure.table import drift_table
 from kvfold.convert.measure.verify import verify_checkpoint
-from kvfold.convert.report.pages import totals
 from kvfold.convert.transforms.fold import pool
 
 DEMO = Path(kvfold.convert.data.__file__).parent / "demo"

@@ -9,9 +9,8 @@ import pytest
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
 from kvfold.convert.io.atomic import output_lock
-from kvfold.convert.uptrain.plot import read_log
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.resume import COMPLETE, last_checkpoint, mark_complete
+from kvfold.convert.uptrain.resume import COMPLETE, last_checkpoint, mark_complete, read_log
 from kvfold.convert.uptrain.run import uptrain_checkpoint
 
 

@@ -6,7 +6,6 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from helpers.processes import run_python
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvfold.convert import ConvertRequest, console, convert_checkpoint, progress
+from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.targets.mla.constant import CONSTANT
@@ -27,9 +26,8 @@ from kvfold.convert.uptrain import run as uptrain_run
 from kvfold.convert.uptrain import trainer as uptrain_trainer
 from kvfold.convert.uptrain.__main__ import main
 from kvfold.convert.uptrain.command import uptrain as uptrain_command
-from kvfold.convert.uptrain.plot import curve_figure, draw_curve, read_log
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.resume import COMPLETE
+from kvfold.convert.uptrain.resume import COMPLETE, read_log
 from kvfold.convert.uptrain.run import uptrain_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -268,50 +266,6 @@ def test_the_stored_dtype_is_kept(source, text, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_the_time_left_is_told_after_the_second_step(monkeypatch, capsys):
-    now = [0.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
-    log = uptrain_trainer.RunLog(SimpleNamespace(quiet=False, steps=50, save_every=0, eval_every=0))
-    state = SimpleNamespace(is_world_process_zero=True, global_step=10, max_steps=50)
-    with log.open:
-        log.on_step_begin(None, state, None)
-        for moment in (100.0, 130.0, 131.0):
-            now[0] = moment
-            log.on_step_end(None, state, SimpleNamespace(should_save=False))
-    assert capsys.readouterr().err == "30 s per step; about 19 min for the remaining 38\n"
-
-
-def test_the_first_measurement_tells_the_time_of_the_whole_run(monkeypatch, capsys):
-    now, shown = [0.0], []
-    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
-    sizes = {"steps": 50, "batch_tokens": 512, "sequences": 4, "micro_batch": 4, "eval_sequences": 8, "eval_every": 20}
-    log = uptrain_trainer.RunLog(
-        SimpleNamespace(quiet=False, save_every=0, teacher="MODEL", gradient_checkpointing=False, **sizes)
-    )
-    state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=50)
-    with log.open:
-        with log.measuring(2) as advance:
-            for moment in (2.0, 6.0):
-                shown.append(progress._DISPLAY.text())
-                now[0] = moment
-                advance()
-        for moment in (100.0, 110.0):
-            log.on_step_begin(None, state, None)
-            shown.append(progress._DISPLAY.text())
-            now[0] = moment
-            log.on_step_end(None, state, SimpleNamespace(should_save=False))
-    assert shown == [
-        "measuring on held-out text, batch 1 of 2",
-        "measuring on held-out text, batch 2 of 2",
-        "training step 1 of 50",
-        "training step 2 of 50",
-    ]
-    assert capsys.readouterr().err == (  # 4 measurements of 2 batches, and 50 steps of 2 batches' time, 3 s each
-        "measuring on 8 held-out sequences, then 50 steps of 512 tokens: about 5 min\n"
-        "10 s per step; about 8 min for the remaining 48 and 3 measurements\n"
-    )
-
-
 def test_a_loss_that_is_not_finite_ends_the_run(converted, text, tmp_path, monkeypatch):
     monkeypatch.setattr(uptrain_trainer, "next_token_loss", lambda logits, tokens: logits.mean() * float("nan"))
     with pytest.raises(KvfoldError, match="step 1: the loss is no longer a finite number; lower --relative-lr"):
@@ -326,65 +280,6 @@ def test_evaluation_on_another_text(converted, text, tmp_path):
     assert done.record["held_out"]["sequences"] == 8
     with pytest.raises(InputError, match="--eval-text: expected another text than --text"):
         train(converted("gqa"), tmp_path / "out2", text, eval_text=str(text))
-
-
-def curve(measured):
-    """The lines of the upper and the lower axes by label, and the axes, for eight steps of training."""
-    rows = [{"step": n, "tokens": 512 * n, "loss": 1 / (n + 1), "learning_rate": 0.1} for n in range(1, 9)]
-    upper, lower = curve_figure(rows + measured, "a model").axes
-    (trained,) = lower.lines
-    assert trained.get_xydata().tolist() == [[512 * n, 1 / (n + 1)] for n in range(1, 9)]
-    assert lower.get_title(loc="left") == "training loss, nats per token"
-    assert lower.get_xlabel() == "tokens seen"
-    return upper, {line.get_label(): line.get_xydata().tolist() for line in upper.lines}
-
-
-def test_the_curve_with_a_teacher():
-    excess = {0: 0.4, 4: 0.3, 8: 0.25}
-    rows = [
-        {"step": n, "tokens": 512 * n, "eval_loss": 3.0, "eval_excess": value, "eval_kl": value + 0.1}
-        for n, value in excess.items()
-    ]
-    upper, lines = curve(rows)
-    assert lines["excess loss over the teacher's"] == [[512 * n, value] for n, value in excess.items()]
-    assert lines["KL from the teacher"] == [[512 * n, value + 0.1] for n, value in excess.items()]
-    assert [y for _, y in lines["half the excess at the start"]] == [0.2, 0.2]
-    assert [text.get_text() for text in upper.texts] == ["0.4000", "0.2500"]
-    assert upper.get_ylim()[1] > 0.5
-
-
-def test_one_measurement_is_one_point_with_one_number():
-    trained = {"step": 4, "tokens": 2048, "loss": 2.0}
-    figure = curve_figure([{"step": 0, "tokens": 0, "eval_loss": 3.0}, trained], "a model")
-    upper, lower = figure.axes
-    assert [text.get_text() for text in upper.texts] == ["3.0000"]
-    assert lower.lines[0].get_marker() == "o"
-
-
-def test_the_curve_without_a_teacher():
-    upper, lines = curve([{"step": n, "tokens": 512 * n, "eval_loss": 3.0 - n / 8} for n in (0, 4, 8)])
-    assert lines == {"loss": [[0, 3.0], [2048, 2.5], [4096, 2.0]]}
-    assert upper.get_title(loc="left") == "held-out text, nats per token"
-
-
-def test_the_curve_without_held_out_text():
-    upper, lines = curve([])
-    assert lines == {}
-    assert upper.get_title(loc="left") == "held-out loss: not measured (--eval-every 0)"
-
-
-@pytest.mark.parametrize(
-    ("name", "start"), [("curve.png", b"\x89PNG"), ("curve.svg", b"<?xml"), ("curve.pdf", b"%PDF")]
-)
-def test_the_file_of_the_curve(tmp_path, name, start):
-    files = []
-    for loss in (1.0, 1.0, 2.0):
-        rows = [{"step": 1, "tokens": 512, "loss": loss}, {"step": 0, "tokens": 0, "eval_loss": loss}]
-        draw_curve(rows, str(tmp_path / name), "a model")
-        files.append((tmp_path / name).read_bytes())
-    assert all(file.startswith(start) for file in files)
-    if name == "curve.png":  # the others hold the time
-        assert files[0] == files[1] != files[2]
 
 
 def test_a_log_that_was_cut_short(tmp_path):

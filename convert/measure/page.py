@@ -1,0 +1,188 @@
+"""The page that ``--report`` writes: one HTML file that loads nothing, made from the values that ``--json`` writes."""
+
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from kvfold.convert.console import check_matplotlib
+from kvfold.convert.errors import InputError
+from kvfold.convert.measure import figures
+from kvfold.convert.measure.figures import ELEMENTS, Chart, Values
+
+FILE = "report.html"
+_ELEMENT_BYTES = 2  # of a cache in 16 bits, if no model says otherwise
+_WHOLE = re.compile(r"(?<![\w-])--[a-z][a-z-]*|\b[\d.]+e-\d+")  # options and small numbers break at no hyphen
+_CSS = """
+:root { color-scheme: light dark; --dim: #6b7280; --rule: #8884; }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 64rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.05rem; margin: 0; } p { margin: .4rem 0; overflow-wrap: anywhere; }
+main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.6rem; }
+figure { margin: 0; } figcaption { color: var(--dim); font-size: .9rem; } svg { width: 100%; height: auto; }
+.indented { padding-left: 1.2rem; } .whole { white-space: nowrap; } .wide { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
+th, td { text-align: right; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+"""
+
+
+@dataclass(frozen=True)
+class Page:
+    """Lines of text, a table (its first row is the head), charts."""
+
+    title: str
+    lines: Sequence[str]
+    table: Sequence[Sequence[str]]
+    charts: Sequence[Chart | None]
+
+    def html(self) -> str:
+        """The page: well-formed XML after its first line. Charts that are None are left out."""
+        indented = {True: ' class="indented"', False: ""}
+        lines = "".join(f"<p{indented[line.startswith(' ')]}>{_text(line.strip())}</p>" for line in self.lines)
+        drawn = "".join(
+            f"<figure><h2>{escape(chart.title)}</h2>{chart.svg()}"
+            f"<figcaption>{_text(chart.caption)}</figcaption></figure>"
+            for chart in self.charts
+            if chart is not None
+        )
+        return (
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+            '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
+            f"<title>{escape(self.title)}</title><style>{_CSS}</style></head><body>"
+            f"<h1>{escape(self.title)}</h1>{lines}{self._table()}<main>{drawn}</main></body></html>\n"
+        )
+
+    def _table(self) -> str:
+        if not self.table:
+            return ""
+        head, *body = (
+            "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
+            for tag, row in zip(["th"] + ["td"] * len(self.table), self.table, strict=False)
+        )
+        rows = "".join(f"<tr>{row}</tr>" for row in body)
+        return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def _text(line: str) -> str:
+    return _WHOLE.sub(r'<span class="whole">\g<0></span>', escape(line))
+
+
+def check_report(folder: str) -> None:
+    """Raise InputError if ``--report folder`` cannot be drawn or written."""
+    check_matplotlib(f"--report {folder}")
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise InputError(f"--report {folder}: expected a folder, found a file; name another")
+
+
+def write_report(page: Page, folder: str, quiet: bool = False) -> Path:
+    """Write the page to ``report.html`` in ``folder``, which is made. Raises InputError if that fails.
+
+    A line on stderr says where it is, unless ``quiet``.
+    """
+    file = Path(folder) / FILE
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(page.html(), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--report {folder}: cannot be written ({error.strerror}): name another folder") from error
+    if not quiet:
+        print(f"wrote {file}: open it in a browser", file=sys.stderr)
+    return file
+
+
+def drift_page(drift: Values, lines: Sequence[str]) -> Page:
+    """``drift`` as ``kvfold drift --json`` has it; ``lines`` say what was compared, and on which text."""
+    return Page("kvfold drift", lines, totals(drift), _drift_charts(drift))
+
+
+def conversion_page(result: Values, lines: Sequence[str]) -> Page:
+    """``result`` as ``kvfold convert --json`` has it; ``lines`` are its summary."""
+    drift = result.get("drift")
+    charts = [*(_drift_charts(drift) if drift else []), figures.gain_by_layer(result)]
+    if worth := result.get("rotary_worth"):
+        charts += [figures.rotary_pairs(worth), figures.rotary_spectrum(worth)]
+    if spectrum := result.get("latent_spectrum"):
+        charts.append(figures.latent_spectrum(spectrum))
+    if splits := result.get("splits"):
+        charts.append(figures.budget_splits(splits, "kl", "KL, nats"))
+    return Page("kvfold convert", lines, totals(drift) if drift else [], charts)
+
+
+def sweep_page(sweep: Values, lines: Sequence[str]) -> Page:
+    """``sweep`` as ``kvfold sweep --json`` has it; ``lines`` decide."""
+    source, targets = sweep["source"], sweep["targets"]
+
+    def excess(row: Mapping[str, Any]) -> float:
+        value = row["excess"]["value"]
+        return math.inf if value is None else float(value)
+
+    # The cache that is drawn belongs to the target that the decision names.
+    named = [row for row in targets if row["target"] == sweep["smallest"]] or [min(targets, key=excess)]
+    per_element = source["layers"] * _ELEMENT_BYTES
+    caches = [
+        (source["kind"], source["elements"] * per_element),
+        (named[0]["kind"], named[0][ELEMENTS] * per_element),
+    ]
+    charts = [
+        figures.excess_by_cache(sweep),
+        figures.residual_by_layer(targets),
+        figures.cache_by_context(caches, ", at 2 bytes per element"),
+    ]
+    charts += [
+        figures.budget_splits(row["splits"], "error", "relative squared error") for row in targets if "splits" in row
+    ]
+    head = ("target", "elements", "saving", "excess loss, nats", "KL", "top-1", "time")
+    return Page("kvfold sweep", lines, [head, *map(_target_row, targets)], charts)
+
+
+def _target_row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    excess = row["excess"]
+    margin = "" if excess["low"] is None else f" ± {(excess['high'] - excess['low']) / 2:.4f}"
+    return (
+        row["kind"],
+        f"{row[ELEMENTS]}",
+        f"{100 * row['saving']:.1f} %",
+        _number(excess["value"], "+.4f") + margin,
+        _number(row["kl"]["value"], ".4f"),
+        f"{100 * row['agreement']:.1f} %",
+        f"{row['seconds']:.0f} s",
+    )
+
+
+def totals(drift: Values) -> list[tuple[str, ...]]:
+    """The numbers at the end of a comparison, as rows of a table."""
+    if "cosine" in drift:
+        cosine = drift["cosine"]
+        margin = "" if cosine["margin"] is None else f" ± {cosine['margin']:.4f}"
+        return [("", "drift"), ("cosine similarity of embeddings", _number(cosine["value"], ".4f") + margin)]
+    excess, cache, both = drift["excess"], drift["cache_bytes_per_token"], drift.get("loss") or drift["perplexity"]
+    name, form = (f"{both['name']}, nats per token", ".4f") if "name" in both else ("perplexity", ".2f")
+    margin = "" if excess["margin"] is None else f" ± {excess['margin']:.4f}"
+    return [
+        ("", "source", "converted", "drift"),
+        (name, _number(both["source"], form), _number(both["student"], form), ""),
+        ("excess loss, nats per token", "", "", _number(excess["value"], "+.4f") + margin),
+        ("KL, nats", "", "", _number(drift["kl"]["value"], ".4f")),
+        ("top-1 agreement", "", "", f"{100 * drift['agreement']['value']:.2f} %"),
+        ("cache, bytes per token", str(cache["source"]), str(cache["student"]), ""),
+    ]
+
+
+def _drift_charts(drift: Values) -> list[Chart | None]:
+    cache = drift["cache_bytes_per_token"]
+    return [
+        figures.drift_by_layer(drift) if drift["layers"] and not drift["identical"] else None,
+        figures.attention_rows_by_head(drift),
+        figures.cache_by_context([("source", cache["source"]), ("converted", cache["student"])])
+        if cache["source"]
+        else None,
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "not finite" if value is None else format(value, form)
