@@ -99,7 +99,7 @@ def _styled(draw: Callable[Arguments, Drawn]) -> Callable[Arguments, Drawn]:
     return styled
 
 
-def _new_figure(width: float = 6.0, height: float = 3.6) -> "Figure":
+def _new_figure(width: float = 5.6, height: float = 3.4) -> "Figure":
     # Not pyplot, which keeps every figure alive and looks for a display.
     from matplotlib.figure import Figure
 
@@ -171,11 +171,15 @@ def attention_rows_by_head(drift: Values) -> Chart | None:
     rows = [[head["row_kl"]["value"] for head in layer["heads"]] for layer in drift["layers"]]
     if not rows or not all(rows) or any(value is None for row in rows for value in row) or len(set(map(len, rows))) > 1:
         return None
+    from matplotlib.ticker import MaxNLocator
+
     figure = _new_figure()
     axes = figure.subplots()
     cells = axes.imshow(rows, aspect="auto", vmin=0)
     axes.grid(visible=False)
     axes.set(xlabel="query head", ylabel="layer")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(cells, label="nats")
     return Chart(
         "Attention rows by head",

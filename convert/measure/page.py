@@ -18,7 +18,7 @@ FILE = "report.html"
 _ELEMENT_BYTES = 2  # of a cache in 16 bits, if no model says otherwise
 _WHOLE = re.compile(r"(?<![\w-])--[a-z][a-z-]*|\b[\d.]+e-\d+")  # options and small numbers break at no hyphen
 _CSS = """
-:root { color-scheme: light dark; --dim: #6b7280; --rule: #8884; }
+:root { color-scheme: light dark; --dim: #7c828c; --rule: #8884; }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 64rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.05rem; margin: 0; } p { margin: .4rem 0; overflow-wrap: anywhere; }
 main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.6rem; }
