@@ -1,11 +1,11 @@
-"""How many cases run: KVFOLD_CASES, or 30; and their number at the end."""
+"""How many cases run: KVFOLD_CASES, or 12; and their number at the end."""
 
 import os
 from collections import Counter
 
 import pytest
 
-CASES = int(os.environ.get("KVFOLD_CASES", "30"))
+CASES = int(os.environ.get("KVFOLD_CASES", "12"))
 COUNTS = pytest.StashKey[Counter]()
 
 

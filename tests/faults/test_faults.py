@@ -1,6 +1,6 @@
 """Conversions that are killed, starved and lied to: OUT is absent, as it was, or what an undisturbed run writes.
 
-``python -m pytest -m faults tests/faults`` runs 30 cases, ``KVFOLD_CASES=600`` before it as many. Each is a forked
+``python -m pytest -m faults tests/faults`` runs 12 cases, ``KVFOLD_CASES=600`` before it as many. Each is a forked
 ``kvfold convert`` in which one call of the system, drawn from a seed, is killed or interrupted, fails as on a full or
 broken disk, or finds the source changed; or which has few descriptors, little memory, or a second run beside it.
 """
