@@ -11,6 +11,7 @@ from click.core import ParameterSource
 
 from kvfold.convert import processes
 from kvfold.convert import request as rq
+from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import (
     STDOUT,
     Choice,
@@ -22,7 +23,6 @@ from kvfold.convert.console import (
     write_text,
 )
 from kvfold.convert.evaluation.command import evaluate
-from kvfold.convert.io.checkpoint import check_opens
 from kvfold.convert.measure.bench_command import bench
 from kvfold.convert.measure.options import compute_dtype_option, device_option, json_file_option, tell
 from kvfold.convert.measure.page import check_report, conversion_page, drift_page, write_report

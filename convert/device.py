@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from kvfold.convert.checkpoint.opening import Checkpoint
+from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.errors import InputError
-from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.io.host import host_memory
-from kvfold.convert.io.tensors import torch_dtype
+from kvfold.convert.host import host_memory
 
 _COMPUTED = ("F32", "BF16", "F16")
 

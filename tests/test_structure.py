@@ -139,10 +139,10 @@ def test_every_import_is_seen(tmp_path) -> None:
     """Imports inside functions, under TYPE_CHECKING, relative ones and import_module count."""
     sources = {
         "convert/__init__.py": "",
-        "convert/errors.py": "def late():\n    from kvfold.convert.io import shards\n    return shards\n",
-        "convert/io/__init__.py": "",
-        "convert/io/shards.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..errors import late\n",
-        "attention/__init__.py": "import importlib as i\ni.import_module('kvfold.convert.io')\nimport convert\n",
+        "convert/errors.py": "def late():\n    from kvfold.convert.checkpoint import shards\n    return shards\n",
+        "convert/checkpoint/__init__.py": "",
+        "convert/checkpoint/shards.py": "import typing\nif typing.TYPE_CHECKING:\n    from ..errors import late\n",
+        "attention/__init__.py": "import importlib as i\ni.import_module('kvfold.convert.checkpoint')\nimport convert",
     }
     for file, text in sources.items():
         path = tmp_path / file
@@ -150,18 +150,18 @@ def test_every_import_is_seen(tmp_path) -> None:
         path.write_text(text)
     repository = Repository(tmp_path)
     assert [(each.file, each.line, each.target) for each in repository.arrows] == [
-        ("attention/__init__.py", 2, "convert/io/__init__.py"),
-        ("convert/errors.py", 2, "convert/io/shards.py"),
-        ("convert/io/shards.py", 3, "convert/errors.py"),
+        ("attention/__init__.py", 2, "convert/checkpoint/__init__.py"),
+        ("convert/checkpoint/shards.py", 3, "convert/errors.py"),
+        ("convert/errors.py", 2, "convert/checkpoint/shards.py"),
     ]
     assert [str(each) for each in repository.imports if each.module == "convert"] == [
         "attention/__init__.py:3 imports convert"
     ]
-    assert file_circles(repository) == [["convert/errors.py", "convert/io/shards.py"]]
-    assert circles(room_arrows(repository)) == [["convert/errors", "convert/io"]]
+    assert file_circles(repository) == [["convert/checkpoint/shards.py", "convert/errors.py"]]
+    assert circles(room_arrows(repository)) == [["convert/checkpoint", "convert/errors"]]
     assert upward(repository) == [
-        "attention/__init__.py:2 imports kvfold.convert.io: from attention/__init__ (floor 9 of attention) to "
-        "convert/io (floor 2 of convert); an import may only go down",
-        "convert/errors.py:2 imports kvfold.convert.io.shards: from convert/errors (floor 1 of convert) to "
-        "convert/io (floor 2 of convert); an import may only go down",
+        "attention/__init__.py:2 imports kvfold.convert.checkpoint: from attention/__init__ (floor 9 of attention) to "
+        "convert/checkpoint (floor 2 of convert); an import may only go down",
+        "convert/errors.py:2 imports kvfold.convert.checkpoint.shards: from convert/errors (floor 1 of convert) to "
+        "convert/checkpoint (floor 2 of convert); an import may only go down",
     ]

@@ -87,7 +87,7 @@ def shape_subjects(name: str, layers: int | None, longest: int) -> list[Subject]
 
 def checkpoint_subjects(models: Sequence[str]) -> list[Subject]:
     """Every checkpoint in stock form, latent ones absorbed too. Raises InputError when one cannot be opened."""
-    from kvfold.convert.io.checkpoint import open_checkpoint
+    from kvfold.convert.checkpoint.opening import open_checkpoint
 
     subjects = []
     for model in models:

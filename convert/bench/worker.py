@@ -25,7 +25,7 @@ from kvfold.convert.bench.clock import Clock, free_memory, peak_memory, repeat, 
 from kvfold.convert.bench.costs import Weights, costs
 from kvfold.convert.bench.machine import processor
 from kvfold.convert.bench.shapes import Subject
-from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.stream.auto import AutoModelForCausalLM
 from kvfold.convert.stream.loading import load_model as load_checkpoint
 

@@ -11,10 +11,10 @@ import torch
 
 from kvfold.attention.drift.lockstep import compare_predictions
 from kvfold.attention.drift.report import DriftReport
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import hidden_states
 from kvfold.convert.conversion.method import Measured, Notes
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.stream.seq2seq import checkpoint_stream
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens

@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvfold.convert.checkpoint.hub import parse_hub_id
+from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import cosine_margin, engine_cost, rank_sizes, text_name, versions
 from kvfold.convert.conversion.usage import repeating, source_name, usage
 from kvfold.convert.families.family import encoders, load_family, seq2seq
 from kvfold.convert.families.wrappers import WRAPPERS
-from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.io.hub import parse_hub_id
 from kvfold.convert.targets.engines import Verdict
 
 _CARD = """---

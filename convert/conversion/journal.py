@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
+from kvfold.convert.checkpoint.hashing import file_sha256
+from kvfold.convert.checkpoint.shard_files import is_laid_out, write_synced
+from kvfold.convert.checkpoint.shards import Shard, tensor_places
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import versions
-from kvfold.convert.io.hashing import file_sha256
-from kvfold.convert.io.shard_plan import tensor_places
-from kvfold.convert.io.shards import Shard, is_laid_out, write_synced
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError
-from kvfold.convert.io.host import host_memory, may_have_gpu
+from kvfold.convert.host import host_memory, may_have_gpu
 from kvfold.convert.request import SELF, held_out_count
 from kvfold.convert.sizes import bytes_text
 from kvfold.convert.training.budget import batch_size, sequences_of

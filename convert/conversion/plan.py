@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert import processes
+from kvfold.convert.checkpoint.folder import CONFIG, SINGLE, WEIGHT_SUFFIXES, read_config
+from kvfold.convert.checkpoint.headers import TORCH_NAMES, TensorInfo, tensor_bytes
+from kvfold.convert.checkpoint.json_text import portable_name
+from kvfold.convert.checkpoint.opening import Checkpoint
+from kvfold.convert.checkpoint.reader import NoReader
+from kvfold.convert.checkpoint.shards import OutputTensor, Shard, assign_shards
 from kvfold.convert.conversion.possible import check_kind, check_kv_heads, dtype_problems, latent_targets
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.tensors import Role
-from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.io.folder import CONFIG, SINGLE, WEIGHT_SUFFIXES, read_config
-from kvfold.convert.io.headers import TORCH_NAMES, TensorInfo, tensor_bytes
-from kvfold.convert.io.json_text import portable_name
-from kvfold.convert.io.reader import NoReader
-from kvfold.convert.io.shards import OutputTensor, Shard, assign_shards
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.targets.engines import Verdict, alternatives, verdicts
 from kvfold.convert.targets.kept import keepable, kept_config, kept_tensors

@@ -1,10 +1,10 @@
 """What a request may ask of a model: numbers of key/value heads, splits of a latent, options of its kind."""
 
+from kvfold.convert.checkpoint.headers import FLOAT_DTYPES
+from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
-from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.io.headers import FLOAT_DTYPES
 from kvfold.convert.request import SELF, WEIGHTS_ONLY, ConvertRequest
 from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
 from kvfold.convert.targets.mla.problems import latent_problems

@@ -12,6 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert import processes
+from kvfold.convert.checkpoint.atomic import check_output, free_space_check, output_folder
+from kvfold.convert.checkpoint.folder import RECORD, read_bytes
+from kvfold.convert.checkpoint.hashing import hashing
+from kvfold.convert.checkpoint.json_text import dump
+from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint, open_headers
+from kvfold.convert.checkpoint.shard_files import write_file, write_index
+from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.console import append_line
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, resumable
@@ -33,12 +40,6 @@ from kvfold.convert.conversion.record import (
 )
 from kvfold.convert.conversion.record import record as record_of
 from kvfold.convert.errors import InputError
-from kvfold.convert.io.atomic import check_output, free_space_check, output_folder
-from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint, open_headers
-from kvfold.convert.io.config import dump
-from kvfold.convert.io.folder import RECORD, read_bytes
-from kvfold.convert.io.hashing import hashing
-from kvfold.convert.io.shards import ShardWriter, write_file, write_index
 from kvfold.convert.measure.verify import file_hashes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import SELF, ConvertRequest

@@ -7,9 +7,9 @@ import shlex
 from dataclasses import MISSING, fields
 from pathlib import Path
 
+from kvfold.convert.checkpoint.json_text import portable_name
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.families.wrappers import WRAPPERS
-from kvfold.convert.io.json_text import portable_name
 from kvfold.convert.request import RUN_ONLY, SELF, ConvertRequest
 from kvfold.convert.sizes import parse_size
 

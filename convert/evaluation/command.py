@@ -4,8 +4,8 @@ from typing import Any
 
 import click
 
+from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import check_writable
-from kvfold.convert.io.checkpoint import check_opens
 from kvfold.convert.measure.options import compute_dtype_option, device_option, json_file_option, tell
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvfold.attention.drift.lockstep import margin
 from kvfold.attention.drift.report import perplexity
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.console import duration
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
@@ -20,7 +21,6 @@ from kvfold.convert.evaluation import harness
 from kvfold.convert.evaluation.positions import stretches, token_losses
 from kvfold.convert.evaluation.retrieval import CHOICES, TASKS, Question, Questions, answers
 from kvfold.convert.families.family import check_decodes
-from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.progress import stage
 from kvfold.convert.stream.loading import hide_bars, load_model
 from kvfold.convert.text.documents import open_corpus

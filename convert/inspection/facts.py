@@ -5,6 +5,9 @@ import os
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from kvfold.convert.checkpoint.headers import FLOAT_DTYPES
+from kvfold.convert.checkpoint.opening import Checkpoint, open_headers
+from kvfold.convert.checkpoint.quantized.dense import keeps_quantized
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.tensors import ROLES
@@ -12,9 +15,6 @@ from kvfold.convert.inspection.latent import latent_faults
 from kvfold.convert.inspection.norms import Range, norm_ranges
 from kvfold.convert.inspection.own import own_model
 from kvfold.convert.inspection.targets import CacheSize, TargetSize, cache_size, no_cache, target_sizes
-from kvfold.convert.io.checkpoint import Checkpoint, open_headers
-from kvfold.convert.io.headers import FLOAT_DTYPES
-from kvfold.convert.io.quantized.dense import keeps_quantized
 from kvfold.convert.targets.engines import Verdict, verdicts
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.mla.problems import model_problems

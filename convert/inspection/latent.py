@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.errors import short
 from kvfold.convert.families.values import TYPES
-from kvfold.convert.io.headers import TensorInfo
 
 _KEYS = {
     "num_hidden_layers": "size",

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.io.folder import RECORD, json_beside
+from kvfold.convert.checkpoint.folder import RECORD, json_beside
 
 _MEASURED = ("query_spread", "key_spread", "query_missed", "key_missed")
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, short
 from kvfold.convert.families.family import encoders, load_family, seq2seq, supported
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.tensors import ROLES
 from kvfold.convert.families.values import TYPES
-from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.targets.own_code import BLOCK, Shape, grouped_shapes, source_type
 from kvfold.convert.targets.own_latent import LATENT, NORMED, latent_shapes

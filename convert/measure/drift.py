@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from kvfold.attention.drift.report import DriftReport, floor_count, measure_drift
+from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import encoders, load_family, seq2seq
 from kvfold.convert.families.model import Model
-from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.progress import stage
 from kvfold.convert.request import check_values
 from kvfold.convert.stream.fits import check_fits

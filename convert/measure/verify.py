@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvfold.convert.checkpoint.folder import RECORD, parse_json, read_bytes, resolve_member
+from kvfold.convert.checkpoint.hashing import file_sha256
+from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError, short
-from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
-from kvfold.convert.io.folder import RECORD, parse_json, read_bytes, resolve_member
-from kvfold.convert.io.hashing import file_sha256
 
 _ELEMENTS = 1 << 24  # of a tensor at once
 _THREADS = 4  # a disk is slower than so many processors
@@ -74,7 +74,7 @@ def content_problems(checkpoint: Checkpoint) -> list[str]:
 
 def non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
     """A line for every tensor among ``names`` with NaN or infinity in it; reads in bounded memory."""
-    from kvfold.convert.io.tensors import count_non_finite
+    from kvfold.convert.checkpoint.tensors import count_non_finite
 
     for name in names:
         if bad := sum(map(count_non_finite, checkpoint.chunks(name, _ELEMENTS))):

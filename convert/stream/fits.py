@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from kvfold.convert.checkpoint.headers import TensorInfo
+from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.errors import InputError, one_line
-from kvfold.convert.io.headers import TensorInfo
-from kvfold.convert.io.tensors import torch_dtype
 from kvfold.convert.stream.skeleton import empty_model
 from kvfold.convert.stream.weight_map import WeightMap, WeightSource
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, one_line
-from kvfold.convert.io.checkpoint import Checkpoint
 
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> Any:

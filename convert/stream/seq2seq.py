@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from kvfold.attention.checkpoints.registered import PREFIX, SEQ2SEQ, SPEECH
 from kvfold.attention.drift.frame import Arguments, Frame
 from kvfold.attention.drift.halves import Half, HalvesFrame
-from kvfold.convert.io.checkpoint import Checkpoint
+from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.stream.sound import synthetic_sound
 from kvfold.convert.stream.stream import CheckpointStream
 

@@ -7,6 +7,8 @@ from typing import Any
 import click
 
 from kvfold.convert import request as rq
+from kvfold.convert.checkpoint.atomic import check_output
+from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import (
     STDOUT,
     Choice,
@@ -17,8 +19,6 @@ from kvfold.convert.console import (
     steps_or_auto,
     write_text,
 )
-from kvfold.convert.io.atomic import check_output
-from kvfold.convert.io.checkpoint import check_opens
 from kvfold.convert.measure.figures import excess_by_cache
 from kvfold.convert.measure.page import check_report, sweep_page, write_report
 from kvfold.convert.sweep.request import WITHIN, parse_targets

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kvfold.convert.checkpoint.atomic import check_output
+from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.conversion.calibration import load_tokens, source_stream
 from kvfold.convert.conversion.fold import fold_layer
 from kvfold.convert.conversion.latent import survey_layers
@@ -33,8 +35,6 @@ from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import check_decodes
 from kvfold.convert.families.model import model_of
-from kvfold.convert.io.atomic import check_output
-from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, Layout
 from kvfold.convert.sweep.request import Options, in_words, parse_targets, spelled

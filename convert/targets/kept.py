@@ -7,10 +7,10 @@ source's other weights, and what its class stores in another form than the resul
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.io.quantized.dense import DequantizingReader
-from kvfold.convert.io.quantized.format import Packed
-from kvfold.convert.io.shards import OutputTensor
+from kvfold.convert.checkpoint.opening import Checkpoint
+from kvfold.convert.checkpoint.quantized.dense import DequantizingReader
+from kvfold.convert.checkpoint.quantized.format import Packed
+from kvfold.convert.checkpoint.shards import OutputTensor
 
 _LEFT = "modules_to_not_convert"
 _HEAD = "lm_head"  # named in any case: transformers ties it or not

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kvfold.convert.checkpoint.headers import TORCH_NAMES
+from kvfold.convert.checkpoint.json_text import dtype_changes, edit_config
+from kvfold.convert.checkpoint.opening import Checkpoint
+from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.expressions import evaluate
 from kvfold.convert.families.geometry import Layer
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import layer_frequencies
 from kvfold.convert.families.schema import OwnCode, WholeAttention
-from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.io.config import dtype_changes, edit_config
-from kvfold.convert.io.headers import TORCH_NAMES
-from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.targets.same_family import attention_label, cache_elements, stored_dtype
 from kvfold.convert.targets.target import TargetLayout
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kvfold.convert.checkpoint.opening import Checkpoint
+from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.tensors import Role
-from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.targets.own_code import Shape, own_config, own_module
 from kvfold.convert.targets.same_family import POOLED, attention_label, cache_elements, stored_dtype
 from kvfold.convert.targets.target import TargetLayout

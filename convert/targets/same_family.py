@@ -3,15 +3,15 @@
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES
+from kvfold.convert.checkpoint.json_text import dtype_changes, edit_config
+from kvfold.convert.checkpoint.opening import Checkpoint
+from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rope import older_rope_keys
 from kvfold.convert.families.tensors import ROLES, Role
 from kvfold.convert.families.wrappers import edit_text
-from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.io.config import dtype_changes, edit_config
-from kvfold.convert.io.headers import FLOAT_DTYPES, TORCH_NAMES
-from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.targets.target import TargetLayout
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.io.shards import OutputTensor
+from kvfold.convert.checkpoint.shards import OutputTensor
 
 if TYPE_CHECKING:
     from torch import Tensor

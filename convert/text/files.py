@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from kvfold.convert.checkpoint.json_text import portable_name
 from kvfold.convert.errors import InputError
-from kvfold.convert.io.json_text import portable_name
 from kvfold.convert.text.rows import Document, Render, document_of, json_row
 from kvfold.convert.text.sources import ROWS
 

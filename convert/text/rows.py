@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvfold.convert.checkpoint.json_text import check_unicode
 from kvfold.convert.errors import first_line
-from kvfold.convert.io.json_text import check_unicode
 
 Render = Callable[[list[Mapping[str, Any]]], str]
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, one_line
-from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.stream.skeleton import empty_model
 from kvfold.convert.text.documents import Document, Render
 

@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.io.checkpoint import Checkpoint
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.mla.constant import CONSTANT, lr_multipliers
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import click
 
+from kvfold.convert.checkpoint.atomic import check_output
+from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import Choice, PanelCommand, PanelOption, check_plot, check_writable
-from kvfold.convert.io.atomic import check_output
-from kvfold.convert.io.checkpoint import check_opens
 from kvfold.convert.measure.options import tell
 from kvfold.convert.processes import leave_processes, started_first
 from kvfold.convert.request import DEVICES

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from kvfold.attention.drift.frame import attention_name, layer_list
+from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError
-from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.stream.loading import load_model
 from kvfold.convert.training.constant import ConstantChannel, has_constant
 from kvfold.convert.uptrain.arguments import compute_dtype

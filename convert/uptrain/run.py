@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfold.convert.checkpoint.atomic import check_output, output_lock
+from kvfold.convert.checkpoint.json_text import portable_name
+from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import check_decodes
 from kvfold.convert.families.wrappers import text_type
-from kvfold.convert.io.atomic import check_output, output_lock
-from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
-from kvfold.convert.io.json_text import portable_name
 from kvfold.convert.measure.figures import uptraining_curve
 from kvfold.convert.processes import run_on_first, started_first
 from kvfold.convert.stream.loading import hide_bars, load_config, load_model

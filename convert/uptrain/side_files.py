@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvfold.convert.checkpoint.folder import RECORD, parse_json, raise_problems, read_bytes, resolve_member
+from kvfold.convert.checkpoint.opening import Checkpoint
+from kvfold.convert.checkpoint.shard_files import write_file
 from kvfold.convert.errors import InputError
-from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.io.folder import RECORD, parse_json, raise_problems, read_bytes, resolve_member
-from kvfold.convert.io.shards import write_file
 
 _CARD = "README.md"
 

@@ -6,16 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
+from kvfold.convert.checkpoint.atomic import output_folder
+from kvfold.convert.checkpoint.folder import RECORD
+from kvfold.convert.checkpoint.json_text import dump, portable_name
+from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
+from kvfold.convert.checkpoint.shard_files import write_file
+from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.conversion.card import trained_card
 from kvfold.convert.conversion.record import versions
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.io.atomic import output_folder
-from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
-from kvfold.convert.io.config import dump
-from kvfold.convert.io.folder import RECORD
-from kvfold.convert.io.json_text import portable_name
-from kvfold.convert.io.shards import write_file
-from kvfold.convert.io.tensors import torch_dtype
 from kvfold.convert.measure.verify import file_hashes, non_finite
 from kvfold.convert.sizes import parse_size
 from kvfold.convert.uptrain.request import UptrainRequest

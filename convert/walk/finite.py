@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from kvfold.convert.checkpoint.tensors import refuse_non_finite
 from kvfold.convert.errors import InputError
-from kvfold.convert.io.tensors import refuse_non_finite
 from kvfold.convert.stream.stream import CheckpointStream
 
 

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.attention.drift.streams import LayerOutput
+from kvfold.convert.checkpoint.copying import write_all
+from kvfold.convert.checkpoint.tensors import tensor_memory
 from kvfold.convert.errors import InputError, KvfoldError
-from kvfold.convert.io.copying import write_all
-from kvfold.convert.io.tensors import tensor_memory
 
 Hidden = MutableSequence[Tensor]
 Keep = Callable[[Iterable[Tensor]], Hidden]  # ``list``, or a ``Spill``

@@ -53,9 +53,9 @@ from kvfold.attention.drift.heads import squares
 from kvfold.attention.drift.lockstep import LayerDrift, Measurement, compare_layer, compare_predictions, relative
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.attention.drift.streams import LayerOutput
+from kvfold.convert.checkpoint.shards import OutputTensor
+from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.io.shards import OutputTensor
-from kvfold.convert.io.tensors import torch_dtype
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.finite import check_finite

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from kvfold.convert.bench.machine import conditions
-from kvfold.convert.io.copying import copy_range
+from kvfold.convert.checkpoint.copying import copy_range
 from kvfold.convert.measure.verify import file_hashes
 
 WIDTH, INNER, HEADS, VOCABULARY = 4096, 11008, 32, 32000

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvfold.convert.checkpoint.headers import TensorInfo
+from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.families.model import model_of
-from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.io.headers import TensorInfo
 from kvfold.convert.request import ConvertRequest
 
 CONFIG = {

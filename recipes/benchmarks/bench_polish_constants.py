@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion import polishing
 from kvfold.convert.data import demo_folder
 from kvfold.convert.device import training_autocast
-from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.tokenizer import load_tokenizer
 from kvfold.convert.text.windows import load_calibration

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from kvfold.convert import host
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.device import compute_dtype
-from kvfold.convert.io import host
-from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.measure.drift import _stream
 
 

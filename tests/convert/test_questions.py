@@ -9,10 +9,10 @@ import torch
 from helpers.checkpoints import tensors
 from torch import Tensor
 
+from kvfold.convert.checkpoint.folder import DEQUANTIZE
+from kvfold.convert.checkpoint.opening import open_headers
 from kvfold.convert.conversion.run import convert_checkpoint
 from kvfold.convert.errors import InputError
-from kvfold.convert.io.checkpoint import open_headers
-from kvfold.convert.io.folder import DEQUANTIZE
 from kvfold.convert.request import ConvertRequest
 
 DOCS = Path(__file__).parents[2] / "docs" / "questions.md"

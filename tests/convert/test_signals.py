@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvfold.convert.bench import worker
-from kvfold.convert.io import atomic
+from kvfold.convert.checkpoint import atomic
 from kvfold.convert.signals import interruptible
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -20,11 +20,11 @@ import pytest
 from fuzz.counts import INPUTS, TESTS, drawn
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.checkpoint.headers import parse_header
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.inspection.facts import inspect_checkpoint
-from kvfold.convert.io.checkpoint import open_checkpoint
-from kvfold.convert.io.headers import parse_header
 from kvfold.convert.recipes import read_recipe
 from kvfold.convert.text.documents import open_corpus
 

@@ -1,8 +1,8 @@
 """The structure of the packages, read from their imports: rooms, floors, arrows, circles and sizes.
 
-A room is a folder of a package (``convert/io``) or a file at its root (``convert/cli.py``). Every room stands on a
-floor (``FLOORS``), and an import may only go down. Imports are read with ``ast``, wherever they stand: at the top of a
-file, inside a function, under ``TYPE_CHECKING``, or as ``import_module("kvfold...")``.
+A room is a folder of a package (``convert/checkpoint``) or a file at its root (``convert/cli.py``). Every room stands
+on a floor (``FLOORS``), and an import may only go down. Imports are read with ``ast``, wherever they stand: at the top
+of a file, inside a function, under ``TYPE_CHECKING``, or as ``import_module("kvfold...")``.
 
 ``python tests/helpers/structure.py [REPOSITORY]`` prints the figures of a repository (default: this one).
 """
@@ -32,8 +32,8 @@ FLOORS = {
         ["__init__"],
     ],
     "convert": [
-        ["errors", "data", "signals", "sizes", "transforms"],
-        ["request", "console", "progress", "processes", "io", "families"],
+        ["errors", "data", "signals", "sizes", "host", "transforms"],
+        ["request", "console", "progress", "processes", "checkpoint", "families"],
         ["device", "recipes", "stream", "targets"],
         ["bench", "text", "walk"],
         ["measure", "training"],
@@ -50,9 +50,9 @@ FLOORS = {
 class Import:
     """One import of a repository's file: what stands in which line, and the repository's file it reaches, if any."""
 
-    file: str  # the importing file, relative to the repository: "convert/io/shards.py"
+    file: str  # the importing file, relative to the repository: "convert/checkpoint/shards.py"
     line: int
-    module: str  # absolute name: "kvfold.convert.io.atomic", "torch.nn"
+    module: str  # absolute name: "kvfold.convert.checkpoint.atomic", "torch.nn"
     target: str | None  # the imported file, like ``file``; None for a module of another project
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ class Repository:
 
     @cached_property
     def _file_of(self) -> dict[str, str]:
-        """The file of every module: ``kvfold.convert.io`` is ``convert/io/__init__.py``."""
+        """The file of every module: ``kvfold.convert.checkpoint`` is ``convert/checkpoint/__init__.py``."""
         return {
             "kvfold." + file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file
             for file in self.files
@@ -94,7 +94,7 @@ class Repository:
 
 
 def room(file: str) -> str:
-    """The room of a file: ``convert/io`` for ``convert/io/shards.py``, ``convert/cli`` for ``convert/cli.py``."""
+    """The room of a file: ``convert/text`` for ``convert/text/files.py``, ``convert/cli`` for ``convert/cli.py``."""
     return "/".join(file.removesuffix(".py").split("/")[:2])
 
 
@@ -200,7 +200,7 @@ def _modules(node: ast.AST, package: list[str], file_of: dict[str, str]) -> list
         names = [f"{base}.{alias.name}" for alias in node.names]
         modules = [
             name for name in names if name in file_of
-        ]  # from kvfold.convert.io import shards: the file shards.py
+        ]  # from kvfold.convert.checkpoint import shards: the file shards.py
         return modules + ([base] if len(modules) < len(names) else [])
     if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
         first = node.args[0] if node.args else None

@@ -2,8 +2,8 @@
 
 import torch
 
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.families.model import model_of
-from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.training.student import Student
 
 TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(0))

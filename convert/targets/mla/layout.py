@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvfold.convert.checkpoint.headers import TORCH_NAMES
+from kvfold.convert.checkpoint.json_text import dtype_changes, edit_config
+from kvfold.convert.checkpoint.opening import Checkpoint
+from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.wrappers import place_of
-from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.io.config import dtype_changes, edit_config
-from kvfold.convert.io.headers import TORCH_NAMES
-from kvfold.convert.io.shards import OutputTensor
 from kvfold.convert.targets.mla.config import (
     LatentTarget,
     layer_shapes,

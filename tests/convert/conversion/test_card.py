@@ -14,10 +14,10 @@ from huggingface_hub.utils import validate_repo_id
 from transformers.pipelines import SUPPORTED_TASKS
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.cli import kvfold
 from kvfold.convert.conversion.card import front_matter, trained_card
 from kvfold.convert.data import demo_folder
-from kvfold.convert.io.checkpoint import Checkpoint
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.fold import fold_rotary
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.data import demo_folder
-from kvfold.convert.io.checkpoint import open_checkpoint
 
 ROPE = {"rope_theta": 700.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from kvfold.convert import processes
+from kvfold.convert.checkpoint.headers import TensorInfo
+from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.plan import check_processes, make_plan
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
 from kvfold.convert.families.tensors import StoredTensor
 from kvfold.convert.families.values import Values
-from kvfold.convert.io.checkpoint import Checkpoint
-from kvfold.convert.io.headers import TensorInfo
 from kvfold.convert.request import ConvertRequest
 
 CONFIG = {

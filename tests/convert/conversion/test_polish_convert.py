@@ -6,13 +6,12 @@ import pytest
 import torch
 from helpers.checkpoints import tensors
 
-from kvfold.convert import ConvertRequest, InputError, convert_checkpoint, device
+from kvfold.convert import ConvertRequest, InputError, convert_checkpoint, device, host
+from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion import memory, polishing
 from kvfold.convert.data import demo_folder
 from kvfold.convert.device import free_memory, training_autocast
-from kvfold.convert.io import host
-from kvfold.convert.io.checkpoint import open_checkpoint
-from kvfold.convert.io.shards import ShardWriter
 from kvfold.convert.targets.mla.constant import CONSTANT, norm_weight
 from kvfold.convert.training import budget
 from kvfold.convert.training import polish as training

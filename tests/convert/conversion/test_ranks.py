@@ -29,7 +29,7 @@ DIES = """
 import os, signal, time
 from pathlib import Path
 from kvfold.convert import processes
-from kvfold.convert.io.shards import ShardWriter
+from kvfold.convert.checkpoint.writer import ShardWriter
 
 write = ShardWriter.write_own
 

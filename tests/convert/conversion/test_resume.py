@@ -8,10 +8,10 @@ import torch
 from helpers import forked
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.checkpoint import writer
+from kvfold.convert.checkpoint.folder import read_header
 from kvfold.convert.conversion import journal
 from kvfold.convert.data import demo_folder
-from kvfold.convert.io import shards
-from kvfold.convert.io.folder import read_header
 
 OPTIONS = {
     "mqa": {"to": "mqa", "group": "contiguous", "refine": 3},
@@ -40,7 +40,7 @@ def child(tmp_path_factory):
 
             journal.Journal.note = noted
             if layers == 4:
-                shards.ShardWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+                writer.ShardWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
             convert_checkpoint(ConvertRequest(**options))
 
         return forked.run(tmp_path_factory.mktemp("log"), work)

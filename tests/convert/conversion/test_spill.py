@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion import memory
 from kvfold.convert.conversion.journal import run_key
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
-from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.walk import passes
 from kvfold.convert.walk.hidden import Spill
 

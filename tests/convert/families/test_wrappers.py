@@ -21,12 +21,12 @@ from kvfold.convert import (
     inspect_checkpoint,
     uptrain_checkpoint,
 )
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.data import read_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import family_of
 from kvfold.convert.families.model import model_of
 from kvfold.convert.families.wrappers import _SIZES, DEFAULT_SIZES, WRAPPERS
-from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.stream.stream import CheckpointStream
 
 

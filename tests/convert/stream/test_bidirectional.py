@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvfold.attention.drift.loaded import LoadedStream
 from kvfold.attention.drift.streams import LayerOutput, LayerStream
+from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.families.layout import read_layer, write_layer
 from kvfold.convert.families.model import model_of
 from kvfold.convert.families.rotary import layer_rotary
-from kvfold.convert.io.checkpoint import Checkpoint, open_checkpoint
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.fold import grouping, principal
 from kvfold.convert.transforms.weights import AttentionWeights

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError
-from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.stream.seq2seq import Seq2SeqStream, checkpoint_stream, stream_class
 from kvfold.convert.stream.sound import synthetic_sound
 from kvfold.convert.walk.statistics import StatisticsAccumulator

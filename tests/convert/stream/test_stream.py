@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import supported
-from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.stream.stream import CheckpointStream
 
 SMALL = {

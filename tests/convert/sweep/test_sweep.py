@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from helpers.checkpoints import add_demo_tokenizer
 
 from kvfold.convert import InputError, KvfoldError, convert_checkpoint, inspect_checkpoint, sweep_checkpoint
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.cli import kvfold
 from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import model_of
-from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.sweep.request import parse_targets, spelled
 from kvfold.convert.sweep.targets import default_targets
 

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvfold.attention import absorb
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.families.model import model_of
-from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.stream.auto import AutoModelForCausalLM as CompletedAuto
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.targets.engines import alternatives, verdicts

@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from kvfold.attention import register_models
 from kvfold.attention.checkpoints.registered import SOURCES
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.possible import latent_targets
 from kvfold.convert.data import read_documents
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import load_family, supported
 from kvfold.convert.families.layout import read_layer, write_layer
 from kvfold.convert.families.model import model_of
-from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.measure.verify import verify_checkpoint
 from kvfold.convert.stream.loading import load_model
 from kvfold.convert.targets.own_code import CODE
@@ -406,7 +406,7 @@ def test_other_layouts_name_this_one(tiny_family, tmp_path):
 
 FRESH = """
 import sys
-from kvfold.convert.io.checkpoint import open_checkpoint
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.stream.loading import load_config
 print(type(load_config(open_checkpoint(sys.argv[1]), False)).__module__)
 """

@@ -22,13 +22,13 @@ from kvfold.attention import register_models
 from kvfold.attention.checkpoints import registered
 from kvfold.attention.drift.report import measure_drift
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError
 from kvfold.convert.evaluation.run import eval_checkpoints
 from kvfold.convert.families.family import encoders, family_of
 from kvfold.convert.families.layout import read_layer, write_layer
 from kvfold.convert.families.model import model_of
 from kvfold.convert.inspection.text import summary
-from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.measure.drift import drift_checkpoints
 from kvfold.convert.measure.page import drift_page
 from kvfold.convert.measure.table import drift_table

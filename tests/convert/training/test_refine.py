@@ -7,12 +7,12 @@ import torch
 from transformers import AutoTokenizer
 
 from kvfold.convert import ConvertRequest
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import source_stream
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.conversion.pooled import pooled_layer
 from kvfold.convert.conversion.refinement import refinement
 from kvfold.convert.data import demo_folder, read_text
-from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.targets.mla.constant import CONSTANT, lr_multipliers
 from kvfold.convert.training import refine as refining
 from kvfold.convert.training.objective import examples

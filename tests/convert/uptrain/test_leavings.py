@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
+from kvfold.convert.checkpoint.atomic import output_lock
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
-from kvfold.convert.io.atomic import output_lock
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.resume import COMPLETE, last_checkpoint, mark_complete, read_log
 from kvfold.convert.uptrain.run import uptrain_checkpoint

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError
-from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.side_files import read_side_files
 

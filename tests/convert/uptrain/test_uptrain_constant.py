@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.targets.mla.constant import CONSTANT, norm_weight
 from kvfold.convert.training.constant import ConstantChannel, check_constant, has_constant
 from kvfold.convert.training.loss import next_token_loss

@@ -13,8 +13,8 @@ import torch
 from accelerate.data_loader import BatchSamplerShard, skip_first_batches
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from kvfold.convert.checkpoint import atomic
 from kvfold.convert.errors import InputError
-from kvfold.convert.io import atomic
 from kvfold.convert.text import documents as text_documents
 from kvfold.convert.text import files as text_files
 from kvfold.convert.text.documents import Document, open_corpus

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
-from kvfold.convert.io.checkpoint import open_checkpoint
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.walk.finite import check_finite
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvfold.convert.io.shards import OutputTensor
-from kvfold.convert.io.tensors import dtype_name
+from kvfold.convert.checkpoint.shards import OutputTensor
+from kvfold.convert.checkpoint.tensors import dtype_name
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.weights import AttentionWeights
 from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, refit_output

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.attention.drift.lockstep import Measurement
+from kvfold.convert.checkpoint.shards import OutputTensor
+from kvfold.convert.checkpoint.tensors import dtype_name
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.io.shards import OutputTensor
-from kvfold.convert.io.tensors import dtype_name
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.walk.passes import chunk_size, survey
 from kvfold.convert.walk.walk import Step, Student, Teacher, Walk

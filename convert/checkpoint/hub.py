@@ -1,0 +1,176 @@
+"""Models named by a hub id, ``owner/name`` or ``owner/name@revision``. huggingface_hub is imported when one is used."""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from kvfold.convert.checkpoint.folder import (
+    CONFIG,
+    EXTRA_PATTERNS,
+    INDEX,
+    LEGACY_INDEX,
+    LEGACY_SINGLE,
+    MODULE_PATTERNS,
+    SINGLE,
+)
+from kvfold.convert.checkpoint.headers import MAX_HEADER, Header, parse_header
+from kvfold.convert.errors import InputError, first_line
+
+_Result = TypeVar("_Result")
+_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[^@\s]+))?")
+_SMALL = [CONFIG, "adapter_config.json", "*.py", *EXTRA_PATTERNS, *MODULE_PATTERNS]
+_SAFETENSORS = [SINGLE, INDEX, "model-*-of-*.safetensors"]
+_LEGACY = [LEGACY_SINGLE, LEGACY_INDEX, "pytorch_model-*-of-*.bin"]
+_FIRST_BYTES = 1 << 17  # nearly every header fits, so that one request per file is enough
+_THREADS = 8
+_TIMEOUT = 30  # seconds without an answer
+_ADVICE = {
+    "GatedRepoError": "a model whose terms must be accepted first: do so on its page, then `hf auth login`",
+    "RepositoryNotFoundError": "no such folder here and no such model on the hub (a private one needs `hf auth login`)",
+    "RevisionNotFoundError": "no such revision of that model",
+    "HFValidationError": "no such folder here and no valid hub id",
+}
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A hub id taken apart. ``revision`` is None for the default branch."""
+
+    id: str
+    revision: str | None
+
+    def __str__(self) -> str:
+        return f"{self.id}@{self.revision}" if self.revision else self.id
+
+
+@dataclass(frozen=True)
+class RemoteFiles:
+    """A model on the hub at one commit: the names of its files, and where config and index were downloaded to."""
+
+    model: HubModel
+    commit: str
+    names: list[str]
+    folder: Path
+
+
+def parse_hub_id(text: str) -> HubModel | None:
+    """The hub id in ``text``, or None when it has not the form of one."""
+    match = _ID.fullmatch(text)
+    return HubModel(match["id"], match["revision"]) if match else None
+
+
+def download(model: HubModel) -> Path:
+    """The folder of the snapshot in the hub's cache; what is not there yet is downloaded. InputError otherwise."""
+    import huggingface_hub
+
+    def fetch(patterns: list[str]) -> Path:
+        path = huggingface_hub.snapshot_download(model.id, revision=model.revision, allow_patterns=patterns)
+        return Path(path)
+
+    try:
+        with _bars_on_terminals_only():
+            folder = _ask(model, lambda: fetch([*_SMALL, *_SAFETENSORS]))
+            if not any((folder / name).exists() for name in (SINGLE, INDEX)):
+                folder = _ask(model, lambda: fetch([*_SMALL, *_LEGACY]))
+    except InputError:
+        config = huggingface_hub.try_to_load_from_cache(model.id, CONFIG, revision=model.revision)
+        if not isinstance(config, str):
+            raise
+        folder = Path(config).parent  # incomplete in the hub's eyes; that of the weights is checked by whoever opens it
+    return folder
+
+
+def is_offline() -> bool:
+    """Whether the hub's library may not use the network (HF_HUB_OFFLINE)."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def remote_files(model: HubModel) -> RemoteFiles:
+    """A model's files at the commit its revision stands for; downloads config and index. InputError otherwise."""
+    import huggingface_hub
+
+    info = _ask(model, lambda: huggingface_hub.HfApi().model_info(model.id, revision=model.revision))
+    names = sorted(sibling.rfilename for sibling in info.siblings or [])
+    downloaded = [name for name in (CONFIG, INDEX, LEGACY_INDEX) if name in names]
+    if CONFIG not in names:
+        raise InputError(f"{model}: expected a checkpoint with a {CONFIG}, found none among its files")
+
+    def fetch() -> list[str]:
+        return [huggingface_hub.hf_hub_download(model.id, name, revision=info.sha) for name in downloaded]
+
+    paths = _ask(model, fetch)
+    return RemoteFiles(model, info.sha, names, Path(paths[0]).parent)
+
+
+def remote_headers(files: RemoteFiles, shards: list[str]) -> dict[str, Header]:
+    """The headers of safetensors files by range requests, several at a time.
+
+    By hand: the hub library's ``parse_safetensors_file_metadata`` does not give the file's size (a truncated file would
+    pass) nor the header's bytes (whose digest is part of the source's hash), does not check a header for gaps, overlaps
+    and repeated names, and reads a whole shard from a server that ignores the range.
+    """
+    with ThreadPoolExecutor(_THREADS) as pool:
+        headers = pool.map(lambda name: _ask(files.model, lambda: _remote_header(files, name)), shards)
+        return dict(zip(shards, headers, strict=True))
+
+
+def _remote_header(files: RemoteFiles, name: str) -> Header:
+    if name not in files.names:
+        return Header(problems=[f"{files.model}: expected the file {name}, found none"])
+    first, size = _get_range(files, name, 0, _FIRST_BYTES)
+
+    def read(start: int, length: int) -> bytes:
+        if start + length <= len(first):
+            return first[start : start + length]
+        return _get_range(files, name, start, min(length, MAX_HEADER))[0]
+
+    return parse_header(name, size, read)
+
+
+def _get_range(files: RemoteFiles, name: str, start: int, length: int) -> tuple[bytes, int]:
+    """Up to ``length`` bytes of a file on the hub, and the size of the whole file."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    url = hf_hub_url(files.model.id, name, revision=files.commit)
+    headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}", "Accept-Encoding": "identity"}
+    with get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT, follow_redirects=True) as response:
+        hf_raise_for_status(response)
+        total = re.fullmatch(r"bytes \d+-\d+/(\d+)", response.headers.get("content-range", ""))
+        if response.status_code != 206 or total is None:  # without it the answer is the whole file: gigabytes
+            raise OSError(f"expected a part of {name}, found an answer with status {response.status_code}")
+        return response.read(), int(total[1])
+
+
+def _ask(model: HubModel, question: Callable[[], _Result]) -> _Result:
+    """Ask the hub; any failure becomes an InputError."""
+    try:
+        return question()
+    except InputError:
+        raise
+    except Exception as error:  # the hub's library passes on its transport's errors, which have no common base
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        advice = next((text for name, text in _ADVICE.items() if name in kinds), None)
+        reason = advice or f"no such folder here, and the hub could not provide it: {first_line(error)}"
+        raise InputError(f"{model}: expected a checkpoint's folder or a hub id, found {reason}") from None
+
+
+@contextmanager
+def _bars_on_terminals_only() -> Iterator[None]:
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    silence = not sys.stderr.isatty() and not are_progress_bars_disabled()
+    if silence:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if silence:
+            enable_progress_bars()

@@ -1,0 +1,124 @@
+"""The place of every tensor, shard and offset, fixed before the first byte is written."""
+
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvfold.convert.checkpoint.folder import SINGLE
+from kvfold.convert.checkpoint.headers import DTYPE_BITS, PREFIX, TensorInfo, tensor_bytes
+from kvfold.convert.errors import KvfoldError
+
+_ALIGNMENT = 8
+_METADATA = {"format": "pt"}
+_TIGHT = (",", ":")
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """A tensor to be written.
+
+    ``source`` names the source tensor whose bytes are copied, or cast when the dtype differs; None when the tensor is
+    computed. Of several names the bytes follow one another, as experts do that the source stores one by one; without
+    any, ``()``, the tensor is zero. ``kept``: the source is a part of a quantized weight, as the files hold it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: str | tuple[str, ...] | None
+    kept: TensorInfo | None = None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The source tensors that are copied, in the order of their bytes."""
+        return (self.source,) if isinstance(self.source, str) else self.source or ()
+
+    @property
+    def computed(self) -> bool:
+        """Whether it is made by a transform, not copied."""
+        return self.source is None
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One output file and its tensors, in the order of their bytes."""
+
+    file: str
+    tensors: tuple[OutputTensor, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's bytes go: ``start`` and ``end`` in the file ``shard``."""
+
+    tensor: OutputTensor
+    shard: str
+    start: int
+    end: int
+
+
+def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard]:
+    """Fill shards in the given order so that no file exceeds ``max_bytes``; a larger tensor gets its own file.
+
+    Within a shard wider dtypes come first, so that every tensor begins at a multiple of its item size.
+    """
+    groups: list[list[OutputTensor]] = []
+    used = 0
+    for tensor in tensors:
+        cost = tensor.nbytes + len(_entry(tensor, 10**12)) + 2
+        if not groups or used + cost > max_bytes:
+            groups.append([])
+            used = PREFIX + len(json.dumps(_METADATA)) + 16
+        groups[-1].append(tensor)
+        used += cost
+    count = len(groups)
+    names = [SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    return [Shard(name, tuple(sorted(group, key=_width))) for name, group in zip(names, groups, strict=True)]
+
+
+def _width(tensor: OutputTensor) -> int:
+    return -DTYPE_BITS[tensor.dtype]
+
+
+def shard_header(shard: Shard) -> bytes:
+    """The bytes before the first tensor: length and JSON, padded with spaces so that the tensors begin at 8 n."""
+    entries, position = [f'"__metadata__":{json.dumps(_METADATA, separators=_TIGHT)}'], 0
+    for tensor in shard.tensors:
+        entries.append(_entry(tensor, position))
+        position += tensor.nbytes
+    header = ("{" + ",".join(entries) + "}").encode()
+    header += b" " * (-len(header) % _ALIGNMENT)
+    return struct.pack("<Q", len(header)) + header
+
+
+def tensor_places(shards: Sequence[Shard]) -> dict[str, Place]:
+    """The place of every tensor by name. KvfoldError when the plan names one twice."""
+    places: dict[str, Place] = {}
+    for shard in shards:
+        position = len(shard_header(shard))
+        for tensor in shard.tensors:
+            if tensor.name in places:
+                raise KvfoldError(f"tensor {tensor.name!r}: expected once in the plan, found twice")
+            places[tensor.name] = Place(tensor, shard.file, position, position + tensor.nbytes)
+            position += tensor.nbytes
+    return places
+
+
+def _entry(tensor: OutputTensor, start: int) -> str:
+    value = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, start + tensor.nbytes]}
+    return f"{json.dumps(tensor.name)}:{json.dumps(value, separators=_TIGHT)}"
+
+
+def shard_index(shards: Sequence[Shard]) -> bytes:
+    """The text of model.safetensors.index.json."""
+    tensors = [(tensor, shard.file) for shard in shards for tensor in shard.tensors]
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor, _ in tensors)},
+        "weight_map": {tensor.name: file for tensor, file in sorted(tensors, key=lambda pair: pair[0].name)},
+    }
+    return (json.dumps(index, indent=2) + "\n").encode()

@@ -1,0 +1,254 @@
+"""Hub ids against a small hub of our own on 127.0.0.1: download whole, read headers by range requests, errors.
+
+The hub's library reads its address from the environment when it is imported, so every case is a process of its own.
+"""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.processes import PATIENCE
+from safetensors.torch import save_file
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves one model, ``team/tiny``, out of a folder; ``served`` records (method, file, bytes sent)."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder = folder
+        self.served: list[tuple[str, str, int]] = []
+        self.ranges = True
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        path = self.path.split("?")[0]
+        names = sorted(file.name for file in self.server.folder.iterdir())
+        if re.fullmatch(rf"/api/models/team/tiny(/revision/(main|v1|{COMMIT}))?", path):
+            self.send_json({"id": "team/tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]})
+        elif path == f"/api/models/team/tiny/tree/{COMMIT}":
+            sizes = {name: (self.server.folder / name).stat().st_size for name in names}
+            self.send_json([{"type": "file", "path": n, "size": s, "oid": "0" * 40} for n, s in sizes.items()])
+        elif (found := re.fullmatch(rf"/team/tiny/resolve/{COMMIT}/(.+)", path)) and found[1] in names:
+            self.send_file(self.server.folder / found[1])
+        else:
+            code = "RevisionNotFound" if "team/tiny" in path else "RepoNotFound"
+            self.send(404, b"", {"X-Error-Code": code})
+
+    def send_json(self, value: object) -> None:
+        self.send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def send_file(self, path: Path) -> None:
+        data, status = path.read_bytes(), 200
+        headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if asked and self.server.ranges:
+            start, end = int(asked[1]), min(int(asked[2] or len(data)), len(data) - 1)
+            headers["Content-Range"] = f"bytes {start}-{end}/{len(data)}"
+            data, status = data[start : end + 1], 206
+        self.server.served.append((self.command, path.name, len(data)))
+        self.send(status, data, headers)
+
+    def send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sharded checkpoint whose shards are far larger than their headers."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "README.md").write_text("a card")
+    torch.manual_seed(0)
+    weight_map = {}
+    for index, shard in enumerate(SHARDS):
+        save_file({f"w{index}": torch.randn(512, 512), f"b{index}": torch.randn(7)}, folder / shard)
+        weight_map.update({f"w{index}": shard, f"b{index}": shard})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+@pytest.fixture
+def hub(folder: Path) -> Iterator[Hub]:
+    server = Hub(folder)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def ask(hub: Hub, tmp_path: Path):
+    """Run a script with ``open_checkpoint``, ``open_headers`` and ``show``; returns its last line of output as JSON."""
+    prelude = """
+import json, sys
+from kvfold.convert.errors import InputError
+from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers
+def show(value): print(json.dumps(value))
+"""
+
+    def run(script: str, **environment: str):
+        settings = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        done = subprocess.run(
+            [sys.executable, "-c", prelude + script],
+            env={**kept, **settings, **environment},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+DESCRIBE = """
+c = OPEN("team/tiny@v1")
+show({"origin": c.origin, "hash": c.source_hash(), "config": c.config, "extra": [p.name for p in c.extra_files()],
+      "tensors": {t.name: [t.dtype, list(t.shape), t.file, t.start, t.end] for t in c.tensors.values()},
+      "torch": "torch" in sys.modules or "transformers" in sys.modules})
+"""
+
+
+def test_headers_come_by_range_requests(hub: Hub, ask) -> None:
+    found = ask(DESCRIBE.replace("OPEN", "open_headers"))
+    assert found["origin"] == f"team/tiny@{COMMIT}"
+    assert found["config"] == {"model_type": "llama"}
+    assert not found["torch"]
+    sent = {shard: sum(size for method, name, size in hub.served if name == shard) for shard in SHARDS}
+    assert all(0 < size <= 1 << 17 for size in sent.values()), sent
+    whole = ask(DESCRIBE.replace("OPEN", "open_checkpoint"))
+    assert found["tensors"] == whole["tensors"]
+    assert found["hash"] == whole["hash"]
+
+
+def test_a_header_longer_than_the_first_request(hub: Hub, folder: Path, ask) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
+    tensors = {f"{'long' * 20}.{index}": torch.zeros(1) for index in range(1500)}
+    save_file(tensors, folder / "model.safetensors")
+    assert ask("show(sorted(open_headers('team/tiny').tensors))") == sorted(tensors)
+
+
+def test_remote_headers_cannot_be_read_from(ask) -> None:
+    script = """
+try: open_headers("team/tiny").read("w0")
+except Exception as error: show([type(error).__name__, str(error)])
+"""
+    assert ask(script) == ["KvfoldError", "tensor 'w0': expected local weights to read it from, found headers only"]
+
+
+def test_a_download_is_whole_and_then_serves_offline(hub: Hub, folder: Path, ask) -> None:
+    script = DESCRIBE.replace("OPEN", "open_checkpoint").replace(
+        '"torch":', '"value": c.read("w1")[3, 5].item(), "torch":'
+    )
+    online = ask(script)
+    from safetensors.torch import load_file
+
+    assert online["value"] == load_file(folder / SHARDS[1])["w1"][3, 5].item()
+    assert online["extra"] == ["tokenizer.json"]
+    assert online["origin"] == f"team/tiny@{COMMIT}"
+    assert "README.md" not in {name for _, name, _ in hub.served}
+    hub.served.clear()
+    assert ask(script, HF_HUB_OFFLINE="1") == online
+    assert ask(DESCRIBE.replace("OPEN", "open_headers"), HF_HUB_OFFLINE="1")["hash"] == online["hash"]
+    assert hub.served == []
+
+
+def test_legacy_files_are_fetched_only_where_there_are_no_safetensors(hub: Hub, folder: Path, ask) -> None:
+    torch.save({"w": torch.ones(3)}, folder / "pytorch_model.bin")
+    ask("open_checkpoint('team/tiny'); show(0)")
+    assert "pytorch_model.bin" not in {name for _, name, _ in hub.served}
+    for path in folder.glob("model*"):
+        path.unlink()
+    assert ask("show(open_checkpoint('team/tiny').read('w').tolist())", HF_HOME=str(folder.parent / "other")) == [
+        1,
+        1,
+        1,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("team/none", "no such folder here and no such model on the hub (a private one needs `hf auth login`)"),
+        ("team/tiny@v9", "no such revision of that model"),
+    ],
+)
+@pytest.mark.parametrize("function", ["open_checkpoint", "open_headers"])
+def test_what_the_hub_does_not_have(ask, model: str, expected: str, function: str) -> None:
+    script = f"""
+try: {function}({model!r})
+except InputError as error: show(str(error))
+"""
+    assert ask(script) == f"{model}: expected a checkpoint's folder or a hub id, found {expected}"
+
+
+def test_offline_without_a_cached_copy(ask) -> None:
+    script = """
+try: open_headers("team/tiny")
+except InputError as error: show(str(error))
+"""
+    found = ask(script, HF_HUB_OFFLINE="1")
+    assert found.startswith(
+        "team/tiny: expected a checkpoint's folder or a hub id, found no such folder here, and the hub"
+    )
+    assert "\n" not in found
+
+
+def test_a_hub_that_ignores_ranges_is_not_read_whole(hub: Hub, ask) -> None:
+    hub.ranges = False
+    script = """
+try: open_headers("team/tiny")
+except InputError as error: show(str(error))
+"""
+    assert "found an answer with status 200" in ask(script)
+
+
+def test_a_truncated_file_on_the_hub(folder: Path, ask) -> None:
+    path = folder / SHARDS[0]
+    size = path.stat().st_size
+    os.truncate(path, size - 10)
+    script = """
+try: open_headers("team/tiny")
+except InputError as error: show(str(error))
+"""
+    assert ask(script) == f"{SHARDS[0]}: truncated: expected {size} bytes, found {size - 10}; fetch it again"
