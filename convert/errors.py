@@ -20,7 +20,7 @@ _VALUES = re.compile(
     r"[A-Z]{2,}|gqa|mqa|mla|principal|mean|svd|free|engine|kvfold|auto|self|similar|contiguous|cpu|cuda|b?float\d\d"
 )
 _FLAGS = (
-    *("allow-growth", "encoder", "gradient-checkpointing", "keep-quantized", "overwrite", "resume", "rotate-latent"),
+    *("allow-growth", "gradient-checkpointing", "keep-quantized", "overwrite", "resume", "rotate-latent"),
     "trust-remote-code",
 )
 _wording = {"command": False}

@@ -76,12 +76,11 @@ def held_out_count(samples: int) -> int:
 class ConvertRequest:
     """One conversion. Field names are the options of ``kvfold convert`` with underscores.
 
-    ``method`` and ``group`` left at None take the best there is for the target (see ``resolved_method``); ``refine``
-    is a number of steps per layer, ``polish`` one of steps of all layers together, or each ``"auto"``. ``encoder``
-    changes the encoder of an encoder-decoder too. ``keep_quantized``
+    ``method`` and ``group`` left at None take the best there is for the target (see ``resolved_method``); ``refine`` is
+    a number of steps per layer, ``polish`` one of steps of all layers together, or each ``"auto"``. ``keep_quantized``
     leaves weights that are only copied as a quantized source has them, ``spill`` is the folder of a file for hidden
-    states. ``calibration`` may be several texts, which are mixed in equal
-    shares. Paths may be path objects; they become text. Raises InputError, with every problem at once.
+    states. ``calibration`` may be several texts, which are mixed in equal shares. Paths may be path objects; they
+    become text. Raises InputError, with every problem at once.
 
     >>> ConvertRequest(model="MODEL", out="OUT", to="gqa", kv_heads=8)
     ConvertRequest(model='MODEL', out='OUT', to='gqa', kv_heads=8)
@@ -99,7 +98,6 @@ class ConvertRequest:
     q_rank: int | None = None
     layout: Layout | None = None
     rotate_latent: bool = False
-    encoder: bool = False
     calibration: str | tuple[str, ...] | None = None
     samples: int = 128
     seq_len: int = 512
@@ -185,7 +183,7 @@ def expected(name: str, value: Any) -> str | None:
         return None if value == "auto" or _is_whole(value, 0) else "a number of steps or auto"
     if name == "max_shard_size":
         return size_expected(value)
-    if name in ("rotate_latent", "encoder", "keep_quantized"):
+    if name in ("rotate_latent", "keep_quantized"):
         return None if isinstance(value, bool) else "true or false"
     if name == "calibration":
         return _calibration_expected(value if isinstance(value, (list, tuple)) else [value])

@@ -98,58 +98,21 @@ CLASSICS: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48},
 }
 
-ENCODERS: dict[str, dict[str, Any]] = {
-    "bert": {},
-    "distilbert": {"hidden_dim": 48},
-    "roberta": {"pad_token_id": 1, "bos_token_id": 0},
-}
-
-SEQ2SEQ: dict[str, dict[str, Any]] = {
-    "bart": {
-        **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
-        **{f"{side}_attention_heads": 8 for side in ("encoder", "decoder")},
-        **{f"{side}_ffn_dim": 48 for side in ("encoder", "decoder")},
-        "d_model": 64,
-        "decoder_start_token_id": 2,
-        "forced_eos_token_id": None,
-    },
-    "whisper": {
-        **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
-        **{f"{side}_attention_heads": 8 for side in ("encoder", "decoder")},
-        **{f"{side}_ffn_dim": 48 for side in ("encoder", "decoder")},
-        "d_model": 64,
-        "num_mel_bins": 16,
-        "max_source_positions": 10,
-        "max_target_positions": 128,
-        "decoder_start_token_id": 2,
-        "begin_suppress_tokens": None,
-    },
-    "t5": {"d_model": 64, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 8, "decoder_start_token_id": 0},
-}
-
 
 def tiny_config(name: str, changes: dict[str, Any]) -> Any:
     """The stock config of the tiny model of family ``name``."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(name, **{**SIZES, **(FAMILIES | CLASSICS | ENCODERS | SEQ2SEQ)[name], **changes})
+    return AutoConfig.for_model(name, **{**SIZES, **(FAMILIES | CLASSICS)[name], **changes})
 
 
 def make_tiny(name: str, folder: Path, changes: dict[str, Any]) -> None:
     """Saves a random model of family ``name`` in float32, none of its norms and biases at the value it starts from."""
     import torch
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForMaskedLM,
-        AutoModelForSeq2SeqLM,
-        AutoModelForSpeechSeq2Seq,
-    )
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(17)
-    encoder_decoder = AutoModelForSpeechSeq2Seq if name == "whisper" else AutoModelForSeq2SeqLM
-    seq2seq = encoder_decoder if name in SEQ2SEQ else AutoModelForCausalLM
-    auto = AutoModelForMaskedLM if name in ENCODERS else seq2seq
-    model = auto.from_config(tiny_config(name, changes), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(tiny_config(name, changes), dtype=torch.float32)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if "norm" in path or ".ln_" in path or path.endswith("bias"):

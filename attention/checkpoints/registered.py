@@ -1,19 +1,11 @@
 """Models with kvfold's own attention, registered with transformers: they load without ``trust_remote_code``."""
 
 from pathlib import Path
-from typing import Any
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvfold.attention.checkpoints import modeling_kvfold, modeling_kvfold_encoder, modeling_kvfold_seq2seq
+from kvfold.attention.checkpoints import modeling_kvfold
 
 MODELING = Path(modeling_kvfold.__file__)  # the file that checkpoints take along
 PREFIX = "kvfold_"  # of model types
@@ -22,9 +14,6 @@ SOURCES = (
     *("gpt_neox", "gptj", "granite", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi"),
     *("phi3", "qwen2_moe", "qwen3", "qwen3_moe", "stablelm", "starcoder2"),
 )
-ENCODERS = ("bert", "distilbert", "roberta")
-SPEECH = ("whisper",)
-SEQ2SEQ = ("bart", "t5", *SPEECH)
 
 
 def register_models() -> None:
@@ -33,37 +22,20 @@ def register_models() -> None:
     Checkpoints of that layout load as any other then, with the code of the installed package; models that are saved
     take the modeling file along.
     """
-    for source in (*SOURCES, *ENCODERS, *SEQ2SEQ):
+    for source in SOURCES:
         register_model(f"{PREFIX}{source}")
 
 
 def register_model(model_type: str) -> None:
     """The same for one ``model_type``, such as ``kvfold_gpt2``; nothing for any other or a second time."""
     source = model_type.removeprefix(PREFIX)
-    if model_type == source or source not in (*SOURCES, *ENCODERS, *SEQ2SEQ) or model_type in CONFIG_MAPPING:
+    if model_type == source or source not in SOURCES or model_type in CONFIG_MAPPING:
         return
-    code, headed = _code(source), headed_class(source)
     stock = CONFIG_MAPPING[source]
-    config = getattr(code, f"Kvfold{stock.__name__}")
+    config = getattr(modeling_kvfold, f"Kvfold{stock.__name__}")
     config.register_for_auto_class()
     AutoConfig.register(model_type, config)
-    for auto in (AutoModel, headed):
-        model = getattr(code, f"Kvfold{auto._model_mapping[stock].__name__}")
+    for auto in (AutoModel, AutoModelForCausalLM):
+        model = getattr(modeling_kvfold, f"Kvfold{auto._model_mapping[stock].__name__}")
         model.register_for_auto_class(auto.__name__)
         auto.register(config, model)
-
-
-def headed_class(source: str) -> Any:
-    """The Auto class of the models with a head of a source's model type."""
-    if source in ENCODERS:
-        return AutoModelForMaskedLM
-    if source in SPEECH:
-        return AutoModelForSpeechSeq2Seq
-    return AutoModelForSeq2SeqLM if source in SEQ2SEQ else AutoModelForCausalLM
-
-
-def _code(source: str) -> Any:
-    """The modeling file of a source's model type."""
-    if source in ENCODERS:
-        return modeling_kvfold_encoder
-    return modeling_kvfold_seq2seq if source in SEQ2SEQ else modeling_kvfold

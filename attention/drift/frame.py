@@ -59,11 +59,7 @@ class Frame:
     """``model`` with stand-ins in place of its decoder ``layers``; the model itself is changed."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.install(model, *layer_list(model))
-        self.encodes = is_encoder(model, self.layers)
-
-    def install(self, model: nn.Module, path: str, layers: nn.ModuleList) -> None:
-        """Put stand-ins in place of ``layers``, the list at ``path``."""
+        path, layers = layer_list(model)
         self.model, self.path, self.layers = model, path, list(layers)
         self._visit: Visit | None = None
         self._returns_tuples = False
@@ -167,32 +163,11 @@ def attention_of(layer: nn.Module) -> nn.Module:
 
 def attention_name(layer: nn.Module) -> str:
     """The name of a decoder layer's self-attention module. Raises ValueError when it has none of the usual names."""
-    if (stated := getattr(layer, "attends_by", None)) is not None:  # half a layer with two
-        return str(stated)
     for name in _ATTENTION_NAMES:
         if isinstance(getattr(layer, name, None), nn.Module):
             return name
     children = ", ".join(name for name, _ in layer.named_children()) or "no children"
     raise ValueError(f"layer: expected a child named {', '.join(_ATTENTION_NAMES)}, found {children}")
-
-
-def attention_parts(layer: nn.Module) -> tuple[str, str]:
-    """The names of the modules that a layer's self-attention begins and ends with; mostly one.
-
-    In BERT the output projection lies beside the attention itself, and before the residual sum and its norm.
-    """
-    name = attention_name(layer)
-    attention = layer.get_submodule(name)
-    inner, output = getattr(attention, "self", None), getattr(attention, "output", None)
-    if isinstance(inner, nn.Module) and isinstance(getattr(output, "dense", None), nn.Module):
-        return f"{name}.self", f"{name}.output.dense"
-    return name, name
-
-
-def is_encoder(model: nn.Module, layers: Sequence[nn.Module]) -> bool:
-    """Whether ``model`` predicts no next token and its tokens see those behind them: what it gives is embeddings."""
-    attention = layers[0].get_submodule(attention_parts(layers[0])[0])
-    return not getattr(model, "can_generate", lambda: True)() and getattr(attention, "is_causal", True) is False
 
 
 def cache_bytes_per_token(

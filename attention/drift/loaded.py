@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvfold.attention.drift.frame import Arguments, Frame, cache_bytes_per_token, is_encoder, layer_list
+from kvfold.attention.drift.frame import Arguments, Frame, cache_bytes_per_token, layer_list
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.attention.drift.streams import LayerStream
 
 
 class LoadedStream:
-    """The layer stream of a causal language model or encoder that is in memory. The model itself is never changed.
+    """The layer stream of a causal language model that is in memory. The model itself is never changed.
 
     With another ``device`` or ``dtype`` than the model's, layers are copied there one at a time. Norms and rotary
     angles are computed in float32 by transformers whatever the dtype.
@@ -29,8 +29,6 @@ class LoadedStream:
         self.device = first.device if device is None else torch.device(device)
         self.dtype = first.dtype if dtype is None else dtype
         self._layers = list(layer_list(model)[1])
-        self.encodes = is_encoder(model, self._layers)
-        self.encoded = 0
         self._recorded: tuple[tuple[int, int], list[Arguments]] | None = None
 
     @property
@@ -45,8 +43,7 @@ class LoadedStream:
             memo |= {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
         frame = Frame(copy.deepcopy(self.model, memo))
         _convert(frame.model, self.device, self.dtype).eval()
-        if not self.encodes:
-            frame.detect_tuples(self.device)
+        frame.detect_tuples(self.device)
         return frame
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -67,9 +64,7 @@ class LoadedStream:
 
     @torch.no_grad()
     def cache_bytes_per_token(self) -> int:
-        """Bytes per token in the model's own cache object, all layers, in the model's own dtype; 0 for encoders."""
-        if self.encodes:
-            return 0
+        """Bytes per token in the model's own cache object, all layers, in the model's own dtype."""
         if _differs(self.model, self.device, self.dtype):
             return LoadedStream(self.model).cache_bytes_per_token()
         with evaluating(self.model):

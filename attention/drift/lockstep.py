@@ -59,9 +59,6 @@ class Measurement:
     ``agreement`` is the top-1 agreement: the fraction of positions with the same most likely token. The margins are
     half the widths of the 95 % intervals of ``kl`` and ``excess`` over texts like these: sequences are independent
     draws, tokens of one are not, and both models see the same. None for a single sequence.
-
-    Of encoders, which predict no next token, there is ``cosine`` in place of all these, which are not-a-number: the
-    mean cosine similarity of both models' embeddings of a sequence, the mean over its tokens.
     """
 
     predictions: int
@@ -72,8 +69,6 @@ class Measurement:
     layers: tuple[LayerDrift, ...]
     kl_margin: float | None = None
     excess_margin: float | None = None
-    cosine: float | None = None
-    cosine_margin: float | None = None
 
     @property
     def excess(self) -> float:
@@ -210,22 +205,16 @@ def compare_predictions(
     actual: Sequence[Tensor],
     parts: Sequence[Tensor],
 ) -> Measurement:
-    """Next-token distributions after the last layer, a few positions at a time: ``[N, T, V]`` never exists.
-
-    Of encoders the embeddings.
-    """
-    if teacher.encodes:
-        return _compare_embeddings(expected, actual)
+    """Next-token distributions after the last layer, a few positions at a time: ``[N, T, V]`` never exists."""
     sums, count = [], 0
-    for states, student_states, tokens in zip(expected, actual, parts, strict=True):
-        hidden, student_hidden = (each[:, teacher.encoded :] for each in (states, student_states))
-        labels = tokens[:, teacher.encoded + 1 :].to(teacher.device)
+    for hidden, student_hidden, tokens in zip(expected, actual, parts, strict=True):
+        labels = tokens[:, 1:].to(teacher.device)
         step = _positions(teacher, student, hidden, student_hidden)
         of_part = torch.zeros(4, len(tokens), dtype=torch.float64, device=teacher.device)
         for start in range(0, labels.shape[1], step):
             span = slice(start, min(start + step, labels.shape[1]))
             logits = teacher.logits(hidden[:, span])
-            same = student is teacher and student_states is states  # a model alone, for its loss
+            same = student is teacher and student_hidden is hidden  # a model alone, for its loss
             other = logits if same else student.logits(student_hidden[:, span]).to(teacher.device)
             of_part += _distances(logits, other, labels[:, span])
         sums.append(of_part)
@@ -235,19 +224,6 @@ def compare_predictions(
     length = count / each.shape[1]
     margins = margin(each[0] / length), margin((each[3] - each[2]) / length)
     return Measurement(count, kl, agreement, loss, student_loss, (), *margins)
-
-
-def _compare_embeddings(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> Measurement:
-    """Embeddings of sequences: the mean over the tokens of the residual stream after the last layer."""
-    pairs = zip(expected, actual, strict=True)
-    each = torch.cat(
-        [
-            torch.cosine_similarity(hidden.double().mean(1), other.to(hidden.device).double().mean(1), dim=-1)
-            for hidden, other in pairs
-        ]
-    )
-    similarity = {"cosine": float(each.mean()), "cosine_margin": margin(each)}
-    return Measurement(len(each), math.nan, math.nan, math.nan, math.nan, (), **similarity)
 
 
 def margin(values: Tensor) -> float | None:

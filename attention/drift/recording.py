@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AttentionInterface
 
-from kvfold.attention.drift.frame import Arguments, Stop, attention_parts
+from kvfold.attention.drift.frame import Arguments, Stop, attention_of
 from kvfold.attention.drift.streams import LayerOutput
 
 RECORDER = "kvfold_recorder"
 _RESIDUAL = "residual"
-_OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo", "out_lin", "o")
+_OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,13 @@ class OpenLayer:
     """One layer of a stream, in memory.
 
     ``arguments`` gives what the stock model passes the layer beside a residual stream ``[B, T, E]``. ``tensors`` take
-    the place of the module's own parameters, under the same names; None runs the module as it is. The first ``encoded``
-    positions are an encoder's states.
+    the place of the module's own parameters, under the same names; None runs the module as it is.
     """
 
     index: int
     module: nn.Module
     arguments: Callable[[Tensor], Arguments]
     tensors: dict[str, Tensor] | None = None
-    encoded: int = 0
 
     def __call__(self, hidden: Tensor) -> LayerOutput:
         """Run the whole layer on ``hidden [B, T, E]``."""
@@ -75,21 +73,8 @@ class OpenLayer:
         return self._run(hidden, whole=False)
 
     def _run(self, hidden: Tensor, whole: bool) -> LayerOutput:
-        arguments, own = self.arguments(hidden), self.own(hidden)
-        output = run_layer(self.module, own, arguments.args, arguments.kwargs, self.tensors, whole=whole)
-        if not self.encoded:
-            return output
-        if self._of_encoder:
-            return replace(output, waiting=hidden[:, self.encoded :])
-        return replace(output, memory=hidden[:, : self.encoded], crosses=bool(getattr(self.module, "crosses", False)))
-
-    def own(self, hidden: Tensor) -> Tensor:
-        """The part of ``hidden [B, T, E]`` that the layer changes: the encoder's or the decoder's, where both are."""
-        return hidden[:, : self.encoded] if self._of_encoder else hidden[:, self.encoded :]
-
-    @property
-    def _of_encoder(self) -> bool:
-        return bool(getattr(self.module, "of_encoder", False))
+        arguments = self.arguments(hidden)
+        return run_layer(self.module, hidden, arguments.args, arguments.kwargs, self.tensors, whole=whole)
 
     def run_submodule(self, name: str, inputs: Tensor) -> Tensor:
         """The output of the layer's module ``name`` for ``inputs``."""
@@ -117,8 +102,7 @@ def run_layer(
     result are None for models whose attention does not go through transformers' attention interface, or whose mask
     says more than causality and a window. Raises ValueError for a layer that never calls its attention module.
     """
-    first, last = (layer.get_submodule(name) for name in attention_parts(layer))
-    with _recording(first, last, whole) as recording:
+    with _recording(attention_of(layer), whole) as recording:
         try:
             if tensors is None:
                 result = layer(hidden, *args, **kwargs)
@@ -133,8 +117,8 @@ def run_layer(
 
 
 @contextmanager
-def _recording(attention: nn.Module, last: nn.Module, whole: bool) -> Iterator[_Recording]:
-    """Record what ``attention`` is given and what ``last``, itself or its output projection, returns."""
+def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
+    """Record what ``attention`` is given and what it returns."""
     config = getattr(attention, "config", None)
     implementation = getattr(config, "_attn_implementation", None) or "eager"
     recording = _Recording(implementation)
@@ -153,7 +137,7 @@ def _recording(attention: nn.Module, last: nn.Module, whole: bool) -> Iterator[_
 
     hooks = (
         attention.register_forward_pre_hook(note_input, with_kwargs=True),
-        last.register_forward_hook(note_output),
+        attention.register_forward_hook(note_output),
     )
     token = _current.set(recording)
     if _dispatches(attention):
@@ -251,8 +235,8 @@ def _mask_rule(call: _Call, window: int | None) -> tuple[bool, bool]:
 
 
 def _output_weight(attention: nn.Module) -> Tensor | None:
-    """The weight of the output projection in ``attention``, or that is it, as ``[E, H * Dv]``, stored either way."""
-    for projection in (attention, *(getattr(attention, name, None) for name in _OUTPUT_NAMES)):
+    """The weight of the output projection in ``attention`` as ``[E, H * Dv]``, stored either way."""
+    for projection in (getattr(attention, name, None) for name in _OUTPUT_NAMES):
         weight = getattr(projection, "weight", None)
         if isinstance(weight, Tensor) and weight.dim() == 2:
             return (weight.T if type(projection).__name__ == "Conv1D" else weight).detach()

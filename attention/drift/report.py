@@ -39,7 +39,6 @@ class DriftReport:
     """The result of ``measure_drift``. ``floor`` is None when it was not requested, or nothing wider exists.
 
     ``about`` says what was compared on which text, where a caller knows: plain values, a mapping for each.
-    ``loss_name`` is what the losses are called where they are not of the next tokens of a text: an encoder-decoder's.
     """
 
     sequences: int
@@ -52,18 +51,13 @@ class DriftReport:
     measured: Measurement
     floor: Floor | None
     about: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    loss_name: str | None = None
 
     def __repr__(self) -> str:
         measured = self.measured
-        if measured.cosine is not None:
-            return f"DriftReport({self.sequences} x {self.length} tokens: cosine similarity {measured.cosine:.4f})"
-        name, losses = self.loss_name or "perplexity", (measured.teacher_loss, measured.student_loss)
-        before, after = losses if self.loss_name else map(perplexity, losses)
-        both = f"{name} {before:.2f} -> {after:.2f}"
+        before, after = perplexity(measured.teacher_loss), perplexity(measured.student_loss)
         return (
             f"DriftReport({self.sequences} x {self.length} tokens: KL {measured.kl:.4f} nats, "
-            f"top-1 agreement {100 * measured.agreement:.1f} %, {both})"
+            f"top-1 agreement {100 * measured.agreement:.1f} %, perplexity {before:.2f} -> {after:.2f})"
         )
 
     @property
@@ -71,8 +65,6 @@ class DriftReport:
         """Whether every drift is exactly 0."""
         measured = self.measured
         values = [getattr(layer, name) for layer in measured.layers for name in _LAYER_NUMBERS]
-        if measured.cosine is not None:
-            return not any(values)
         return measured.agreement == 1 and not any([measured.kl, measured.excess, *values])
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,8 +83,6 @@ class DriftReport:
             "dtype": {"source": self.source_dtype, "student": self.student_dtype},
             "floor": None if self.floor is None else {k: v for k, v in asdict(self.floor).items() if k != "measured"},
             "identical": self.identical,
-            **self._similarity(),
-            **self._loss(),
             "kl": {**_pair(measured.kl, None if floor is None else floor.kl), "margin": _finite(measured.kl_margin)},
             "agreement": _pair(measured.agreement, None if floor is None else floor.agreement),
             "excess": {
@@ -110,23 +100,6 @@ class DriftReport:
                 for index, layer in enumerate(measured.layers)
             ],
         }
-
-    def _similarity(self) -> dict[str, Any]:
-        """The entry ``cosine`` of ``to_dict``, for encoders alone."""
-        measured, floor = self.measured, None if self.floor is None else self.floor.measured
-        if measured.cosine is None:
-            return {}
-        pair = _pair(measured.cosine, None if floor is None else floor.cosine)
-        return {"cosine": {**pair, "margin": _finite(measured.cosine_margin)}}
-
-    def _loss(self) -> dict[str, Any]:
-        """The entry ``loss`` of ``to_dict``, for encoder-decoders alone: nats per token that the decoder writes."""
-        measured, floor = self.measured, None if self.floor is None else self.floor.measured
-        if self.loss_name is None:
-            return {}
-        losses = {"source": _finite(measured.teacher_loss), "student": _finite(measured.student_loss)}
-        low = None if floor is None else _finite(abs(floor.excess))
-        return {"loss": {"name": self.loss_name, **losses, "floor": low}}
 
     def to_json(self) -> str:
         """``to_dict`` as JSON text: equal reports give equal bytes."""

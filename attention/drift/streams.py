@@ -25,9 +25,6 @@ class LayerOutput:
     keys a query sees, itself included; without ``causal`` it sees as many on its other side. ``context`` holds each
     head's weighted values before the output projection, whose weight is ``output_weight``: head ``h`` adds
     ``output_weight[:, h] @ context[b, t, h]`` to the attention's output. ``None`` is what a model does not show.
-
-    ``memory`` are the states of an encoder-decoder's encoder; ``crosses``: the attention's keys and values are theirs.
-    Of a layer of the encoder itself ``waiting`` is the decoder's residual stream, which it leaves as it is.
     """
 
     hidden: Tensor | None  # [B, T, E]
@@ -42,26 +39,13 @@ class LayerOutput:
     causal: bool = True
     context: Tensor | None = None  # [B, T, H, Dv]
     output_weight: Tensor | None = None  # [E, H, Dv]
-    memory: Tensor | None = None  # [B, S, E]
-    crosses: bool = False
-    waiting: Tensor | None = None  # [B, T, E]
 
     @property
     def states(self) -> Tensor:
-        """What the next layer is called with: the residual stream, an encoder's states before it.
-
-        Raises ValueError for the output of an attention alone.
-        """
+        """``hidden`` of a whole layer. Raises ValueError for the output of an attention alone."""
         if self.hidden is None:
             raise ValueError("output: expected a whole layer's, found one of its attention only")
-        if self.waiting is not None:
-            return torch.cat([self.hidden, self.waiting], 1)
-        return self.hidden if self.memory is None else torch.cat([self.memory, self.hidden], 1)
-
-    @property
-    def key_input(self) -> Tensor:
-        """What keys and values are made of, ``[B, S, E]``."""
-        return self.memory if self.crosses and self.memory is not None else self.attention_input
+        return self.hidden
 
 
 class StreamLayer(Protocol):
@@ -78,24 +62,10 @@ class StreamLayer(Protocol):
 
 @runtime_checkable
 class LayerStream(Protocol):
-    """A model as a sequence of layers. ``device`` and ``dtype`` are those of the computation.
-
-    An encoder's residual stream after the last layer is what it gives for each token; it has no logits and no cache.
-
-    An encoder-decoder has ``encoded`` > 0: so many of the first positions of its tokens and its residual streams are
-    the encoder's, the others the decoder's, whose halves of layers (``halves.py``) are the layers. Logits are of these.
-    """
+    """A model as a sequence of layers. ``device`` and ``dtype`` are those of the computation."""
 
     @property
     def layers(self) -> int: ...
-
-    @property
-    def encodes(self) -> bool:
-        """Whether it is an encoder."""
-        ...
-
-    @property
-    def encoded(self) -> int: ...
 
     @property
     def device(self) -> torch.device: ...

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvfold.convert.errors import InputError, did_you_mean
-from kvfold.convert.families.family import check_decodes
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.own_code import BLOCK, source_type
 
@@ -94,7 +93,6 @@ def checkpoint_subjects(models: Sequence[str]) -> list[Subject]:
         checkpoint = open_checkpoint(model)
         config, folder = checkpoint.config, str(checkpoint.folder)
         checkpoint.close()
-        check_decodes(config, checkpoint.origin, "kvfold bench")
         forms = ("stock", "absorbed") if is_latent(config) else ("stock",)
         subjects += [Subject(model, form, {**config, **_usual_names(config)}, folder) for form in forms]
     return subjects

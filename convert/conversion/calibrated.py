@@ -15,7 +15,6 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import hidden_states
 from kvfold.convert.conversion.method import Measured, Notes
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.stream.seq2seq import checkpoint_stream
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.walk.passes import chunk_size, last_states
@@ -38,8 +37,6 @@ class Calibrated(Measured):
 
         Raises KvfoldError when the loss of the checkpoint in ``folder`` is not the one that was measured in memory.
         """
-        if self.drift.measured.cosine is not None:
-            return self._entries({"cosine_of_written_checkpoint": self._checked_cosine(folder)})
         expected, written = self.drift.measured.student_loss, written_loss(folder, self)
         if not math.isclose(written, expected, rel_tol=_AGREE, abs_tol=_AGREE):
             raise KvfoldError(
@@ -48,21 +45,10 @@ class Calibrated(Measured):
             )
         return self._entries({"loss_in_memory": expected, "loss_of_written_checkpoint": written})
 
-    def _checked_cosine(self, folder: Path) -> float:
-        """The cosine similarity of the encoder in ``folder``. Raises KvfoldError when another one was measured."""
-        expected, written = self.drift.measured.cosine or 0.0, written_cosine(folder, self)
-        if abs(written - expected) > _AGREE:
-            raise KvfoldError(
-                f"the written checkpoint has embeddings of cosine similarity {written:.6f} with the source's, the "
-                f"converted model in memory had {expected:.6f} on the same text: nothing was kept; please report it"
-            )
-        return written
-
     def _entries(self, written: Mapping[str, float]) -> dict[str, Any]:
         text = {"source": self.tokens.source, "sha256": self.tokens.digest}
         counts = {"sequences": len(self.tokens.calibration), "held_out": len(self.tokens.held_out)}
         length = {"tokens_each": self.tokens.calibration.shape[1]}
-        length |= {"of_them_encoded": self.tokens.encoded} if self.tokens.encoded else {}
         return {
             "calibration": text | counts | length,
             **self.choices,
@@ -80,20 +66,11 @@ def written_loss(folder: Path, measured: Calibrated) -> float:
         return compare_predictions(stream, stream, states, states, parts).teacher_loss
 
 
-@torch.no_grad()
-def written_cosine(folder: Path, measured: Calibrated) -> float:
-    """Mean cosine similarity of the embeddings of held-out sequences by the encoder in ``folder`` and the source."""
-    tokens = measured.tokens.held_out
-    with written_stream(folder, measured.stream) as stream, hidden_states(measured.spill) as keep:
-        states, expected = last_states(stream, tokens, keep), last_states(measured.stream, tokens, keep)
-        return compare_predictions(measured.stream, stream, expected, states, [tokens]).cosine or 0.0
-
-
 @contextmanager
 def written_stream(folder: Path, like: CheckpointStream) -> Iterator[CheckpointStream]:
     """The checkpoint in ``folder`` as a stream like the source's."""
     checkpoint = open_checkpoint(folder)
     try:
-        yield checkpoint_stream(checkpoint, like.device, like.dtype, like.encoded)
+        yield CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), like.device, like.dtype)
     finally:
         checkpoint.close()

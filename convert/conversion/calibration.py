@@ -13,9 +13,7 @@ from kvfold.convert.conversion.self_text import write_tokens
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.progress import Stages
 from kvfold.convert.request import SELF
-from kvfold.convert.stream.seq2seq import checkpoint_stream
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.text.denoising import denoising_tasks
 from kvfold.convert.text.documents import BUILT_IN
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
@@ -23,14 +21,11 @@ from kvfold.convert.training.budget import sequences_of
 from kvfold.convert.walk.hidden import Keep, Spill
 
 
-def source_stream(plan: Plan, encoded: int = 0) -> CheckpointStream:
-    """The source as a stream of layers, on the device and in the precision that the request asks for.
-
-    ``encoded``: how many tokens of a sequence are an encoder's.
-    """
+def source_stream(plan: Plan) -> CheckpointStream:
+    """The source as a stream of layers, on the device and in the precision that the request asks for."""
     checkpoint, device = plan.checkpoint, choose_device(plan.request.device)
     dtype = compute_dtype(checkpoint, device)
-    return checkpoint_stream(checkpoint, device, dtype, encoded, whole=plan.request.encoder)
+    return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, dtype)
 
 
 def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None = None) -> CalibrationTokens:
@@ -77,10 +72,7 @@ def _load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | Non
         wanted = sequences_of(request.polish, request.seq_len) if request.polish else 0
         further = max(0, wanted - request.samples)
         sizes = request.samples, request.seq_len, request.seed
-        closed = plan.model.family.kind != "decoder"
-        tokens = load_calibration(request.calibration, tokenizer, *sizes, further=further, closed=closed)
-    if plan.model.family.kind == "seq2seq":
-        tokens = denoising_tasks(tokens, tokenizer, plan.checkpoint.config, request.seed)
+        tokens = load_calibration(request.calibration, tokenizer, *sizes, further=further)
     for part in (tokens.training, tokens.held_out):
         check_vocabulary(part, plan.geometry.vocabulary, plan.source_name)
     return tokens

@@ -2,16 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvfold.convert.checkpoint.hub import parse_hub_id
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.record import cosine_margin, engine_cost, rank_sizes, text_name, versions
+from kvfold.convert.conversion.record import engine_cost, rank_sizes, text_name, versions
 from kvfold.convert.conversion.usage import repeating, source_name, usage
-from kvfold.convert.families.family import encoders, load_family, seq2seq
 from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.targets.engines import Verdict
 
@@ -32,7 +30,7 @@ Converted from `{name}` by kvfold {version}: {before} attention became {kind}.
 {usage}
 ## Engines
 
-{engines_note}
+Cache in KV-cache elements per token per layer, on one device.
 
 | engine | serves it | cache | how, or why not |
 |---|---|---|---|
@@ -63,15 +61,6 @@ _METHODS = {
 }
 
 
-_EMBEDDED = """| cosine similarity with the source's embeddings | | {similarity} |
-
-Embeddings are means over the tokens of a sequence, on {count} held-out tokens of {text}. These were kept aside from
-what was fitted, but they also chose among groups: the figure flatters a little. `kvfold drift {source} .` measures on
-text that chose nothing.
-"""
-
-_NO_CACHE = "An encoder keeps no KV cache: what it saves is parameters, and bandwidth to read them."
-
 _REFINED = """
 Then each layer's attention was refined to reproduce the source's residual stream on the calibration text, no labels."""
 _POLISHED = """
@@ -87,14 +76,6 @@ def _rest(plan: Plan) -> str:
     return f"stored as {plan.layout.config['dtype']}" if plan.checkpoint.made_of else "byte for byte"
 
 
-def _cache_rows(plan: Plan) -> str:
-    """The row of the cache, or what an encoder has instead."""
-    if not plan.encodes:
-        return f"| KV-cache elements per token per layer | {plan.cache_elements} | {plan.layout.cache_elements} |\n"
-    before, after = plan.attention_parameters
-    return f"| attention parameters | {before:,} | {after:,} |\n| KV cache | none | none |\n"
-
-
 def _engine_row(verdict: Verdict) -> str:
     evidence = "run" if verdict.ran else "read in its sources, not run"
     how = f"{verdict.how}; instead: `{verdict.instead}`" if verdict.instead else verdict.how
@@ -105,17 +86,9 @@ def _engine_row(verdict: Verdict) -> str:
 def _measured(record: Mapping[str, Any], source: str) -> str:
     """Rows of the card's table, and the text that they were measured on."""
     drift = record["drift"]
-    if "cosine" in drift:
-        return _EMBEDDED.format(
-            similarity=f"{drift['cosine']['value']:.4f}{cosine_margin(drift['cosine'])}",
-            count=f"{drift['sequences']} x {drift['length']}",
-            text=text_name(record),
-            source=source,
-        )
-    both, size = drift.get("loss") or drift["perplexity"], drift["cache_bytes_per_token"]
-    name = f"{both['name']}, nats per token" if "name" in both else "perplexity"
+    both, size = drift["perplexity"], drift["cache_bytes_per_token"]
     return f"""| cache, bytes per token | {size["source"]} | {size["student"]} |
-| {name} | {both["source"]:.3f} | {both["student"]:.3f} |
+| perplexity | {both["source"]:.3f} | {both["student"]:.3f} |
 {_excess_row(drift["excess"])}| KL of next-token distributions, nats | | {drift["kl"]["value"]:.4f} |
 | top-1 agreement | | {100 * drift["agreement"]["value"]:.1f} % |
 
@@ -147,14 +120,11 @@ def model_card(plan: Plan, record: Mapping[str, Any]) -> str:
         version=versions()["kvfold"],
         before=plan.source_kind,
         kind=plan.layout.kind,
-        cache=_cache_rows(plan),
+        cache=f"| KV-cache elements per token per layer | {plan.cache_elements} | {plan.layout.cache_elements} |\n",
         measured=_measured(record, source_name(plan)) if "drift" in record else "",
         ranks=_rank_table(record),
         usage=usage(plan),
-        engines="\n".join(
-            _engine_row(each if not plan.encodes else replace(each, cache=None)) for each in plan.engines
-        ),
-        engines_note=_NO_CACHE if plan.encodes else "Cache in KV-cache elements per token per layer, on one device.",
+        engines="\n".join(map(_engine_row, plan.engines)),
         method=_METHODS[plan.request.resolved_method],
         refined=_REFINED if plan.request.refine else "",
         polished=_POLISHED.format(steps=record["polish"]["kept"]) if record.get("polish", {}).get("kept") else "",
@@ -199,12 +169,6 @@ def front_matter(source: Checkpoint) -> str:
 
 def _task(config: Mapping[str, Any]) -> str:
     """The hub's name of what a model of ``config`` does."""
-    if config.get("model_type") in encoders():
-        heads = [str(name) for name in config.get("architectures") or ()]
-        return "fill-mask" if any(name.endswith("MaskedLM") for name in heads) else "feature-extraction"
-    if config.get("model_type") in seq2seq():
-        sound = load_family(str(config["model_type"])).reads_sound
-        return "automatic-speech-recognition" if sound else "text2text-generation"
     return "image-text-to-text" if config.get("model_type") in WRAPPERS else "text-generation"
 
 

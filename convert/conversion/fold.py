@@ -42,7 +42,7 @@ class Fold(Method):
     @contextmanager
     def begin(cls, plan: Plan, scratch: Path, stages: Stages) -> Iterator[Self]:
         tokens = load_tokens(plan, scratch, stages)
-        source = source_stream(plan, tokens.encoded)
+        source = source_stream(plan)
         print_start(plan, tokens)
         with hidden_states(plan.request.spill) as keep:
             yield cls(plan, StudentWalk(plan, source, tokens, statistics=True, keep=keep))

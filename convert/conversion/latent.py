@@ -97,7 +97,7 @@ class Latent(Method):
 def survey_source(plan: Plan, folder: Path, stages: Stages, keep: Keep = list) -> Survey:
     """Load calibration text and walk the source alone over it; the layers' statistics go into ``folder``."""
     tokens = load_tokens(plan, folder.parent, stages)
-    source = source_stream(plan, tokens.encoded)
+    source = source_stream(plan)
     print_start(plan, tokens)
     return survey_layers(plan, source, tokens, folder, stages, keep)
 

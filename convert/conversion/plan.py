@@ -1,6 +1,5 @@
 """The plan of a conversion, from headers alone: an impossible request fails here, before any weight is read."""
 
-import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from kvfold.convert.checkpoint.json_text import portable_name
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.reader import NoReader
 from kvfold.convert.checkpoint.shards import OutputTensor, Shard, assign_shards
-from kvfold.convert.conversion.possible import check_kind, check_kv_heads, dtype_problems, latent_targets
+from kvfold.convert.conversion.possible import check_kv_heads, dtype_problems, latent_targets
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model, model_of
@@ -26,7 +25,6 @@ from kvfold.convert.targets.mla.config import LatentTarget, padding, query_rank
 from kvfold.convert.targets.mla.layout import latent_layout, latent_reads
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout
 from kvfold.convert.targets.own_latent import own_latent_layout
-from kvfold.convert.targets.own_shared import shared_layout
 from kvfold.convert.targets.results import Result, folded_result, latent_result, latent_result_of
 from kvfold.convert.targets.same_family import (
     ABSORBED,
@@ -94,25 +92,12 @@ class Plan:
         return 1 if self.request.kv_heads is None else self.request.kv_heads
 
     @property
-    def encodes(self) -> bool:
-        """Whether the model is an encoder, which keeps no cache: fewer keys and values are fewer parameters."""
-        return self.model.family.kind == "encoder"
-
-    @property
-    def attention_parameters(self) -> tuple[int, int]:
-        """The parameters of the attention of all layers, of the source and of the output."""
-        layers, made = range(self.geometry.layers), {name for names in self.layout.computed for name in names}
-        before = [self.model.tensors[name].shape for layer in layers for name in self.model.attention_names(layer)]
-        after = [tensor.shape for tensor in self.layout.tensors if tensor.name in made]
-        return sum(map(math.prod, before)), sum(map(math.prod, after))
-
-    @property
     def source_kind(self) -> str:
         return attention_label(self.geometry)
 
     @property
     def cache_elements(self) -> int:
-        return 0 if self.encodes else cache_elements(self.geometry)
+        return cache_elements(self.geometry)
 
     @property
     def own_shards(self) -> tuple[Shard, ...]:
@@ -233,8 +218,6 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
             problems,
         )
     model.check_values()
-    check_kind(request, model)
-    model = model.with_encoder() if request.encoder else model
     if request.to == "mla":
         target = latent_targets(request, model)[-1]  # of a budget the largest: calibration resolves it later
         return _latent_plan(
@@ -290,9 +273,7 @@ def _fold_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
     kv_heads = 1 if request.kv_heads is None else request.kv_heads
     check_kv_heads(kv_heads, model.geometry, request.allow_growth)
     dtype = _stored_dtype(request)
-    if model.family.kind == "seq2seq":
-        layout = shared_layout(model, checkpoint, kv_heads, _roles(request, model), dtype)
-    elif needs_own_code(model):
+    if needs_own_code(model):
         layout = own_folded_layout(model, checkpoint, kv_heads, dtype)
     elif request.layout is not None:
         raise InputError(

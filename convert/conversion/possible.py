@@ -1,64 +1,15 @@
-"""What a request may ask of a model: numbers of key/value heads, splits of a latent, options of its kind."""
+"""What a request may ask of a model: numbers of key/value heads, splits of a latent."""
 
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
-from kvfold.convert.request import SELF, WEIGHTS_ONLY, ConvertRequest
+from kvfold.convert.request import ConvertRequest
 from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.own_code import needs_own_code
 from kvfold.convert.targets.same_family import cache_elements
-
-
-def check_kind(request: ConvertRequest, model: Model) -> None:
-    """Raise InputError for options that are for models of another kind."""
-    if request.encoder and model.family.attention.encoder is None:
-        raise InputError(
-            "--encoder: expected an encoder-decoder whose encoder's attention can change too (t5), found "
-            f"{model.family.model_type}; leave it out"
-        )
-    if model.family.kind == "encoder":
-        _check_encoder(request, model)
-    if model.family.kind == "seq2seq":
-        _check_encoder_decoder(request, model)
-
-
-def _check_encoder(request: ConvertRequest, model: Model) -> None:
-    """Raise InputError for options that need a model which predicts next tokens."""
-    asked = {"--polish": bool(request.polish), f"--calibration {SELF}": SELF in request.texts}
-    for option, given in asked.items():
-        if given:
-            raise InputError(
-                f"{option}: needs a model that predicts next tokens, {model.family.model_type} is an encoder; leave it "
-                "out (--refine works)"
-            )
-
-
-def _check_encoder_decoder(request: ConvertRequest, model: Model) -> None:
-    """Raise InputError for what is for decoders alone: training together, text that the model writes, sound."""
-    kind = model.family.model_type
-    if request.polish:
-        raise InputError(
-            f"--polish: trains on what comes next in a text, {kind} is an encoder-decoder, which writes what is "
-            "missing from one; use --refine, and train the result further (transformers' Seq2SeqTrainer)"
-        )
-    if SELF in request.texts:
-        raise InputError(
-            f"--calibration {SELF}: needs a model that writes texts from their beginning, {kind} is an "
-            "encoder-decoder, which answers another text; name a text with --calibration, or leave it out"
-        )
-    if request.calibrated and model.family.reads_sound:
-        raise InputError(
-            f"{_calibrates(request)}: calibration reads text, {kind} reads sound; use "
-            f"--method {'svd' if request.to == 'mla' else 'mean'} alone, and train the result further"
-        )
-
-
-def _calibrates(request: ConvertRequest) -> str:
-    """The option for which ``request`` reads text."""
-    return "--refine" if request.resolved_method in WEIGHTS_ONLY else f"--method {request.resolved_method}"
 
 
 def dtype_problems(model: Model, checkpoint: Checkpoint) -> list[str]:

@@ -43,7 +43,7 @@ def record(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
             **({"made_of": list(plan.made_of)} if plan.made_of else {}),
         },
         "attention": {"from": plan.source_kind, "to": plan.layout.kind},
-        "cache_elements_per_token_per_layer": {"from": plan.cache_elements, "to": cached(plan)},
+        "cache_elements_per_token_per_layer": {"from": plan.cache_elements, "to": plan.layout.cache_elements},
         **_sharing(plan),
         "engines": [asdict(verdict) for verdict in plan.engines],
         **({"padding_parameters": plan.padding} if plan.padding else {}),
@@ -53,24 +53,13 @@ def record(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sharing(plan: Plan) -> dict[str, Any]:
-    """The cache on tensor-parallel ranks, or what an encoder saves instead of one."""
-    if plan.encodes:
-        return {"attention_parameters": dict(zip(("from", "to"), plan.attention_parameters, strict=True))}
+    """The cache on tensor-parallel ranks."""
     return {"cache_elements_per_rank": {"from": folded_result(plan.model).per_rank(), "to": plan.result.per_rank()}}
 
 
-def cached(plan: Plan) -> int:
-    """KV-cache elements per token per layer of the output."""
-    return 0 if plan.encodes else plan.layout.cache_elements
-
-
 def saving(plan: Plan) -> float:
-    """The fraction of the cache that the target saves, up to 1; below 0 where it grows.
-
-    Of encoders the fraction of the attention's parameters.
-    """
-    before, after = plan.attention_parameters if plan.encodes else (plan.cache_elements, plan.layout.cache_elements)
-    return 1 - after / before
+    """The fraction of the cache that the target saves, up to 1; below 0 where it grows."""
+    return 1 - plan.layout.cache_elements / plan.cache_elements
 
 
 def headline(plan: Plan) -> str:
@@ -80,13 +69,6 @@ def headline(plan: Plan) -> str:
 
 def _headline(plan: Plan, kind: str) -> str:
     saved = saving(plan)
-    if plan.encodes:
-        before, after = plan.attention_parameters
-        return (
-            f"{plan.source_name}: {plan.source_kind} -> {kind}, method {plan.request.resolved_method}: {before:,} -> "
-            f"{after:,} attention parameters ({100 * abs(saved):.1f} % {'more' if saved < 0 else 'less'}); an encoder "
-            "keeps no KV cache: what it saves is parameters and bandwidth"
-        )
     return (
         f"{plan.source_name}: {plan.source_kind} -> {kind}, method {plan.request.resolved_method}: "
         f"{plan.cache_elements} -> {plan.layout.cache_elements} KV-cache elements per token per layer "
@@ -98,31 +80,16 @@ def cost_text(record: Mapping[str, Any]) -> str:
     """What the conversion cost on held-out text, in a line; empty where nothing was measured."""
     if (drift := record.get("drift")) is None:
         return ""
-    if "cosine" in drift:
-        return (
-            f"on {drift['sequences']} x {drift['length']} held-out tokens of {text_name(record)}: cosine similarity of "
-            f"embeddings {drift['cosine']['value']:.4f}{cosine_margin(drift['cosine'])}"
-        )
-    excess, both = drift["excess"], drift.get("loss") or drift["perplexity"]
+    excess, both = drift["excess"], drift["perplexity"]
     if None in (excess["value"], excess["margin"], both["source"], both["student"]):
         return "on held-out text the converted model gives numbers that are not finite, or there is one sequence only"
     values = (excess["value"] + side * excess["margin"] for side in (0, -1, 1))
-    name = both.get("name", "perplexity")
-    if "loss" in drift:
-        lost, low, high = (f"{value:+.4f}" for value in values)
-        change = f"{both['source']:.4f} -> {both['student']:.4f} nats per token ({lost}, 95 % interval {low} to {high})"
-    else:
-        lost, low, high = (f"{100 * math.expm1(value):+.1f}" for value in values)
-        change = f"{both['source']:.2f} -> {both['student']:.2f} ({lost} %, 95 % interval {low} to {high})"
+    lost, low, high = (f"{100 * math.expm1(value):+.1f}" for value in values)
+    change = f"{both['source']:.2f} -> {both['student']:.2f} ({lost} %, 95 % interval {low} to {high})"
     return (
-        f"on {drift['sequences']} x {drift['length']} held-out tokens of {text_name(record)}: {name} {change}, KL "
+        f"on {drift['sequences']} x {drift['length']} held-out tokens of {text_name(record)}: perplexity {change}, KL "
         f"{drift['kl']['value']:.4f} nats, top-1 agreement {100 * drift['agreement']['value']:.1f} %"
     )
-
-
-def cosine_margin(cosine: Mapping[str, Any]) -> str:
-    """Half the width of its 95 % interval, where one is known."""
-    return "" if cosine["margin"] is None else f" ± {cosine['margin']:.4f}"
 
 
 def text_name(record: Mapping[str, Any]) -> str:
@@ -178,8 +145,6 @@ def rank_sizes(record: Mapping[str, Any]) -> list[tuple[str, int, int]]:
 
 def ranks_text(record: Mapping[str, Any]) -> str:
     """The cache on each tensor-parallel rank, in a line."""
-    if "attention_parameters" in record:
-        return ""
     if not (sizes := rank_sizes(record)):
         return "tensor parallelism: the heads divide among no number of ranks but 1"
     parts = ", ".join(f"{before} -> {after} on each of {ranks}" for ranks, before, after in sizes)

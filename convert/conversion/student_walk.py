@@ -8,7 +8,6 @@ and the drift measured on exactly what a reader of the checkpoint will load.
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -124,19 +123,10 @@ class StudentWalk:
         return self._walk.measurement()
 
     def kl(self) -> float:
-        """KL of the next-token distributions on held-out tokens after the last layer, nats.
-
-        Of encoders what is left of the cosine similarity to 1.
-        """
-
-        def drift() -> float:
-            measured = self.measurement()
-            return measured.kl if measured.cosine is None else 1 - measured.cosine
-
-        return processes.from_first(drift)
+        """KL of the next-token distributions on held-out tokens after the last layer, nats."""
+        return processes.from_first(lambda: self.measurement().kl)
 
     def measured(self, choices: Notes) -> Calibrated:
         """The drift after the last layer. ``choices`` are further entries of ``kvfold.json``."""
         drift = report_of(self.measurement(), self._source, self.stream, self._tokens.held_out)
-        drift = replace(drift, loss_name=self._tokens.loss)
         return Calibrated(self._tokens, drift, choices, self._source, self._plan.request.spill)

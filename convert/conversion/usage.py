@@ -18,10 +18,10 @@ _TRAINING_TEXT = "HuggingFaceFW/fineweb-edu:sample-10BT"
 _LOAD = """Run in this folder:
 
 ```python
-from transformers import {loader}, {reader}
+from transformers import {loader}, AutoTokenizer
 
 model = {loader}.from_pretrained(".", dtype="auto"{options})
-{named} = {reader}.from_pretrained(".")
+tokenizer = AutoTokenizer.from_pretrained(".")
 ```
 """
 
@@ -79,9 +79,9 @@ def usage(plan: Plan) -> str:
     """How to load the result, decode quickly, serve it and train it further."""
     experts, own_code = plan.result.experts, plan.layout.code is not None
     latent = plan.request.to == "mla" and not own_code
-    loader = "Mistral4ForCausalLM" if experts else _loader(plan)
+    loader = "Mistral4ForCausalLM" if experts else "AutoModelForCausalLM"
     parts = [
-        _LOAD.format(loader=loader, options=", trust_remote_code=True" if own_code else "", **_reader(plan)),
+        _LOAD.format(loader=loader, options=", trust_remote_code=True" if own_code else ""),
         _OWN_CODE.format(file=plan.layout.code.rpartition(".")[2]) if plan.layout.code is not None else "",
         _UNKNOWN if experts else "",
         _ABSORB if latent else "",
@@ -89,23 +89,6 @@ def usage(plan: Plan) -> str:
         _training(plan) if _trains(plan) else "",
     ]
     return "".join(parts)
-
-
-def _reader(plan: Plan) -> dict[str, str]:
-    """The Auto class that makes a model's inputs, and what to call it."""
-    if plan.model.family.reads_sound:
-        return {"reader": "AutoProcessor", "named": "processor"}
-    return {"reader": "AutoTokenizer", "named": "tokenizer"}
-
-
-def _loader(plan: Plan) -> str:
-    """The Auto class that loads the result."""
-    family, heads = plan.model.family, plan.checkpoint.config.get("architectures") or ["Model"]
-    if family.kind == "decoder" or family.own_code is None:
-        return "AutoModelForCausalLM"
-    if all(str(name).endswith("Model") for name in heads):
-        return "AutoModel"
-    return next(auto for auto in family.own_code.classes if auto != "AutoModel")
 
 
 def _training(plan: Plan) -> str:
@@ -116,7 +99,7 @@ def _training(plan: Plan) -> str:
 def _trains(plan: Plan) -> bool:
     """Whether `kvfold uptrain` takes the result: a plain model that writes text, of dense weights."""
     wrapper = plan.checkpoint.config.get("model_type") in WRAPPERS
-    return plan.model.family.kind == "decoder" and not wrapper and not plan.request.keep_quantized
+    return not wrapper and not plan.request.keep_quantized
 
 
 def _serving(plan: Plan) -> str:

@@ -20,7 +20,6 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.evaluation import harness
 from kvfold.convert.evaluation.positions import stretches, token_losses
 from kvfold.convert.evaluation.retrieval import CHOICES, TASKS, Question, Questions, answers
-from kvfold.convert.families.family import check_decodes
 from kvfold.convert.progress import stage
 from kvfold.convert.stream.loading import hide_bars, load_model
 from kvfold.convert.text.documents import open_corpus
@@ -105,7 +104,6 @@ def eval_checkpoints(
     place = Place(choose_device(device), dtype, trust_remote_code, quiet)
     samples = samples or _SAMPLES[place.device.type]
     try:
-        check_decodes(source.config, source.origin, "kvfold eval")
         tokenizer = load_tokenizer(source, trust_remote_code, "an evaluation")
         context = source.config.get("max_position_embeddings") or 2048
         chosen = _lengths(lengths, context, source.origin, place.device)

@@ -43,7 +43,6 @@ class Layer:
     rotates: bool
     softcap: float | None
     clip: float | None
-    causal: bool
     alibi: bool  # linear biases by distance
     sparse: bool  # a mixture of experts instead of one MLP
     growth: float = 0.0
@@ -149,7 +148,6 @@ def layer_of(values: Values) -> Layer:
         rotates=bool(evaluate(family.rotary.rotates, values)),
         softcap=evaluate(attention.softcap, values),
         clip=evaluate(attention.clip, values),
-        causal=bool(evaluate(attention.causal, values)),
         alibi=bool(evaluate(attention.alibi, values)),
         sparse=values["sparse"],
         growth=query_growth(values, values["layer_type"]),

@@ -14,7 +14,7 @@ from kvfold.convert.families.expressions import evaluate
 from kvfold.convert.families.family import family_of
 from kvfold.convert.families.geometry import Block, Geometry, Layer, block_of, geometry_of, layer_of, layer_values
 from kvfold.convert.families.rope import rope_table
-from kvfold.convert.families.schema import ABSENT, Family, Norm, WholeAttention
+from kvfold.convert.families.schema import ABSENT, Family, Norm
 from kvfold.convert.families.tensors import (
     ROLES,
     Role,
@@ -25,7 +25,6 @@ from kvfold.convert.families.tensors import (
     experts,
     has_bias,
     present,
-    projections,
 )
 from kvfold.convert.families.values import Values, nested
 from kvfold.convert.families.wrappers import place_of, placed, text_config, text_type
@@ -124,35 +123,11 @@ class Model:
         return {self.values.spelling(self.family.sizes.kv_heads): kv_heads}
 
     def as_stored(self, names: Collection[str]) -> "Model":
-        """The model as the files with tensors ``names`` spell it.
-
-        Some leave the family's prefix out; some of the time of TensorFlow call the parameters of norms gamma and beta.
-        """
-        family, prefix = self.family, self.family.prefix
-        if prefix and names and not any(name.startswith(prefix) for name in names):
-            family = family.renamed(lambda name: name.removeprefix(prefix))
-        if any(name.endswith(".LayerNorm.gamma") for name in names):
-            family = family.renamed(_as_tensorflow)
-        return self if family is self.family else Model(family, self.config, self.tower)
-
-    def with_encoder(self) -> "Model":
-        """The model of an encoder-decoder with the encoder's attentions as its first layers.
-
-        Raises ValueError for a family whose file does not say where these are.
-        """
-        family, attention = self.family, self.family.attention
-        if attention.encoder is None:
-            raise ValueError(f"{family.model_type}: expected a family that names its encoder's attention, found none")
-        inside = attention.encoder.replace("{layer}", "{expert}")
-        names = {f"{inside}.{name}.{kind}" for name in projections(attention).values() for kind in ("weight", "bias")}
-        count = int(evaluate(attention.encoder_layers, self.values))
-        changed = replace(
-            family,
-            attention=WholeAttention(**vars(attention), encoded=count),
-            sizes=replace(family.sizes, layers=f"{count} + {family.sizes.layers}"),
-            tensors={role: spec for role, spec in family.tensors.items() if spec.name not in names},
-        )
-        return Model(changed, self.config, self.tower)
+        """The model as the files with tensors ``names`` spell it: some leave the family's prefix out."""
+        prefix = self.family.prefix
+        if not prefix or not names or any(name.startswith(prefix) for name in names):
+            return self
+        return replace(self, family=self.family.renamed(lambda name: name.removeprefix(prefix)))
 
     def check_values(self) -> None:
         """Raises ``InputError`` for a present value of the wrong type, whether or not this config uses it."""
@@ -202,11 +177,6 @@ class Model:
     @cached_property
     def _layer_values(self) -> tuple[Values, ...]:
         return tuple(layer_values(self.values, index) for index in range(self.geometry.layers))
-
-
-def _as_tensorflow(name: str) -> str:
-    """The older name of a norm's parameter, which transformers still reads."""
-    return name.replace(".LayerNorm.weight", ".LayerNorm.gamma").replace(".LayerNorm.bias", ".LayerNorm.beta")
 
 
 def model_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Model:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Expression = Any
-SPEECH = "AutoModelForSpeechSeq2Seq"  # of transformers
 ABSENT: Any = object()  # "the file does not say", where null would mean something
 
 
@@ -76,10 +75,6 @@ class Attention:
     ``sinks``: the tensor with a score per query head for one more key, whose value is zero (gpt-oss). ``alibi``: scores
     have linear biases by distance (ALiBi), which the model hands to its attention. ``shown``: the stock class calls
     transformers' attention functions, by which queries and keys are recorded.
-    ``cross``: the second attention of a decoder layer, to an encoder's outputs; each of the two counts as a layer then.
-    ``encoder`` and ``encoder_layers``: the encoder's self-attention and how many it has, where it can change like the
-    decoder's two.
-    ``k_bias``: whether keys have a bias, null where that is as for queries and values; in a ``separate`` layout.
     """
 
     module: str
@@ -98,32 +93,13 @@ class Attention:
     window: Expression = None
     softcap: Expression = None
     clip: Expression = None
-    causal: Expression = True
     transposed: bool = False
     alibi: Expression = False
     shown: bool = True
-    cross: str | None = None
-    encoder: str | None = None
-    encoder_layers: Expression = None
-    k_bias: Expression = None
 
     def place(self, layer: int) -> str:
-        """The module of ``layer``. With ``cross`` the even ones are self-attention, the odd ones to the encoder."""
-        if self.cross is None:
-            return self.module.replace("{layer}", str(layer))
-        return (self.module, self.cross)[layer % 2].replace("{layer}", str(layer // 2))
-
-
-@dataclass(frozen=True)
-class WholeAttention(Attention):
-    """That of an encoder-decoder whose first ``encoded`` layers are its encoder's self-attention."""
-
-    encoded: int = 0
-
-    def place(self, layer: int) -> str:
-        if layer < self.encoded:
-            return str(self.encoder).replace("{layer}", str(layer))
-        return super().place(layer - self.encoded)
+        """The module of ``layer``."""
+        return self.module.replace("{layer}", str(layer))
 
 
 @dataclass(frozen=True)
@@ -199,9 +175,7 @@ class OwnCode:
     """What layout ``kvfold`` puts its own attention in: names of transformers' classes, and the dropouts of training.
 
     ``attention`` is the class of the modules that are replaced; ``classes`` are the models by the Auto class that loads
-    each. ``attention_dropout`` is of attention weights, ``output_dropout`` of what the output projection gives. In the
-    attention the new projections of queries, keys and values have names that begin with ``inside``, the output
-    projection is called ``output``.
+    each. ``attention_dropout`` is of attention weights, ``output_dropout`` of what the output projection gives.
     """
 
     attention: str
@@ -209,8 +183,6 @@ class OwnCode:
     classes: Mapping[str, str]
     attention_dropout: Expression = 0.0
     output_dropout: Expression = 0.0
-    inside: str = ""
-    output: str = "o_proj"
 
 
 @dataclass(frozen=True)
@@ -236,9 +208,8 @@ class Family:
     """One model type, as its file says.
 
     ``also``: other names of ``architecture`` in published files. ``prefix``: what begins the names of all tensors but
-    the head's, and is left out in some published files. ``own_code``: the model in layout ``kvfold``. An ``encoder``
-    keeps no cache and predicts no next token; ``seq2seq`` is an encoder-decoder. ``requires``: config keys that are
-    missing or have this value.
+    the head's, and is left out in some published files. ``own_code``: the model in layout ``kvfold``. ``requires``:
+    config keys that are missing, null or have this value.
     """
 
     model_type: str
@@ -253,23 +224,13 @@ class Family:
     also: tuple[str, ...] = ()
     prefix: str = ""
     own_code: OwnCode | None = None
-    kind: Literal["decoder", "encoder", "seq2seq"] = "decoder"
     requires: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def reads_sound(self) -> bool:
-        """Whether its encoder reads sound instead of text."""
-        return self.own_code is not None and SPEECH in self.own_code.classes
 
     def renamed(self, rename: Callable[[str], str]) -> "Family":
         """The same family where files call their tensors otherwise."""
         return replace(
             self,
-            attention=replace(
-                self.attention,
-                module=rename(self.attention.module),
-                cross=None if self.attention.cross is None else rename(self.attention.cross),
-            ),
+            attention=replace(self.attention, module=rename(self.attention.module)),
             tensors={role: replace(spec, name=rename(spec.name)) for role, spec in self.tensors.items()},
             tolerated=tuple(replace(item, name=rename(item.name)) for item in self.tolerated),
         )

@@ -84,8 +84,6 @@ def projections(attention: Attention) -> dict[str, str]:
 def has_bias(values: Values, role: str) -> bool:
     """Whether the projection of ``role`` (q, k, v, qkv or o) has a bias."""
     attention = values.family.attention
-    if role == "k" and attention.k_bias is not None:
-        return bool(evaluate(attention.k_bias, values))
     return bool(evaluate(attention.o_bias if role == "o" else attention.qkv_bias, values))
 
 

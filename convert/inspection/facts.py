@@ -14,16 +14,15 @@ from kvfold.convert.families.tensors import ROLES
 from kvfold.convert.inspection.latent import latent_faults
 from kvfold.convert.inspection.norms import Range, norm_ranges
 from kvfold.convert.inspection.own import own_model
-from kvfold.convert.inspection.targets import CacheSize, TargetSize, cache_size, no_cache, target_sizes
+from kvfold.convert.inspection.targets import CacheSize, TargetSize, cache_size, target_sizes
 from kvfold.convert.targets.engines import Verdict, verdicts
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.mla.problems import model_problems
 from kvfold.convert.targets.own_code import needs_own_code, source_type
-from kvfold.convert.targets.results import Result, folded_result, latent_result
+from kvfold.convert.targets.results import folded_result, latent_result
 from kvfold.convert.targets.same_family import attention_kind, cache_elements
 
 _LATENT_ONLY = ("value_dim", "kv_rank", "q_rank")
-_WHERE_KNOWN = ("decoder_layers", "head_norms")
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,7 @@ class Inspection:
 
     ``head_dim``, ``model_dim``, ``rotary_dims``: dims. ``value_dim``, ``kv_rank`` and ``q_rank`` are of latent (MLA)
     models alone, whose ``targets`` are empty and whose ``latent`` is None; ``engines``: what each makes of one.
-    ``windows``: the different window sizes. ``decoder_layers`` is of encoder-decoders alone: ``layers`` counts the
-    attentions of their decoder, two in each of its layers, to itself and to the encoder. ``head_norms``: of a result of
+    ``windows``: the different window sizes. ``head_norms``: of a result of
     kvfold, what its record says of norms on queries and keys (`norm_ranges`).
     """
 
@@ -60,7 +58,6 @@ class Inspection:
     architecture: str
     attention: str
     layers: int
-    decoder_layers: int | None = None
     heads: int
     kv_heads: int
     head_dim: int
@@ -85,14 +82,7 @@ class Inspection:
     latent: LatentLimits | None
     head_norms: dict[str, Range] | None = None
 
-    @property
-    def encodes(self) -> bool:
-        """Whether it is an encoder, which keeps no cache."""
-        return self.cache.numbers_per_token_and_layer == 0
-
     def __repr__(self) -> str:
-        if self.encodes:
-            return f"Inspection({self.model!r}: {self.family}, {self.attention}, {self.layers} layers, no KV cache)"
         elements = f"{self.cache.numbers_per_token_and_layer} KV-cache elements per token per layer"
         return f"Inspection({self.model!r}: {self.family}, {self.attention}, {self.layers} layers, {elements})"
 
@@ -101,8 +91,8 @@ class Inspection:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.attention != "MLA":
             values = {name: value for name, value in values.items() if name not in _LATENT_ONLY}
-        unknown = [name for name in _WHERE_KNOWN if values[name] is None]
-        values = {name: value for name, value in values.items() if name not in unknown}
+        if self.head_norms is None:
+            del values["head_norms"]
         return values | {
             "cache": asdict(self.cache),
             "targets": [{"options": target.options, **asdict(target)} for target in self.targets],
@@ -146,7 +136,7 @@ def _inspect_own(checkpoint: Checkpoint) -> Inspection:
         facts |= {"attention": attention_kind(heads, own.kv_heads), "kv_heads": own.kv_heads}
     return Inspection(
         **facts,
-        cache=_cache(own.source, own.result, [None] * own.source.geometry.layers, facts["dtype"]),
+        cache=cache_size(own.result, [None] * own.source.geometry.layers, facts["dtype"]),
         engines=verdicts(replace(own.result, kept=keeps_quantized(checkpoint.reader))),
         targets=[],
         latent=None,
@@ -161,15 +151,11 @@ def _inspect(checkpoint: Checkpoint) -> Inspection:
     facts, windows = _facts(model, checkpoint), [layer.window for layer in model.layers]
     return Inspection(
         **facts,
-        cache=_cache(model, folded_result(model), windows, facts["dtype"]),
+        cache=cache_size(folded_result(model), windows, facts["dtype"]),
         engines=[],
         targets=target_sizes(model, windows, facts["dtype"]),
         latent=_latent_limits(model),
     )
-
-
-def _cache(model: Model, result: Result, windows: list[int | None], dtype: str) -> CacheSize:
-    return no_cache() if model.family.kind == "encoder" else cache_size(result, windows, dtype)
 
 
 def _facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -181,7 +167,6 @@ def _facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
         "architecture": next(iter(checkpoint.config.get("architectures") or ()), family.architecture),
         "attention": attention_kind(geometry.heads, geometry.kv_heads),
         "layers": geometry.layers,
-        "decoder_layers": None if family.attention.cross is None else geometry.layers // 2,
         "heads": geometry.heads,
         "kv_heads": geometry.kv_heads,
         "head_dim": geometry.head_dim,

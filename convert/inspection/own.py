@@ -1,19 +1,18 @@
 """A checkpoint of layout ``kvfold`` as a model: its source's, and the attention that its config describes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, short
-from kvfold.convert.families.family import encoders, load_family, seq2seq, supported
+from kvfold.convert.families.family import load_family, supported
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.tensors import ROLES
 from kvfold.convert.families.values import TYPES
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.targets.own_code import BLOCK, Shape, grouped_shapes, source_type
 from kvfold.convert.targets.own_latent import LATENT, NORMED, latent_shapes
-from kvfold.convert.targets.own_shared import shared_shapes
 from kvfold.convert.targets.results import Result, folded_result, latent_result_of
 
 
@@ -21,14 +20,12 @@ from kvfold.convert.targets.results import Result, folded_result, latent_result_
 class OwnModel:
     """``source`` is the source's model by its config, as far as that does not say what its attention became.
 
-    That is either ``kv_heads`` grouped heads, or a latent of ``split`` channels and rotary dims; with ``encoder`` that
-    of an encoder-decoder's encoder became it too.
+    That is either ``kv_heads`` grouped heads, or a latent of ``split`` channels and rotary dims.
     """
 
     source: Model
     kv_heads: int | None = None
     split: tuple[int, int] | None = None
-    encoder: bool = False
 
     @property
     def result(self) -> Result:
@@ -39,11 +36,6 @@ class OwnModel:
 
     def shapes(self) -> dict[str, Shape]:
         """Every tensor of the checkpoint."""
-        if self.encoder:
-            return replace(self, source=self.source.with_encoder(), encoder=False).shapes()
-        if self.source.family.kind == "seq2seq" and self.split is None:
-            every = {name: tensor.shape for name, tensor in self.source.tensors.items()}
-            return {**every, **shared_shapes(self.source, self.kv_heads or 1)}
         tensors = self.source.tensors.items()
         shapes = {name: tensor.shape for name, tensor in tensors if not {*tensor.roles} & {*ROLES}}
         for layer in range(self.source.geometry.layers):
@@ -60,8 +52,7 @@ def own_model(checkpoint: Checkpoint) -> OwnModel:
     """Raises InputError for a config that kvfold did not write, or tensors that are not those of the config."""
     config = checkpoint.config
     kind, block = source_type(config), config.get(BLOCK)
-    known = kind in (*supported(), *encoders(), *seq2seq())
-    if not known or load_family(str(kind)).own_code is None or not isinstance(block, Mapping):
+    if kind not in supported() or load_family(str(kind)).own_code is None or not isinstance(block, Mapping):
         raise InputError(f"config.json: model_type {config.get('model_type')!r} is not one that kvfold writes")
     source = Model(load_family(str(kind)), {**config, "model_type": kind}).as_stored(checkpoint.tensors)
     made = _described(block, source)
@@ -77,14 +68,13 @@ def own_model(checkpoint: Checkpoint) -> OwnModel:
 
 def _described(block: Mapping[str, Any], source: Model) -> OwnModel:
     """The attention that a block ``kvfold`` describes."""
-    encoder = block.get("encoder") is True and source.family.attention.encoder is not None
     if block.get("variant") in (LATENT, NORMED):
         split = _number(block, "kv_rank", "size"), _number(block, "rope_dim", "count")
-        return OwnModel(source, split=split, encoder=encoder)
+        return OwnModel(source, split=split)
     stated, heads = _number(block, "kv_heads", "size"), source.geometry.heads
     if heads % stated:
         raise InputError(f"config.json: kv_heads of {BLOCK} must divide the {heads} query heads, found {stated}")
-    return OwnModel(source, kv_heads=stated, encoder=encoder)
+    return OwnModel(source, kv_heads=stated)
 
 
 def _number(block: Mapping[str, Any], key: str, kind: str) -> int:

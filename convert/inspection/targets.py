@@ -1,6 +1,5 @@
 """Sizes of caches, and the targets that a model can become."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -11,8 +10,7 @@ from kvfold.convert.request import DEFAULT_LAYOUT
 from kvfold.convert.targets.engines import Verdict, alternatives, latent_options, proposals, verdicts
 from kvfold.convert.targets.mla.config import KERNEL_CACHES, LatentTarget
 from kvfold.convert.targets.mla.problems import latent_problems, model_problems
-from kvfold.convert.targets.own_code import grouped_shapes, needs_own_code
-from kvfold.convert.targets.own_latent import latent_shapes
+from kvfold.convert.targets.own_code import needs_own_code
 from kvfold.convert.targets.results import Result, folded_result, latent_result_of
 from kvfold.convert.targets.same_family import cache_elements
 
@@ -64,8 +62,6 @@ def cache_size(result: Result, windows: list[int | None], dtype: str) -> CacheSi
 
 def target_sizes(model: Model, windows: list[int | None], dtype: str) -> list[TargetSize]:
     """Every target that is offered, folds first."""
-    if model.family.kind == "encoder":
-        return _encoder_targets(model)
     present = cache_elements(model.geometry)
     latent = needs_own_code(model) or not model_problems(model)
     targets = {**_folds(model), **({**_proposed(model), **_budgets(model)} if latent else {})}
@@ -77,28 +73,6 @@ def target_sizes(model: Model, windows: list[int | None], dtype: str) -> list[Ta
             engines=verdicts(result, _instead(model, options, result)),
         )
         for options, result in targets.items()
-    ]
-
-
-def no_cache() -> CacheSize:
-    """The cache of an encoder."""
-    return CacheSize(0, 0, dict.fromkeys(CONTEXTS, 0), {})
-
-
-def _encoder_targets(model: Model) -> list[TargetSize]:
-    """The targets of an encoder; ``saves`` is the part of the attention's parameters."""
-    rank = cache_elements(model.geometry) // 4
-    shapes = {options: grouped_shapes(model, 0, result.kv_heads) for options, result in _folds(model).items()}
-    shapes[f"--to mla --budget {rank}"] = latent_shapes(model, 0, rank, 0)
-    present = sum(math.prod(model.tensors[name].shape) for name in model.attention_names(0))
-    return [
-        TargetSize(
-            **vars(no_cache()),
-            options=options,
-            saves=1 - sum(map(math.prod, made.values())) / present,
-            engines=verdicts(folded_result(model, 1)),
-        )
-        for options, made in shapes.items()
     ]
 
 

@@ -5,8 +5,6 @@ from kvfold.convert.inspection.norms import norm_lines
 from kvfold.convert.inspection.targets import CONTEXTS
 from kvfold.convert.sizes import bytes_text
 
-_NO_CACHE = "none, an encoder keeps none: fewer keys and values save parameters and bandwidth"
-
 
 def summary(facts: Inspection) -> str:
     """The facts as lines for the terminal."""
@@ -23,12 +21,12 @@ def summary(facts: Inspection) -> str:
     rows = {
         "family": f"{facts.family} ({facts.architecture})",
         "attention": f"{facts.attention}: {heads}",
-        "layers": f"{_layers_text(facts)}, model dim {facts.model_dim}, {', '.join(extras)}",
+        "layers": f"{facts.layers}, model dim {facts.model_dim}, {', '.join(extras)}",
         "rotary": rotary,
         **({"windows": ", ".join(map(str, facts.windows))} if facts.windows else {}),
         "weights": f"{_count(facts.parameters)} parameters, {bytes_text(facts.weight_bytes)} "
         f"of {facts.dtype} in {facts.files} file{'s' if facts.files > 1 else ''}",
-        "KV cache": _NO_CACHE if facts.encodes else _cache_text(facts),
+        "KV cache": _cache_text(facts),
     }
     if facts.head_norms:
         rows |= dict(zip(("norms", "norms lost"), norm_lines(facts.head_norms), strict=True))
@@ -42,11 +40,6 @@ def _target_lines(facts: Inspection) -> list[str]:
     if not facts.targets:
         return ["can become: nothing smaller"]
     width = max(24, *(len(target.options) for target in facts.targets))
-    if facts.encodes:
-        rows = [
-            f"  {target.options:{width}}  {100 * target.saves:5.1f} %  {target.served_by}" for target in facts.targets
-        ]
-        return [f"  {'can become':{width}}  {'saves':>7}  of the attention's parameters; served by", *rows]
     heading = f"  {'can become':{width}}  {'saves':>7}  {'per token':>10}"
     heading += "".join(f"  {'at ' + context:>10}" for context in CONTEXTS) + "  served by"
     rows = [
@@ -90,19 +83,9 @@ def _rank_lines(facts: Inspection, width: int) -> list[str]:
     return ["", heading + "  (tensor parallelism: a latent is whole on every rank)", *rows]
 
 
-def _layers_text(facts: Inspection) -> str:
-    if facts.decoder_layers is None:
-        return str(facts.layers)
-    return f"{facts.decoder_layers} in the decoder, each with two attentions (to itself and to the encoder)"
-
-
 def _cache_text(facts: Inspection) -> str:
     cache = facts.cache
     sizes = ", ".join(f"{bytes_text(size)} at {context}" for context, size in cache.bytes.items())
-    if facts.decoder_layers is not None:
-        each = f"{cache.numbers_per_token_and_layer} elements per token per attention"
-        half = bytes_text(cache.bytes_per_token // 2)
-        return f"{each}, {half} per token written and {half} per token of the encoder's input ({sizes} of both)"
     elements = f"{cache.numbers_per_token_and_layer} elements per token per layer"
     return f"{elements}, {bytes_text(cache.bytes_per_token)} per token ({sizes})"
 

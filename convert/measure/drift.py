@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -13,15 +13,10 @@ from kvfold.attention.drift.report import DriftReport, floor_count, measure_drif
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.family import encoders, load_family, seq2seq
-from kvfold.convert.families.model import Model
 from kvfold.convert.progress import stage
 from kvfold.convert.request import check_values
 from kvfold.convert.stream.fits import check_fits
-from kvfold.convert.stream.seq2seq import checkpoint_stream
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.text.denoising import denoising_tasks
-from kvfold.convert.text.dictation import dictation_tasks
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
 
@@ -42,11 +37,11 @@ def drift_checkpoints(
 ) -> DriftReport:
     """Measure ``out`` against ``model`` on ``samples`` sequences of ``seq_len`` tokens of ``text``.
 
-    Without ``text``: held-out text that ships with kvfold and that no conversion calibrates on; whisper hears synthetic
-    sound beside it. ``seed`` draws the sequences; ``progress(done, total)`` is called after every layer, of the
-    comparison and then of the rounding floor; without ``quiet`` it is shown on stderr. ``about``
-    of the result has the names and hashes of both models and of the text. Raises InputError when a checkpoint cannot be
-    opened, the two do not belong together, or there is too little text.
+    Without ``text``: held-out text that ships with kvfold and that no conversion calibrates on. ``seed`` draws the
+    sequences; ``progress(done, total)`` is called after every layer, of the comparison and then of the rounding floor;
+    without ``quiet`` it is shown on stderr. ``about`` of the result has the names and hashes of both models and of the
+    text. Raises InputError when a checkpoint cannot be opened, the two do not belong together, or there is too little
+    text.
 
     >>> drift_checkpoints(demo_folder(), demo_folder(), samples=1, seq_len=32).identical
     True
@@ -57,8 +52,8 @@ def drift_checkpoints(
     try:
         _check_pair(source, student, model, out)
         place, tokenizer = choose_device(device), load_tokenizer(source, trust_remote_code, "measuring drift")
-        read = _tokens(source.config, text, tokenizer, samples, seq_len, seed)
-        streams = _stream(source, place, dtype, read.encoded), _stream(student, place, dtype, read.encoded)
+        read = drift_tokens(text, tokenizer, samples, seq_len, seed)
+        streams = _stream(source, place, dtype), _stream(student, place, dtype)
         tokens = read.calibration
         for stream, checkpoint in zip(streams, (source, student), strict=True):
             check_fits(stream.parameters.map, checkpoint.tensors, checkpoint.origin)
@@ -77,25 +72,10 @@ def drift_checkpoints(
             **models,
             "text": {"name": read.source, "sha256": read.digest, "seed": seed},
         }
-        return replace(report, about=about, loss_name=read.loss)
+        return replace(report, about=about)
     finally:
         source.close()
         student.close()
-
-
-def _tokens(
-    config: Mapping[str, Any], text: str | None, tokenizer: Any, samples: int, seq_len: int, seed: int
-) -> CalibrationTokens:
-    """What a model of ``config`` reads: text, of an encoder-decoder a task made of it."""
-    kind = str(config.get("model_type"))
-    if kind not in seq2seq():
-        return drift_tokens(text, tokenizer, samples, seq_len, seed, closed=kind in encoders())
-    family = load_family(kind)
-    if family.reads_sound:
-        positions = Model(family, dict(config)).geometry.positions  # Whisper writes 448 tokens at most
-        read = drift_tokens(text, tokenizer, samples, min(seq_len, positions), seed, closed=True)
-        return dictation_tasks(read, config)
-    return denoising_tasks(drift_tokens(text, tokenizer, samples, seq_len, seed, closed=True), tokenizer, config, seed)
 
 
 def _layer_stages(
@@ -127,17 +107,14 @@ def _check_pair(source: Checkpoint, student: Checkpoint, model: str, out: str) -
             )
 
 
-def _stream(checkpoint: Checkpoint, device: torch.device, dtype: str, encoded: int) -> CheckpointStream:
+def _stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> CheckpointStream:
     computed = compute_dtype(checkpoint, device, dtype)
     try:
-        return checkpoint_stream(checkpoint, device, computed, encoded)
+        return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, computed)
     except InputError as error:
         raise InputError(f"{checkpoint.origin}: {error.message}", error.details) from error
 
 
-def drift_tokens(
-    text: str | None, tokenizer: Any, samples: int, seq_len: int, seed: int, closed: bool = False
-) -> CalibrationTokens:
-    """``[samples, seq_len]`` tokens to measure on, as ``calibration``; ``closed`` as in ``load_calibration``."""
-    where: Any = {"split": "held_out", "option": "--text", "closed": closed}
-    return load_calibration(text, tokenizer, samples, seq_len, seed, held_out=0, **where)
+def drift_tokens(text: str | None, tokenizer: Any, samples: int, seq_len: int, seed: int) -> CalibrationTokens:
+    """``[samples, seq_len]`` tokens to measure on, as ``calibration``."""
+    return load_calibration(text, tokenizer, samples, seq_len, seed, held_out=0, split="held_out", option="--text")

@@ -34,9 +34,7 @@ def _heading(report: DriftReport) -> list[str]:
     if report.student_dtype != dtype:
         dtype = f"{dtype} (converted: {report.student_dtype})"
     count = _count(report.sequences, "sequence")
-    predicted = report.measured.predictions // report.sequences
-    each = f"{report.length} positions ({predicted} predicted)" if report.loss_name else f"{report.length} tokens"
-    lines = [f"drift over {count} of {each}, {dtype} on {report.device}"]
+    lines = [f"drift over {count} of {report.length} tokens, {dtype} on {report.device}"]
     if report.floor is None:
         lines.append("floor: not measured")
     else:
@@ -57,19 +55,12 @@ def _named(name: str, values: Mapping[str, Any]) -> str:
 
 def _totals(report: DriftReport) -> list[str]:
     measured, floor = report.measured, None if report.floor is None else report.floor.measured
-    if measured.cosine is not None:
-        low = None if floor is None or floor.cosine is None else f"{floor.cosine:.6f}"
-        margin = "" if measured.cosine_margin is None else f" ± {measured.cosine_margin:.6f} (95 % interval)"
-        return [
-            f"cosine similarity of embeddings, mean over sequences: {measured.cosine:.6f}{margin}; floor {low or '-'}",
-            "cache: none, an encoder keeps none",
-        ]
     ratio = report.student_cache_bytes / report.source_cache_bytes if report.source_cache_bytes else math.nan
     rows = [
         ("", "source", "converted", "drift", "floor"),
-        *([] if report.loss_name else [_perplexity(measured, floor)]),
+        _perplexity(measured, floor),
         (
-            f"{report.loss_name}, nats per token" if report.loss_name else "loss, nats per token",
+            "loss, nats per token",
             _value(measured.teacher_loss),
             _value(measured.student_loss),
             _signed(measured.excess),
@@ -86,7 +77,7 @@ def _totals(report: DriftReport) -> list[str]:
         ),
     ]
     lines = [f"{name:<36} {a:>12} {b:>12} {drift:>12} {low or '-':>12}".rstrip() for name, a, b, drift, low in rows]
-    return [*lines, *_interval(measured, report.loss_name)]
+    return [*lines, *_interval(measured)]
 
 
 def _perplexity(measured: Measurement, floor: Measurement | None) -> tuple[str, str, str, str, str | None]:
@@ -95,12 +86,9 @@ def _perplexity(measured: Measurement, floor: Measurement | None) -> tuple[str, 
     return "perplexity", _value(before), _value(after), _percent(measured.excess), low
 
 
-def _interval(measured: Measurement, loss_name: str | None) -> list[str]:
+def _interval(measured: Measurement) -> list[str]:
     if measured.excess_margin is None:
         return []
-    if loss_name:
-        low, high = (_signed(measured.excess + side * measured.excess_margin) for side in (-1, 1))
-        return [f"95 % interval of the {loss_name}'s drift, by sequence: {low} to {high} nats per token"]
     low, high = (_percent(measured.excess + side * measured.excess_margin) for side in (-1, 1))
     return [f"95 % interval of the perplexity's drift, by sequence: {low} to {high}"]
 

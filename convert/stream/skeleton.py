@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoModel, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvfold.attention.checkpoints.registered import ENCODERS, PREFIX, SEQ2SEQ, headed_class, register_model
+from kvfold.attention.checkpoints.registered import register_model
 from kvfold.attention.drift.softcap import BLOCKWISE
 from kvfold.convert.errors import InputError, one_line
 from kvfold.convert.families.wrappers import WRAPPERS
@@ -26,12 +26,8 @@ def empty_model(config: dict[str, Any], dtype: torch.dtype, device: torch.device
 
 
 def auto_class(config: dict[str, Any]) -> Any:
-    """The class of transformers that loads a model of ``config``: a language model's, a wrapper's, an encoder's, ..."""
+    """The Auto class of transformers that loads a model of ``config``: a language model's or a wrapper's."""
     register_model(str(config.get("model_type")))
-    kind = str(config.get("model_type")).removeprefix(PREFIX)
-    if kind in (*ENCODERS, *SEQ2SEQ):
-        headless = all(str(name).endswith("Model") for name in config.get("architectures") or ["Model"])
-        return AutoModel if headless else headed_class(kind)
     return AutoModelForImageTextToText if config.get("model_type") in WRAPPERS else AutoModelForCausalLM
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint as a stream of layers: any decoder that transformers knows, or encoder, one layer in memory at a time.
+"""A checkpoint as a stream of layers: any decoder that transformers knows, one layer in memory at a time.
 
 The model is built from its config on the meta device, where it weighs nothing; the module itself never leaves it.
 transformers' own forward, with every decoder layer replaced by a stand-in (``attention/drift/frame.py``), gives the
@@ -11,15 +11,15 @@ Every arrow is the way that loading the finished file will take: renaming, conve
 casting to the dtype of the computation. So what is trained is exactly what will be stored (``training/refine.py``).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvfold.attention.drift.frame import Arguments, Frame, attention_parts, cache_bytes_per_token
+from kvfold.attention.drift.frame import Arguments, Frame, attention_name, cache_bytes_per_token
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert.errors import InputError
 from kvfold.convert.stream.parameters import Parameters
@@ -34,7 +34,7 @@ class CheckpointStream:
     converted model is the same class with its own config and a ``read`` that looks among the new tensors first.
     ``teacher`` is a stream over the same files: tensors that its open layer has in memory are shared, but for those
     named in ``changed``, which ``read`` gives otherwise; ``origins`` names what those are made of that ``read`` renames
-    or puts together. ``encoded`` is 0 but for encoder-decoders. Raises InputError for a config that transformers cannot
+    or puts together. Raises InputError for a config that transformers cannot
     build a decoder of.
     """
 
@@ -48,9 +48,7 @@ class CheckpointStream:
         teacher: "CheckpointStream | None" = None,
         changed: Collection[str] = (),
         origins: Mapping[str, Collection[str]] | None = None,
-        encoded: int = 0,
     ) -> None:
-        self.encoded = encoded
         self.device = torch.device(device)
         self.dtype = dtype
         self.read = read
@@ -59,7 +57,7 @@ class CheckpointStream:
         shared = None if teacher is None else teacher.parameters
         self.parameters: Parameters = Parameters(model, read, names, self.device, dtype, shared, changed, origins)
         try:
-            self._frame = self._framed(model)
+            self._frame = Frame(model)
         except ValueError as error:
             raise InputError(f"config.json: {error}") from error
         embedding = model.get_input_embeddings()
@@ -67,25 +65,9 @@ class CheckpointStream:
         self._embedding = next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
         self._recorded: tuple[int, list[Arguments]] | None = None
 
-    def _framed(self, model: Any) -> Frame:
-        return Frame(model)
-
-    @property
-    def _layers(self) -> Sequence[nn.Module]:
-        return self._frame.layers
-
-    @property
-    def _caching(self) -> Sequence[nn.Module]:
-        """The layers that keep keys and values."""
-        return self._layers
-
     @property
     def layers(self) -> int:
-        return len(self._layers)
-
-    @property
-    def encodes(self) -> bool:
-        return self._frame.encodes
+        return len(self._frame.layers)
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -94,28 +76,19 @@ class CheckpointStream:
         Only the rows of tokens that occur are converted; the stored table stays for the next call until ``release``.
         """
         rows, local = torch.unique(tokens.to(self.device), return_inverse=True)
-        tensors = self._ends(head=False)
-        table = self.parameters.rows(self._embedding, rows)
-        if self.encodes:  # some number positions by where a token is not padding: ours are renumbered
-            return self._enter(tensors, inputs_embeds=table[local])[0]
-        tensors[self._embedding] = table
+        tensors = {**self._ends(head=False), self._embedding: self.parameters.rows(self._embedding, rows)}
         return self._enter(tensors, input_ids=local)[0]
 
     @contextmanager
     def open_layer(self, index: int) -> Iterator[OpenLayer]:
         """Read a layer's tensors; they are dropped on leaving."""
         self.release()
-        tensors = self._tensors_of(index)
-        arguments = partial(self._arguments_of, index)
+        tensors = self.parameters.under(self._prefix(index))
         try:
-            yield OpenLayer(index, self._layers[index], arguments, tensors, self.encoded)
+            yield OpenLayer(index, self._frame.layers[index], partial(self._arguments_of, index), tensors)
         finally:
             tensors.clear()
             self.release()
-
-    def _tensors_of(self, index: int) -> dict[str, Tensor]:
-        """The parameters of a layer, by their names in it."""
-        return self.parameters.under(self._prefix(index))
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -150,9 +123,8 @@ class CheckpointStream:
 
     def attention_sources(self, index: int) -> list[WeightSource]:
         """The sources of the parameters of a layer's attention."""
-        parts = dict.fromkeys(attention_parts(self._layers[index]))
-        found = [self.parameters.map.under(f"{self._prefix(index)}{name}.") for name in parts]
-        return [source for sources in found for source in sources]
+        name = attention_name(self._frame.layers[index])
+        return self.parameters.map.under(f"{self._prefix(index)}{name}.")
 
     def reload(self, layer: OpenLayer, sources: Iterable[WeightSource]) -> None:
         """Make parameters of an open layer of what ``read`` gives now; gradients flow back to that."""
@@ -176,16 +148,14 @@ class CheckpointStream:
     def cache_bytes_per_token(self) -> int:
         """Bytes that transformers' own cache grows by per token, all layers, with the model in its stored dtype.
 
-        That is the dtype which transformers loads it in, whatever this stream computes in. Encoders keep no cache: 0.
+        That is the dtype which transformers loads it in, whatever this stream computes in.
         """
-        if self.encodes:
-            return 0
 
         def enter(tokens: int) -> tuple[Tensor, list[Arguments]]:
             hidden, arguments = self._enter_blank(tokens, use_cache=True)
             return hidden.to("meta"), [Arguments(_to_meta(each.args), _to_meta(each.kwargs)) for each in arguments]
 
-        total = cache_bytes_per_token(self._caching, enter)
+        total = cache_bytes_per_token(self._frame.layers, enter)
         name = self._config.get("dtype") or self._config.get("torch_dtype")
         stored = getattr(torch, str(name).removeprefix("torch."), self.dtype)
         return total * stored.itemsize // self.dtype.itemsize
@@ -193,7 +163,7 @@ class CheckpointStream:
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "CheckpointStream":
         """The same checkpoint, computed elsewhere or in another precision (and sharing no tensors with a teacher)."""
         device, dtype = self.device if device is None else device, self.dtype if dtype is None else dtype
-        return type(self)(self._config, self.read, self._names, device, dtype, encoded=self.encoded)
+        return type(self)(self._config, self.read, self._names, device, dtype)
 
     def _blank(self, tokens: int) -> Tensor:
         """A residual stream ``[1, T, E]`` of zeros."""
@@ -223,8 +193,6 @@ class CheckpointStream:
     def _end_names(self, head: bool) -> list[str]:
         base, decoder = f"{self._frame.model.base_model_prefix}.", f"{self._frame.path.rpartition('.')[0]}."
         outside = [name for name in self.parameters.map.expected if not name.startswith(f"{self._frame.path}.")]
-        if self.encodes:  # beside the layers: embeddings, then heads that embeddings do not go through
-            decoder, head = f"{self._embedding.rpartition('.')[0].rpartition('.')[0]}.", False
         wanted = [name for name in outside if name.startswith(decoder) or (head and not name.startswith(base))]
         return [name for name in wanted if name != self._embedding]
 

@@ -33,7 +33,6 @@ from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
 from kvfold.convert.conversion.source import source_heads
 from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.family import check_decodes
 from kvfold.convert.families.model import model_of
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, Layout
@@ -120,7 +119,6 @@ def sweep_checkpoint(
     started = time.monotonic()
     checkpoint = open_checkpoint(model, dense_dtype(ConvertRequest(**common, to="mqa")))
     try:
-        check_decodes(checkpoint.config, checkpoint.origin, "kvfold sweep")
         if out is not None:
             check_output(out, model=checkpoint.folder)
         chosen = named or default_targets(model_of(checkpoint.config, checkpoint.tensors), layout or DEFAULT_LAYOUT)

@@ -1,9 +1,9 @@
 """Layout ``kvfold``: the source's model with other attention modules, whose code the checkpoint brings along.
 
 For what no stock class holds. ``config.json`` is the source's under a model type of its own, with a block ``kvfold``
-that says what the attention is like; the code is ``attention/checkpoints/modeling_kvfold.py``, of encoders
-``modeling_kvfold_encoder.py``. Its attention has queries, keys, values and output in a linear layer each, whatever the
-source has, and rotates half-split heads by listed frequencies.
+that says what the attention is like; the code is ``attention/checkpoints/modeling_kvfold.py``. Its attention has
+queries, keys, values and output in a linear layer each, whatever the source has, and rotates half-split heads by listed
+frequencies.
 """
 
 import re
@@ -19,7 +19,7 @@ from kvfold.convert.families.expressions import evaluate
 from kvfold.convert.families.geometry import Layer
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import layer_frequencies
-from kvfold.convert.families.schema import OwnCode, WholeAttention
+from kvfold.convert.families.schema import OwnCode
 from kvfold.convert.targets.same_family import attention_label, cache_elements, stored_dtype
 from kvfold.convert.targets.target import TargetLayout
 
@@ -96,13 +96,8 @@ def own_layout(
         computed=tuple(tuple(layer) for layer in shapes),
         cache_elements=cache_elements,
         encode=encode,
-        code=own_module(source),
+        code=CODE,
     )
-
-
-def own_module(source: Model) -> str:
-    """The module that the checkpoint takes along."""
-    return {"encoder": f"{CODE}_encoder", "seq2seq": f"{CODE}_seq2seq"}.get(source.family.kind, CODE)
 
 
 def _own_code(source: Model) -> OwnCode:
@@ -121,7 +116,7 @@ def own_config(
 ) -> dict[str, Any]:
     """The source's config as one of this layout; ``facts`` describe the attention beside what every variant has."""
     own = _own_code(source)
-    file, known = own_module(source).rpartition(".")[2], {*own.classes.values()}
+    file, known = CODE.rpartition(".")[2], {*own.classes.values()}
     stated = [name for name in checkpoint.config.get("architectures") or () if name in known]
     changes = {
         "model_type": f"{_PREFIX}{source.family.model_type}",
@@ -146,8 +141,6 @@ def _facts(source: Model, layer_facts: Sequence[Mapping[str, Any]] = ()) -> dict
         "head_dim": size.head_dim,
         "attention_dropout": evaluate(own.attention_dropout, values),
         "output_dropout": evaluate(own.output_dropout, values),
-        **({"encoder": True} if isinstance(source.family.attention, WholeAttention) else {}),
-        **({"projects": own.output == OwnCode.output} if source.family.kind == "encoder" else {}),
     }
     layers: list[dict[str, Any]] = [_layer_facts(layer) for layer in source.layers]
     if layer_facts:
@@ -198,12 +191,7 @@ def _grouped_tensors(source: Model, layer: int, weights: "AttentionWeights") -> 
 
 def projection(source: Model, layer: int, name: str) -> str:
     """The full name of ``name``, such as ``o_proj.weight``, in the attention of ``layer``."""
-    own, attention, (part, dot, kind) = _own_code(source), source.family.attention, name.partition(".")
-    placed = own.output if part == "o_proj" else f"{own.inside}{part}"
-    if attention.cross is not None:  # the modules of the stock class, what makes keys and values reads the latent
-        kept = {"q_proj": attention.q, "k_up_proj": attention.k, "v_up_proj": attention.v, "o_proj": attention.o}
-        placed = kept.get(part) or part
-    return f"{attention.place(layer)}.{placed}{dot}{kind}"
+    return f"{source.family.attention.place(layer)}.{name}"
 
 
 def _output_tensors(
@@ -211,16 +199,15 @@ def _output_tensors(
 ) -> Iterator[OutputTensor]:
     """The source's tensors in their order, with each layer's new attention in the place of the old.
 
-    Buffers of the old attention (causal masks, frequencies) are left out, but for those of encoder-decoders, whose
-    modules stay the stock ones (T5's position biases).
+    Buffers of the old attention (causal masks, frequencies) are left out.
     """
     computed = stored_dtype(_computed_dtype(source, checkpoint), dtype)
-    inner = f"{source.family.attention.module}.{_own_code(source).inside}"
+    inner = f"{source.family.attention.module}."
     pattern = re.compile(re.escape(inner).replace(r"\{layer\}", r"(\d+)"))
     stored = {name: layer for layer in range(len(shapes)) for name in source.attention_names(layer)}
     made: set[int] = set()
     for info in checkpoint.tensors.values():
-        inside = None if source.family.attention.cross else pattern.match(info.name)
+        inside = pattern.match(info.name)
         layer = stored.get(info.name) if inside is None else int(inside[1])
         if layer is None:
             yield OutputTensor(info.name, stored_dtype(info.dtype, dtype), info.shape, info.name)

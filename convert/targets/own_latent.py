@@ -33,7 +33,6 @@ def own_latent_layout(
         "rope_dim": target.rope_dim,
         "qkv_bias": source.has_bias("q"),
         "o_bias": True,
-        **_kept_names(source),
         **({} if norm is None else {"kv_heads": source.geometry.kv_heads, "norm": _norm_facts(source, norm)}),
     }
 
@@ -53,14 +52,6 @@ def own_latent_layout(
         encode=encode,
         layer_facts=[{"frequencies": list(each)} for each in theta],
     )
-
-
-def _kept_names(source: Model) -> dict[str, str | None]:
-    """What an encoder-decoder's stock attention calls its projections."""
-    attention = source.family.attention
-    if attention.cross is None:
-        return {}
-    return {"query": attention.q, "key": attention.k, "value": attention.v, "output": attention.o}
 
 
 def _norm_facts(source: Model, norm: Norm) -> dict[str, Any]:

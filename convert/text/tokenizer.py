@@ -41,21 +41,10 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str
 
 def prefix_tokens(tokenizer: Any) -> list[int]:
     """The tokens that ``add_special_tokens`` puts before a text (BOS for Llama and Gemma, none for GPT-2)."""
-    return _around(tokenizer)[0]
-
-
-def suffix_tokens(tokenizer: Any) -> list[int]:
-    """The tokens that ``add_special_tokens`` puts behind a text (``[SEP]`` for BERT)."""
-    return _around(tokenizer)[1]
-
-
-def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     special = tokenizer("a")["input_ids"]
-    for start in range(len(special) - len(plain) + 1):
-        if special[start : start + len(plain)] == plain:
-            return list(special[:start]), list(special[start + len(plain) :])
-    return [], []
+    starts = (start for start in range(len(special)) if special[start : start + len(plain)] == plain)
+    return list(special[: next(starts, 0)])
 
 
 def tokenize(tokenizer: Any, prefix: list[int], documents: Iterable[Document]) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvfold.convert.errors import InputError
 from kvfold.convert.request import held_out_count
 from kvfold.convert.text.documents import Corpus, Split, open_corpus
-from kvfold.convert.text.tokenizer import prefix_tokens, renderer, suffix_tokens, tokenize
+from kvfold.convert.text.tokenizer import prefix_tokens, renderer, tokenize
 
 _READ_AT_LEAST = 2 << 20
 _BYTES_PER_TOKEN = 16
@@ -22,9 +22,7 @@ class CalibrationTokens:
     """``calibration [N, T]``, ``held_out [M, T]`` and ``further [K, T]``, int64, which share no stretch of text.
 
     ``source`` is the name of the text for users; ``digest`` is the text's SHA-256 (the name's, for a dataset).
-    ``further`` sequences are for training that takes more than the calibration sequences; there may be none. The first
-    ``encoded`` tokens of a sequence are for an encoder, the others for its decoder; ``loss`` then names
-    the loss of these.
+    ``further`` sequences are for training that takes more than the calibration sequences; there may be none.
     """
 
     calibration: Tensor
@@ -32,8 +30,6 @@ class CalibrationTokens:
     source: str
     digest: str
     further: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
-    encoded: int = 0
-    loss: str | None = None
 
     @property
     def training(self) -> Tensor:
@@ -51,7 +47,6 @@ def load_calibration(
     split: Split = "calibration",
     option: str = "--calibration",
     further: int = 0,
-    closed: bool = False,
 ) -> CalibrationTokens:
     """Draw ``samples`` calibration sequences of ``seq_len`` tokens and ``held_out`` others (``held_out_count``).
 
@@ -60,20 +55,17 @@ def load_calibration(
     ``spec`` is a file of plain text (one document), a .jsonl file (``text`` or ``messages`` per line), the name of a
     dataset, or None for a ``split`` of the text that ships with kvfold. Several give equal shares of each part, in an
     order drawn from the seed. No sequence crosses a document's end, except that documents shorter than a sequence, and
-    what is left of longer ones, are packed with the tokenizer's EOS token between them where it has one. ``closed``
-    sequences are those of encoders: they end with what the tokenizer puts behind a text, such as ``[SEP]``, which also
-    stands between packed ones.
+    what is left of longer ones, are packed with the tokenizer's EOS token between them where it has one.
     Raises InputError, which names the ``option`` that gave ``spec``, for text that is unreadable or too short.
     """
     kept = held_out_count(samples) if held_out is None else held_out
     if spec is None or isinstance(spec, str):
-        return _load(spec, tokenizer, (samples, kept, further), seq_len, seed, split, option, closed)
+        return _load(spec, tokenizer, (samples, kept, further), seq_len, seed, split, option)
     if len(spec) > samples:
         raise InputError(f"--samples: expected {len(spec)} or more, one for each {option}, found {samples}")
     counts = zip(*(_shares(count, len(spec)) for count in (samples, kept, further)), strict=True)
     parts = [
-        _load(each, tokenizer, count, seq_len, seed, split, option, closed)
-        for each, count in zip(spec, counts, strict=True)
+        _load(each, tokenizer, count, seq_len, seed, split, option) for each, count in zip(spec, counts, strict=True)
     ]
     return _mixed(parts, seed)
 
@@ -107,35 +99,29 @@ def _load(
     seed: int,
     split: Split,
     option: str,
-    closed: bool,
 ) -> CalibrationTokens:
     """Sequences of one text; ``counts`` of calibration, held-out and further ones."""
     samples, count = counts[0], counts[0] + counts[1]
-    prefix, suffix = prefix_tokens(tokenizer), suffix_tokens(tokenizer) if closed else []
-    if seq_len <= len(prefix + suffix):
-        begins = "begin every text" if not suffix else "are put around every text"
+    prefix = prefix_tokens(tokenizer)
+    if seq_len <= len(prefix):
         raise InputError(
-            f"--seq-len: expected more than the {len(prefix + suffix)} tokens that {begins}, found {seq_len}"
+            f"--seq-len: expected more than the {len(prefix)} tokens that begin every text, found {seq_len}"
         )
     corpus = open_corpus(spec, renderer(tokenizer), seed, split, option)
-    windows = _enough_windows(corpus, tokenizer, prefix, suffix, seq_len, count)
+    windows = _enough_windows(corpus, tokenizer, prefix, seq_len, count)
     drawn = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[: sum(counts)]]
-    ends = (torch.tensor(end, dtype=torch.int64).expand(len(drawn), -1) for end in (prefix, suffix))
-    tokens = torch.cat([next(ends), drawn, next(ends)], dim=1)
+    tokens = torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(drawn), -1), drawn], dim=1)
     parts = tokens[:samples], tokens[samples:count], tokens[count:]
     return CalibrationTokens(parts[0], parts[1], corpus.name, corpus.digest(), parts[2])
 
 
-def _enough_windows(
-    corpus: Corpus, tokenizer: Any, prefix: list[int], suffix: list[int], seq_len: int, needed: int
-) -> Tensor:
-    """At least ``needed`` windows ``[n, S]``, of ``seq_len`` tokens with ``prefix`` and ``suffix``; reads as needed."""
-    between = suffix[0] if suffix else tokenizer.eos_token_id
+def _enough_windows(corpus: Corpus, tokenizer: Any, prefix: list[int], seq_len: int, needed: int) -> Tensor:
+    """At least ``needed`` windows ``[n, S]``, of ``seq_len`` tokens with ``prefix``; reads as needed."""
     limit = max(_READ_AT_LEAST, needed * seq_len * _BYTES_PER_TOKEN)
     while True:
         documents, complete = corpus.documents(limit)
         tokens = list(tokenize(tokenizer, prefix, documents))
-        windows = cut(tokens, seq_len - len(prefix + suffix), between)
+        windows = cut(tokens, seq_len - len(prefix), tokenizer.eos_token_id)
         if len(windows) >= needed:
             return windows
         if complete:

@@ -31,7 +31,6 @@ Batch = tuple[Tensor, Tensor, Tensor]  # inputs, targets, weights
 class Examples:
     """The student's residual before a layer, and what its attention should add to it, in the walk's chunks.
 
-    Of an encoder-decoder the residual stands behind the encoder's states, to which nothing is added.
     ``weights [b, T, 1]``: what a token's error is multiplied by. ``energy`` is the mean square of the teacher's
     attention update, ``inherited`` that of the student's error before the layer, both weighted; ``numbers`` are the
     elements of the targets. Of ``count`` sequences that several processes share, these are the ``own``.
@@ -80,7 +79,7 @@ def examples(
     for inputs, student_inputs in zip(hidden, student_hidden, strict=True):
         added = update.of(teacher, teacher.attend(inputs))
         wide = torch.promote_types(added.dtype, torch.float32)
-        residual, student_residual = (teacher.own(each).to(wide) for each in (inputs, student_inputs))
+        residual, student_residual = (each.to(wide) for each in (inputs, student_inputs))
         added, before = added.to(wide), residual - student_residual
         weight = token_weights(residual + added, student_residual)
         weights.append(weight)

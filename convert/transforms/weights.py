@@ -102,38 +102,24 @@ class LayerStatistics:
     """Calibration statistics of one layer, float64.
 
     ``gram [E, E] = E[x x^T]`` and ``mean [E] = E[x]`` over ``tokens`` attention inputs ``x`` (after the layer's norm);
-    ``profile [H, S]``: the mean attention weight of head ``h`` at distance ``delta`` (rows sum to 1). Without
-    ``causal`` queries see keys on both sides, and ``delta`` is the distance to either. ``received_gram``,
-    ``received_mean``: the same averages with every token counted by the attention that it receives, None where that
-    was not measured.
+    ``profile [H, S]``: the mean attention weight of head ``h`` at distance ``delta`` (rows sum to 1).
+    ``received_gram``, ``received_mean``: the same averages with every token counted by the attention that it receives,
+    None where that was not measured.
 
     Where queries and keys are normalized: ``normed [H + G, D, E+1] = E[n x~^T]``, with ``n`` the queries, then the
     keys, behind their norms and before they rotate (``received_normed`` likewise), and ``divisors [H + G, 3]``: the
     mean and the mean square of what the norms divide by, and the mean of ``|n|^2``.
-
-    Where queries are made of other inputs than keys and values, as in attention to an encoder, ``query_gram`` and
-    ``query_mean`` are of theirs, all else of the keys'.
     """
 
     gram: Tensor
     mean: Tensor
     tokens: int
     profile: Tensor
-    causal: bool = True
     received_gram: Tensor | None = None
     received_mean: Tensor | None = None
     normed: Tensor | None = None
     received_normed: Tensor | None = None
     divisors: Tensor | None = None
-    query_gram: Tensor | None = None
-    query_mean: Tensor | None = None
-
-    @property
-    def of_queries(self) -> "LayerStatistics":
-        """The same with ``gram`` and ``mean`` of what queries are made of."""
-        if self.query_gram is None or self.query_mean is None:
-            return self
-        return replace(self, gram=self.query_gram, mean=self.query_mean)
 
     def to(self, device: torch.device | str) -> "LayerStatistics":
         moved: dict[str, Any] = {

@@ -14,7 +14,6 @@ from kvfold.convert.checkpoint.atomic import check_output, output_lock
 from kvfold.convert.checkpoint.json_text import portable_name
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.family import check_decodes
 from kvfold.convert.families.wrappers import text_type
 from kvfold.convert.measure.figures import uptraining_curve
 from kvfold.convert.processes import run_on_first, started_first
@@ -64,7 +63,6 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
         raise InputError("uptraining needs accelerate, which is not installed: pip install 'kvfold[train]'")
     source, locks = open_checkpoint(request.model), ExitStack()
     try:
-        check_decodes(source.config, source.origin, "kvfold uptrain")
         if source.made_of:
             raise InputError(
                 f"{source.origin}: expected plain weights to train, found {source.made_of[0]}; convert it first, "

@@ -145,8 +145,8 @@ def _regressions(
                 return
             checked = True
         added = update.of(step.teacher, step.teacher.attend(inputs))
-        after = (step.teacher.own(inputs) + added).double()
-        before = step.teacher.own(student_inputs).double()
+        after = (inputs + added).double()
+        before = student_inputs.double()
         weight = token_weights(after, before).square()
         target = (after - before) / update.scale
         yield _Regression(heads.flatten(0, 1), target.flatten(0, 1), weight.flatten())

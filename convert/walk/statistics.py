@@ -36,24 +36,17 @@ class StatisticsAccumulator:
         self._normed: _NormedMoments | None = None
         self._inputs: _Moments | None = None
         self._received: _Moments | None = None
-        self._queries: _Moments | None = None
         self._profile: Tensor | None = None
-        self._causal = True
         self._tokens = 0
         self._sequences = 0
 
     @torch.no_grad()
     def add(self, output: LayerOutput) -> None:
         """Add a batch of sequences (those of all batches must have one length)."""
-        inputs = output.key_input.flatten(0, -2).double()
+        inputs = output.attention_input.flatten(0, -2).double()
         if self._inputs is None:
             self._inputs = _Moments.zeros(inputs)
         self._inputs.add(inputs)
-        if output.crosses:
-            queries = output.attention_input.flatten(0, -2).double()
-            self._queries = _Moments.zeros(queries) if self._queries is None else self._queries
-            self._queries.add(queries)
-        self._causal = output.causal
         self._tokens += inputs.shape[0]
         received = self._add_attention(output, inputs) if self._with_profile else None
         if self._weights is not None:
@@ -63,19 +56,16 @@ class StatisticsAccumulator:
         """The averages so far, over the batches of all processes. Raises ValueError before the first batch."""
         if self._inputs is None:
             raise ValueError("statistics: expected at least one batch, found none")
-        sums = [self._inputs, self._received, self._queries, self._normed]
+        sums = [self._inputs, self._received, self._normed]
         processes.add_up(tensor for each in sums if each is not None for tensor in each.tensors())
         processes.add_up([] if self._profile is None else [self._profile])
         tokens, sequences = processes.total(self._tokens, self._sequences)
         gram, mean = self._inputs.averages()
         profile = gram.new_zeros(0, 0) if self._profile is None else self._profile / sequences
-        result = LayerStatistics(gram, mean, int(tokens), profile, self._causal)
+        result = LayerStatistics(gram, mean, int(tokens), profile)
         if self._received is not None:
             received_gram, received_mean = self._received.averages()
             result = replace(result, received_gram=received_gram, received_mean=received_mean)
-        if self._queries is not None:
-            query_gram, query_mean = self._queries.averages()
-            result = replace(result, query_gram=query_gram, query_mean=query_mean)
         return result if self._normed is None else self._normed.into(result)
 
     def _add_normed(self, weights: AttentionWeights, inputs: Tensor, received: Tensor | None) -> None:
@@ -84,18 +74,8 @@ class StatisticsAccumulator:
             self._normed = _NormedMoments.zeros(normed, inputs)
         self._normed.add(normed, divisors, inputs, received)
 
-    def _add_attention(self, output: LayerOutput, inputs: Tensor) -> Tensor | None:
-        """The attention that each token received ``[N]``; None where no distances are to be seen.
-
-        That is in an encoder-decoder's attention to its encoder, and behind T5's position biases. Its models do not
-        rotate: every distance is alike, and the profile says so.
-        """
-        paired = output.memory is not None or output.waiting is not None
-        if output.query is None and paired and output.context is not None:
-            profile = inputs.new_ones(output.context.shape[2], 1)
-            self._profile = profile if self._profile is None else self._profile + profile
-            self._sequences += 1
-            return None
+    def _add_attention(self, output: LayerOutput, inputs: Tensor) -> Tensor:
+        """The attention that each token received ``[N]``."""
         if output.query is None or output.key is None:
             raise ValueError("statistics: a distance profile needs the layer's queries and keys, found none")
         sequences = output.query.shape[0]

@@ -101,7 +101,6 @@ class Student:
             teacher=source,
             changed=changed,
             origins=origins,
-            encoded=source.encoded,
         )
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
@@ -377,8 +376,7 @@ class Walk:
             raise KvfoldError(f"the walk has done {self._passed} of {source.layers} layers")
         tokens = torch.split(self._teacher.tokens, chunk_size(source.device, self._teacher.tokens.shape[1]))
         measured = compare_predictions(source, student, self._teacher.held_out, self._student_held_out, tokens)
-        judged = measured.teacher_loss if measured.cosine is None else measured.cosine
-        check_finite([torch.tensor(judged)], source, None)
+        check_finite([torch.tensor(measured.teacher_loss)], source, None)
         source.release()
         student.release()
         return replace(measured, layers=tuple(self.drifts))

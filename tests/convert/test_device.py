@@ -52,7 +52,7 @@ def test_a_model_alone_computes_its_logits_once(monkeypatch):
     from kvfold.attention.drift.lockstep import compare_predictions
     from kvfold.convert.walk.passes import embed
 
-    stream = _stream(open_checkpoint(demo_folder()), torch.device("cpu"), "auto", encoded=0)
+    stream = _stream(open_checkpoint(demo_folder()), torch.device("cpu"), "auto")
     tokens = torch.randint(0, 2048, (2, 16))
     states = embed(stream, tokens)
     copies = [state.clone() for state in states]

@@ -61,7 +61,7 @@ def _own_problems(model: Model, target: LatentTarget) -> Iterator[str]:
 
 
 def _own_attention_problems(model: Model) -> Iterator[str]:
-    yield from _attention_problems(model, both_ways=model.family.kind == "encoder")
+    yield from _attention_problems(model)
     tables = _rope_tables(model)
     yield from _rope_type_problems(tables)
     if any(
@@ -102,7 +102,7 @@ def _tensor_problems(model: Model) -> Iterator[str]:
         yield f"has tensors that the stock MLA class lacks ({', '.join(other)})"
 
 
-def _attention_problems(model: Model, both_ways: bool = False) -> Iterator[str]:
+def _attention_problems(model: Model) -> Iterator[str]:
     """What latent attention of no layout computes."""
     layers = model.layers
     if model.family.attention.sinks is not None:
@@ -115,8 +115,6 @@ def _attention_problems(model: Model, both_ways: bool = False) -> Iterator[str]:
         yield "clips queries, keys and values, the stock MLA class does not"
     if any(layer.growth for layer in layers):
         yield "multiplies queries by a factor that grows with their position, the stock MLA class does not"
-    if not both_ways and not all(layer.causal for layer in layers):
-        yield "attends in both directions, the stock MLA class only backwards"
 
 
 def _stock_attention_problems(model: Model) -> Iterator[str]:

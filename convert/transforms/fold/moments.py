@@ -64,9 +64,9 @@ def layer_moments(
 ) -> LayerMoments:
     """All moments, on the device of ``weights``. ``context``: how many positions the result must serve."""
     statistics = statistics.to(weights.q.device)
-    moment, asked = input_moment(statistics), input_moment(statistics.of_queries)
+    moment = input_moment(statistics)
     keys = _linear_keys(weights, statistics, moment)
-    queries = normed.linearize(with_bias(weights.q, weights.q_bias), weights.q_norm, asked)
+    queries = normed.linearize(with_bias(weights.q, weights.q_bias), weights.q_norm, moment)
     amplitude = moment.new_ones(weights.head_dim)
     amplitude[: rotary.dims] = rotary.amplitude
     values = with_bias(weights.v, None if weights.o_bias is not None else weights.v_bias)  # else `o_bias` takes it
@@ -79,8 +79,8 @@ def layer_moments(
         values=values,
         joint_keys=joint_moment(amplitude[:, None] * keys.affine, moment),
         joint_values=joint_moment(values, moment),
-        query_moments=head_moments(amplitude[:, None] * queries.affine, asked),
-        phi=distance_moments(statistics.profile, context, rotary, weights.head_dim, statistics.causal),
+        query_moments=head_moments(amplitude[:, None] * queries.affine, moment),
+        phi=distance_moments(statistics.profile, context, rotary, weights.head_dim),
         metric=output_metric(weights.o, weights.kv_heads),
         amplitude=amplitude,
     )

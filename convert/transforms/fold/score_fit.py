@@ -50,16 +50,14 @@ class Scores(Objective):
 SCORES = Scores()
 
 
-def distance_moments(profile: Tensor, context: int, rotary: Rotary, dims: int, causal: bool = True) -> Tensor:
+def distance_moments(profile: Tensor, context: int, rotary: Rotary, dims: int) -> Tensor:
     """``phi_h(w_a - w_b) = E e^{-i (w_a - w_b) delta}``, complex ``[H, D, D]``, in the basis of `pair_basis`.
 
-    ``profile [H, S]`` is attention by distance; ``context`` how far tokens may be apart at all. Without ``causal`` keys
-    lie as often at ``-delta`` as at ``delta``, and the real part is left.
+    ``profile [H, S]`` is attention by distance; ``context`` how far tokens may be apart at all.
     """
     theta = rotary.theta.double().to(profile.device)
     speed = torch.cat((theta, -theta, theta.new_zeros(dims - rotary.dims)))
-    moments = rotary_moments(mixed_distances(profile, context), speed)
-    return moments if causal else moments.real.to(moments.dtype)
+    return rotary_moments(mixed_distances(profile, context), speed)
 
 
 def fit_scores(

@@ -165,7 +165,7 @@ def _given(
     centered: bool,
 ) -> _Given:
     moment, layer = input_moment(statistics), linear_layer(weights, rotary, scale)
-    queries = head_moments(layer.queries, input_moment(statistics.of_queries))
+    queries = head_moments(layer.queries, moment)
     split = split_rotary(layer, rotary, slots, queries, moment)
     gains, root = pair_gains(statistics, rotary, context), moment_root(moment, centered)
     rows = joint_rows(key_units(queries, rotary, gains, split.rest), value_units(layer), root)

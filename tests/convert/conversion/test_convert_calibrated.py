@@ -229,7 +229,7 @@ def test_a_preferred_split_is_told():
 
 @pytest.mark.parametrize(("after", "told"), [(448, "(12.5 % less)"), (576, "(12.5 % more)")])
 def test_a_headline_says_less_or_more(after, told):
-    plan = Mock(cache_elements=512, encodes=False, **{"layout.cache_elements": after})
+    plan = Mock(cache_elements=512, **{"layout.cache_elements": after})
     assert headline(plan).endswith(f"512 -> {after} KV-cache elements per token per layer {told}")
 
 

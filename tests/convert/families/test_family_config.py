@@ -8,8 +8,9 @@ import pytest
 from transformers import AutoConfig
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.family import encoders, family_of, seq2seq, supported
+from kvfold.convert.families.family import family_of, supported
 from kvfold.convert.families.model import model_of
+from kvfold.convert.families.wrappers import WRAPPERS
 
 LLAMA = {
     "model_type": "llama",
@@ -120,37 +121,43 @@ def test_layer_types_of_the_wrong_length_or_kind():
     )
 
 
-@pytest.mark.parametrize("model_type", ["nonesuch", "", None])
-def test_an_unsupported_family_lists_the_supported_ones(model_type):
-    with pytest.raises(InputError) as caught:
-        family_of({"model_type": model_type})
-    known = ", ".join(supported())
-    assert str(caught.value) == (
-        f"config.json: model_type {model_type!r} is not supported; expected one of: {known}; or an encoder: "
-        f"{', '.join(encoders())}; or an encoder-decoder: {', '.join(seq2seq())}; "
-        "to add one, see CONTRIBUTING.md, Where to add"
-    )
+LISTED = "(docs/families.md lists them, CONTRIBUTING.md says how to add one)"
+UNKNOWN = f"is not among the supported causal language models {LISTED}"
+NO_MODEL = "is no causal language model ({}); kvfold converts causal language models, for only these have a KV cache"
+WRAPPER = "is not among the supported wrappers of a language model (text_config, vision_config); expected one of: "
 
 
 @pytest.mark.parametrize(
-    ("config", "towers"),
+    ("config", "reason"),
     [
-        ({"model_type": "idefics3", "text_config": {}, "vision_config": {}}, "text_config, vision_config"),
-        ({"model_type": "cogvlm", "vision_config": {}}, "vision_config"),
-        ({"model_type": "llama", "text_config": {"model_type": "llama"}}, "text_config"),
-        ({"model_type": "qwen2_audio", "audio_config": {}, "text_config": {}}, "audio_config, text_config"),
+        ({"model_type": "nonesuch"}, UNKNOWN),
+        ({"model_type": None}, UNKNOWN),
+        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, UNKNOWN),
+        ({"model_type": "t5", "is_encoder_decoder": True}, NO_MODEL.format("is_encoder_decoder is true")),
+        ({"model_type": "bert", "architectures": ["BertModel"]}, NO_MODEL.format("architectures is ['BertModel']")),
+        (
+            {"model_type": "idefics3", "text_config": {}, "vision_config": {}},
+            f"{WRAPPER}{', '.join(WRAPPERS)} {LISTED}",
+        ),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "mamba"}},
+            f"wraps a language model of model_type 'mamba', which {UNKNOWN}",
+        ),
     ],
 )
-def test_a_wrapper_of_a_language_model_is_refused_as_such(config, towers):
+def test_an_unsupported_model_is_told_what_is_missing(config, reason):
     with pytest.raises(InputError) as caught:
         family_of(config)
-    message = str(caught.value)
-    assert message.startswith(
-        f"config.json: model_type {config['model_type']!r} is not supported: it wraps a language model ({towers}), "
-        "and this wrapper is not written yet; expected a plain decoder of one of: apertus, arcee,"
-    )
-    assert message.endswith(
-        "qwen3_vl; to add one see CONTRIBUTING.md: a row of WRAPPERS, and a tiny model for its tests"
+    assert str(caught.value) == f"config.json: model_type {config['model_type']!r} {reason}"
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3_text"])
+def test_a_gemma_that_looks_both_ways_is_no_causal_language_model(name):
+    assert family_of({"model_type": name, "use_bidirectional_attention": None}).model_type == name
+    with pytest.raises(InputError) as caught:
+        family_of({"model_type": name, "use_bidirectional_attention": True})
+    assert str(caught.value) == (
+        f"config.json: use_bidirectional_attention is True; model_type {name!r} is supported with False"
     )
 
 

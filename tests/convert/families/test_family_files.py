@@ -11,15 +11,13 @@ import pytest
 from helpers.processes import run_python
 
 from kvfold.convert.families import expressions, reading, schema
-from kvfold.convert.families.family import encoders, family_of, load_family, seq2seq, supported
+from kvfold.convert.families.family import family_of, load_family, supported
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.families.values import TYPES, Values
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout
 from kvfold.convert.targets.own_latent import own_latent_layout
-from kvfold.convert.targets.own_shared import shared_layout
-from kvfold.convert.targets.same_family import POOLED
 
 FOLDER = Path(schema.__file__).parent
 
@@ -32,13 +30,12 @@ PROMISED = [
 ]
 
 
-ALL = (*supported(), *encoders(), *seq2seq())
+ALL = supported()
 
 
 def place(name: str) -> Path:
     """The file of a family."""
-    folder = "encoders" if name in encoders() else "seq2seq" if name in seq2seq() else ""
-    return FOLDER / folder / f"{name}.json"
+    return FOLDER / f"{name}.json"
 
 
 def table(name: str) -> dict:
@@ -48,8 +45,6 @@ def table(name: str) -> dict:
 
 def test_the_families_are_those_promised():
     assert supported() == tuple(sorted(PROMISED))
-    assert encoders() == ("bert", "distilbert", "roberta")
-    assert seq2seq() == ("bart", "t5", "whisper")
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -242,11 +237,7 @@ def ask_everything(family: schema.Family, config: dict) -> None:
         target = LatentTarget(8, 4, layout="kvfold")
         theta = [[1.0, 0.1]] * model.geometry.layers
         own_latent_layout(model.as_stored(stored), checkpoint, target, theta, None)
-    if family.kind == "seq2seq":
-        shared_layout(model.as_stored(stored), checkpoint, 1, POOLED, None)
-        if family.attention.encoder is not None:
-            assert model.with_encoder().geometry.layers > model.geometry.layers
-    elif needs_own_code(model):
+    if needs_own_code(model):
         own_folded_layout(model, checkpoint, 1, None)
     else:
         model.kv_config(1)
@@ -261,7 +252,7 @@ def ask_everything(family: schema.Family, config: dict) -> None:
 def test_expressions_refer_to_keys_of_the_file(name):
     data = table(name)
     known = {*data["config"], "layer", "layer_type", "sparse"}
-    literal = {"module", "layout", "q", "k", "v", "o", "qkv", "sinks", "cross", "encoder", "kind", "extent"}
+    literal = {"module", "layout", "q", "k", "v", "o", "qkv", "sinks", "kind", "extent"}
     parts = [
         *data["sizes"].values(),
         *(value for key, value in data["attention"].items() if key not in literal and isinstance(value, str)),
@@ -315,7 +306,7 @@ def test_a_malformed_expression_is_named():
 def test_reading_families_imports_neither_torch_nor_transformers():
     code = (
         "import sys; import kvfold.convert.families.model; from kvfold.convert.families.family import *; "
-        "[load_family(n) for n in (*supported(), *encoders())]; "
+        "[load_family(n) for n in supported()]; "
         "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     run_python("-c", code)

@@ -161,7 +161,6 @@ VARIANTS = [
     ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}),
     ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     ("gemma3_text", {"final_logit_softcapping": 3.0, "sliding_window_pattern": 1}),
-    ("gemma3_text", {"use_bidirectional_attention": True, "sliding_window": 6}),
     ("phi", {"qk_layernorm": False, "partial_rotary_factor": 0.75}),
     ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": None}),
     ("olmo", {"clip_qkv": None, "attention_bias": True}),
@@ -206,7 +205,6 @@ def test_it_agrees_with_every_flag_the_other_way_and_an_eps_that_is_felt(name, t
     flags = {key: not config.get(key, entry.default) for key, entry in keys.items() if entry.type == "flag"}
     if name == "falcon":  # eager attention adds ALiBi twice, and the newer architecture is always parallel
         flags |= {"alibi": False, "parallel_attn": True}
-    flags.pop("use_bidirectional_attention", None)  # what gemma then does depends on the attention implementation
     check(tiny_family(name, **flags, **{key: 0.2 for key in keys if key.endswith(("_eps", "_epsilon"))}))
 
 
@@ -219,12 +217,3 @@ def test_windows_are_those_of_the_stock_cache(name, tiny_family):
     cache = DynamicCache(config=stock)
     windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
     assert [layer.window for layer in model.layers] == windows
-
-
-@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3_text"])
-@pytest.mark.parametrize("both_ways", [False, True])
-def test_layers_that_look_both_ways_say_so(name, both_ways, tiny_family):
-    folder = tiny_family(name, use_bidirectional_attention=both_ways)
-    config = json.loads((folder / "config.json").read_text())
-    stock = AutoModelForCausalLM.from_pretrained(folder)
-    assert model_of(config).layers[0].causal == stock.model.layers[0].self_attn.is_causal == (not both_ways)

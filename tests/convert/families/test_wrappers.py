@@ -24,7 +24,6 @@ from kvfold.convert import (
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.data import read_text
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.family import family_of
 from kvfold.convert.families.model import model_of
 from kvfold.convert.families.wrappers import _SIZES, DEFAULT_SIZES, WRAPPERS
 from kvfold.convert.stream.stream import CheckpointStream
@@ -236,15 +235,6 @@ def test_uptraining_refuses_a_wrapper_before_it_begins(wrapper, tmp_path):
     assert str(caught.value) == (
         f"{wrapper('llava').name}: expected a plain language model to train, found a llava that wraps one (llama); "
         "train it with a trainer for multimodal models"
-    )
-
-
-def test_a_language_model_that_is_no_family_is_refused_with_its_reason():
-    with pytest.raises(InputError) as caught:
-        family_of({"model_type": "llava", "text_config": {"model_type": "mamba"}, "vision_config": {}})
-    assert str(caught.value) == (
-        "config.json: model_type 'llava' wraps a language model of model_type 'mamba', which is not supported: it "
-        "keeps a recurrent state and no KV cache"
     )
 
 

@@ -270,24 +270,6 @@ def test_groups_that_are_no_partition_are_refused(groups: list[list[int]]):
         principal.fold(make(4, 4), statistics_of(inputs(), 4), plain_rotary(D), groups)
 
 
-def test_attention_to_an_encoder_counts_what_its_queries_are_made_of():
-    weights, x = make(4, 4), inputs()
-    y = inputs(seed=2) * torch.linspace(0, 3, E, dtype=torch.float64).square()
-    own = statistics_of(y, 4)
-    blind = statistics_of(x, 4)
-    seeing = replace(blind, query_gram=own.gram, query_mean=own.mean)
-
-    def scores(made: AttentionWeights) -> Tensor:
-        query, key = (torch.einsum("bte,hde->bhtd", each, rows.double()) for each, rows in ((y, made.q), (x, made.k)))
-        return query @ key.repeat_interleave(4 // made.kv_heads, 1).mT
-
-    errors = [
-        relative_error(scores(principal.fold(weights, known, plain_rotary(0), [[0, 1], [2, 3]])), scores(weights))
-        for known in (seeing, blind)
-    ]
-    assert errors[0] < 0.9 * errors[1]
-
-
 class NearestKeys(Scores):
     """A toy objective: keys as they are, whatever the queries read of them."""
 

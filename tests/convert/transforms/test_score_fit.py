@@ -101,9 +101,3 @@ def test_dead_heads_stay_finite():
     fitted = score_fit.fit_scores(start, 0 * keys, 0 * queries, turn, rot.dims // 2)
     assert torch.isfinite(fitted.encode).all()
     assert torch.isfinite(fitted.decode).all()
-
-
-def test_two_sided_attention_meets_keys_at_both_signs():
-    *_, profile, one_sided, rot = case(D // 2)
-    both = score_fit.distance_moments(profile, CONTEXT, rot, D, causal=False)
-    torch.testing.assert_close(both, (one_sided + one_sided.conj()) / 2, rtol=0, atol=1e-15)
