@@ -9,18 +9,18 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfold.convert.bench.run import bench_checkpoints
     from kvfold.convert.conversion.run import Conversion, convert_checkpoint
     from kvfold.convert.data import demo_folder
     from kvfold.convert.errors import InputError, KvfoldError
-    from kvfold.convert.evaluation.run import eval_checkpoints
-    from kvfold.convert.inspection.facts import Inspection, inspect_checkpoint
+    from kvfold.convert.measure.bench import bench_checkpoints
     from kvfold.convert.measure.drift import drift_checkpoints
+    from kvfold.convert.measure.eval import eval_checkpoints
+    from kvfold.convert.measure.inspect import Inspection, inspect_checkpoint
+    from kvfold.convert.measure.sweep import sweep_checkpoint
+    from kvfold.convert.measure.sweep_result import Sweep
     from kvfold.convert.measure.verify import Verification, verify_checkpoint
     from kvfold.convert.recipes import recipe_request
     from kvfold.convert.request import ConvertRequest
-    from kvfold.convert.sweep.result import Sweep
-    from kvfold.convert.sweep.run import sweep_checkpoint
     from kvfold.convert.uptrain.request import UptrainRequest
     from kvfold.convert.uptrain.run import Uptrained, uptrain_checkpoint
 
@@ -53,20 +53,20 @@ _MODULES = {
     "Conversion": "conversion.run",
     "ConvertRequest": "request",
     "InputError": "errors",
-    "Inspection": "inspection.facts",
+    "Inspection": "measure.inspect",
     "KvfoldError": "errors",
-    "Sweep": "sweep.result",
+    "Sweep": "measure.sweep_result",
     "UptrainRequest": "uptrain.request",
     "Uptrained": "uptrain.run",
     "Verification": "measure.verify",
-    "bench_checkpoints": "bench.run",
+    "bench_checkpoints": "measure.bench",
     "convert_checkpoint": "conversion.run",
     "demo_folder": "data",
     "drift_checkpoints": "measure.drift",
-    "eval_checkpoints": "evaluation.run",
-    "inspect_checkpoint": "inspection.facts",
+    "eval_checkpoints": "measure.eval",
+    "inspect_checkpoint": "measure.inspect",
     "recipe_request": "recipes",
-    "sweep_checkpoint": "sweep.run",
+    "sweep_checkpoint": "measure.sweep",
     "uptrain_checkpoint": "uptrain.run",
     "verify_checkpoint": "measure.verify",
 }

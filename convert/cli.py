@@ -22,12 +22,12 @@ from kvfold.convert.console import (
     steps_or_auto,
     write_text,
 )
-from kvfold.convert.evaluation.command import evaluate
 from kvfold.convert.measure.bench_command import bench
+from kvfold.convert.measure.eval_command import evaluate
 from kvfold.convert.measure.options import compute_dtype_option, device_option, json_file_option, tell
 from kvfold.convert.measure.page import check_report, conversion_page, drift_page, write_report
+from kvfold.convert.measure.sweep_command import sweep
 from kvfold.convert.progress import stage
-from kvfold.convert.sweep.command import sweep
 from kvfold.convert.uptrain.command import uptrain
 
 _RESUMABLE = ("convert", "uptrain")
@@ -72,8 +72,8 @@ def inspect(model: str | None, json_file: str | None) -> None:
 
     Reads the headers and the config only: a hub id is not downloaded.
     """
-    from kvfold.convert.inspection.facts import inspect_checkpoint
-    from kvfold.convert.inspection.text import summary
+    from kvfold.convert.measure.inspect import inspect_checkpoint
+    from kvfold.convert.measure.inspect_text import summary
 
     if model is None:  # `--json MODEL`: the file may be left out, so MODEL was taken for it
         if json_file in (None, STDOUT):

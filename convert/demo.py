@@ -39,8 +39,8 @@ CONVERSIONS: tuple[dict[str, Any], ...] = (
 def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[Row]:
     """Inspect, convert and measure; ``echo`` gets every line. Raises InputError when ``folder`` is not empty."""
     from kvfold.convert.data import demo_folder
-    from kvfold.convert.inspection.facts import inspect_checkpoint
-    from kvfold.convert.inspection.text import summary
+    from kvfold.convert.measure.inspect import inspect_checkpoint
+    from kvfold.convert.measure.inspect_text import summary
 
     model = demo_folder()
     echo("A small Llama-architecture model, trained on the Python library's documentation. What follows takes about")

@@ -7,15 +7,18 @@ is in the page cache, so that a finished output need not be read from the disk o
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
+from kvfold.convert.checkpoint.folder import RECORD, resolve_member
 from kvfold.convert.checkpoint.shards import Shard, shard_header
+from kvfold.convert.errors import InputError, short
 
 _CHUNK = 1 << 20
+_THREADS = 4  # a disk is slower than so many processors
 _POLL = 0.05  # seconds: a tensor is written in less, or takes far longer
 
 
@@ -78,3 +81,34 @@ def _read(file: FileIO, path: Path, start: int, end: int, buffer: bytearray) -> 
             raise OSError(f"{path}: expected {end} bytes, found {start}")
         yield memoryview(buffer)[:count]
         start += count
+
+
+def file_hashes(folder: Path, record: str = RECORD, known: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The SHA-256 of every file below ``folder`` by its path there, but for ``record``, which will hold them.
+
+    Files whose hashes are ``known`` are not read.
+    """
+    names, known = _names(folder, record), known or {}
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        hashes = pool.map(lambda name: known[name] if name in known else file_sha256(folder / name), names)
+        return dict(zip(names, hashes, strict=True))
+
+
+def file_problems(folder: Path, expected: Mapping[str, str], record: str = RECORD) -> Iterator[str]:
+    """A line for every file that is missing, changed or new since ``file_hashes`` gave ``expected``."""
+    for name in sorted(set(_names(folder, record)) - expected.keys()):
+        yield f"{name}: not a file that was written"
+    for name, digest in expected.items():
+        try:
+            found = file_sha256(resolve_member(folder, name))
+        except InputError as error:
+            yield error.message
+        else:
+            if found != digest:
+                yield f"{name}: changed since it was written: its SHA-256 is {found}, expected {short(digest)}"
+
+
+def _names(folder: Path, record: str) -> list[str]:
+    """The files below ``folder``, without ``record`` and without what is hidden at its top, such as ``.git``."""
+    files = (Path(root, name).relative_to(folder) for root, _, names in os.walk(folder) for name in names)
+    return sorted(str(file) for file in files if str(file) != record and not file.parts[0].startswith("."))

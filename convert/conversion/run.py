@@ -14,7 +14,7 @@ from typing import Any
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import check_output, free_space_check, output_folder
 from kvfold.convert.checkpoint.folder import RECORD, read_bytes
-from kvfold.convert.checkpoint.hashing import hashing
+from kvfold.convert.checkpoint.hashing import file_hashes, hashing
 from kvfold.convert.checkpoint.json_text import dump
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint, open_headers
 from kvfold.convert.checkpoint.shard_files import write_file, write_index
@@ -40,7 +40,6 @@ from kvfold.convert.conversion.record import (
 )
 from kvfold.convert.conversion.record import record as record_of
 from kvfold.convert.errors import InputError
-from kvfold.convert.measure.verify import file_hashes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import SELF, ConvertRequest
 from kvfold.convert.sizes import bytes_text

@@ -1,1 +1,1 @@
-"""The cost of a conversion: drift and perplexity."""
+"""What the commands that measure do and print: inspect, drift, verify, sweep, eval, bench; charts and reports."""

@@ -41,7 +41,7 @@ def bench(
 
     A latent (MLA) model is timed in stock form and absorbed. Decoding starts from a cache of random values.
     """
-    from kvfold.convert.bench import run
+    from kvfold.convert.measure import bench as run
 
     contexts, batches = run.numbers(context, "--context"), run.numbers(batch, "--batch")
     chosen = run.subjects(models, shape, layers, max(contexts))

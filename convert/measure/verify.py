@@ -6,18 +6,16 @@ are those of its config's class, and whether they are finite.
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvfold.convert.checkpoint.folder import RECORD, parse_json, read_bytes, resolve_member
-from kvfold.convert.checkpoint.hashing import file_sha256
+from kvfold.convert.checkpoint.hashing import file_problems
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError, short
 
 _ELEMENTS = 1 << 24  # of a tensor at once
-_THREADS = 4  # a disk is slower than so many processors
 
 
 @dataclass(frozen=True)
@@ -79,37 +77,6 @@ def non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
     for name in names:
         if bad := sum(map(count_non_finite, checkpoint.chunks(name, _ELEMENTS))):
             yield f"tensor {name!r} in {checkpoint.info(name).file}: {bad} numbers are NaN or infinite"
-
-
-def file_hashes(folder: Path, record: str = RECORD, known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The SHA-256 of every file below ``folder`` by its path there, but for ``record``, which will hold them.
-
-    Files whose hashes are ``known`` are not read.
-    """
-    names, known = _names(folder, record), known or {}
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        hashes = pool.map(lambda name: known[name] if name in known else file_sha256(folder / name), names)
-        return dict(zip(names, hashes, strict=True))
-
-
-def file_problems(folder: Path, expected: Mapping[str, str], record: str = RECORD) -> Iterator[str]:
-    """A line for every file that is missing, changed or new since ``file_hashes`` gave ``expected``."""
-    for name in sorted(set(_names(folder, record)) - expected.keys()):
-        yield f"{name}: not a file that was written"
-    for name, digest in expected.items():
-        try:
-            found = file_sha256(resolve_member(folder, name))
-        except InputError as error:
-            yield error.message
-        else:
-            if found != digest:
-                yield f"{name}: changed since it was written: its SHA-256 is {found}, expected {short(digest)}"
-
-
-def _names(folder: Path, record: str) -> list[str]:
-    """The files below ``folder``, without ``record`` and without what is hidden at its top, such as ``.git``."""
-    files = (Path(root, name).relative_to(folder) for root, _, names in os.walk(folder) for name in names)
-    return sorted(str(file) for file in files if str(file) != record and not file.parts[0].startswith("."))
 
 
 def recorded_problems(folder: Path) -> tuple[int, list[str]]:

@@ -1,1 +1,1 @@
-"""``kvfold sweep``: many targets fitted and measured in one walk over the source's layers, to choose among them."""
+"""The split of a budget that a sweep takes."""

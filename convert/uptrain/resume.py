@@ -9,8 +9,8 @@ from typing import Any
 
 from kvfold.convert.checkpoint.atomic import free_space_check
 from kvfold.convert.checkpoint.folder import parse_json, read_bytes
+from kvfold.convert.checkpoint.hashing import file_hashes, file_problems
 from kvfold.convert.errors import InputError, one_line
-from kvfold.convert.measure.verify import file_hashes, file_problems
 from kvfold.convert.processes import run_on_first
 from kvfold.convert.uptrain.data import RunTokens, TokenPlan, make_tokens, open_tokens, replace_file
 from kvfold.convert.uptrain.request import UptrainRequest, changed

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvfold.convert.checkpoint.atomic import output_folder
 from kvfold.convert.checkpoint.folder import RECORD
+from kvfold.convert.checkpoint.hashing import file_hashes
 from kvfold.convert.checkpoint.json_text import dump, portable_name
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.shard_files import write_file
@@ -15,7 +16,7 @@ from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.conversion.card import trained_card
 from kvfold.convert.conversion.record import versions
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.measure.verify import file_hashes, non_finite
+from kvfold.convert.measure.verify import non_finite
 from kvfold.convert.sizes import parse_size
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.side_files import SideFiles

@@ -26,8 +26,8 @@ from torch.utils.benchmark import Timer
 from kvfold.attention import blocked, cache_bytes, grouped_attention, latent_attention
 from kvfold.attention.absorbed import absorb_query, expand_value
 from kvfold.attention.decode import latent as decoding
-from kvfold.convert.bench.clock import peak_memory
-from kvfold.convert.bench.machine import conditions
+from kvfold.convert.measure.clock import peak_memory
+from kvfold.convert.measure.machine import conditions
 
 BATCH, HEADS, DIM, CONTEXT = 8, 32, 128, 8192
 RANK, ROPE, NOPE, VALUE = 512, 64, 128, 128

@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 
-from kvfold.convert.bench.machine import conditions
 from kvfold.convert.checkpoint.copying import copy_range
-from kvfold.convert.measure.verify import file_hashes
+from kvfold.convert.checkpoint.hashing import file_hashes
+from kvfold.convert.measure.machine import conditions
 
 WIDTH, INNER, HEADS, VOCABULARY = 4096, 11008, 32, 32000
 CONFIG = {

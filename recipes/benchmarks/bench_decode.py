@@ -19,11 +19,11 @@ import torch
 
 from kvfold.attention import absorbed
 from kvfold.attention.decode.latent import latent_decode
-from kvfold.convert.bench.clock import Clock, repeat
-from kvfold.convert.bench.costs import Weights, costs
-from kvfold.convert.bench.machine import conditions
-from kvfold.convert.bench.run import Options, bench, bench_table, subjects
-from kvfold.convert.bench.shapes import Subject
+from kvfold.convert.measure.bench import Options, bench, bench_table, subjects
+from kvfold.convert.measure.bench_costs import Weights, costs
+from kvfold.convert.measure.bench_models import Subject
+from kvfold.convert.measure.clock import Clock, repeat
+from kvfold.convert.measure.machine import conditions
 
 AT_LEAST = 2.0  # GQA-8 and absorbed MLA against MHA
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvfold.convert.bench.machine import conditions
-from kvfold.convert.bench.results import Row, continue_rows
 from kvfold.convert.data import read_text
+from kvfold.convert.measure.machine import conditions
 from kvfold.convert.measure.perplexity import token_windows
+from kvfold.convert.measure.results import Row, continue_rows
 from kvfold.convert.transforms.latent.rotation import hartley
 
 WINDOWS, LENGTH, BATCH = 48, 256, 8

@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.bench.machine import conditions
 from kvfold.convert.data import demo_folder
+from kvfold.convert.measure.machine import conditions
 
 
 def cpu_seconds(command: list[str]) -> float:

@@ -21,8 +21,8 @@ import transformers
 from transformers import AutoTokenizer
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
-from kvfold.convert.bench.machine import conditions
 from kvfold.convert.data import demo_folder, read_text
+from kvfold.convert.measure.machine import conditions
 from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
 
 WINDOWS, LENGTH, STEPS = 32, 256, 150

@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.bench.machine import conditions
 from kvfold.convert.data import demo_folder
-from kvfold.convert.evaluation.run import eval_checkpoints, eval_table
+from kvfold.convert.measure.eval import eval_checkpoints, eval_table
+from kvfold.convert.measure.machine import conditions
 
 
 def main() -> None:

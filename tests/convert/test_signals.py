@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvfold.convert.bench import worker
 from kvfold.convert.checkpoint import atomic
+from kvfold.convert.measure import bench_worker as worker
 from kvfold.convert.signals import interruptible
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -24,7 +24,7 @@ from kvfold.convert.checkpoint.headers import parse_header
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.inspection.facts import inspect_checkpoint
+from kvfold.convert.measure.inspect import inspect_checkpoint
 from kvfold.convert.recipes import read_recipe
 from kvfold.convert.text.documents import open_corpus
 

@@ -9,7 +9,7 @@ from helpers.checkpoints import add_demo_tokenizer, stock_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
-from kvfold.convert.inspection.text import summary
+from kvfold.convert.measure.inspect_text import summary
 
 WIDTH = 32
 TOKENS = torch.randint(0, 2048, (2, 24), generator=torch.Generator().manual_seed(0))

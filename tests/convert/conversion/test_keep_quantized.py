@@ -13,7 +13,7 @@ from helpers.quantized import fp8_blocks, fp8_settings, mxfp4_experts, quantized
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.errors import InputError
-from kvfold.convert.inspection.facts import inspect_checkpoint
+from kvfold.convert.measure.inspect import inspect_checkpoint
 from kvfold.convert.measure.verify import verify_checkpoint
 
 BLOCK = (16, 16)

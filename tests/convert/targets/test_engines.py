@@ -11,7 +11,7 @@ from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoin
 from kvfold.convert.conversion.record import rank_sizes, ranks_text
 from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import model_of
-from kvfold.convert.inspection.text import summary
+from kvfold.convert.measure.inspect_text import summary
 from kvfold.convert.targets import engines as en
 from kvfold.convert.targets import results as res
 from kvfold.convert.targets.answers import WAYS

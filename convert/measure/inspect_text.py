@@ -1,8 +1,8 @@
 """The facts of an inspection as lines for the terminal."""
 
-from kvfold.convert.inspection.facts import Inspection
-from kvfold.convert.inspection.norms import norm_lines
-from kvfold.convert.inspection.targets import CONTEXTS
+from kvfold.convert.measure.inspect import Inspection
+from kvfold.convert.measure.norms import norm_lines
+from kvfold.convert.measure.target_sizes import CONTEXTS
 from kvfold.convert.sizes import bytes_text
 
 

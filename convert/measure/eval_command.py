@@ -43,7 +43,7 @@ def evaluate(
     Without a download: whether words hidden in long texts are found again, and the loss by position. With --tasks also
     those of lm-evaluation-harness. Each model is in memory whole, one at a time.
     """
-    from kvfold.convert.bench.run import numbers
+    from kvfold.convert.measure.bench import numbers
     from kvfold.convert.text.sources import check_sources
 
     if json_file is not None:
@@ -53,7 +53,7 @@ def evaluate(
     if not options["quiet"]:
         click.echo(f"reading {model}", err=True)
     check_opens(model, out)
-    from kvfold.convert.evaluation.run import eval_checkpoints, eval_table
+    from kvfold.convert.measure.eval import eval_checkpoints, eval_table
 
     named = [task.strip() for task in tasks.split(",") if task.strip()]
     found = eval_checkpoints(model, out, tasks=named, lengths=chosen, retrieval=not no_retrieval, **options)

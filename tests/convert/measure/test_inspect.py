@@ -9,9 +9,9 @@ from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoin
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import supported
-from kvfold.convert.inspection.text import summary
+from kvfold.convert.measure.inspect_text import summary
 
-FAMILIES = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+FAMILIES = Path(__file__).resolve().parents[3] / "docs" / "families.md"
 
 
 def test_facts_of_the_shipped_model():
@@ -96,7 +96,7 @@ def test_tensors_must_be_those_of_the_config(tmp_path):
 def test_the_readme_lists_every_family():
     table = FAMILIES.read_text()
     assert set(supported()) <= set(re.findall(r"[a-z0-9_]+", table))
-    tests = {path.stem for path in Path(__file__).parent.glob("*/test_*.py")}
+    tests = {path.stem for path in Path(__file__).parents[1].glob("*/test_*.py")}
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| ") and "`model_type`" not in line]
     assert all(set(re.findall(r"`(\w+)`", row[-2])) & tests for row in rows)
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row[-2])} <= tests

@@ -11,10 +11,10 @@ from kvfold.convert.checkpoint.quantized.dense import keeps_quantized
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.tensors import ROLES
-from kvfold.convert.inspection.latent import latent_faults
-from kvfold.convert.inspection.norms import Range, norm_ranges
-from kvfold.convert.inspection.own import own_model
-from kvfold.convert.inspection.targets import CacheSize, TargetSize, cache_size, target_sizes
+from kvfold.convert.measure.latent_config import latent_faults
+from kvfold.convert.measure.norms import Range, norm_ranges
+from kvfold.convert.measure.own_model import own_model
+from kvfold.convert.measure.target_sizes import CacheSize, TargetSize, cache_size, target_sizes
 from kvfold.convert.targets.engines import Verdict, verdicts
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.mla.problems import model_problems

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvfold.convert.bench.clock import file_lines
+from kvfold.convert.measure.clock import file_lines
 
 _PACKAGES = ("kvfold", "torch", "transformers")
 _CPU = torch.device("cpu")

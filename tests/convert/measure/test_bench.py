@@ -11,12 +11,12 @@ from helpers.checkpoints import stock_model
 from helpers.quantized import fp8_blocks, fp8_settings, quantized_copy
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.bench import machine, worker
-from kvfold.convert.bench import run as bench
-from kvfold.convert.bench.costs import Weights, costs
-from kvfold.convert.bench.shapes import SHAPES, Subject, checkpoint_subjects, shape_subjects
 from kvfold.convert.cli import kvfold
 from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.measure import bench, machine
+from kvfold.convert.measure import bench_worker as worker
+from kvfold.convert.measure.bench_costs import Weights, costs
+from kvfold.convert.measure.bench_models import SHAPES, Subject, checkpoint_subjects, shape_subjects
 from kvfold.convert.sizes import bytes_text
 
 RUN_IN_PROCESS = bench.run_in_process
@@ -136,7 +136,7 @@ def test_checkpoints_and_the_command_line(tiny_family, tmp_path, monkeypatch):
 
 
 def test_latent_checkpoints_run_in_both_forms(in_process, tmp_path):
-    from kvfold.convert.bench.shapes import checkpoint_subjects
+    from kvfold.convert.measure.bench_models import checkpoint_subjects
 
     subject = shape_subjects("tiny", None, 64)[2]
     config = worker.AutoConfig.for_model(**subject.config)

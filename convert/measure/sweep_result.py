@@ -12,8 +12,8 @@ from kvfold.convert.console import duration
 from kvfold.convert.conversion.record import versions
 from kvfold.convert.conversion.run import Conversion, convert_checkpoint
 from kvfold.convert.errors import KvfoldError
+from kvfold.convert.measure.sweep_targets import WITHIN
 from kvfold.convert.request import SELF, ConvertRequest
-from kvfold.convert.sweep.request import WITHIN
 
 _LOSSLESS = ("model", "out", "quiet", "max_shard_size")  # fields that a command does not repeat
 

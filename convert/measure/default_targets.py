@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from kvfold.convert.conversion.possible import possible_kv_heads
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model
+from kvfold.convert.measure.sweep_targets import Options
 from kvfold.convert.request import Layout
-from kvfold.convert.sweep.request import Options
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.targets.mla.problems import latent_problems, model_problems
 from kvfold.convert.targets.same_family import cache_elements

@@ -21,7 +21,7 @@ from kvfold.convert.console import (
 )
 from kvfold.convert.measure.figures import excess_by_cache
 from kvfold.convert.measure.page import check_report, sweep_page, write_report
-from kvfold.convert.sweep.request import WITHIN, parse_targets
+from kvfold.convert.measure.sweep_targets import WITHIN, parse_targets
 from kvfold.convert.text.sources import check_sources
 
 _TARGET = re.compile(r"[\w+]*[:,][\w:,+]*|\d[\d,+]*|gqa|mqa|mla", re.IGNORECASE)
@@ -117,7 +117,7 @@ def sweep(
     if not options["quiet"]:
         click.echo(f"reading {model}", err=True)
     check_opens(model)
-    from kvfold.convert.sweep.run import sweep_checkpoint
+    from kvfold.convert.measure.sweep import sweep_checkpoint
 
     result = sweep_checkpoint(model, wanted, **options)
     if json_file is not None:

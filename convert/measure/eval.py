@@ -17,9 +17,9 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.console import duration
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
-from kvfold.convert.evaluation import harness
-from kvfold.convert.evaluation.positions import stretches, token_losses
-from kvfold.convert.evaluation.retrieval import CHOICES, TASKS, Question, Questions, answers
+from kvfold.convert.measure import harness
+from kvfold.convert.measure.positions import stretches, token_losses
+from kvfold.convert.measure.retrieval import CHOICES, TASKS, Question, Questions, answers
 from kvfold.convert.progress import stage
 from kvfold.convert.stream.loading import hide_bars, load_model
 from kvfold.convert.text.documents import open_corpus

@@ -34,12 +34,12 @@ from kvfold.convert.conversion.source import source_heads
 from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
+from kvfold.convert.measure.default_targets import default_targets
+from kvfold.convert.measure.sweep_result import Row, Source, Sweep
+from kvfold.convert.measure.sweep_targets import Options, in_words, parse_targets, spelled
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, Layout
-from kvfold.convert.sweep.request import Options, in_words, parse_targets, spelled
-from kvfold.convert.sweep.result import Row, Source, Sweep
 from kvfold.convert.sweep.splits import Split, choose_splits
-from kvfold.convert.sweep.targets import default_targets
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.walk.walk import Step, Teacher

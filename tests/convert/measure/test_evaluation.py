@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvfold.convert.cli import main
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
-from kvfold.convert.evaluation import harness, run
-from kvfold.convert.evaluation.positions import stretches, token_losses
-from kvfold.convert.evaluation.retrieval import CHOICES, Questions, answers, single_words
+from kvfold.convert.measure import eval as run
+from kvfold.convert.measure import harness
+from kvfold.convert.measure.positions import stretches, token_losses
+from kvfold.convert.measure.retrieval import CHOICES, Questions, answers, single_words
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.bench.shapes import Subject, checkpoint_subjects, shape_subjects
 from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.measure.bench_models import Subject, checkpoint_subjects, shape_subjects
 from kvfold.convert.sizes import bytes_text
 
 if TYPE_CHECKING:
-    from kvfold.convert.bench.worker import Task
+    from kvfold.convert.measure.bench_worker import Task
 
 SECONDS = 4.0
 _COLUMNS = (
@@ -91,8 +91,8 @@ def bench(chosen: Sequence[Subject], options: Options, tell: Callable[[str], Non
 
     A subject whose process fails gets rows with its error; KvfoldError when all fail.
     """
-    from kvfold.convert.bench.machine import versions
-    from kvfold.convert.bench.worker import Task
+    from kvfold.convert.measure.bench_worker import Task
+    from kvfold.convert.measure.machine import versions
 
     device, dtype = _device_and_dtype(options, chosen)
     limit = options.prefill_tokens
@@ -124,12 +124,12 @@ def run_in_process(task: "Task") -> dict[str, Any]:
     """The worker's result. Raises KvfoldError with the last line of its error output when it fails."""
     import json
 
-    from kvfold.convert.bench.worker import write_task
+    from kvfold.convert.measure.bench_worker import write_task
 
     with tempfile.TemporaryDirectory() as folder:
         task_file, result_file = Path(folder, "task.json"), Path(folder, "result.json")
         task_file.write_text(write_task(task))
-        command = [sys.executable, "-m", "kvfold.convert.bench.worker", str(task_file), str(result_file)]
+        command = [sys.executable, "-m", "kvfold.convert.measure.bench_worker", str(task_file), str(result_file)]
         alive, ours = os.pipe()  # its end tells the worker that this process was killed
         try:
             done = subprocess.run(command, stdin=alive, capture_output=True, text=True, check=False)

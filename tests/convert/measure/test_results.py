@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvfold.convert.bench.results import continue_rows
+from kvfold.convert.measure.results import continue_rows
 
 
 def test_a_second_sitting_measures_what_is_missing(tmp_path):

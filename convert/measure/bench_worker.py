@@ -1,4 +1,4 @@
-"""One model of ``kvfold bench`` in its own process: ``python -m kvfold.convert.bench.worker TASK RESULT``.
+"""One model of ``kvfold bench`` in its own process: ``python -m kvfold.convert.measure.bench_worker TASK RESULT``.
 
 TASK is a JSON file (``Task``), RESULT gets the rows. A decoding step is timed on a cache filled with seeded random
 values, so that no prefill is needed for it; the prefill is timed apart.
@@ -21,11 +21,11 @@ from transformers import AutoConfig, DynamicCache, StaticCache
 
 from kvfold.attention.checkpoints.registered import register_model
 from kvfold.attention.drift.frame import attention_of, layer_list
-from kvfold.convert.bench.clock import Clock, free_memory, peak_memory, repeat, reset_peak
-from kvfold.convert.bench.costs import Weights, costs
-from kvfold.convert.bench.machine import processor
-from kvfold.convert.bench.shapes import Subject
 from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.measure.bench_costs import Weights, costs
+from kvfold.convert.measure.bench_models import Subject
+from kvfold.convert.measure.clock import Clock, free_memory, peak_memory, repeat, reset_peak
+from kvfold.convert.measure.machine import processor
 from kvfold.convert.stream.auto import AutoModelForCausalLM
 from kvfold.convert.stream.loading import load_model as load_checkpoint
 

@@ -1,1 +1,0 @@
-"""Decode throughput, cache and memory of checkpoints, side by side."""
