@@ -7,28 +7,27 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfold.attention.absorbed import AbsorbedProjections, absorbed_projections
     from kvfold.attention.cache import KVCache, LatentCache, cache_bytes, cache_numbers
     from kvfold.attention.checkpoints.registered import register_models
-    from kvfold.attention.deepseek.absorb import absorb, unabsorb
+    from kvfold.attention.deepseek import absorb, unabsorb
     from kvfold.attention.drift.profile import distance_profile, row_kl
     from kvfold.attention.drift.report import DriftReport, measure_drift
     from kvfold.attention.drift.streams import LayerStream
     from kvfold.attention.grouped import grouped_attention
-    from kvfold.attention.latent import latent_attention
+    from kvfold.attention.latent import AbsorbedProjections, absorbed_projections, latent_attention
     from kvfold.attention.modeling import GroupedAttention, LatentAttention
     from kvfold.attention.rotary import apply_rotary, rotary_frequencies, rotary_tables
 
 _MODULES = {
-    "AbsorbedProjections": "absorbed",
+    "AbsorbedProjections": "latent",
     "DriftReport": "drift.report",
     "GroupedAttention": "modeling",
     "KVCache": "cache",
     "LatentAttention": "modeling",
     "LatentCache": "cache",
     "LayerStream": "drift.streams",
-    "absorb": "deepseek.absorb",
-    "absorbed_projections": "absorbed",
+    "absorb": "deepseek",
+    "absorbed_projections": "latent",
     "apply_rotary": "rotary",
     "cache_bytes": "cache",
     "cache_numbers": "cache",
@@ -40,7 +39,7 @@ _MODULES = {
     "rotary_frequencies": "rotary",
     "rotary_tables": "rotary",
     "row_kl": "drift.profile",
-    "unabsorb": "deepseek.absorb",
+    "unabsorb": "deepseek",
 }
 
 __all__ = [

@@ -1,13 +1,22 @@
-"""Attention in blocks of queries, for every mask: memory linear in ``S``, with gradients, opaque to torch.compile.
+"""Attention in blocks of queries: the one place where scores become weights, with gradients, for every mask.
 
 Shapes: ``query [B, G, M, T, D]`` (``M`` query heads share a key head), ``key [B, G, S, D]``, ``value [B, G, S, Dv]``,
-``bias [1|B, 1|H, T, S]`` with ``H = G M``, result ``[B, G, M, T, Dv]``. A block is some queries of some heads against
-all the keys that any of them sees, so a row's softmax is complete in one block and nothing has to be merged; the
-backward pass makes each block's weights again instead of keeping them. Two registered operators, so that a traced
-graph holds one node whatever the number of blocks. Queries that see no key give zeros.
+``bias [1|B, 1|H, T, S]`` with ``H = G M``, ``sinks [H]``, result ``[B, G, M, T, Dv]``:
+
+    score  = softcap * tanh(scale * query . key / softcap) + bias      without a softcap: scale * query . key + bias
+    weight = exp(score) / (sum of exp(score) over the visible keys + exp(sink))
+    result = sum of weight * value
+
+A block is some queries of some heads against all the keys that any of them sees, so a row's softmax is complete in one
+block and nothing has to be merged; memory is linear in ``S``. For the backward pass weights are kept where all of them
+are few, and made again block by block otherwise. Queries that see no key give zeros.
+
+``blocked_attention`` is this as a pair of registered operators, so that a traced graph holds one node whatever the
+number of blocks. ``Scores`` is the same without values, for callers that need the weights themselves: attention sums
+and the divergence of two attentions (``drift/profile.py``), and decoding over a latent cache (``latent.py``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +30,15 @@ from kvfold.attention.products import add_spread, compiles_shapes, fast, is_slow
 # for four times the memory (recipes/benchmarks/bench_attention.py --budgets). On a GPU 2^26 take 256 MB.
 _CPU_SCORES = 1 << 20
 _GPU_SCORES = 1 << 26
+# Weights that a call keeps for its backward pass, 64 MB in bfloat16; made again they cost a product and a softmax more.
+_KEPT_WEIGHTS = 1 << 25
 # Queries of a block: enough rows for fast matrix products, and few enough that causal blocks skip most later keys.
 _FEWEST_ROWS = 32
-_MOST_ROWS = 256
+_MOST_ROWS = 128
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
     """Queries ``first .. last - 1`` against keys ``low .. high - 1``, for some sequences and some key heads."""
 
     batch: slice
@@ -36,12 +47,6 @@ class _Block:
     last: int
     low: int
     high: int
-
-    @property
-    def scores(self) -> int:
-        """Scores of the block per query head of a group: sequences x key heads x rows x width."""
-        pairs: int = (self.batch.stop - self.batch.start) * (self.groups.stop - self.groups.start)
-        return pairs * (self.last - self.first) * (self.high - self.low)
 
     def rows(self, tensor: Tensor) -> Tensor:
         """``[B, G, M, T, D]`` -> ``[n, M * rows, D]``."""
@@ -53,34 +58,43 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class _Problem:
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
+class Scores:
+    """The scores of one call and their softmax, made block by block; names and shapes as at the top of this file.
+
+    ``queries`` and ``keys`` are parts whose products add up: one, or for a latent cache two (latent and rotary key).
+    ``bias`` is added to the scores, or boolean: true where a query sees a key, beside what ``rule`` says.
+    """
+
+    queries: tuple[Tensor, ...]
+    keys: tuple[Tensor, ...]
     scale: float
     rule: Visibility
+    bias: Tensor | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
-    def blocks(self) -> Iterator[_Block]:
-        """All blocks with keys to see; each keeps to the budget of scores unless one key head alone exceeds it."""
-        batch, groups, members, queries, _ = self.query.shape
-        budget = _CPU_SCORES if self.query.device.type == "cpu" else _GPU_SCORES
-        widened = self.key.shape[-1] if is_slow(self.key) else 0  # float32 copies of keys count like scores
-        step = self._rows_at_once(budget)
+    def blocks(self, *others: Tensor, buffers: int = 1) -> Iterator[Block]:
+        """All blocks with keys to see; each keeps to the budget of scores unless one key head alone exceeds it.
+
+        ``others`` are more tensors ``[B, G, S, ...]`` that the caller reads by blocks; ``buffers``: how many tensors as
+        large as a block's scores it holds at once.
+        """
+        batch, groups, members, queries, _ = self.queries[0].shape
+        keys, window = self.keys[0].shape[2], self.rule.window
+        budget = (_CPU_SCORES if self.queries[0].device.type == "cpu" else _GPU_SCORES) // buffers
+        width = keys if window is None else min(keys, 2 * window + _FEWEST_ROWS)
+        step = max(_FEWEST_ROWS, min(_MOST_ROWS, budget // max(1, members * width)))
+        # float32 copies of keys count like scores
+        widened = sum(key.shape[-1] for key in self.keys) if is_slow(self.keys[0]) else 0
+        one_stride = groups == 1 or all(x.stride(0) == groups * x.stride(1) for x in (*self.keys, *others))
         for first in range(0, queries, step):
             last = min(first + step, queries)
             low, high = self._key_range(first, last)
             if low == high:
                 continue
             pairs = max(1, budget // (max(members * (last - first), widened) * (high - low)))
-            for part in _parts(batch, groups, pairs, self.one_stride()):
-                yield _Block(*part, first, last, low, high)
-
-    def _rows_at_once(self, budget: int) -> int:
-        """Queries of a block: as many as the budget allows for one key head, within the bounds above."""
-        members, keys, window = self.query.shape[2], self.key.shape[2], self.rule.window
-        width = keys if window is None else min(keys, 2 * window + _FEWEST_ROWS)
-        return max(_FEWEST_ROWS, min(_MOST_ROWS, budget // max(1, members * width)))
+            for part in _parts(batch, groups, pairs, one_stride):
+                yield Block(*part, first, last, low, high)
 
     def _key_range(self, first: int, last: int) -> tuple[int, int]:
         """The keys ``low .. high - 1`` that queries ``first .. last - 1`` may see.
@@ -88,67 +102,95 @@ class _Problem:
         Where every width costs a compilation, the range is widened to multiples of ``shape_step``; the mask hides the
         keys that are too many.
         """
-        keys = self.key.shape[2]
+        keys = self.keys[0].shape[2]
         low, high = self.rule.key_range(first, last, keys)
-        if low == high or not compiles_shapes(self.key):
+        if low == high or not compiles_shapes(self.keys[0]):
             return low, high
         step = shape_step(keys)
         return low // step * step, min(keys, -(-high // step) * step)
 
-    def one_stride(self) -> bool:
-        """Whether sequences and heads of keys and values flatten to one dim without a copy."""
-        groups = self.key.shape[1]
-        return groups == 1 or all(part.stride(0) == groups * part.stride(1) for part in (self.key, self.value))
+    def room(self, blocks: Iterable[Block]) -> Tensor:
+        """Memory for the scores of the largest block, which all blocks share."""
+        return fast(self.queries[0].new_empty(0)).new_empty(max(map(self.size, blocks), default=0))
 
-    def weights(self, block: _Block, scratch: Tensor) -> Tensor:
-        """``softmax(scale * query key^T + bias)`` over the visible keys, ``[n, M * rows, width]``, in ``scratch``."""
-        rows, keys = block.rows(self.query), block.keys(self.key)
-        shape = (*rows.shape[:2], keys.shape[1])
-        scores = scratch[: shape[0] * shape[1] * shape[2]].view(shape)
-        row_products(rows, keys, self.scale, scores)
+    def size(self, block: Block) -> int:
+        """The number of scores in a block."""
+        pairs: int = (block.batch.stop - block.batch.start) * (block.groups.stop - block.groups.start)
+        return pairs * self.queries[0].shape[2] * (block.last - block.first) * (block.high - block.low)
+
+    def masked(self, block: Block, room: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The scores of a block in ``room``, ``[n, M * rows, width]``, ``-inf`` where hidden.
+
+        Also the rows that see nothing, as booleans, or None where every row sees a key.
+        """
+        scores = self._products(block, room)
+        if self.softcap is not None:
+            scores.div_(self.softcap).tanh_().mul_(self.softcap)
         parts = self.unflatten(scores, block)
-        if self.bias is not None:
-            parts += self.bias_of(block)
-        blind = self.mask(parts, block)
-        torch.softmax(scores, -1, out=scores)
+        seen = None if self.bias is None else self.part_of(self.bias, block)
+        if seen is not None and seen.dtype != torch.bool:
+            parts += seen
+            seen = None
+        return scores, self._hide(parts, block, seen)
+
+    def weights(self, block: Block, room: Tensor) -> Tensor:
+        """The attention weights of a block in ``room``: ``[n, M * rows, width]``; zeros where a query sees nothing."""
+        scores, blind = self.masked(block, room)
+        if self.sinks is None:
+            torch.softmax(scores, -1, out=scores)
+        else:
+            # exp(s) / (sum exp(s) + exp(sink)) without a column for the sink: softmax times the keys' share of the sum
+            wide = self.unflatten(scores.to(torch.promote_types(scores.dtype, torch.float32)), block)
+            sink = self.sinks.to(wide.dtype).view(1, self.keys[0].shape[1], -1, 1, 1)[:, block.groups]
+            share = torch.sigmoid(wide.logsumexp(-1, keepdim=True) - sink)
+            scores.copy_((wide.softmax(-1) * share).view(scores.shape))
         if blind is not None:
-            parts.masked_fill_(blind, 0.0)
+            self.unflatten(scores, block).masked_fill_(blind, 0.0)
         return scores
 
-    def unflatten(self, scores: Tensor, block: _Block) -> Tensor:
+    def unflatten(self, scores: Tensor, block: Block) -> Tensor:
         """``[n, M * rows, width]`` -> ``[b, g, M, rows, width]``."""
         groups = block.groups.stop - block.groups.start
-        members, rows = self.query.shape[2], block.last - block.first
+        members, rows = self.queries[0].shape[2], block.last - block.first
         return scores.view(-1, groups, members, rows, scores.shape[-1])
 
-    def bias_of(self, block: _Block, bias: Tensor | None = None) -> Tensor:
-        """The part of ``bias`` (or of a tensor shaped like it) that a block adds: ``[1|b, 1|g, 1|M, rows, width]``."""
-        bias = self.bias if bias is None else bias
-        assert bias is not None
-        members = self.query.shape[2]
+    def part_of(self, bias: Tensor, block: Block) -> Tensor:
+        """The part of ``bias`` (or of a tensor shaped like it) that a block reads: ``[1|b, 1|g, 1|M, rows, width]``."""
+        members = self.queries[0].shape[2]
         bias = bias[:, :, None] if bias.shape[1] == 1 else torch.unflatten(bias, 1, (-1, members))
         bias = bias if bias.shape[0] == 1 else bias[block.batch]
         bias = bias if bias.shape[1] == 1 else bias[:, block.groups]
         return bias[..., block.first : block.last, block.low : block.high]
 
-    def mask(self, parts: Tensor, block: _Block) -> Tensor | None:
+    def softcap_slope(self, block: Block, room: Tensor) -> Tensor:
+        """``1 - tanh(scale * query . key / softcap)^2``, the derivative of capped scores: ``[n, M * rows, width]``."""
+        ratio = self._products(block, room).div_(self.softcap or 1.0).tanh_()
+        return ratio.square_().neg_().add_(1)
+
+    def _products(self, block: Block, room: Tensor) -> Tensor:
+        """``scale * query . key`` of a block, in ``room``: ``[n, M * rows, width]``."""
+        rows = [block.rows(query) for query in self.queries]
+        scores = room[: self.size(block)].view(*rows[0].shape[:2], -1)
+        for part, key in enumerate(self.keys):
+            row_products(rows[part], block.keys(key), self.scale, scores, add=part > 0)
+        return scores
+
+    def _hide(self, parts: Tensor, block: Block, seen: Tensor | None) -> Tensor | None:
         """Set hidden keys to ``-inf`` in ``parts``; return which rows see nothing, or None where all see a key."""
         rule, low = self.rule, block.low
-        if rule.window is None and not rule.ragged:
-            if not rule.causal:
-                return None
-            assert isinstance(rule.offset, int)
-            low = max(low, rule.offset + block.first + 1)  # every query of the block sees all that comes before
-        seen = rule.block(block.first, block.last, low, block.high, parts.device)
-        seen = seen[block.batch] if seen.shape[0] > 1 else seen
-        hidden = ~seen[:, None, None]
-        parts[..., low - block.low :].masked_fill_(hidden, -torch.inf)
-        return hidden.all(-1, keepdim=True) if rule.ragged else None
-
-    def scratch(self) -> Tensor:
-        """Room for the scores of the largest block."""
-        largest = max((block.scores for block in self.blocks()), default=0)
-        return fast(self.query.new_empty(0)).new_empty(self.query.shape[2] * largest)
+        sparse = seen is not None or rule.ragged  # a row may then see nothing
+        if rule.causal or rule.window is not None or rule.ragged:
+            if rule.window is None and not sparse:
+                assert isinstance(rule.offset, int)
+                low = max(low, rule.offset + block.first + 1)  # every query of the block sees all that comes before
+            ruled = rule.block(block.first, block.last, low, block.high, parts.device)
+            ruled = (ruled[block.batch] if ruled.shape[0] > 1 else ruled)[:, None, None]
+            seen = ruled if seen is None else seen & ruled
+        if seen is None:
+            return None
+        # added, because filling through a mask takes three times as long in bfloat16
+        parts[..., low - block.low :] += torch.where(seen, 0.0, -torch.inf).to(parts.dtype)
+        return ~seen.any(-1, keepdim=True) if sparse else None
 
 
 def _parts(batch: int, groups: int, pairs: int, one_stride: bool) -> Iterator[tuple[slice, slice]]:
@@ -164,131 +206,166 @@ def _parts(batch: int, groups: int, pairs: int, one_stride: bool) -> Iterator[tu
             yield slice(sequence, sequence + 1), slice(start, min(start + count, groups))
 
 
-def _forward(problem: _Problem) -> Tensor:
-    result = problem.query.new_zeros(*problem.query.shape[:-1], problem.value.shape[-1])
-    scratch = problem.scratch()
-    for block in problem.blocks():
-        weights = problem.weights(block, scratch)
-        z = mix(weights, block.keys(problem.value))
+def weighted_values(scores: Scores, value: Tensor, kept: Tensor | None = None) -> Tensor:
+    """``value [B, G, S, Dv]`` weighted by the softmax of ``scores``: ``[B, G, M, T, Dv]``. No gradients.
+
+    ``kept`` is filled with the weights of all blocks, one after the other.
+    """
+    query = scores.queries[0]
+    result = query.new_zeros(*query.shape[:-1], value.shape[-1])
+    blocks = list(scores.blocks(value))
+    room = scores.room(blocks) if kept is None else kept
+    for block in blocks:
+        weights = scores.weights(block, room)
+        room = room if kept is None else room[scores.size(block) :]
+        z = mix(weights, block.keys(value))
         part = result[block.batch, block.groups, :, block.first : block.last]
         part.copy_(z.view(part.shape))
     return result
 
 
-def _backward(problem: _Problem, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and bias (empty without one); sums over blocks in at least float32."""
+def all_weights(scores: Scores) -> Tensor:
+    """The attention weights of every head and query at once, for callers that show them: ``[B, G, M, T, S]``."""
+    query, keys = scores.queries[0], scores.keys[0].shape[2]
+    result = query.new_zeros(*query.shape[:-1], keys)
+    blocks = list(scores.blocks())
+    room = scores.room(blocks)
+    for block in blocks:
+        part = result[block.batch, block.groups, :, block.first : block.last, block.low : block.high]
+        part.copy_(scores.weights(block, room).view(part.shape))
+    return result
+
+
+def _gradients(scores: Scores, value: Tensor, grad: Tensor, kept: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value, bias and sinks (empty without them); sums over blocks in at least float32.
+
+    ``kept``: the weights of all blocks, or empty.
+    """
+    (query,), (key,), bias, sinks = scores.queries, scores.keys, scores.bias, scores.sinks
     wide = torch.promote_types(grad.dtype, torch.float32)
-    query_grad = torch.zeros_like(problem.query, memory_format=torch.contiguous_format)
-    key_grad = torch.zeros(problem.key.shape, dtype=wide, device=grad.device)
-    value_grad = torch.zeros(problem.value.shape, dtype=wide, device=grad.device)
-    bias_grad = grad.new_zeros(0 if problem.bias is None else problem.bias.shape, dtype=wide)
-    scratch, other = problem.scratch(), problem.scratch()
-    for block in problem.blocks():
-        weights = problem.weights(block, scratch)
-        rows, out = block.rows(problem.query), block.rows(grad)
+    query_grad = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    key_grad = torch.zeros(key.shape, dtype=wide, device=grad.device)
+    value_grad = torch.zeros(value.shape, dtype=wide, device=grad.device)
+    bias_grad = grad.new_zeros(0 if bias is None else bias.shape, dtype=wide)
+    sinks_grad = grad.new_zeros(query.shape[1:3], dtype=wide)
+    blocks = list(scores.blocks(value))
+    room, other = scores.room(blocks), scores.room(blocks)
+    for block in blocks:
+        rows, out = block.rows(query), block.rows(grad)
+        if kept.numel():
+            weights, kept = kept[: scores.size(block)].view(*rows.shape[:2], -1), kept[scores.size(block) :]
+        else:
+            weights = scores.weights(block, room)
         add_spread(block.keys(value_grad), weights, out)
         change = other[: weights.numel()].view(weights.shape)
-        row_products(out, block.keys(problem.value), 1.0, change)
-        change -= (change * weights).sum(-1, keepdim=True)
-        change *= weights
-        if problem.bias is not None:
-            part = problem.bias_of(block, bias_grad)
-            part += problem.unflatten(change, block).sum_to_size(part.shape)
+        row_products(out, block.keys(value), 1.0, change)
+        if sinks is not None:  # a sink takes its share of each row and has no value
+            mean = (change * weights).sum(-1, keepdim=True, dtype=wide)
+            taken = 1 - weights.sum(-1, keepdim=True, dtype=wide)
+            sinks_grad[block.groups] -= scores.unflatten(taken * mean, block).sum((0, 3, 4))
+        # weight * (change - sum of weight * change), which holds too where a sink keeps weights from summing to 1
+        change = torch._softmax_backward_data(change, weights, -1, change.dtype)
+        if bias is not None and bias.dtype != torch.bool:
+            part = scores.part_of(bias_grad, block)
+            part += scores.unflatten(change, block).sum_to_size(part.shape)
+        if scores.softcap is not None:
+            change *= scores.softcap_slope(block, room)
         part = query_grad[block.batch, block.groups, :, block.first : block.last]
-        part.copy_((mix(change, block.keys(problem.key)) * problem.scale).view(part.shape))
-        add_spread(block.keys(key_grad), change, rows, problem.scale)
-    like = problem.query.dtype
-    return query_grad, key_grad.to(like), value_grad.to(like), bias_grad.to(like)
+        part.copy_(mix(change, block.keys(key), scores.scale).view(part.shape))
+        add_spread(block.keys(key_grad), change, rows, scores.scale)
+    like = query.dtype
+    summed = (sinks_grad.flatten() if sinks is not None else sinks_grad.new_zeros(0)).to(like)
+    return query_grad, key_grad.to(like), value_grad.to(like), bias_grad.to(like), summed
 
 
-def _problem(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    causal: bool,
-    offset: int,
-    offsets: Tensor | None,
-    window: int | None,
-    starts: Tensor | None,
-    lengths: Tensor | None,
-) -> _Problem:
+# Operators take tensors and plain numbers, so the rule is spelled out. ``offsets``: the offset of each sequence.
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sinks, Tensor? offsets, Tensor? starts, "
+    "Tensor? lengths, float scale, float? softcap, bool causal, SymInt offset, SymInt? window, bool keeps"
+)
+_TENSORS = 8  # the first arguments
+
+
+def _unpack(arguments: tuple[Any, ...]) -> tuple[Scores, Tensor]:
+    query, key, value, bias, sinks, offsets, starts, lengths, scale, softcap, causal, offset, window, _ = arguments
     rule = Visibility(causal, offset if offsets is None else offsets, window, starts, lengths)
-    return _Problem(query, key, value, bias, scale, rule)
+    return Scores((query,), (key,), scale, rule, bias, softcap, sinks), value
 
 
-@torch.library.custom_op("kvfold::blocked_attention", mutates_args=())
-def _operator(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    causal: bool,
-    offset: int,
-    offsets: Tensor | None,
-    window: int | None,
-    starts: Tensor | None,
-    lengths: Tensor | None,
-) -> Tensor:
-    return _forward(_problem(query, key, value, bias, scale, causal, offset, offsets, window, starts, lengths))
+@torch.library.custom_op("kvfold::blocked_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
+def _operator(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The result, and the weights of all blocks for the backward pass (empty where they are made again)."""
+    kept = _room_for_all(*arguments)
+    return weighted_values(*_unpack(arguments), kept if kept.numel() else None), kept
+
+
+def _room_for_all(query: Tensor, key: Tensor, *rest: Any) -> Tensor:
+    count = query[..., 0].numel() * key.shape[2]
+    return fast(query.new_empty(0)).new_empty(count if rest[-1] and count <= _KEPT_WEIGHTS else 0)
 
 
 @_operator.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
-    return query.new_empty(*query.shape[:-1], value.shape[-1])
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return query.new_empty(*query.shape[:-1], value.shape[-1]), _room_for_all(query, key, *rest)
 
 
-@torch.library.custom_op("kvfold::blocked_attention_backward", mutates_args=())
-def _backward_operator(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    causal: bool,
-    offset: int,
-    offsets: Tensor | None,
-    window: int | None,
-    starts: Tensor | None,
-    lengths: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    problem = _problem(query, key, value, bias, scale, causal, offset, offsets, window, starts, lengths)
-    return _backward(problem, grad)
+@torch.library.custom_op(
+    "kvfold::blocked_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor kept, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward_operator(grad: Tensor, kept: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    with torch.autocast(grad.device.type, enabled=False):
+        return _gradients(*_unpack(arguments), grad, kept)
 
 
 @_backward_operator.register_fake
-def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *rest: object
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    bias_grad = query.new_empty(0 if bias is None else bias.shape)
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), bias_grad
+def _(grad: Tensor, kept: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    optional = [query.new_empty(0 if tensor is None else tensor.shape) for tensor in rest[:2]]
+    return (*(query.new_empty(tensor.shape) for tensor in (query, key, value)), *optional)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    query, key, value, bias, scale, causal, offset, offsets, window, starts, lengths = inputs
-    ctx.save_for_backward(query, key, value, bias, offsets, starts, lengths)
-    ctx.plain = scale, causal, offset, window
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1], *inputs[:_TENSORS])
+    ctx.plain = inputs[_TENSORS:]
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # zeros for the weights' gradient would cost as much as a product
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, bias, offsets, starts, lengths = ctx.saved_tensors
-    scale, causal, offset, window = ctx.plain
-    grads = _backward_operator(grad, query, key, value, bias, scale, causal, offset, offsets, window, starts, lengths)
-    return (*grads[:3], None if bias is None else grads[3], *([None] * 7))
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * (_TENSORS + len(ctx.plain))
+    kept, *tensors = ctx.saved_tensors
+    grads = _backward_operator(grad, kept, *tensors, *ctx.plain)
+    bias, sinks = tensors[3:5]
+    bias_grad = None if bias is None or bias.dtype == torch.bool else grads[3]
+    return (*grads[:3], bias_grad, None if sinks is None else grads[4], *([None] * (3 + len(ctx.plain))))
 
 
 _operator.register_autograd(_differentiate, setup_context=_save)
 
 
 def blocked_attention(
-    query: Tensor, key: Tensor, value: Tensor, rule: Visibility, scale: float, bias: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rule: Visibility,
+    scale: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention under ``rule``; shapes as at the top of this file."""
+    """Attention under ``rule``; formula and shapes as at the top of this file."""
+    shapes_only = query.device.type == "meta"
+    if not shapes_only and torch.is_autocast_enabled(query.device.type):
+        with torch.autocast(query.device.type, enabled=False):  # products below choose their dtypes themselves
+            return blocked_attention(query, key, value, rule, scale, bias, softcap, sinks)
+    tensors = (query, key, value, bias, sinks)
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if not (learns or shapes_only or torch.compiler.is_compiling()):
+        # calling an operator takes longer than a short decoding step
+        return weighted_values(Scores((query,), (key,), scale, rule, bias, softcap, sinks), value)
     offset, offsets = (0, rule.offset) if isinstance(rule.offset, Tensor) else (rule.offset, None)
-    result: Tensor = _operator(
-        query, key, value, bias, scale, rule.causal, offset, offsets, rule.window, rule.starts, rule.lengths
-    )
+    counts = (offsets, rule.starts, rule.lengths)
+    result: Tensor = _operator(*tensors, *counts, scale, softcap, rule.causal, offset, rule.window, learns)[0]
     return result

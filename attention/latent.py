@@ -8,20 +8,29 @@ the rotary key that all heads share, side by side), ``up_key [H, Dn, R]``, ``up_
     result_ht = sum_s softmax(score)_hts W_uv,h c_s
 
 Explicit: ``W_uk c`` and ``W_uv c`` are made for all heads and slots, ``S H (Dn + Dv) R`` multiplications a call: right
-for prefill and training. Absorbed: ``W_uk`` meets the query and ``W_uv`` the result, attention runs over the cache
-itself as one key head of ``R + P`` dims whose values are its own first ``R``: right for decoding. A decoding step on
-CUDA in half precision runs in the Triton kernel of ``decode/``, all else in blocks (``blocked.py``).
+for prefill and training. Absorbed (sec. 2.1.2): ``q_nope . W_uk c = (W_uk^T q_nope) . c`` and ``sum_s a_s W_uv c_s =
+W_uv sum_s a_s c_s``, so attention runs over the cache itself as one key head of ``R + P`` dims whose values are its own
+first ``R``: right for decoding. ``latent_decode`` is that attention for a cache whose latents and rotary keys are two
+tensors, as transformers keeps them. Decoding on CUDA in half precision runs in the Triton kernel (``kernel.py``), all
+else in blocks (``blocked.py``).
 """
+
+from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kvfold.attention.absorbed import absorb_query, expand_value
+from kvfold.attention.blocked import Scores, all_weights, weighted_values
 from kvfold.attention.checks import expect_alike, expect_shape
-from kvfold.attention.decode.latent import kernel_takes, latent_decode
 from kvfold.attention.grouped import attend
 from kvfold.attention.mask import Visibility, visibility
+
+_HAS_TRITON = find_spec("triton") is not None
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+_KERNEL_RANK, _KERNEL_ROPE = 512, 64  # DeepSeek's sizes; the kernel's tiles are laid out for them
+_EVERYTHING = Visibility(causal=False)
 
 
 def latent_attention(
@@ -50,14 +59,22 @@ def latent_attention(
     scale = (query_nope.shape[-1] + query_rope.shape[-1]) ** -0.5 if scale is None else scale
     if absorbed:
         return expand_value(_attend_latent(absorb_query(query_nope, up_key), query_rope, latent, rule, scale), up_value)
-    key, value = expand_latent(latent, up_key, up_value)
+    heads, rank = up_key.shape[0], up_key.shape[2]
+    c, rope = latent[..., :rank], latent[..., rank:]
+    nope, value = (
+        torch.unflatten(linear(c, up.flatten(0, 1)), -1, (heads, -1)).transpose(1, 2) for up in (up_key, up_value)
+    )
+    key = torch.cat([nope, rope[:, None].expand(-1, heads, -1, -1)], -1)
     return attend(torch.cat([query_nope, query_rope], -1), key, value, rule, scale, None)
 
 
 def _attend_latent(query: Tensor, query_rope: Tensor, latent: Tensor, rule: Visibility, scale: float) -> Tensor:
     """Weighted latents ``z [B, H, T, R]`` of absorbed queries ``[B, H, T, R]``."""
     rank = query.shape[-1]
-    if _by_kernel(query, query_rope, latent, rule):
+    # the kernel has no gradient, and would read the keys outside of a window
+    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, query_rope, latent))
+    plain = rule.window is None and not wants_gradient and min(latent.shape) > 0
+    if plain and kernel_takes(query, query_rope, None):
         slots = latent.shape[1]
         seen = None if rule.sees_all(1, slots) else rule.block(0, 1, 0, slots, latent.device)[:, None]
         return latent_decode(query, query_rope, latent[..., :rank], latent[..., rank:], scale, seen)
@@ -65,24 +82,131 @@ def _attend_latent(query: Tensor, query_rope: Tensor, latent: Tensor, rule: Visi
     return attend(torch.cat([query, query_rope], -1), keys, keys[..., :rank], rule, scale, None)
 
 
-def _by_kernel(query: Tensor, query_rope: Tensor, latent: Tensor, rule: Visibility) -> bool:
-    """Whether the Triton kernel computes this call; it has no gradient and would read the keys outside of a window.
+def latent_decode(
+    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None = None
+) -> Tensor:
+    """``softmax(scale * (query . latent + query_rope . key_rope) + mask) latent``: ``[B, H, T, R]``, no gradients.
 
-    On a CPU ``latent_decode`` would gain nothing: over a joined cache blocks are as fast in float32 and two to three
-    times as fast in bfloat16 (``recipes/benchmarks/bench_attention.py`` measures both).
+    ``query [B, H, T, R]`` is absorbed already; ``query_rope [B, H, T, P]``, ``latent [B, S, R]``, ``key_rope
+    [B, S, P]``; ``mask [1|B, 1|H, T, S]``: booleans (true: visible) or numbers that are added to the scores.
     """
-    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, query_rope, latent))
-    plain = rule.window is None and not wants_gradient and min(latent.shape) > 0
-    return plain and kernel_takes(query, query_rope, None)
+    if torch.compiler.is_compiling():
+        result: Tensor = _operator(query, query_rope, latent, key_rope, scale, mask)
+        return result
+    return _decode(query, query_rope, latent, key_rope, scale, mask)  # an operator's call is slow
 
 
-def expand_latent(latent: Tensor, up_key: Tensor, up_value: Tensor) -> tuple[Tensor, Tensor]:
-    """Every head's keys ``[B, H, S, Dn + P]`` and values ``[B, H, S, Dv]`` of the cached ``latent [B, S, R + P]``."""
-    heads, _, rank = up_key.shape
-    c, rope = latent[..., :rank], latent[..., rank:]
-    nope = torch.unflatten(linear(c, up_key.flatten(0, 1)), -1, (heads, -1)).transpose(1, 2)
-    value = torch.unflatten(linear(c, up_value.flatten(0, 1)), -1, (heads, -1)).transpose(1, 2)
-    return torch.cat([nope, rope[:, None].expand(-1, heads, -1, -1)], -1), value
+def latent_weights(
+    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None = None
+) -> Tensor:
+    """The attention weights of ``latent_decode``, ``[B, H, T, S]``, for models that are asked to show them."""
+    return all_weights(_scores(query, query_rope, latent, key_rope, scale, mask))[:, 0]
+
+
+def kernel_takes(query: Tensor, query_rope: Tensor, mask: Tensor | None) -> bool:
+    """True if the Triton kernel computes this call: CUDA, half precision, one query, ``R <= 512``, ``P <= 64``.
+
+    A mask must be boolean and the same for all heads. Shapes as in ``latent_decode``.
+    """
+    if not _HAS_TRITON or query.device.type != "cuda" or query.dtype not in _KERNEL_DTYPES or query.shape[2] != 1:
+        return False
+    if query.shape[-1] > _KERNEL_RANK or query_rope.shape[-1] > _KERNEL_ROPE:
+        return False
+    return mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
+
+
+@torch.library.custom_op("kvfold::latent_decode", mutates_args=())
+def _operator(
+    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None
+) -> Tensor:
+    return _decode(query, query_rope, latent, key_rope, scale, mask)
+
+
+@_operator.register_fake
+def _(query: Tensor, *rest: object) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def _decode(
+    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None
+) -> Tensor:
+    if kernel_takes(query, query_rope, mask):
+        from kvfold.attention.kernel import decode_latent  # imports Triton, which is optional
+
+        return decode_latent(query, query_rope, latent, key_rope, scale, mask=None if mask is None else mask[:, 0, 0])
+    return weighted_values(_scores(query, query_rope, latent, key_rope, scale, mask), latent[:, None])[:, 0]
+
+
+def _scores(
+    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None
+) -> Scores:
+    """All heads as members of one key head, whose keys stay in two tensors: nothing of the cache is copied."""
+    queries, keys = (query[:, None], query_rope[:, None]), (latent[:, None], key_rope[:, None])
+    return Scores(queries, keys, scale, _EVERYTHING, mask)
+
+
+@dataclass(frozen=True)
+class AbsorbedProjections:
+    """The four weights as two chains: ``x -> W_q -> W_uk^T`` before attention, ``W_uv -> W_o`` after it.
+
+    ``query [H, Dn, E]`` and ``query_up [H, Dn, R]``; ``value_up [H, Dv, R]`` and ``output [E, H, Dv]``. They are kept
+    as factors because multiplying them out makes ``W_q`` larger by ``R / Dn`` and ``W_o`` by ``R / Dv``, and a decoding
+    step has to read them.
+    """
+
+    query: Tensor
+    query_up: Tensor
+    value_up: Tensor
+    output: Tensor
+
+    def queries(self, x: Tensor) -> Tensor:
+        """``x [B, T, E]`` -> queries that meet the latent: ``[B, H, T, R]``."""
+        return absorb_query(torch.einsum("hde,bte->bhtd", self.query, x), self.query_up)
+
+    def outputs(self, z: Tensor) -> Tensor:
+        """Weighted latents ``[B, H, T, R]`` -> ``[B, T, E]``."""
+        return torch.einsum("bhtd,ehd->bte", expand_value(z, self.value_up), self.output)
+
+    def products(self) -> tuple[Tensor, Tensor]:
+        """``W_uk^T W_q [H, R, E]`` and ``W_o W_uv [E, H, R]``, multiplied out in at least float32."""
+        wide = torch.promote_types(self.query.dtype, torch.float32)
+        query = torch.einsum("hdr,hde->hre", self.query_up.to(wide), self.query.to(wide))
+        output = torch.einsum("ehd,hdr->ehr", self.output.to(wide), self.value_up.to(wide))
+        return query.to(self.query.dtype), output.to(self.output.dtype)
+
+
+def absorbed_projections(W_q: Tensor, W_uk: Tensor, W_uv: Tensor, W_o: Tensor) -> AbsorbedProjections:
+    """``W_q [H, Dn, E]``, ``W_uk [H, Dn, R]``, ``W_uv [H, Dv, R]``, ``W_o [E, H, Dv]`` as two chains.
+
+    Raises ValueError for shapes, dtypes or devices that do not fit together.
+    """
+    expect_shape("W_q", W_q, "H Dn E", {})
+    heads, nope, model = W_q.shape
+    expect_shape("W_uk", W_uk, "H Dn R", {"H": heads, "Dn": nope})
+    expect_shape("W_uv", W_uv, "H Dv R", {"H": heads, "R": W_uk.shape[2]})
+    expect_shape("W_o", W_o, "E H Dv", {"E": model, "H": heads, "Dv": W_uv.shape[1]})
+    for name, weight in (("W_uk", W_uk), ("W_uv", W_uv), ("W_o", W_o)):
+        expect_alike(name, weight, "W_q", W_q)
+    return AbsorbedProjections(W_q, W_uk, W_uv, W_o)
+
+
+def absorption_pays(queries: int, nope_dim: int, value_dim: int, rank: int) -> bool:
+    """True if absorbed attention takes fewer multiplications than explicit attention for ``T = queries``.
+
+    Per slot and head: ``T (2 R + P)`` absorbed, ``(Dn + Dv) R + T (Dn + P + Dv)`` explicit.
+    """
+    explicit = nope_dim + value_dim
+    return queries * (2 * rank - explicit) < explicit * rank
+
+
+def absorb_query(query: Tensor, up_key: Tensor) -> Tensor:
+    """``W_uk,h^T q``: ``query [B, H, T, Dn]``, ``up_key [H, Dn, R]`` -> ``[B, H, T, R]``."""
+    return torch.einsum("bhtd,hdr->bhtr", query, up_key)
+
+
+def expand_value(z: Tensor, up_value: Tensor) -> Tensor:
+    """``W_uv,h z_h``: ``z [B, H, T, R]``, ``up_value [H, Dv, R]`` -> ``[B, H, T, Dv]``."""
+    return torch.einsum("bhtr,hdr->bhtd", z, up_value)
 
 
 def _check(query_nope: Tensor, query_rope: Tensor, latent: Tensor, up_key: Tensor, up_value: Tensor) -> None:

@@ -7,11 +7,10 @@ Shapes: ``B`` sequences, ``T`` new tokens, ``S`` slots in the cache after them, 
 import torch
 from torch import Tensor, nn
 
-from kvfold.attention.absorbed import absorption_pays
 from kvfold.attention.cache import KVCache, LatentCache, SlotCache
 from kvfold.attention.checks import expect_at_least, expect_divides, expect_shape
 from kvfold.attention.grouped import grouped_attention
-from kvfold.attention.latent import latent_attention
+from kvfold.attention.latent import absorption_pays, latent_attention
 from kvfold.attention.rotary import Layout, apply_rotary, rotary_tables
 
 

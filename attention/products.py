@@ -12,11 +12,11 @@ torch on CPUs are worked around; float32, float64 and GPUs are not affected:
 import torch
 from torch import Tensor
 
-_FEWEST = 256
+_FEWEST = 64
 
 
 def shape_step(keys: int) -> int:
-    """Granularity of the number of keys, a power of two: at most 32 shapes, at least 256 keys apart."""
+    """Granularity of the number of keys, a power of two: at most 32 shapes, at least 64 keys apart."""
     return max(_FEWEST, 1 << max(0, (keys // 16).bit_length() - 1))
 
 
@@ -38,24 +38,30 @@ def _even(tensor: Tensor, keys: int) -> int:
     return keys // shape_step(keys) * shape_step(keys) if compiles_shapes(tensor) else keys
 
 
-def row_products(rows: Tensor, keys: Tensor, scale: float, out: Tensor) -> None:
-    """``out = scale * rows keys^T``: ``rows [n, r, d]``, ``keys [n, w, d]``, ``out [n, r, w]``."""
-    even = _even(keys, keys.shape[1])
+def row_products(rows: Tensor, keys: Tensor, scale: float, out: Tensor, add: bool = False) -> None:
+    """``out = scale * rows keys^T``, or with ``add`` ``out += ...``.
+
+    ``rows [n, r, d]``, ``keys [n, w, d]``, ``out [n, r, w]``.
+    """
+    even, beta = _even(keys, keys.shape[1]), int(add)
     if even == keys.shape[1]:
-        torch.baddbmm(out, rows, keys.mT, beta=0, alpha=scale, out=out)
+        torch.baddbmm(out, rows, keys.mT, beta=beta, alpha=scale, out=out)
         return
     if even:
-        out[..., :even] = torch.baddbmm(out[..., :even], rows, keys[:, :even].mT, beta=0, alpha=scale)
-    out[..., even:] = torch.bmm(rows.float(), keys[:, even:].float().mT).mul_(scale)
+        out[..., :even] = torch.baddbmm(out[..., :even], rows, keys[:, :even].mT, beta=beta, alpha=scale)
+    rest = torch.bmm(rows.float(), keys[:, even:].float().mT).mul_(scale)
+    out[..., even:] = rest.add_(out[..., even:]) if add else rest
 
 
-def mix(weights: Tensor, values: Tensor) -> Tensor:
-    """``weights values``: ``[n, r, w]``, ``[n, w, d]`` -> ``[n, r, d]``, in at least the dtype of ``values``."""
+def mix(weights: Tensor, values: Tensor, scale: float = 1.0) -> Tensor:
+    """``scale * weights values``: ``[n, r, w]``, ``[n, w, d]`` -> ``[n, r, d]``, ``values``' dtype or wider."""
     even = _even(values, values.shape[1])
     if even == values.shape[1]:
-        return torch.bmm(weights, values)
+        return torch.baddbmm(values[:, :1], weights, values, beta=0, alpha=scale)
     rest = torch.bmm(weights[..., even:].float(), values[:, even:].float())
-    return rest if even == 0 else rest.add_(torch.bmm(weights[..., :even].contiguous(), values[:, :even]))
+    if even:
+        rest.add_(torch.bmm(weights[..., :even].contiguous(), values[:, :even]))
+    return rest.mul_(scale)
 
 
 def add_spread(total: Tensor, weights: Tensor, rows: Tensor, scale: float = 1.0) -> None:

@@ -1,6 +1,7 @@
 """The device and the dtype that a checkpoint is computed in."""
 
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -52,6 +53,15 @@ def training_autocast(checkpoint: Checkpoint, device: torch.device) -> torch.dty
     if device.type == "cpu":
         return torch.bfloat16 if stored == torch.bfloat16 and has_bfloat16_units() else None
     return torch.bfloat16 if stored != torch.float32 and torch.cuda.is_bf16_supported() else None
+
+
+def bfloat16_pays(device: torch.device, stored: Iterable[torch.dtype]) -> bool:
+    """True if a training step with weights of these ``stored`` dtypes is to run under ``torch.autocast`` in bfloat16.
+
+    Weights that are stored in bfloat16 lose nothing by it; activations and gradients are rounded to 8 bits, while the
+    residual stream, its norms and the masters stay float32. Held-out sequences are always judged in float32.
+    """
+    return device.type == "cpu" and has_bfloat16_units() and set(stored) == {torch.bfloat16}
 
 
 @cache

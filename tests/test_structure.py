@@ -106,6 +106,9 @@ def test_transforms_see_tensors_only(repository: Repository) -> None:
     ] == []
 
 
+KNOW_TRANSFORMERS = ("deepseek", "drift", "checkpoints", "interface")
+
+
 def test_attention_needs_torch_alone_but_for_rooms_that_know_transformers(
     repository: Repository,
 ) -> None:
@@ -113,8 +116,8 @@ def test_attention_needs_torch_alone_but_for_rooms_that_know_transformers(
         str(each)
         for each in repository.imports
         if each.file.startswith("attention/")
-        and room(each.file) not in ("attention/deepseek", "attention/drift", "attention/checkpoints")
-        and each.file != "attention/decode/kernel.py"  # Triton
+        and room(each.file).removeprefix("attention/") not in KNOW_TRANSFORMERS
+        and each.file != "attention/kernel.py"  # Triton
         and each.target is None
         and each.module.split(".")[0] not in TENSORS
     ] == []

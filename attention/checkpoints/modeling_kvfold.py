@@ -18,7 +18,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-class Rotation(nn.Module):
+class FixedRotation(nn.Module):
     """Rotary embedding by fixed ``frequencies [P/2]`` (radians per position) of the first ``P`` dims of each head.
 
     Dim ``l`` pairs with dim ``l + P/2``; ``amplitude`` multiplies rotated dims (YaRN's attention factor).
@@ -42,7 +42,7 @@ class Rotation(nn.Module):
         return torch.cat([rotated * cos + torch.cat([-right, left], -1) * sin, rest], -1)
 
 
-class GroupedAttention(nn.Module):
+class GroupedSelfAttention(nn.Module):
     """GQA, or MQA with one key/value head: ``H`` query heads over ``G`` key/value heads."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -55,7 +55,7 @@ class GroupedAttention(nn.Module):
         self.k_proj = nn.Linear(width, keys, bias=bias)
         self.v_proj = nn.Linear(width, keys, bias=bias)
         self.o_proj = nn.Linear(queries, width, bias=facts["o_bias"])
-        self.rotation = Rotation(facts["frequencies"], facts["amplitude"]) if facts["frequencies"] else None
+        self.rotation = FixedRotation(facts["frequencies"], facts["amplitude"]) if facts["frequencies"] else None
         self.num_key_value_groups = facts["heads"] // facts["kv_heads"]
         self.clip: float | None = facts.get("clip")
         self.scaling: float = facts["scale"]
@@ -95,7 +95,7 @@ class GroupedAttention(nn.Module):
         return projected if self.clip is None else projected.clamp(-self.clip, self.clip)
 
 
-class LatentAttention(nn.Module):
+class LatentSelfAttention(nn.Module):
     """MLA: keys and values of all heads are read from one latent, beside one rotary key (DeepSeek-V2, 2024).
 
     The cache holds the latents ``[B, 1, S, R]`` as its keys and the rotary keys ``[B, 1, S, P]`` as its values.
@@ -115,7 +115,7 @@ class LatentAttention(nn.Module):
         self.k_up_proj = nn.Linear(self.rank, outer, bias=False)
         self.v_up_proj = nn.Linear(self.rank, outer, bias=False)
         self.o_proj = nn.Linear(outer, width, bias=facts["o_bias"])
-        self.rotation = Rotation(facts["frequencies"], 1.0) if self.rope_dim else None
+        self.rotation = FixedRotation(facts["frequencies"], 1.0) if self.rope_dim else None
         self.num_key_value_groups = 1
         self.scaling: float = facts["scale"]
         self.rules = rules_of(facts)
@@ -132,7 +132,7 @@ class LatentAttention(nn.Module):
         layer_past: Any = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``GroupedAttention.forward``."""
+        """As ``GroupedSelfAttention.forward``."""
         cache = layer_past if past_key_values is None else past_key_values
         plain, turning = self.queries(hidden_states)
         down = self.kv_down_proj(hidden_states)[:, None]
@@ -191,7 +191,7 @@ class LatentAttention(nn.Module):
         return torch.einsum("bhtr,hdr->bthd", context, up_value), weights
 
 
-class HeadNorm(nn.Module):
+class QueryNorm(nn.Module):
     """The source's norm on queries: of each head's ``D`` dims, or of all heads together (``flat``)."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ class HeadNorm(nn.Module):
         return normed.to(x.dtype)
 
 
-class NormedLatentAttention(LatentAttention):
+class NormedLatentSelfAttention(LatentSelfAttention):
     """MLA of a source that norms queries and keys. Both norms are exact, whatever the size of the latent.
 
     The latent holds keys before their norm. ``k_proj``, the source's own, only tells what the norm divides each
@@ -219,7 +219,7 @@ class NormedLatentAttention(LatentAttention):
         facts = facts_of(config, layer_idx)
         width, keys, outer = facts["model_dim"], facts["kv_heads"] * self.head_dim, self.heads * self.head_dim
         self.norm: dict[str, Any] = facts["norm"]
-        self.q_norm = HeadNorm(facts)
+        self.q_norm = QueryNorm(facts)
         self.k_proj = nn.Linear(width, keys, bias=facts["qkv_bias"])
         self.k_up_proj = nn.Linear(self.rank, outer, bias=True)  # a constant key: divisors make it differ by token
         if self.rope_dim:
@@ -257,7 +257,7 @@ class NormedLatentAttention(LatentAttention):
         return scales.repeat_interleave(self.heads // scales.shape[1], 1)
 
 
-VARIANTS = {"grouped": GroupedAttention, "latent": LatentAttention, "normed_latent": NormedLatentAttention}
+VARIANTS = {"grouped": GroupedSelfAttention, "latent": LatentSelfAttention, "normed_latent": NormedLatentSelfAttention}
 
 
 def divided(x: Tensor, norm: dict[str, Any]) -> tuple[Tensor, Tensor]:

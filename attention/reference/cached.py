@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvfold.attention.reference.pieces import BIDIRECTIONAL, Rotary, no_rotary, project_head, project_output
 from kvfold.attention.reference.whole import (
-    GroupedWeights,
-    LatentWeights,
+    GroupedProjections,
+    LatentProjections,
     absorbed_heads,
     grouped_query_heads,
     latent_heads,
@@ -28,7 +28,7 @@ Cache = list[tuple[Tensor, Tensor]]
 
 
 def grouped_query_step(
-    x: Tensor, cache: Cache, w: GroupedWeights, rotary: Rotary = no_rotary, scale: float | None = None
+    x: Tensor, cache: Cache, w: GroupedProjections, rotary: Rotary = no_rotary, scale: float | None = None
 ) -> Tensor:
     """Causal self-attention of the newest token on all tokens so far: nothing later is there to be masked."""
     here = torch.tensor([len(cache)])
@@ -41,7 +41,7 @@ def grouped_query_step(
 
 
 def latent_step(
-    x: Tensor, cache: Cache, w: LatentWeights, rotary: Rotary, scale: float | None = None, absorbed: bool = False
+    x: Tensor, cache: Cache, w: LatentProjections, rotary: Rotary, scale: float | None = None, absorbed: bool = False
 ) -> Tensor:
     """Latent attention of the newest token; explicit: every cached latent is expanded again, absorbed: none is."""
     here = torch.tensor([len(cache)])
@@ -54,7 +54,7 @@ def latent_step(
     return project_output(z, w.output)[0]
 
 
-def cross_cache(memory: Tensor, w: GroupedWeights) -> tuple[Tensor, Tensor]:
+def cross_cache(memory: Tensor, w: GroupedProjections) -> tuple[Tensor, Tensor]:
     """The cache of cross attention, from ``memory [S, E']``: ``[G, S, D]`` and ``[G, S, Dv]``."""
     places, groups = torch.arange(len(memory)), range(w.key.shape[0])
     key = torch.stack([project_head(memory, w.key, w.key_bias, g, no_rotary, places) for g in groups])
@@ -62,7 +62,7 @@ def cross_cache(memory: Tensor, w: GroupedWeights) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-def cross_step(x: Tensor, cache: tuple[Tensor, Tensor], w: GroupedWeights, scale: float | None = None) -> Tensor:
+def cross_step(x: Tensor, cache: tuple[Tensor, Tensor], w: GroupedProjections, scale: float | None = None) -> Tensor:
     """Cross attention of one token ``x [E]`` on a memory whose keys and values were made before."""
     heads = range(w.query.shape[0])
     here = torch.arange(1)

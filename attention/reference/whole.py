@@ -29,7 +29,7 @@ from kvfold.attention.reference.pieces import (
 
 
 @dataclass(frozen=True)
-class GroupedWeights:
+class GroupedProjections:
     """One layer of MHA (``G = H``), GQA or MQA (``G = 1``); biases may be ``None``."""
 
     query: Tensor  # [H, D, E]
@@ -43,7 +43,7 @@ class GroupedWeights:
 
 
 @dataclass(frozen=True)
-class LatentWeights:
+class LatentProjections:
     """One layer of multi-head latent attention; ``query_down`` ``None`` means no query latent (then ``Rq = E``)."""
 
     query_nope: Tensor  # [H, Dn, Rq], W_uq
@@ -57,7 +57,7 @@ class LatentWeights:
 
 
 def multi_head_attention(
-    x: Tensor, w: GroupedWeights, masks: Masks = CAUSAL, rotary: Rotary = no_rotary, scale: float | None = None
+    x: Tensor, w: GroupedProjections, masks: Masks = CAUSAL, rotary: Rotary = no_rotary, scale: float | None = None
 ) -> Tensor:
     """``y = sum_h W_o,h attention(W_q,h x, W_k,h x, W_v,h x) + b`` (Vaswani 2017, 3.2.2): every head its own key."""
     places, heads = torch.arange(len(x)), []
@@ -70,7 +70,7 @@ def multi_head_attention(
 
 
 def multi_query_attention(
-    x: Tensor, w: GroupedWeights, masks: Masks = CAUSAL, rotary: Rotary = no_rotary, scale: float | None = None
+    x: Tensor, w: GroupedProjections, masks: Masks = CAUSAL, rotary: Rotary = no_rotary, scale: float | None = None
 ) -> Tensor:
     """``y = sum_h W_o,h attention(W_q,h x, W_k x, W_v x) + b`` (Shazeer 2019, sec. 3): one key for all heads."""
     places, heads = torch.arange(len(x)), []
@@ -83,7 +83,7 @@ def multi_query_attention(
 
 
 def grouped_query_attention(
-    x: Tensor, w: GroupedWeights, masks: Masks = CAUSAL, rotary: Rotary = no_rotary, scale: float | None = None
+    x: Tensor, w: GroupedProjections, masks: Masks = CAUSAL, rotary: Rotary = no_rotary, scale: float | None = None
 ) -> Tensor:
     """``G`` keys for ``H`` heads (Ainslie 2023, 2.2); ``G = H`` is multi-head, ``G = 1`` multi-query attention."""
     places = torch.arange(len(x))
@@ -91,19 +91,21 @@ def grouped_query_attention(
     return project_output(grouped_query_heads(query, key, value, masks, scale), w.output, w.output_bias)
 
 
-def encoder_attention(x: Tensor, w: GroupedWeights, rotary: Rotary = no_rotary, scale: float | None = None) -> Tensor:
+def encoder_attention(
+    x: Tensor, w: GroupedProjections, rotary: Rotary = no_rotary, scale: float | None = None
+) -> Tensor:
     """Bidirectional self-attention (Vaswani 2017, 3.2.3, encoder): nothing is masked, every token sees all."""
     return grouped_query_attention(x, w, BIDIRECTIONAL, rotary, scale)
 
 
-def cross_attention(x: Tensor, memory: Tensor, w: GroupedWeights, scale: float | None = None) -> Tensor:
+def cross_attention(x: Tensor, memory: Tensor, w: GroupedProjections, scale: float | None = None) -> Tensor:
     """Queries from ``x [T, E]``, keys and values from the encoder's ``memory [S, E']`` (Vaswani 2017, 3.2.3)."""
     query, key, value = project_all(x, memory, w, no_rotary, torch.arange(len(x)), torch.arange(len(memory)))
     return project_output(grouped_query_heads(query, key, value, BIDIRECTIONAL, scale), w.output, w.output_bias)
 
 
 def project_all(
-    x: Tensor, source: Tensor, w: GroupedWeights, rotary: Rotary, places: Tensor, source_places: Tensor
+    x: Tensor, source: Tensor, w: GroupedProjections, rotary: Rotary, places: Tensor, source_places: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All heads: ``query [H, T, D]`` from ``x``, ``key [G, S, D]`` and ``value [G, S, Dv]`` from ``source``."""
     heads, groups = range(w.query.shape[0]), range(w.key.shape[0])
@@ -125,7 +127,7 @@ def grouped_query_heads(
     return torch.stack(heads)
 
 
-def latent_queries(x: Tensor, w: LatentWeights, rotary: Rotary, places: Tensor) -> tuple[Tensor, Tensor]:
+def latent_queries(x: Tensor, w: LatentProjections, rotary: Rotary, places: Tensor) -> tuple[Tensor, Tensor]:
     """``c_q = W_dq x; q_nope,h = W_uq,h c_q; q_rope,h = RoPE(W_qr,h c_q)`` (DeepSeek-V2 2024, eq. 12-14).
 
     ``x [T, E]`` -> ``[H, T, Dn]``, ``[H, T, P]``.
@@ -137,13 +139,13 @@ def latent_queries(x: Tensor, w: LatentWeights, rotary: Rotary, places: Tensor) 
     return nope, rope
 
 
-def latent_keys(x: Tensor, w: LatentWeights, rotary: Rotary, places: Tensor) -> tuple[Tensor, Tensor]:
+def latent_keys(x: Tensor, w: LatentProjections, rotary: Rotary, places: Tensor) -> tuple[Tensor, Tensor]:
     """``c = W_dkv x; k_rope = RoPE(W_kr x)`` (eq. 9, 15): all that is cached. ``[T, R]``, ``[T, P]``."""
     return project(x, w.latent), rotary(project(x, w.rope_key), places)
 
 
 def latent_heads(
-    nope: Tensor, rope: Tensor, c: Tensor, rope_key: Tensor, w: LatentWeights, masks: Masks, scale: float | None
+    nope: Tensor, rope: Tensor, c: Tensor, rope_key: Tensor, w: LatentProjections, masks: Masks, scale: float | None
 ) -> Tensor:
     """``k_h = [W_uk,h c; k_rope]; v_h = W_uv,h c; z_h = attention([q_nope,h; q_rope,h], k_h, v_h)`` (eq. 10-11, 16-18).
 
@@ -158,7 +160,7 @@ def latent_heads(
 
 
 def absorbed_heads(
-    nope: Tensor, rope: Tensor, c: Tensor, rope_key: Tensor, w: LatentWeights, masks: Masks, scale: float | None
+    nope: Tensor, rope: Tensor, c: Tensor, rope_key: Tensor, w: LatentProjections, masks: Masks, scale: float | None
 ) -> Tensor:
     """``q_nope . W_uk c = (W_uk^T q_nope) . c`` and ``sum_s a_s W_uv c_s = W_uv sum_s a_s c_s`` (sec. 2.1.2).
 
@@ -175,7 +177,7 @@ def absorbed_heads(
 
 def latent_attention(
     x: Tensor,
-    w: LatentWeights,
+    w: LatentProjections,
     rotary: Rotary,
     masks: Masks = CAUSAL,
     scale: float | None = None,

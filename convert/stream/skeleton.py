@@ -8,7 +8,7 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvfold.attention.checkpoints.registered import register_model
-from kvfold.attention.drift.softcap import BLOCKWISE
+from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert.errors import InputError, one_line
 from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.stream.auto import AutoModelForCausalLM

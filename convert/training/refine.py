@@ -11,7 +11,6 @@ their moments.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -21,8 +20,8 @@ from torch import Tensor
 
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
+from kvfold.convert.device import bfloat16_pays
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.training.arithmetic import bfloat16, bfloat16_pays
 from kvfold.convert.training.batches import random_batches
 from kvfold.convert.training.objective import Batch, Examples, examples, squares
 from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate
@@ -145,7 +144,7 @@ class _Student:
 
     def loss(self, batch: Batch, energy: float) -> Tensor:
         """The loss of a training step over ``batch``."""
-        with bfloat16(self._layer.module) if self._bfloat16 else nullcontext():
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._bfloat16):
             missing = self.missing(*batch)
         # Divided by the root of the count, not by the count: float16 gradients neither vanish nor overflow; Adam does
         # not see the difference.

@@ -6,7 +6,7 @@ logits of a few positions at a time are all that is ever in memory.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from kvfold.attention.drift.frame import Arguments, Frame, Stop, attention_name,
 from kvfold.convert.errors import InputError
 from kvfold.convert.stream.skeleton import empty_model
 from kvfold.convert.stream.weight_map import Read, WeightMap
-from kvfold.convert.training.arithmetic import bfloat16
 from kvfold.convert.training.constant import ConstantChannel
 from kvfold.convert.training.rates import tensor_sizes
 
@@ -52,7 +51,6 @@ class Student:
         constant: bool = False,
     ) -> None:
         self.device, self._autocast = device, autocast
-        self._blocked = device.type == "cpu" and autocast == torch.bfloat16
         self.model = empty_model(config, torch.float32, device)
         self.trained = _load(self.model, read, names, trained, device, autocast)
         self.channel = ConstantChannel(self.model) if constant else None
@@ -84,8 +82,7 @@ class Student:
 
         def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
             layer = self._frame.layers[index]
-            with bfloat16(layer) if self._blocked else nullcontext():
-                output = functional_call(layer, weights[index], (hidden, *arguments.args), arguments.kwargs)
+            output = functional_call(layer, weights[index], (hidden, *arguments.args), arguments.kwargs)
             hidden = output[0] if isinstance(output, tuple) else output
             if index == len(self._frame.layers) - 1:
                 after.append(hidden)

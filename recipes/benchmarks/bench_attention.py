@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from kvfold.attention import blocked, cache_bytes, grouped_attention, latent_attention
-from kvfold.attention.absorbed import absorb_query, expand_value
-from kvfold.attention.decode import latent as decoding
+from kvfold.attention.latent import absorb_query, expand_value, latent_decode
 from kvfold.convert.measure.clock import peak_memory
 from kvfold.convert.measure.machine import conditions
 
@@ -107,7 +106,7 @@ def latent_step(form: str, dtype: torch.dtype, device: str) -> Step:
 
     def by_decode() -> Tensor:
         query = absorb_query(nope, up_key)
-        z = decoding.latent_decode(query, rope, latent[..., :RANK], latent[..., RANK:], (NOPE + ROPE) ** -0.5)
+        z = latent_decode(query, rope, latent[..., :RANK], latent[..., RANK:], (NOPE + ROPE) ** -0.5)
         return expand_value(z, up_value)
 
     return Step(f"MLA 512+64 {form}", read, operations, by_decode if form == "latent_decode" else attend)
@@ -172,7 +171,7 @@ def budgets(threads: int, rounds: int, device: str) -> list[dict[str, Any]]:
 
     def within(size: int, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def run() -> Tensor:
-            blocked._CPU_SCORES = blocked._GPU_SCORES = decoding._SCORES = size
+            blocked._CPU_SCORES = blocked._GPU_SCORES = size
             return call()
 
         return run

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from kvfold.attention import absorbed
-from kvfold.attention.decode.latent import latent_decode
+from kvfold.attention.latent import absorb_query, expand_value, latent_decode
 from kvfold.convert.measure.bench import Options, bench, bench_table, subjects
 from kvfold.convert.measure.bench_costs import Weights, costs
 from kvfold.convert.measure.bench_models import Subject
@@ -60,8 +59,8 @@ def attention_alone(subject: Subject, context: int, batch: int, device: torch.de
     if subject.form == "absorbed":
 
         def absorbed_step() -> torch.Tensor:
-            lifted = absorbed.absorb_query(query, up[:, :nope])
-            return absorbed.expand_value(latent_decode(lifted, turned, latent, key, 0.07), up[:, nope:])
+            lifted = absorb_query(query, up[:, :nope])
+            return expand_value(latent_decode(lifted, turned, latent, key, 0.07), up[:, nope:])
 
         return seconds(absorbed_step, device)
 

@@ -101,13 +101,14 @@ def time_blocks() -> None:
 
     import torch
 
+    from kvfold.attention import blocked
     from kvfold.attention.drift import profile
 
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, 8, 2048, 64, generator=generator) for _ in range(2))
     profile.distance_profile(query, key, 0.125)
     for block in (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24):
-        profile._CPU_BLOCK = block
+        blocked._CPU_SCORES = block
         before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
         for _ in range(3):
             profile.distance_profile(query, key, 0.125)
@@ -119,18 +120,21 @@ def time_attention() -> None:
     """CPU milliseconds of the attention of a training step in bfloat16, by the queries of a block."""
     import torch
 
-    from kvfold.convert.training import arithmetic
+    from kvfold.attention import blocked
+    from kvfold.attention.mask import Visibility
 
     for length, groups, dims in [(256, 9, (128, 64)), (256, 1, (64, 64)), (512, 9, (128, 64)), (512, 1, (64, 64))]:
         shapes = (9, dims[0]), (groups, dims[0]), (groups, dims[1])
         parts = [torch.randn(8, heads, length, dim).bfloat16().requires_grad_() for heads, dim in shapes]
+        query = torch.unflatten(parts[0], 1, (groups, -1))
         for block in (32, 64, 128, 256):
-            arithmetic._BLOCK = block
-            arithmetic.blocked_attention(*parts, 0.1).sum().backward()
-            started = time.process_time()
-            for _ in range(4):
-                arithmetic.blocked_attention(*parts, 0.1).sum().backward()
-            each = (time.process_time() - started) / 4
+            blocked._MOST_ROWS = block
+            seconds = []
+            for _ in range(5):
+                started = time.process_time()
+                blocked.blocked_attention(query, *parts[1:], Visibility(), 0.1).sum().backward(retain_graph=True)
+                seconds.append(time.process_time() - started)
+            each = min(seconds)
             print(f"8 x {length} tokens, {groups} key heads, {dims}, block {block:3}: {1000 * each:.0f} ms", flush=True)
 
 

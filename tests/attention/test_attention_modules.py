@@ -25,12 +25,12 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-def grouped_weights(groups: int = G) -> reference.GroupedWeights:
+def grouped_weights(groups: int = G) -> reference.GroupedProjections:
     sizes = [(H, D, E), (groups, D, E), (groups, DV, E), (E, H, DV), (H, D), (groups, D), (groups, DV), (E,)]
-    return reference.GroupedWeights(*(random(*size, seed=i) for i, size in enumerate(sizes)))
+    return reference.GroupedProjections(*(random(*size, seed=i) for i, size in enumerate(sizes)))
 
 
-def grouped_module(w: reference.GroupedWeights, **options) -> GroupedAttention:
+def grouped_module(w: reference.GroupedProjections, **options) -> GroupedAttention:
     return GroupedAttention(
         query=linear(w.query.flatten(0, 1), w.query_bias.flatten()),
         key=linear(w.key.flatten(0, 1), w.key_bias.flatten()),
@@ -44,14 +44,14 @@ def grouped_module(w: reference.GroupedWeights, **options) -> GroupedAttention:
     )
 
 
-def latent_weights(query_rank: int | None = None) -> reference.LatentWeights:
+def latent_weights(query_rank: int | None = None) -> reference.LatentProjections:
     inner = query_rank or E
     sizes = [(H, DN, inner), (H, P, inner), (R, E), (P, E), (H, DN, R), (H, DV, R), (E, H, DV)]
     down = None if query_rank is None else random(query_rank, E, seed=9)
-    return reference.LatentWeights(*(random(*size, seed=i) / 2 for i, size in enumerate(sizes)), query_down=down)
+    return reference.LatentProjections(*(random(*size, seed=i) / 2 for i, size in enumerate(sizes)), query_down=down)
 
 
-def latent_module(w: reference.LatentWeights, **options) -> LatentAttention:
+def latent_module(w: reference.LatentProjections, **options) -> LatentAttention:
     query: nn.Module = linear(torch.cat([w.query_nope, w.query_rope], 1).flatten(0, 1))
     if w.query_down is not None:
         query = nn.Sequential(linear(w.query_down), query)

@@ -180,5 +180,6 @@ def test_the_operators_keep_their_contract_with_torch():
     """Fake kernels, autograd registration and schemas, checked by torch itself."""
     query, key = torch.randn(2, 1, 2, 5, 4, requires_grad=True), torch.randn(2, 1, 9, 4, requires_grad=True)
     value = torch.randn(2, 1, 9, 3, requires_grad=True)
-    arguments = (query, key, value, None, 0.5, True, 4, None, 3, None, torch.tensor([9, 6]))
+    counts = (None, None, torch.tensor([9, 6]))
+    arguments = (query, key, value, None, torch.randn(2), *counts, 0.5, 3.0, True, 4, 3, False)
     torch.library.opcheck(torch.ops.kvfold.blocked_attention.default, arguments)

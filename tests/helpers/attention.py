@@ -98,7 +98,7 @@ def exact(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
 def exact_latent(nope: Tensor, rope: Tensor, latent: Tensor, up_key: Tensor, up_value: Tensor, case: Case) -> Tensor:
     """The reference's loops over explicit keys and values, in float64 on the CPU: ``[B, H, T, Dv]``."""
     unused, rank = torch.empty(0), up_key.shape[-1]
-    w = reference.LatentWeights(*[unused] * 4, up_key.cpu().double(), up_value.cpu().double(), unused)
+    w = reference.LatentProjections(*[unused] * 4, up_key.cpu().double(), up_value.cpu().double(), unused)
     rows = zip(nope.cpu().double(), rope.cpu().double(), latent.cpu().double(), strict=True)
     sizes = nope.shape[2], latent.shape[1]
     return torch.stack(

@@ -21,11 +21,11 @@ PACKAGES = ("convert", "attention")
 # Floors of convert lie above those of attention: convert may import attention, never the other way round.
 FLOORS = {
     "attention": [
-        ["checks", "products", "checkpoints"],
+        ["checks", "products", "kernel", "checkpoints"],
         ["mask", "rotary"],
         ["cache", "reference"],
-        ["blocked", "decode"],
-        ["grouped", "absorbed"],
+        ["blocked"],
+        ["grouped", "interface"],
         ["latent"],
         ["modeling"],
         ["deepseek", "drift"],

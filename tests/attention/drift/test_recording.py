@@ -10,8 +10,9 @@ from transformers import LlamaConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvfold.attention import blocked
 from kvfold.attention.drift.recording import RECORDER, run_layer
-from kvfold.attention.drift.softcap import BLOCKWISE, blockwise_attention
+from kvfold.attention.interface import BLOCKWISE, blockwise_attention
 
 
 def arguments(length: int, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,14 +33,22 @@ def test_blockwise_attention_is_the_formula(length: int, keys: int) -> None:
     query, key, value = arguments(length, keys)
     seen = torch.ones(length, keys).tril(keys - length).bool()
     expected = whole_map(query, key, value, seen, 0.4, 1.5)
-    found = blockwise_attention(query, key, value, seen[None, None], 0.4, 1.5)
+    found, _ = blockwise_attention(nn.Module(), query, key, value, seen[None, None], scaling=0.4, softcap=1.5)
     torch.testing.assert_close(found.double(), expected, **precision.ACTIVATIONS)
 
 
-def test_blockwise_attention_has_the_formulas_gradients() -> None:
-    query, key, value = (tensor.double().requires_grad_() for tensor in arguments(5))
+@pytest.mark.parametrize("kept", [0, 1 << 20], ids=["weights made again", "weights kept"])
+def test_blockwise_attention_has_the_formulas_gradients(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "_KEPT_WEIGHTS", kept)
+    sinks = torch.linspace(-1, 2, 4)
+    inputs = [tensor.double().requires_grad_() for tensor in (*arguments(5), sinks)]
     seen = torch.ones(1, 1, 5, 5).tril().bool()
-    torch.autograd.gradcheck(lambda *given: blockwise_attention(*given, seen, 0.4, 1.5), (query, key, value))
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+        options = {"scaling": 0.4, "softcap": 1.5, "s_aux": sinks}
+        return blockwise_attention(nn.Module(), query, key, value, seen, **options)[0]
+
+    torch.autograd.gradcheck(attend, inputs)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

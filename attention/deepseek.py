@@ -1,15 +1,21 @@
-"""Latent attention of transformers' DeepSeek classes and their kin, decoding over the latent cache.
+"""``absorb(model)``: a loaded DeepSeek, Youtu or Mistral4 model decodes over its latent cache, in plain transformers.
 
-Youtu has DeepSeek-V3's attention, Mistral4 too but for a scale of its queries.
+Stock transformers expands every cached token into every head's keys and values at every step, ``S H (Dn + Dv) R``
+multiplications a layer. After ``absorb`` a decoding step attends over the cached latents themselves (``latent.py``);
+prefill and training go on as before. Weights, state dict and the cache's layout (normed latent, rotated key: what
+transformers itself caches for this class) stay as they are, so a cache begun by one form can be continued by the other,
+``generate``, ``save_pretrained`` and ``torch.compile`` work unchanged, and ``unabsorb`` undoes it.
+
+    from kvfold.attention import absorb
+    model = absorb(AutoModelForCausalLM.from_pretrained(folder))
 
 Shapes: ``hidden [B, T, E]``; the cache holds per layer the normed latent ``[B, 1, S, R]`` as keys and the rotated
-key ``[B, 1, S, P]`` as values. A call is absorbed when it reads a cache for few queries and no gradient is needed;
-otherwise keys and values are expanded and go to the attention function that the model is configured with.
+key ``[B, 1, S, P]`` as values. Youtu has DeepSeek-V3's attention, Mistral4 too but for a scale of its queries.
 """
 
 from importlib.util import find_spec
-from types import ModuleType
-from typing import Any, cast
+from types import MethodType, ModuleType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +27,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.youtu import modeling_youtu
 from transformers.models.youtu.modeling_youtu import YoutuAttention
 
-from kvfold.attention.absorbed import absorb_query, absorption_pays, expand_value
-from kvfold.attention.decode.latent import latent_decode, latent_rows
+from kvfold.attention.latent import absorb_query, absorption_pays, expand_value, latent_decode, latent_weights
 
+Model = TypeVar("Model", bound=nn.Module)
 Context = tuple[Tensor, Tensor | None]  # z [B, T, H, Dv], attention weights [B, H, T, S] (eager attention only)
 
 
@@ -102,6 +108,42 @@ if find_spec("transformers.models.mistral4"):  # transformers 5.4 on
 
     FORMS[Mistral4Attention] = AbsorbedMistral4Attention
 
+_STOCK = {absorbed: stock for stock, absorbed in FORMS.items()}
+
+
+def absorb(model: Model) -> Model:
+    """Swap the attention of every DeepSeek-V2/V3, Youtu and Mistral4 layer in ``model``, in place; returns ``model``.
+
+    Absorbing twice changes nothing. Raises ValueError when ``model`` has no such attention.
+    """
+    layers = [module for module in model.modules() if type(module) in FORMS or type(module) in _STOCK]
+    if not layers:
+        names = ", ".join(stock.__name__ for stock in FORMS)
+        raise ValueError(
+            f"model: expected latent attention of transformers' own classes ({names}), found none in "
+            f"{type(model).__name__}; convert a checkpoint with `kvfold convert MODEL OUT --to mla`"
+        )
+    for module in layers:
+        _become(module, FORMS.get(type(module), type(module)))
+    return model
+
+
+def unabsorb(model: Model) -> Model:
+    """Give every absorbed layer of ``model`` its stock attention back, in place; returns ``model``."""
+    for module in model.modules():
+        if type(module) in _STOCK:
+            _become(module, _STOCK[type(module)])
+    return model
+
+
+def _become(module: nn.Module, form: type[nn.Module]) -> None:
+    """Change a module's class; accelerate's hooks (``device_map``) keep the forward they wrap as a bound method."""
+    module.__class__ = form
+    for name in ("_old_forward", "forward"):
+        bound = module.__dict__.get(name)
+        if isinstance(bound, MethodType) and bound.__self__ is module:
+            module.__dict__[name] = MethodType(form.forward, module)
+
 
 def _query(this: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """``[B, H, T, Dn]`` and ``[B, H, T, P]``, not yet rotated."""
@@ -133,7 +175,7 @@ def _rotate(this: Any, query: Tensor, key: Tensor, embeddings: Any) -> tuple[Ten
 
 
 def _absorbs(this: Any, nope: Tensor, mask: Any) -> bool:
-    """Whether to attend over the latents: fewer multiplications, no gradient, a mask and a weight that can be read.
+    """True to attend over the latents: fewer multiplications, no gradient, a mask and a weight that can be read.
 
     Several queries without a mask are left to the attention function, which knows the keys they see. A weight
     on another device is offloaded, and an up-projection that is not a plain linear layer (an adapter, a quantized one)
@@ -154,11 +196,11 @@ def _absorbed(this: Any, nope: Tensor, rope: Tensor, latent: Tensor, key_rope: T
     if mask is not None and mask.dim() == 2:
         mask = mask[:, None, None].bool()  # flash attention's mask: true for real tokens
     mask = None if mask is None else mask[..., : latent.shape[2]]
-    weights = None
-    if this.config._attn_implementation == "eager":
-        z, weights = latent_rows(query, rope, latent[:, 0], key_rope[:, 0], mask, this.scaling)
-    else:
-        z = latent_decode(query, rope, latent[:, 0], key_rope[:, 0], this.scaling, mask)
+    c, arguments = latent[:, 0], (query, rope, latent[:, 0], key_rope[:, 0], this.scaling, mask)
+    if this.config._attn_implementation != "eager":
+        return expand_value(latent_decode(*arguments), up_value).transpose(1, 2), None
+    weights = latent_weights(*arguments)
+    z = torch.unflatten(weights.flatten(1, 2) @ c, 1, weights.shape[1:3])
     return expand_value(z, up_value).transpose(1, 2), weights
 
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from kvfold.attention import absorb, unabsorb
-from kvfold.attention.deepseek import modules as am
+from kvfold.attention import deepseek as am
 
 SIZES = {
     "vocab_size": 61,

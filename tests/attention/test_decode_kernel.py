@@ -32,7 +32,7 @@ CASES = {
 WORKER = """
 import json, sys
 import torch
-from kvfold.attention.decode.kernel import decode_latent
+from kvfold.attention.kernel import decode_latent
 
 def run(B=3, H=4, R=64, P=16, S=130, dtype="float16", splits=None, lengths=None, padding=None, strided=False, gain=1.0):
     torch.manual_seed(3)
@@ -65,11 +65,11 @@ def route(dtype, **options):
     # through latent_attention(absorbed=True), which takes the kernel on CUDA only: here kernel_takes looks at the dtype
     from helpers.attention import Case, error, exact_latent, naive_latent
     from kvfold.attention import latent, latent_attention
-    from kvfold.attention.decode import kernel, latent as home
+    from kvfold.attention import kernel
     calls = []
     plain = kernel.decode_latent
     kernel.decode_latent = lambda *some, **more: calls.append(1) or plain(*some, **more)
-    latent.kernel_takes = home.kernel_takes = lambda query, *_: query.dtype in (torch.float16, torch.bfloat16)
+    latent.kernel_takes = lambda query, *_: query.dtype in (torch.float16, torch.bfloat16)
     torch.manual_seed(3)
     sizes = (3, 4, 1, 16), (3, 4, 1, 8), (3, 130, 40), (4, 16, 32), (4, 16, 32)
     inputs = [torch.randn(size).to(getattr(torch, dtype)) for size in sizes]

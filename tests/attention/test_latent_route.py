@@ -4,6 +4,9 @@ Without a CUDA device ``kernel_takes`` is replaced by its conditions on shapes; 
 runs interpreted in test_decode_kernel.py and on a device in tests/gpu.
 """
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import precision
@@ -27,15 +30,15 @@ def problem(dtype=torch.float32, queries=1):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The masks that ``latent_decode`` was called with, where one query at a time is said to be the kernel's."""
+    """The masks that the kernel was called with, where one query at a time is said to be its own."""
     seen = []
 
-    def counted(query, query_rope, c, key_rope, scale, mask):
+    def decode_latent(query, query_rope, c, key_rope, scale, *, mask):
         seen.append(mask)
-        return plain(query, query_rope, c, key_rope, scale, mask)
+        mask = None if mask is None else mask[:, None, None]
+        return latent.latent_weights(query, query_rope, c, key_rope, scale, mask) @ c[:, None]
 
-    plain = latent.latent_decode
-    monkeypatch.setattr(latent, "latent_decode", counted)
+    monkeypatch.setitem(sys.modules, "kvfold.attention.kernel", SimpleNamespace(decode_latent=decode_latent))
     monkeypatch.setattr(latent, "kernel_takes", lambda query, query_rope, mask: query.shape[2] == 1)
     return seen
 

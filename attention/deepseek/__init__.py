@@ -1,1 +1,0 @@
-"""Absorbed decoding of stock DeepSeek-layout models."""
