@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvfold.attention.drift.compare import HeadDrift, LayerDrift, Measurement, compare
 from kvfold.attention.drift.loaded import as_stream
-from kvfold.attention.drift.lockstep import HeadDrift, LayerDrift, Measurement, compare
 from kvfold.attention.drift.streams import LayerStream
 
 _TOKENS_AT_ONCE = 4096  # of one layer call
@@ -62,7 +62,7 @@ class DriftReport:
 
     @property
     def identical(self) -> bool:
-        """Whether every drift is exactly 0."""
+        """True if every drift is exactly 0."""
         measured = self.measured
         values = [getattr(layer, name) for layer in measured.layers for name in _LAYER_NUMBERS]
         return measured.agreement == 1 and not any([measured.kl, measured.excess, *values])
@@ -131,9 +131,14 @@ def measure_drift(
     if streams[0].layers != streams[1].layers:
         raise ValueError(f"student: expected the source's {streams[0].layers} layers, found {streams[1].layers}")
     cache_bytes = [stream.cache_bytes_per_token() for stream in streams]
+    # a loaded model goes to the GPU by default, a stream stays where it is
+    default = "cuda" if torch.cuda.is_available() else None
+    devices = [
+        device if device not in (None, "auto") else default if isinstance(model, nn.Module) else None
+        for model in (source, student)
+    ]
     teacher, compared = (
-        as_stream(stream, device=_device(model, device), dtype=dtype)
-        for model, stream in zip((source, student), streams, strict=True)
+        as_stream(stream, device=place, dtype=dtype) for stream, place in zip(streams, devices, strict=True)
     )
     size = batch or max(1, _TOKENS_AT_ONCE // tokens.shape[1])
     some = tokens[:floor_sequences] if floor and _floor_dtypes(teacher, compared)[1] is not None else None
@@ -141,10 +146,25 @@ def measure_drift(
     with torch.no_grad():
         measured = compare(teacher, compared, tokens, size, step)
     lowest = None if some is None else rounding_floor(teacher, compared, some, size, step)
-    return report(measured, teacher, compared, tokens, lowest, cache_bytes)
+    return _report(measured, teacher, compared, tokens, lowest, cache_bytes)
 
 
-def report(
+def floor_count(tokens: Tensor) -> int:
+    """The number of sequences of ``tokens [N, T]`` for a rounding floor: those of about 512 tokens.
+
+    Twice as many gave the same floor.
+    """
+    return max(1, min(len(tokens), _FLOOR_TOKENS // tokens.shape[1]))
+
+
+def report_of(measured: Measurement, source: LayerStream, student: LayerStream, tokens: Tensor) -> DriftReport:
+    """The report of a comparison that has been ``measured`` over ``tokens [N, T]``, with its floor and cache bytes."""
+    floor = rounding_floor(source, student, tokens[: floor_count(tokens)])
+    cache_bytes = [stream.cache_bytes_per_token() for stream in (source, student)]
+    return _report(measured, source, student, tokens, floor, cache_bytes)
+
+
+def _report(
     measured: Measurement,
     source: LayerStream,
     student: LayerStream,
@@ -164,20 +184,6 @@ def report(
         measured=measured,
         floor=floor,
     )
-
-
-def floor_count(tokens: Tensor) -> int:
-    """The number of sequences of ``tokens [N, T]`` for a rounding floor: those of about 512 tokens.
-
-    Twice as many gave the same floor.
-    """
-    return max(1, min(len(tokens), _FLOOR_TOKENS // tokens.shape[1]))
-
-
-def report_of(measured: Measurement, source: LayerStream, student: LayerStream, tokens: Tensor) -> DriftReport:
-    """The report of a comparison that has been ``measured`` over ``tokens [N, T]``, with its floor and cache bytes."""
-    floor = rounding_floor(source, student, tokens[: floor_count(tokens)])
-    return report(measured, source, student, tokens, floor, [s.cache_bytes_per_token() for s in (source, student)])
 
 
 def perplexity(loss: float) -> float:
@@ -207,12 +213,6 @@ def _floor_dtypes(source: LayerStream, student: LayerStream) -> tuple[torch.dtyp
     if coarse == torch.float64:
         return coarse, None
     return coarse, torch.float64 if coarse == torch.float32 else torch.float32
-
-
-def _device(model: nn.Module | LayerStream, device: torch.device | str | None) -> torch.device | str | None:
-    if device not in (None, "auto"):
-        return device
-    return "cuda" if isinstance(model, nn.Module) and torch.cuda.is_available() else None
 
 
 def _check_tokens(tokens: Tensor, batch: int | None, floor_sequences: int) -> None:

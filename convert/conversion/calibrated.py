@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvfold.attention.drift.lockstep import compare_predictions
+from kvfold.attention.drift.compare import compare_predictions
 from kvfold.attention.drift.report import DriftReport
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import hidden_states

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvfold.attention.drift.lockstep import compare
+from kvfold.attention.drift.compare import compare
 from kvfold.attention.drift.report import DriftReport, report_of
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype

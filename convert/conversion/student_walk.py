@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvfold.attention.drift.lockstep import Measurement
+from kvfold.attention.drift.compare import Measurement
 from kvfold.attention.drift.report import report_of
 from kvfold.convert import processes
 from kvfold.convert.conversion.calibrated import Calibrated

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.lockstep import margin
+from kvfold.attention.drift.compare import margin
 from kvfold.attention.drift.report import perplexity
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.console import duration

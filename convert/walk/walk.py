@@ -49,8 +49,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.heads import squares
-from kvfold.attention.drift.lockstep import LayerDrift, Measurement, compare_layer, compare_predictions, relative
+from kvfold.attention.drift.compare import (
+    LayerDrift,
+    Measurement,
+    compare_layer,
+    compare_predictions,
+    relative,
+    squares,
+)
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.attention.drift.streams import LayerOutput
 from kvfold.convert.checkpoint.shards import OutputTensor

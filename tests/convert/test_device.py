@@ -49,7 +49,7 @@ def test_whether_there_may_be_a_gpu_is_known_without_torch(tmp_path, monkeypatch
 
 
 def test_a_model_alone_computes_its_logits_once(monkeypatch):
-    from kvfold.attention.drift.lockstep import compare_predictions
+    from kvfold.attention.drift.compare import compare_predictions
     from kvfold.convert.walk.passes import embed
 
     stream = _stream(open_checkpoint(demo_folder()), torch.device("cpu"), "auto")

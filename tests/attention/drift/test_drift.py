@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from kvfold.attention.drift.compare import margin
 from kvfold.attention.drift.loaded import as_stream
-from kvfold.attention.drift.lockstep import margin
 from kvfold.attention.drift.report import measure_drift
 
 VOCABULARY = 61

@@ -9,7 +9,7 @@ from helpers import precision
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvfold.attention.drift.lockstep import Measurement
+from kvfold.attention.drift.compare import Measurement
 from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.checkpoint.tensors import dtype_name
 from kvfold.convert.errors import KvfoldError

@@ -1,0 +1,327 @@
+"""Two models compared layer by layer: both go through the same tokens side by side, one layer of each in memory.
+
+The *teacher* gives the reference, the *student* is compared with it. Local numbers come from the student's layer run on
+the teacher's residual stream, so that they show what this layer alone adds; propagated ones from the student's own.
+
+Heads are compared by their contributions, the terms ``W_o[:, h] z_h`` of the output projection's sum. These do not
+depend on the basis that a head's values are written in, which conversions change freely. What a conversion moves from a
+head into the output bias counts as that head's difference.
+
+Shapes: ``B`` sequences of a batch, ``T`` positions, ``N`` positions of all sequences, ``E`` model dim, ``V``
+vocabulary, ``H`` query heads, ``Dv`` value dim.
+"""
+
+import math
+from collections.abc import Callable, MutableSequence, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.drift.profile import divergence, row_kl
+from kvfold.attention.drift.streams import LayerOutput, LayerStream, StreamLayer
+
+# Logits held at once, of each model: 32 MB and 512 MB in float32
+_CPU_LOGITS = 1 << 23
+_GPU_LOGITS = 1 << 27
+_SAMPLED = 1 << 22  # numbers compared to match heads
+_CLEARLY = 0.5  # heads are relabeled when that explains at least half of the difference
+
+
+@dataclass(frozen=True)
+class HeadDrift:
+    """One head of the teacher and the corresponding head of the student.
+
+    ``error`` is the relative error of what the head adds to the attention's output, ``row_kl`` the mean KL of its
+    attention rows in nats, both on the teacher's inputs.
+    """
+
+    head: int
+    student_head: int
+    error: float
+    row_kl: float | None
+
+
+@dataclass(frozen=True)
+class LayerDrift:
+    """Relative errors ``||y - y'|| / ||y||`` of a layer's attention output and of the residual stream after it.
+
+    ``row_kl`` is the mean over heads, ``None`` where one side has no attention maps that can be compared; ``heads`` is
+    empty where head counts differ.
+    """
+
+    layer: int
+    attention_local: float
+    attention_propagated: float
+    residual_local: float
+    residual_propagated: float
+    row_kl: float | None
+    heads: tuple[HeadDrift, ...]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A student against a teacher, over ``predictions`` predicted tokens.
+
+    ``kl`` is the mean KL(p || p') of next-token distributions, losses are mean negative log likelihoods, both in nats;
+    ``agreement`` is the top-1 agreement: the fraction of positions with the same most likely token. The margins are
+    half the widths of the 95 % intervals of ``kl`` and ``excess`` over texts like these: sequences are independent
+    draws, tokens of one are not, and both models see the same. None for a single sequence.
+    """
+
+    predictions: int
+    kl: float
+    agreement: float
+    teacher_loss: float
+    student_loss: float
+    layers: tuple[LayerDrift, ...]
+    kl_margin: float | None = None
+    excess_margin: float | None = None
+
+    @property
+    def excess(self) -> float:
+        """Nats per token that the student loses: ln of the ratio of perplexities."""
+        return self.student_loss - self.teacher_loss
+
+
+def compare(
+    teacher: LayerStream,
+    student: LayerStream,
+    tokens: Tensor,
+    batch: int,
+    progress: Callable[[], None] = lambda: None,
+) -> Measurement:
+    """Run both models over ``tokens [N, T]``, ``batch`` sequences at a time; ``progress()`` follows each layer."""
+    parts = torch.split(tokens, batch)
+    expected = [teacher.embed(part) for part in parts]
+    actual = [student.embed(part) for part in parts]
+    layers = []
+    for index in range(teacher.layers):
+        with teacher.open_layer(index) as layer, student.open_layer(index) as student_layer:
+            layers.append(compare_layer(index, layer, student_layer, expected, actual, student))
+        progress()
+    return replace(compare_predictions(teacher, student, expected, actual, parts), layers=tuple(layers))
+
+
+def compare_layer(
+    index: int,
+    layer: StreamLayer,
+    student_layer: StreamLayer,
+    expected: MutableSequence[Tensor],
+    actual: MutableSequence[Tensor],
+    student: LayerStream,
+) -> LayerDrift:
+    """Take both residual streams (sequences of ``[B, T, E]``, replaced in place) through one layer."""
+    sums, heads = [], _HeadTotals()
+    for part, (hidden, student_hidden) in enumerate(zip(expected, actual, strict=True)):
+        shown = hidden.to(student.device, student.dtype)
+        output, local = layer(hidden), student_layer(shown)
+        propagated = local if torch.equal(shown, student_hidden) else student_layer(student_hidden)
+        after, *others = output.states, local.states, propagated.states
+        pairs = [(output.attention, other.attention) for other in (local, propagated)]
+        pairs += [(after, other) for other in others]
+        sums.append(torch.stack([_squared_error(*pair) for pair in pairs]))
+        heads.add(output, local)
+        expected[part], actual[part] = after, propagated.states
+    errors = [relative(difference, size) for difference, size in torch.stack(sums).sum(0).tolist()]
+    mean_kl, of_heads = heads.drifts()
+    return LayerDrift(index, errors[0], errors[1], errors[2], errors[3], mean_kl, of_heads)
+
+
+class _HeadTotals:
+    """Sums over batches of the comparison head by head. Heads are matched on the first batch."""
+
+    def __init__(self) -> None:
+        self.order: Tensor | None = None
+        self.sums: list[Tensor] = []
+        self.rows: list[Tensor] = []
+        self.sequences = 0
+
+    def add(self, output: LayerOutput, other: LayerOutput) -> None:
+        """Add one batch, unless a side does not show its heads or their numbers differ."""
+        if any(each.context is None or each.output_weight is None for each in (output, other)):
+            return
+        teacher, student = (Heads.of(each, output.attention.device) for each in (output, other))
+        if teacher.count != student.count:
+            return
+        self.order = match_heads(teacher, student) if self.order is None else self.order
+        pairs = [(teacher.contribution(h), student.contribution(o)) for h, o in enumerate(self.order.tolist())]
+        self.sums.append(torch.stack([_squared_error(*pair) for pair in pairs]))
+        rows = compare_rows(output, other, self.order)
+        if rows is not None:
+            self.rows.append(rows * len(output.attention))
+            self.sequences += len(output.attention)
+
+    def drifts(self) -> tuple[float | None, tuple[HeadDrift, ...]]:
+        """The mean row KL over heads, and the drift of every head."""
+        if self.order is None:
+            return None, ()
+        kls: list[float | None] = [None] * len(self.order)
+        mean = None
+        if self.rows:
+            of_heads: list[float] = (torch.stack(self.rows).sum(0) / self.sequences).tolist()
+            kls, mean = [*of_heads], math.fsum(of_heads) / len(of_heads)
+        errors = [relative(difference, size) for difference, size in torch.stack(self.sums).sum(0).tolist()]
+        others = self.order.tolist()
+        return mean, tuple(HeadDrift(h, others[h], errors[h], kls[h]) for h in range(len(others)))
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one layer: weighted values ``context [N, H, Dv]`` and output projection ``weight [E, H, Dv]``."""
+
+    context: Tensor
+    weight: Tensor
+
+    @classmethod
+    def of(cls, output: LayerOutput, device: torch.device) -> "Heads":
+        """The heads that a layer's output shows, on ``device``."""
+        assert output.context is not None
+        assert output.output_weight is not None
+        return cls(output.context.flatten(0, 1).to(device), output.output_weight.to(device))
+
+    @property
+    def count(self) -> int:
+        return self.context.shape[1]
+
+    def contribution(self, head: int) -> Tensor:
+        """The contribution of one head to the attention's output: ``[N, E]``, float32 or wider."""
+        wide = torch.promote_types(self.context.dtype, torch.float32)
+        return self.context[:, head].to(wide) @ self.weight[:, head].to(wide).mT
+
+    def sample(self) -> Tensor:
+        """Contributions of all heads at some positions spread over the batch: ``[H, n * E]``, float64."""
+        count = max(1, _SAMPLED // (self.count * self.weight.shape[0]))
+        some = self.context[:: -(-self.context.shape[0] // count)].double()
+        return torch.einsum("nhd,ehd->hne", some, self.weight.double()).flatten(1)
+
+
+def match_heads(teacher: Heads, student: Heads) -> Tensor:
+    """The student's head that corresponds to each head of the teacher: ``[H]``.
+
+    Folding may relabel heads (a layer computes the same in any order). Heads keep their number unless another matching,
+    made of the most similar pairs first, leaves less than half of the difference.
+    """
+    ours, theirs = teacher.sample(), student.sample()
+    product = ours @ theirs.mT
+    distance = (ours.square().sum(1)[:, None] + theirs.square().sum(1) - 2 * product).clamp_min(0).cpu()
+    cosine = product / (ours.norm(dim=1)[:, None] * theirs.norm(dim=1)).clamp_min(torch.finfo(product.dtype).tiny)
+    same, order, free = torch.arange(teacher.count), torch.zeros(teacher.count, dtype=torch.long), cosine.cpu()
+    for _ in range(teacher.count):
+        row, column = divmod(int(free.argmax()), teacher.count)
+        order[row] = column
+        free[row], free[:, column] = -torch.inf, -torch.inf
+    return order if distance[same, order].sum() < _CLEARLY * distance[same, same].sum() else same
+
+
+def compare_rows(teacher: LayerOutput, student: LayerOutput, order: Tensor) -> Tensor | None:
+    """Row KL of matched heads ``[H]``, or None where it does not say all.
+
+    That is where one side shows no queries and keys, where masks differ, and where sinks take part of each row.
+    """
+    if teacher.query is None or teacher.key is None or student.query is None or student.key is None:
+        return None
+    length = teacher.attention.shape[1]
+    window, other = (None if (each.window or length) >= length else each.window for each in (teacher, student))
+    with_sinks = teacher.sinks is not None or student.sinks is not None
+    if with_sinks or student.query.shape[1] != teacher.query.shape[1] or other != window:
+        return None
+    device = teacher.query.device
+    query, key, matched = student.query.to(device), student.key.to(device), order.to(device)
+    if not torch.equal(order, torch.arange(len(order))):
+        query, key = query[:, matched], key[:, matched // (query.shape[1] // key.shape[1])]
+    return row_kl(
+        teacher.query,
+        teacher.key,
+        query,
+        key,
+        teacher.scale,
+        student.scale,
+        window=window,
+        causal=teacher.causal,
+        softcap=teacher.softcap,
+        other_softcap=student.softcap,
+    )
+
+
+def compare_predictions(
+    teacher: LayerStream,
+    student: LayerStream,
+    expected: Sequence[Tensor],
+    actual: Sequence[Tensor],
+    parts: Sequence[Tensor],
+) -> Measurement:
+    """Next-token distributions after the last layer, a few positions at a time: ``[N, T, V]`` never exists.
+
+    Raises ValueError when vocabularies differ.
+    """
+    sums, count = [], 0
+    for hidden, student_hidden, tokens in zip(expected, actual, parts, strict=True):
+        labels = tokens[:, 1:].to(teacher.device)
+        vocabulary, other = teacher.logits(hidden[:1, :1]).shape[-1], student.logits(student_hidden[:1, :1]).shape[-1]
+        if vocabulary != other:
+            raise ValueError(f"student: expected logits over the source's {vocabulary} tokens, found {other}")
+        budget = _CPU_LOGITS if teacher.device.type == "cpu" else _GPU_LOGITS
+        of_part = torch.zeros(4, len(tokens), dtype=torch.float64, device=teacher.device)
+        step = max(1, budget // (len(tokens) * vocabulary))
+        for start in range(0, labels.shape[1], step):
+            span = slice(start, min(start + step, labels.shape[1]))
+            logits = teacher.logits(hidden[:, span])
+            same = student is teacher and student_hidden is hidden  # a model alone, for its loss
+            others = logits if same else student.logits(student_hidden[:, span]).to(teacher.device)
+            of_part += _distances(logits, others, labels[:, span])
+        sums.append(of_part)
+        count += labels.numel()
+    each = torch.cat(sums, 1)  # [4, N], by sequence
+    kl, agreement, loss, student_loss = (each.sum(1) / count).tolist()
+    length = count / each.shape[1]
+    margins = margin(each[0] / length), margin((each[3] - each[2]) / length)
+    return Measurement(count, kl, agreement, loss, student_loss, (), *margins)
+
+
+def _distances(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
+    """Sums over positions of KL, equal argmax and both negative log likelihoods: ``[4, B]``, float64."""
+    wide = torch.promote_types(torch.promote_types(logits.dtype, other.dtype), torch.float32)
+    log_p, log_q = logits.to(wide).log_softmax(-1), other.to(wide).log_softmax(-1)
+    return torch.stack(
+        [
+            divergence(log_p, log_q).sum(-1).sum(-1, dtype=torch.float64),
+            (log_p.argmax(-1) == log_q.argmax(-1)).sum(-1, dtype=torch.float64),
+            -log_p.gather(-1, labels[..., None])[..., 0].sum(-1, dtype=torch.float64),
+            -log_q.gather(-1, labels[..., None])[..., 0].sum(-1, dtype=torch.float64),
+        ]
+    )
+
+
+def margin(values: Tensor) -> float | None:
+    """Half the width of the 95 % confidence interval of the mean of independent ``values [N]``; None for one value.
+
+    By Student's t, its quantile from the normal one (Abramowitz and Stegun, 1964, 26.7.5): 0.4 % low for N = 8.
+    """
+    count = len(values)
+    if count < 2:
+        return None
+    z, freedom = 1.959964, count - 1
+    quantile = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return quantile * float(values.std()) / math.sqrt(count)
+
+
+def relative(difference: float, size: float) -> float:
+    """``sqrt(difference / size)``; 0 where nothing differs, even when there is nothing."""
+    if difference == 0:
+        return 0.0
+    return math.sqrt(difference / size) if size > 0 else math.inf
+
+
+def squares(values: Tensor) -> Tensor:
+    """Sum of squares, float64."""
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    total: Tensor = torch.linalg.vector_norm(wide, dim=-1).double().square().sum()
+    return total
+
+
+def _squared_error(expected: Tensor, actual: Tensor) -> Tensor:
+    """The squared difference and the squared size of ``expected``, whose device is used: ``[2]``, float64."""
+    wide = torch.promote_types(torch.promote_types(expected.dtype, actual.dtype), torch.float32)
+    expected = expected.to(wide)
+    return torch.stack([squares(expected - actual.to(expected.device, wide)), squares(expected)])
