@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kvfold.convert.checkpoint.file_bytes import sync_path
 from kvfold.convert.checkpoint.replaceable import replaceable_problem
-from kvfold.convert.checkpoint.swap import place, put_back, replace, sync_path, sync_tree
+from kvfold.convert.checkpoint.swap import place, put_back, replace, sync_tree
 from kvfold.convert.errors import InputError
 from kvfold.convert.signals import DeferredSignals
 from kvfold.convert.sizes import bytes_text

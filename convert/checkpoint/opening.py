@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint import folder as folders
 from kvfold.convert.checkpoint import hub
+from kvfold.convert.checkpoint.dequantized import check_libraries, dequantized, undeclared_problems
 from kvfold.convert.checkpoint.headers import Header, TensorInfo
 from kvfold.convert.checkpoint.json_text import portable_name
-from kvfold.convert.checkpoint.quantized.dense import check_libraries, dequantized, plain_problems, quantization
 from kvfold.convert.checkpoint.reader import NoReader, Reader, SafetensorsReader, Weights
 from kvfold.convert.checkpoint.unchanged import FileState, changed_files, file_states
 from kvfold.convert.errors import InputError, KvfoldError
@@ -241,5 +241,5 @@ def _checked(
     if weight_map:
         problems += folders.index_problems(entry, weight_map, headers)
     tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
-    folders.raise_problems([*problems, *([] if quantization(config) else plain_problems(tensors))])
+    folders.raise_problems([*problems, *undeclared_problems(config, tensors)])
     return tensors

@@ -5,6 +5,8 @@ import errno
 import os
 from pathlib import Path
 
+from kvfold.convert.checkpoint.file_bytes import sync_path
+
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
@@ -16,17 +18,6 @@ def sync_tree(folder: Path) -> None:
         for file in files:
             sync_path(Path(current, file))
         sync_path(Path(current))
-
-
-def sync_path(path: Path) -> None:
-    """fsync one file or folder."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None  # fsync does not say which
-    finally:
-        os.close(handle)
 
 
 def place(new: Path, target: Path) -> None:

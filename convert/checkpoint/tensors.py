@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from kvfold.convert.checkpoint.copying import open_source
+from kvfold.convert.checkpoint.file_bytes import open_source
 from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.errors import InputError, KvfoldError
 

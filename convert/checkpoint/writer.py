@@ -1,26 +1,54 @@
-"""Write a checkpoint's shards in any order: every tensor's place is fixed by the plan before the first byte is written.
+"""Write a checkpoint's shards: the plan fixes every tensor's place before the first byte, so that any order will do.
 
-What a transform did not touch goes from file to file as bytes, never decoded, in runs as long as the plan allows.
+Tensors that no transform touches go from file to file as bytes, never decoded, in runs as long as the plan allows.
 """
 
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvfold.convert.checkpoint.copying import write_all
-from kvfold.convert.checkpoint.moves import OnBytes, copy_run, moves_of, runs
+from kvfold.convert.checkpoint.file_bytes import SourceEnded, copy_range, open_source, write_all, write_synced
+from kvfold.convert.checkpoint.folder import INDEX
+from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TensorInfo, tensor_bytes
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.shard_files import lay_out
-from kvfold.convert.checkpoint.shards import Place, Shard, tensor_places
-from kvfold.convert.errors import KvfoldError
+from kvfold.convert.checkpoint.shards import Place, Shard, shard_header, shard_index, tensor_places
+from kvfold.convert.errors import InputError, KvfoldError
 
 if TYPE_CHECKING:
     import torch
+
+OnBytes = Callable[[int], None]  # called with the number of source bytes of every step
+_CAST_ELEMENTS = 8 << 20
+
+
+def write_index(folder: Path, shards: Sequence[Shard]) -> None:
+    """Write the index of all ``shards`` of a checkpoint; a single one needs none."""
+    if len(shards) > 1:
+        write_synced(folder / INDEX, shard_index(shards))
+
+
+def is_laid_out(path: Path, shard: Shard) -> bool:
+    """True if the file at ``path`` has the size and the header of ``shard``, which a resumed run needs."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return _has_layout(file, shard)
+    finally:
+        os.close(file)
+
+
+def _has_layout(file: int, shard: Shard) -> bool:
+    header = shard_header(shard)
+    size = len(header) + sum(tensor.nbytes for tensor in shard.tensors)
+    return os.fstat(file).st_size == size and os.pread(file, len(header), 0) == header
 
 
 def _ignore(_: int) -> None:
@@ -28,12 +56,13 @@ def _ignore(_: int) -> None:
 
 
 class ShardWriter:
-    """The shards of one output folder, opened for each write: a model may have more than a process may open.
+    """Writes the shards of one output folder, which it opens for each write: a model may have more files than a
+    process may hold open.
 
-    Making it lays out every file at its final size (sparse) with its header. Tensors may then come in any order.
-    ``resume_written`` names the tensors a killed run had already written to the same folder with the same plan.
-    ``shards`` are those that this process writes: of several processes each has some, and one writes the index.
-    KvfoldError when the plan names a tensor twice, or when the files of a resumed run do not follow this plan.
+    The constructor lays out every file at its final size (sparse) with its header. Tensors may then come in any order.
+    ``resume_written`` names the tensors that a killed run has written to the same folder with the same plan.
+    ``shards`` are the ones that this process writes: with several processes each has some, and one writes the index.
+    KvfoldError if the plan names a tensor twice, or the files of a resumed run do not follow this plan.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard], resume_written: Iterable[str] = ()) -> None:
@@ -45,10 +74,20 @@ class ShardWriter:
             raise KvfoldError(f"{folder}: expected to resume tensors of this plan, found {unknown[0]!r}; start over")
         self._copying: Future[None] | None = None
         for shard in self._shards:
-            with self._opened(shard.file, os.O_RDWR if self.written else os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
-                lay_out(file, folder / shard.file, shard, resumed=bool(self.written))
-        zeros = (name for name, place in self._places.items() if place.tensor.source == ())
-        self.written.update(zeros)  # a sparse file holds them
+            if self.written:
+                with self._opened(shard.file) as file:
+                    if not _has_layout(file, shard):
+                        raise KvfoldError(
+                            f"{folder / shard.file}: expected the shard of this plan to resume, found another; "
+                            "start over"
+                        )
+                continue
+            header = shard_header(shard)
+            with self._opened(shard.file, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
+                os.ftruncate(file, len(header) + sum(tensor.nbytes for tensor in shard.tensors))
+                write_all(file, memoryview(header), 0)
+        # a sparse file holds zeros already
+        self.written.update(name for name, place in self._places.items() if place.tensor.source == ())
 
     def __enter__(self) -> "ShardWriter":
         return self
@@ -57,11 +96,11 @@ class ShardWriter:
         """Nothing to close: no file is open between two writes."""
 
     def write(self, name: str, tensor: "torch.Tensor") -> None:
-        """Write a computed tensor. KvfoldError when the plan has no such tensor or expects another dtype or shape."""
+        """Write a computed tensor. KvfoldError if the plan has no such tensor or expects another dtype or shape."""
         from kvfold.convert.checkpoint.tensors import dtype_name, tensor_memory
 
         if self._copying is not None and self._copying.done():
-            self._copying.result()  # what is computed for hours must not wait so long for a disk's failure
+            self._copying.result()  # a disk's failure must not surface only after hours of computing
         place = self._place(name)
         expected = place.tensor
         actual = dtype_name(tensor.dtype), tuple(tensor.shape)
@@ -74,7 +113,7 @@ class ShardWriter:
         self.written.add(name)
 
     def write_all(self, tensors: Mapping[str, "torch.Tensor"]) -> int:
-        """Write computed tensors, cast to their planned dtypes; returns their bytes. InputError when one overflows."""
+        """Write computed tensors, cast to their planned dtypes; returns their bytes. InputError if one overflows."""
         from kvfold.convert.checkpoint.tensors import cast_chunk, torch_dtype
 
         for name, tensor in tensors.items():
@@ -82,29 +121,29 @@ class ShardWriter:
         return sum(self._place(name).tensor.nbytes for name in tensors)
 
     def write_own(self, tensors: Mapping[str, "torch.Tensor"]) -> int:
-        """``write_all`` of those of a layer's tensors that are in this process's shards."""
+        """``write_all`` of the ``tensors`` that lie in this process's shards."""
         return self.write_all({name: tensor for name, tensor in tensors.items() if name in self._places})
 
-    def copy(self, name: str, checkpoint: Checkpoint, progress: OnBytes = _ignore) -> None:
-        """Copy one tensor from its source: its bytes, or cast in bounded chunks when the dtype differs."""
-        self._copy_all([self._place(name)], checkpoint, progress)
-
     def copy_rest(self, checkpoint: Checkpoint, progress: OnBytes = _ignore) -> None:
-        """Copy every tensor that has a source and is not yet written, in the order of the source's bytes.
-
-        ``progress`` is called with the number of source bytes of every step.
-        """
-        rest = [place for name, place in self._places.items() if name not in self.written and not place.tensor.computed]
-        self._copy_all(rest, checkpoint, progress)
+        """Copy every tensor that has a source and is not written yet, in the order of the source's bytes."""
+        places = [
+            place for name, place in self._places.items() if name not in self.written and not place.tensor.computed
+        ]
+        moves = [move for place in places for move in _moves(place, checkpoint)]
+        left = Counter(move.place.tensor.name for move in moves)
+        for run in _runs(moves):
+            with self._opened(run[0].place.shard) as target:
+                _copy_run(run, checkpoint, target, progress)
+            left.subtract(move.place.tensor.name for move in run)
+            self.written.update(name for move in run if left[name := move.place.tensor.name] == 0)
 
     @contextmanager
     def copying_rest(self, checkpoint: Checkpoint, progress: OnBytes = _ignore) -> Iterator[None]:
-        """``copy_rest`` beside the block, which meanwhile reads the checkpoint and writes what it computes.
+        """``copy_rest`` in a thread while the block reads the checkpoint and writes what it computes.
 
         Copying waits for the disk and computing for the processor: together they take little longer than the slower of
         them. The block's error stops the copy; the copy's is raised by the next ``write`` or when the block ends.
-        ``progress`` is called from another thread. Sources with tensors that are made in memory (of legacy files, or
-        dequantized) are copied afterwards.
+        Sources with tensors that are made in memory (of legacy files, or dequantized) are copied after the block.
         """
         if any(checkpoint.raw_path(info) is None for info in checkpoint.tensors.values()):
             yield
@@ -127,7 +166,7 @@ class ShardWriter:
             self._copying.result()
 
     def sync(self) -> None:
-        """Make what is written so far survive a crash of the machine; call before noting progress for a resume."""
+        """Make what is written so far survive a crash of the machine; call it before noting progress for a resume."""
         for shard in self._shards:
             with self._opened(shard.file) as file:
                 os.fsync(file)
@@ -147,8 +186,12 @@ class ShardWriter:
 
     @contextmanager
     def _opened(self, shard: str, flags: int = os.O_RDWR) -> Iterator[int]:
-        """The open file of a shard. KvfoldError names the file when the system fails."""
+        """The open file of a shard. KvfoldError names the file if the system fails, also within the block."""
         path = self._folder / shard
+
+        def unwritable(error: OSError) -> KvfoldError:
+            return KvfoldError(f"{path}: expected to be able to write it, found: {error.strerror or error}")
+
         try:
             file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:
@@ -156,23 +199,86 @@ class ShardWriter:
         except FileExistsError:
             raise
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise unwritable(error) from error
         try:
             yield file
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise unwritable(error) from error
         finally:
             os.close(file)
 
-    def _copy_all(self, places: Iterable[Place], checkpoint: Checkpoint, progress: OnBytes) -> None:
-        moves = [move for place in places for move in moves_of(place, checkpoint)]
-        left = Counter(move.place.tensor.name for move in moves)
-        for run in runs(moves):
-            with self._opened(run[0].place.shard) as target:
-                copy_run(run, checkpoint, target, progress)
-            left.subtract(move.place.tensor.name for move in run)
-            self.written.update(name for move in run if left[name := move.place.tensor.name] == 0)
+
+@dataclass(frozen=True)
+class _Move:
+    """A source tensor and the position ``start`` that its bytes go to: all of a ``place``, or a part of it.
+
+    ``raw`` is the file whose bytes are copied, None if there is none: the tensor is cast, or made in memory.
+    """
+
+    place: Place
+    info: TensorInfo
+    start: int
+    cast: bool
+    raw: Path | None
+
+    @property
+    def end(self) -> int:
+        return self.start + tensor_bytes(self.place.tensor.dtype, self.info.shape)
 
 
-def _unwritable(path: Path, error: OSError) -> KvfoldError:
-    return KvfoldError(f"{path}: expected to be able to write it, found: {error.strerror or error}")
+def _moves(place: Place, checkpoint: Checkpoint) -> list[_Move]:
+    """One move for each source of a tensor: a single source fills all of it, several fill one part each in order."""
+    tensor = place.tensor
+    moves, start = [], place.start
+    for name in tensor.sources:
+        info = tensor.kept or checkpoint.info(name)
+        cast = info.dtype != tensor.dtype
+        whole = info.shape == tensor.shape or len(tensor.sources) > 1
+        if not whole or (cast and not {info.dtype, tensor.dtype} <= FLOAT_DTYPES):
+            actual = f"{info.dtype} {info.shape} in {info.file}"
+            raise KvfoldError(f"tensor {tensor.name!r}: expected {tensor.dtype} {tensor.shape}, found {actual}")
+        moves.append(_Move(place, info, start, cast, None if cast else checkpoint.raw_path(info)))
+        start = moves[-1].end
+    if start != place.end and moves:
+        expected, found = place.end - place.start, start - place.start
+        raise KvfoldError(f"tensor {tensor.name!r}: expected parts of {expected} bytes in all, found {found}")
+    return moves
+
+
+def _runs(moves: Iterable[_Move]) -> Iterator[list[_Move]]:
+    """``moves`` in the order of the source's bytes; raw ones that are adjacent in source and target are one run."""
+    run: list[_Move] = []
+    for move in sorted(moves, key=lambda move: (move.info.file, move.info.start)):
+        if run:
+            last = run[-1]
+            same_files = (last.info.file, last.place.shard) == (move.info.file, move.place.shard)
+            adjacent = last.info.end == move.info.start and last.end == move.start
+            if not (same_files and adjacent and last.raw is not None and move.raw is not None):
+                yield run
+                run = []
+        run.append(move)
+    if run:
+        yield run
+
+
+def _copy_run(run: Sequence[_Move], checkpoint: Checkpoint, target: int, progress: OnBytes) -> None:
+    """Copy a run to the open shard ``target``: as bytes in one piece, or cast in chunks of bounded memory."""
+    first, end = run[0], run[-1].info.end
+    if first.raw is not None:
+        with open_source(first.raw) as source:
+            try:
+                length = end - first.info.start
+                copy_range(source.fileno(), first.info.start, target, first.start, length, progress)
+            except SourceEnded:
+                expected = f"expected {end} bytes, found the end of the file"
+                raise InputError(f"{first.raw}: {expected}: it changed while it was read; run again") from None
+        return
+    from kvfold.convert.checkpoint.tensors import cast_chunk, tensor_memory, torch_dtype
+
+    (move,) = run
+    dtype, position = torch_dtype(move.place.tensor.dtype), move.start
+    for chunk in checkpoint.chunks(move.info.name, _CAST_ELEMENTS):
+        data = tensor_memory(cast_chunk(chunk, dtype, move.info.name) if move.cast else chunk)
+        write_all(target, data, position)
+        position += len(data)
+        progress(chunk.numel() * chunk.element_size())

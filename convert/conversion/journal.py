@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
+from kvfold.convert.checkpoint.file_bytes import write_synced
 from kvfold.convert.checkpoint.hashing import file_sha256
-from kvfold.convert.checkpoint.shard_files import is_laid_out, write_synced
 from kvfold.convert.checkpoint.shards import Shard, tensor_places
+from kvfold.convert.checkpoint.writer import is_laid_out
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import versions
 

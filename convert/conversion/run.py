@@ -13,12 +13,12 @@ from typing import Any
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import check_output, free_space_check, output_folder
+from kvfold.convert.checkpoint.file_bytes import write_file
 from kvfold.convert.checkpoint.folder import RECORD, read_bytes
 from kvfold.convert.checkpoint.hashing import file_hashes, hashing
 from kvfold.convert.checkpoint.json_text import dump
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint, open_headers
-from kvfold.convert.checkpoint.shard_files import write_file, write_index
-from kvfold.convert.checkpoint.writer import ShardWriter
+from kvfold.convert.checkpoint.writer import ShardWriter, write_index
 from kvfold.convert.console import append_line
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, resumable

@@ -5,9 +5,9 @@ import os
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from kvfold.convert.checkpoint.dequantized import can_keep_quantized
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES
 from kvfold.convert.checkpoint.opening import Checkpoint, open_headers
-from kvfold.convert.checkpoint.quantized.dense import keeps_quantized
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.tensors import ROLES
@@ -137,7 +137,7 @@ def _inspect_own(checkpoint: Checkpoint) -> Inspection:
     return Inspection(
         **facts,
         cache=cache_size(own.result, [None] * own.source.geometry.layers, facts["dtype"]),
-        engines=verdicts(replace(own.result, kept=keeps_quantized(checkpoint.reader))),
+        engines=verdicts(replace(own.result, kept=can_keep_quantized(checkpoint.reader))),
         targets=[],
         latent=None,
     )
@@ -224,7 +224,7 @@ def _engines(checkpoint: Checkpoint) -> list[Verdict]:
     kind, dense = config["model_type"], config.get("first_k_dense_replace") == config["num_hidden_layers"]
     unscaled = (config.get("rope_parameters") or {}).get("llama_4_scaling_beta") == 0
     written = {"youtu": config.get("attention_bias"), "deepseek_v3": dense, "mistral4": unscaled}.get(kind)
-    result = replace(latent_result(config), kept=keeps_quantized(checkpoint.reader))
+    result = replace(latent_result(config), kept=can_keep_quantized(checkpoint.reader))
     return verdicts(result) if written else []
 
 

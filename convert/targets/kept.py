@@ -7,9 +7,9 @@ source's other weights, and what its class stores in another form than the resul
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from kvfold.convert.checkpoint.dequantized import DequantizingReader
+from kvfold.convert.checkpoint.formats import StoredWeight
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.quantized.dense import DequantizingReader
-from kvfold.convert.checkpoint.quantized.format import Packed
 from kvfold.convert.checkpoint.shards import OutputTensor
 
 _LEFT = "modules_to_not_convert"
@@ -40,7 +40,7 @@ def kept_config(config: Mapping[str, Any], tensors: Iterable[OutputTensor], chec
     return {**config, "quantization_config": {**checkpoint.reader.settings, _LEFT: sorted({_HEAD, *dense})}}
 
 
-def _packed(tensor: OutputTensor, checkpoint: Checkpoint, attention: Collection[str]) -> Packed | None:
+def _packed(tensor: OutputTensor, checkpoint: Checkpoint, attention: Collection[str]) -> StoredWeight | None:
     """What a copied weight is in the source's files, where a result may hold it so."""
     source, reader = tensor.source, checkpoint.reader
     if not isinstance(source, str) or source in attention or not isinstance(reader, DequantizingReader):
@@ -54,5 +54,5 @@ def _parts(tensor: OutputTensor, checkpoint: Checkpoint, attention: Collection[s
         return [tensor]
     stem = tensor.name.removesuffix(packed.format.dense)
     return [
-        OutputTensor(stem + end, info.dtype, info.shape, info.name, kept=info) for end, info in packed.infos.items()
+        OutputTensor(stem + end, info.dtype, info.shape, info.name, kept=info) for end, info in packed.parts.items()
     ]

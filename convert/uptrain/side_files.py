@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvfold.convert.checkpoint.file_bytes import write_file
 from kvfold.convert.checkpoint.folder import RECORD, parse_json, raise_problems, read_bytes, resolve_member
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.shard_files import write_file
 from kvfold.convert.errors import InputError
 
 _CARD = "README.md"

@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from kvfold.convert.checkpoint.atomic import output_folder
+from kvfold.convert.checkpoint.file_bytes import write_file
 from kvfold.convert.checkpoint.folder import RECORD
 from kvfold.convert.checkpoint.hashing import file_hashes
 from kvfold.convert.checkpoint.json_text import dump, portable_name
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.checkpoint.shard_files import write_file
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.conversion.card import trained_card
 from kvfold.convert.conversion.record import versions

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.attention.drift.streams import LayerOutput
-from kvfold.convert.checkpoint.copying import write_all
+from kvfold.convert.checkpoint.file_bytes import write_all
 from kvfold.convert.checkpoint.tensors import tensor_memory
 from kvfold.convert.errors import InputError, KvfoldError
 

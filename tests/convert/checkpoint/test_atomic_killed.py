@@ -117,7 +117,7 @@ from kvfold.convert.checkpoint.atomic import output_folder
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor, assign_shards
 from kvfold.convert.checkpoint.writer import ShardWriter
-from kvfold.convert.checkpoint.shard_files import write_index
+from kvfold.convert.checkpoint.writer import write_index
 
 source = open_checkpoint(sys.argv[1])
 outputs = [OutputTensor(info.name, info.dtype, info.shape, info.name) for info in source.tensors.values()]

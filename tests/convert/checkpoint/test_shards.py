@@ -13,11 +13,11 @@ from helpers.processes import PATIENCE, run_python
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kvfold.convert.checkpoint import moves
+from kvfold.convert.checkpoint import writer as writing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.checkpoint.shard_files import write_index
 from kvfold.convert.checkpoint.shards import OutputTensor, Shard, assign_shards
-from kvfold.convert.checkpoint.writer import ShardWriter
+from kvfold.convert.checkpoint.tensors import torch_dtype
+from kvfold.convert.checkpoint.writer import ShardWriter, write_index
 from kvfold.convert.errors import InputError, KvfoldError
 
 GB = 10**9
@@ -133,13 +133,13 @@ def test_names_that_need_escapes(out: Path) -> None:
 def test_neighbors_are_copied_in_one_piece(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = [OutputTensor("c", "BF16", (4, 8), None) if t.name == "c" else t for t in copies(checkpoint)]
     pieces: list[int] = []
-    real = moves.copy_range
+    real = writing.copy_range
 
     def counting(source: int, start: int, target: int, position: int, length: int, progress) -> None:
         pieces.append(length)
         real(source, start, target, position, length, progress)
 
-    monkeypatch.setattr(moves, "copy_range", counting)
+    monkeypatch.setattr(writing, "copy_range", counting)
     with ShardWriter(out, assign_shards(outputs, GB)) as writer:
         writer.write("c", torch.zeros(4, 8).bfloat16())
         writer.copy_rest(checkpoint)
@@ -152,7 +152,7 @@ def test_neighbors_are_copied_in_one_piece(checkpoint: Checkpoint, out: Path, mo
 
 
 def test_progress_counts_source_bytes(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvfold.convert.checkpoint.copying.BUFFER", 100)
+    monkeypatch.setattr("kvfold.convert.checkpoint.file_bytes.BUFFER", 100)
     steps: list[int] = []
     with ShardWriter(out, assign_shards(copies(checkpoint, F32="F16"), GB)) as writer:
         writer.copy_rest(checkpoint, steps.append)
@@ -162,11 +162,9 @@ def test_progress_counts_source_bytes(checkpoint: Checkpoint, out: Path, monkeyp
     assert torch.equal(loaded(out)["a"], checkpoint.read("a"))
 
 
-def test_renamed_tensors_and_single_copies(checkpoint: Checkpoint, out: Path) -> None:
+def test_renamed_tensors(checkpoint: Checkpoint, out: Path) -> None:
     outputs = [OutputTensor("renamed", "BF16", (16, 8), "b"), OutputTensor("again", "BF16", (16, 8), "b")]
     with ShardWriter(out, assign_shards(outputs, GB)) as writer:
-        writer.copy("again", checkpoint)
-        assert writer.written == {"again"}
         writer.copy_rest(checkpoint)
         writer.finish()
     assert all(torch.equal(tensor, checkpoint.read("b")) for tensor in loaded(out).values())
@@ -211,7 +209,7 @@ def test_copying_beside_computing(checkpoint: Checkpoint, out: Path) -> None:
 
 
 def test_an_error_beside_the_copy_stops_it(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvfold.convert.checkpoint.copying.BUFFER", 8)
+    monkeypatch.setattr("kvfold.convert.checkpoint.file_bytes.BUFFER", 8)
     first, stopped = threading.Event(), threading.Event()
     steps: list[int] = []
 
@@ -256,7 +254,7 @@ def test_an_error_of_the_copy_reaches_the_next_write_or_the_end(checkpoint: Chec
 
 @pytest.mark.parametrize("dtype", ["F16", "F32", "F64"])
 def test_casts_in_chunks(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    monkeypatch.setattr(moves, "_CAST_ELEMENTS", 10)
+    monkeypatch.setattr(writing, "_CAST_ELEMENTS", 10)
     with ShardWriter(out, assign_shards(copies(checkpoint, BF16=dtype), GB)) as writer:
         writer.copy_rest(checkpoint)
         writer.finish()
@@ -349,7 +347,6 @@ def test_a_plan_that_names_a_tensor_twice(out: Path) -> None:
 @pytest.mark.parametrize(
     ("output", "expected"),
     [
-        (OutputTensor("a", "BF16", (16, 8), None), "expected a source to copy from, found a computed tensor"),
         (OutputTensor("a", "BF16", (8, 16), "a"), "expected BF16 (8, 16), found BF16 (16, 8) in model-0.safetensors"),
         (OutputTensor("a", "I64", (16, 8), "a"), "expected I64 (16, 8), found BF16 (16, 8) in model-0.safetensors"),
         (OutputTensor("a", "BF16", (3, 16, 8), ("a", "b")), "expected parts of 768 bytes in all, found 512"),
@@ -358,7 +355,7 @@ def test_a_plan_that_names_a_tensor_twice(out: Path) -> None:
 )
 def test_copies_that_cannot_be(checkpoint: Checkpoint, out: Path, output: OutputTensor, expected: str) -> None:
     with ShardWriter(out, assign_shards([output], GB)) as writer, pytest.raises(KvfoldError) as caught:
-        writer.copy("a", checkpoint)
+        writer.copy_rest(checkpoint)
     assert str(caught.value) == f"tensor 'a': {expected}"
 
 
@@ -379,7 +376,7 @@ def test_a_killed_run_is_carried_on(checkpoint: Checkpoint, out: Path) -> None:
     shards = assign_shards(outputs, 700)
     with ShardWriter(out, shards) as writer:
         writer.write("c", torch.full((4, 8), 3.0).bfloat16())
-        writer.copy("a", checkpoint)
+        writer.write("a", checkpoint.read("a"))
         writer.sync()
     with ShardWriter(out, shards, resume_written={"c", "a"}) as writer:
         steps: list[int] = []
@@ -404,20 +401,20 @@ def test_only_the_same_plan_can_be_carried_on(out: Path) -> None:
         ShardWriter(out, other, resume_written={"a"})
 
 
-def test_a_disk_that_fills_up(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["a", "e"], ids=["bytes", "cast"])
+def test_a_disk_that_fills_up(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
+    outputs = [tensor for tensor in copies(checkpoint, F32="F16") if tensor.name == name]
     expected = f"{out / 'model.safetensors'}: expected to be able to write it, found: No space left on device"
-    with ShardWriter(out, assign_shards(copies(checkpoint, F32="F16"), GB)) as writer:
-        monkeypatch.setattr("kvfold.convert.checkpoint.copying.os.pwrite", full)
-        for name in ("a", "e"):  # bytes, cast
+    with ShardWriter(out, assign_shards(outputs, GB)) as writer:
+        monkeypatch.setattr("kvfold.convert.checkpoint.file_bytes.os.pwrite", full)
+        value = checkpoint.read(name).to(torch_dtype(outputs[0].dtype))
+        for write in (lambda: writer.copy_rest(checkpoint), lambda: writer.write(name, value)):
             with pytest.raises(KvfoldError) as caught:
-                writer.copy(name, checkpoint)
+                write()
             assert str(caught.value) == expected
-        with pytest.raises(KvfoldError) as caught:
-            writer.write("a", checkpoint.read("a"))
-        assert str(caught.value) == expected
 
 
 def test_existing_files_are_not_overwritten(out: Path) -> None:
@@ -442,6 +439,7 @@ import resource, torch
 from pathlib import Path
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.shards import *
+from kvfold.convert.checkpoint.writer import *
 import kvfold.convert.checkpoint.tensors
 torch.ones(1 << 20).half()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -104,7 +104,6 @@ def test_only_an_equal_request_with_resume_goes_on(tmp_path, request_of, monkeyp
         assert noted == [first]
         said = capsys.readouterr().err
         assert ("--resume: the interrupted run here used different options" in said) == (changes == {"seed": 1})
-        assert ("with 1 of 4 layers finished before: " in said) == (first == 1)
     assert not list(tmp_path.iterdir())  # without --resume nothing is left
 
 

@@ -138,7 +138,7 @@ def test_columns_in_the_order_of_activations_are_refused(tmp_path: Path) -> None
 
 
 def test_a_missing_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvfold.convert.checkpoint.quantized.dense.find_spec", lambda module: None)
+    monkeypatch.setattr("kvfold.convert.checkpoint.dequantized.find_spec", lambda module: None)
     group = {"targets": ["Linear"], "weights": SCHEMES["int-quantized"]}
     stored = {"l.weight": torch.ones(4, 4, dtype=torch.int8), "l.weight_scale": torch.ones(4, 1)}
     settings = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}}

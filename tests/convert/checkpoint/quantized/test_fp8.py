@@ -83,7 +83,7 @@ def test_scales_that_are_powers_of_two(tmp_path: Path) -> None:
 
 
 def test_large_weights_are_dequantized_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvfold.convert.checkpoint.quantized.fp8._ELEMENTS", 100)
+    monkeypatch.setattr("kvfold.convert.checkpoint.formats._FP8_ELEMENTS", 100)
     parts, expected = fp8_blocks((4, 8))(torch.randn(30, 20))
     stored = {"l" + end: part for end, part in parts.items()}
     checkpoint = open_checkpoint(make(tmp_path / "m", stored, weight_block_size=[4, 8]), "F32")
@@ -124,7 +124,7 @@ def test_a_block_size_that_is_none(tmp_path: Path) -> None:
 
 
 def test_a_missing_library_says_what_to_install(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvfold.convert.checkpoint.quantized.dense.find_spec", lambda module: None)
+    monkeypatch.setattr("kvfold.convert.checkpoint.dequantized.find_spec", lambda module: None)
     open_headers(source)  # headers need no library
     with pytest.raises(InputError, match=r"stored as FP8 .*: expected transformers to dequantize them, .*pip install"):
         open_checkpoint(source)

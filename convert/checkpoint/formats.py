@@ -1,0 +1,298 @@
+"""Formats of quantized weights: FP8, MXFP4 and compressed-tensors. Imports no torch until a weight is dequantized.
+
+A format names the stored tensors that make up one weight, the shape of the dense weight, and the function that
+dequantizes it, which is the library's that wrote the format wherever there is one.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from kvfold.convert.checkpoint.headers import TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Parts = Mapping[str, TensorInfo]  # the stored tensors of a weight, by the ends of their names (".weight_scale")
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to store the weight ``NAME`` + ``dense``: a tensor ``NAME`` + ``root`` and others of the same ``NAME``.
+
+    ``needs`` and ``takes`` are the ends of the names of tensors that must or may accompany the root, ``drops`` those of
+    scales for activations or the cache, which a dense model does not have. ``shape(parts)`` is the dense shape; it
+    raises ValueError when the stored shapes do not fit together. ``library``: the module that dequantizes, and the
+    requirement to install it. ``modules(NAME)``: True if the format applies to that module. ``keeps(parts)``: True if
+    stock classes can load the weight as it is stored next to dense ones.
+    """
+
+    label: str
+    root: str
+    dtypes: frozenset[str]
+    needs: tuple[str, ...]
+    shape: Callable[[Parts], Shape]
+    dequantize: "Callable[[Mapping[str, Tensor], Shape, torch.dtype], Tensor]"
+    library: tuple[str, str]
+    takes: tuple[str, ...] = ()
+    drops: tuple[str, ...] = ()
+    dense: str = ".weight"
+    modules: Callable[[str], bool] = lambda module: True
+    keeps: Callable[[Parts], bool] = lambda parts: False
+
+    def is_root(self, info: TensorInfo) -> bool:
+        fits = info.name.endswith(self.root) and info.dtype in self.dtypes
+        return fits and self.modules(info.name.removesuffix(self.root))
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A quantized weight in the files: its format, and its tensors by the ends of their names."""
+
+    format: Format
+    parts: dict[str, TensorInfo]
+
+    @property
+    def root(self) -> TensorInfo:
+        return self.parts[self.format.root]
+
+
+def stored_weights(
+    formats: tuple[Format, ...], tensors: Mapping[str, TensorInfo]
+) -> tuple[dict[str, StoredWeight], list[str]]:
+    """The quantized weights among ``tensors`` by their dense names, and the problems of incomplete ones.
+
+    A root belongs to the first of ``formats`` whose other tensors are there.
+    """
+    weights: dict[str, StoredWeight] = {}
+    problems = []
+    for name, info in tensors.items():
+        fitting = [each for each in formats if each.is_root(info)]
+        for form in fitting:
+            stem = name.removesuffix(form.root)
+            if all(stem + end in tensors for end in form.needs):
+                ends = [end for end in (form.root, *form.needs, *form.takes) if stem + end in tensors]
+                weights[stem + form.dense] = StoredWeight(form, {end: tensors[stem + end] for end in ends})
+                break
+        else:
+            if fitting:
+                needed = " or ".join(dict.fromkeys(" and ".join(each.needs) for each in fitting))
+                problems.append(f"{info.file}: tensor {name!r} is quantized: expected {needed} beside it, found none")
+    return weights, problems
+
+
+# FP8 with a scale per block (DeepSeek-V3, Qwen3-FP8), per output channel or per tensor
+
+_FP8_SCALES = (".weight_scale_inv", ".weight_scale")
+_FP8_DROPS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".kv_scale", ".input_scale_ub")
+_FP8_ELEMENTS = 1 << 22  # dequantized at a time: about 60 MB of temporary memory
+
+
+def fp8_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
+    """The formats of ``quant_method`` fp8 and fbgemm_fp8. Raises ValueError for unknown settings."""
+    block = settings.get("weight_block_size")
+    if block is not None and not (
+        isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    ):
+        raise ValueError(f"expected weight_block_size [rows, columns], found {block!r}")
+    blocks = None if block is None else (block[0], block[1])
+    return tuple(
+        Format(
+            label="FP8" if block is None else f"FP8 in blocks of {block[0]} x {block[1]}",
+            root=".weight",
+            dtypes=frozenset({"F8_E4M3", "F8_E5M2"}),
+            needs=(scale,),
+            drops=_FP8_DROPS,
+            shape=partial(_fp8_shape, scale, blocks),
+            dequantize=partial(_dequantize_fp8, scale, blocks),
+            library=("transformers.integrations.finegrained_fp8", "transformers>=5.23"),
+            keeps=partial(_has_whole_blocks, blocks),
+        )
+        for scale in _FP8_SCALES
+    )
+
+
+def _fp8_shape(scale: str, block: tuple[int, int] | None, parts: Parts) -> Shape:
+    shape = parts[".weight"].shape
+    if len(shape) != 2:
+        raise ValueError(f"expected a matrix, found {list(shape)}")
+    _block_size(shape, parts[scale].shape, block)
+    return shape
+
+
+def _has_whole_blocks(block: tuple[int, int] | None, parts: Parts) -> bool:
+    """True if no block is cut at the edge: transformers 5.23 takes the size of a block from the number of scales."""
+    weight = parts[".weight"]
+    whole = block is not None and not any(size % side for size, side in zip(weight.shape, block, strict=True))
+    return whole and weight.dtype == "F8_E4M3" and ".weight_scale_inv" in parts
+
+
+def _block_size(shape: Shape, scales: Shape, block: tuple[int, int] | None) -> tuple[int, int]:
+    """Rows and columns that share a scale. ValueError if the scales fit no such blocks.
+
+    One scale for all of the matrix counts as one for each row.
+    """
+    if prod(scales) == 1:
+        return 1, shape[1]
+    rows, columns = (1, shape[1]) if block is None else block
+    expected = (-(-shape[0] // rows), -(-shape[1] // columns))
+    if tuple(size for size in scales if size != 1) != tuple(size for size in expected if size != 1):
+        raise ValueError(f"expected scales {list(expected)} for a weight {list(shape)}, found {list(scales)}")
+    return rows, columns
+
+
+def _dequantize_fp8(
+    scale: str, block: tuple[int, int] | None, parts: "Mapping[str, Tensor]", shape: Shape, dtype: "torch.dtype"
+) -> "Tensor":
+    """The dense weight ``[out, in]`` in ``dtype``, made in strips of whole blocks to bound the memory."""
+    import torch
+    from torch.nn.functional import pad
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    weight, scales = parts[".weight"], parts[scale]
+    rows, columns = _block_size(shape, tuple(scales.shape), block)
+    grid = (-(-shape[0] // rows), -(-shape[1] // columns))
+    scales = scales.reshape(1, 1).expand(grid) if scales.numel() == 1 else scales.reshape(grid)
+    if scales.dtype != torch.uint8:  # uint8 holds exponents, which transformers decodes
+        scales = scales.float()
+    dense, operation = torch.empty(shape, dtype=dtype), Fp8Dequantize(None)
+    strip = max(1, _FP8_ELEMENTS // (rows * shape[1]))  # rows of blocks
+    for first in range(0, grid[0], strip):
+        some = weight[first * rows : (first + strip) * rows]
+        # transformers divides the shape by the number of scales, which is wrong where the last block is cut: pad with
+        # zeros (byte 0 is 0.0) to whole blocks
+        missing = (0, -shape[1] % columns, 0, -len(some) % rows)
+        whole = pad(some.view(torch.uint8), missing).view(weight.dtype)
+        made = operation.convert({"weight": whole, "weight_scale_inv": scales[first : first + strip]})["weight"]
+        dense[first * rows : first * rows + len(some)] = made[: len(some), : shape[1]]
+    return dense
+
+
+# MXFP4 (the experts of gpt-oss): 4-bit floats in blocks of 32 that share an exponent
+
+
+def mxfp4_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
+    """``NAME_blocks`` and ``NAME_scales``: all experts of a layer in one tensor ``NAME``."""
+    return (
+        Format(
+            label="MXFP4",
+            root="_blocks",
+            dtypes=frozenset({"U8"}),
+            needs=("_scales",),
+            shape=_mxfp4_shape,
+            dequantize=_dequantize_mxfp4,
+            library=("transformers.integrations.mxfp4", "transformers>=5.23"),
+            dense="",
+            keeps=lambda parts: True,
+        ),
+    )
+
+
+def _mxfp4_shape(parts: Parts) -> Shape:
+    """``blocks [experts, out, groups, bytes]`` hold two numbers a byte; the dense tensor is ``[experts, in, out]``."""
+    blocks, scales = parts["_blocks"].shape, parts["_scales"].shape
+    if len(blocks) != 4 or scales != blocks[:-1]:
+        raise ValueError(f"expected blocks [experts, out, groups, bytes] and scales without the last, found {scales}")
+    experts, out, groups, size = blocks
+    return experts, 2 * groups * size, out
+
+
+def _dequantize_mxfp4(parts: "Mapping[str, Tensor]", shape: Shape, dtype: "torch.dtype") -> "Tensor":
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    made: Tensor = convert_moe_packed_tensors(parts["_blocks"], parts["_scales"], dtype=dtype)
+    return made.reshape(shape)
+
+
+# compressed-tensors (llm-compressor): W8A8 in INT8 or FP8, packed INT4 or INT8, NVFP4
+
+_COMPRESSED_DROPS = tuple(
+    f".{what}_{kind}" for what in ("input", "output", "q", "k", "v") for kind in ("scale", "zero_point", "global_scale")
+)
+_ONE_BYTE = (".weight", frozenset({"I8", "F8_E4M3"}), (".weight_scale",), (".weight_zero_point",))
+# root, its dtypes, needs and takes of each format of the library
+_COMPRESSED = {
+    "int-quantized": _ONE_BYTE,
+    "float-quantized": _ONE_BYTE,
+    "naive-quantized": _ONE_BYTE,
+    "pack-quantized": (
+        ".weight_packed",
+        frozenset({"I32"}),
+        (".weight_scale",),
+        (".weight_shape", ".weight_zero_point", ".weight_g_idx"),
+    ),
+    "nvfp4-pack-quantized": (".weight_packed", frozenset({"U8"}), (".weight_scale", ".weight_global_scale"), ()),
+}
+
+
+def compressed_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
+    """One format for each of the config's groups of modules. Raises ValueError for a format that is not supported."""
+    groups = settings.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise ValueError("expected config_groups, found none")
+    formats = []
+    for group in groups.values():
+        kind, weights = group.get("format") or settings.get("format"), group["weights"]
+        if kind not in _COMPRESSED:
+            raise ValueError(f"expected a format among {', '.join(_COMPRESSED)}, found {kind!r}")
+        root, dtypes, needs, takes = _COMPRESSED[kind]
+        formats.append(
+            Format(
+                label=f"{weights['type'].upper()}{weights['num_bits']} by compressed-tensors ({kind})",
+                root=root,
+                dtypes=dtypes,
+                needs=needs,
+                shape=partial(_compressed_shape, weights),
+                dequantize=partial(_dequantize_compressed, kind, group),
+                library=("compressed_tensors", "compressed-tensors"),
+                takes=takes,
+                drops=_COMPRESSED_DROPS,
+                modules=partial(_is_target, group.get("targets") or ["Linear"]),
+            )
+        )
+    return tuple(formats)
+
+
+def _is_target(targets: list[str], module: str) -> bool:
+    """True if ``targets`` include ``module``: by its name, by an expression ("re:..."), or as a class ("Linear")."""
+    return any(
+        re.match(target.removeprefix("re:"), module) if target.startswith("re:") else target in (module, "Linear")
+        for target in targets
+    )
+
+
+def _compressed_shape(weights: Mapping[str, Any], parts: Parts) -> Shape:
+    """``[out, in]``; of a packed weight ``in`` follows from its row of scales or from the length of the packed row."""
+    if ".weight_g_idx" in parts:
+        # the library drops this order when it decompresses
+        raise ValueError("expected columns in groups of neighbors, found .weight_g_idx (actorder group)")
+    if ".weight" in parts:
+        return parts[".weight"].shape
+    rows, packed = parts[".weight_packed"].shape
+    if parts[".weight_packed"].dtype == "U8":
+        return rows, 2 * packed
+    if weights.get("strategy") == "group":
+        return rows, parts[".weight_scale"].shape[-1] * int(weights["group_size"])
+    return rows, packed * 32 // int(weights["num_bits"])
+
+
+def _dequantize_compressed(
+    kind: str, group: Mapping[str, Any], parts: "Mapping[str, Tensor]", shape: Shape, dtype: "torch.dtype"
+) -> "Tensor":
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    scheme = QuantizationScheme.model_validate({"targets": ["Linear"], "weights": group["weights"]})
+    state = {end.removeprefix("."): part for end, part in parts.items()}
+    if kind == "pack-quantized":
+        state["weight_shape"] = torch.tensor(shape)
+    if state["weight_scale"].dtype in (torch.float16, torch.bfloat16):
+        state["weight_scale"] = state["weight_scale"].float()  # the library computes in the dtype of the scales
+    made: Tensor = BaseCompressor.get_value_from_registry(kind).decompress(state, scheme)["weight"]
+    return made.to(dtype)
