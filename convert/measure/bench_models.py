@@ -1,8 +1,13 @@
-"""The models of ``kvfold bench``: checkpoints, or the attention kinds of a well-known shape with random weights.
+"""The models and settings of ``kvfold bench``; bytes, operations and memory of a decoding step. No torch here.
 
-No torch here.
+A model is a checkpoint, or an attention kind of a well-known shape with random weights. Per layer, with ``B``
+sequences, ``S`` slots, ``H`` heads, ``G`` key/value heads, ``D`` head dim, latent ``R + P``:
+
+    cached elements    MHA, GQA, MQA  2 B S G D                MLA  B S (R + P), and divisors of norms as part of P
+    operations         4 B S H D      absorbed  2 B S H (2 R + P)      expanded  2 B S H ((Dn + Dv) R + Dn + P + Dv)
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +17,9 @@ from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.own_code import BLOCK, source_type
 
 _KV_HEADS, _RANK, _ROPE = 8, 512, 64  # of the converted kinds of a shape
+# Allocators round up and libraries need room: torch alone takes about 0.6 GB of a process.
+_SPARE = 1.05
+_FIXED = 600 << 20
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,6 @@ class Subject:
     form: str
     config: dict[str, Any]
     folder: str | None = None
-    revision: str | None = None
 
     @property
     def label(self) -> str:
@@ -30,9 +37,50 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Shape:
-    model: int
-    inner: int
+class BenchOptions:
+    """The settings of a measurement. ``prefill_tokens`` None: 2048 on a CPU, 32768 on CUDA; 0: no prefill."""
+
+    contexts: tuple[int, ...] = (2048,)
+    batches: tuple[int, ...] = (1,)
+    device: str = "auto"
+    dtype: str = "auto"
+    cache: str = "dynamic"
+    prefill_tokens: int | None = None
+    seconds: float = 4.0  # of timed steps for each context and batch
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class BenchTask:
+    """One model and the resolved settings; ``prefill_tokens`` bounds a prefill over all its sequences."""
+
+    subject: Subject
+    options: BenchOptions
+    device: str
+    dtype: str
+    prefill_tokens: int
+
+    @classmethod
+    def from_json(cls, text: str) -> "BenchTask":
+        fields = json.loads(text)
+        lists = {name: tuple(fields["options"][name]) for name in ("contexts", "batches")}
+        options = BenchOptions(**{**fields["options"], **lists})
+        return cls(**{**fields, "subject": Subject(**fields["subject"]), "options": options})
+
+    def prefill_size(self, context: int, batch: int) -> tuple[int, int]:
+        """Sequences and tokens of each: all, or as much as ``prefill_tokens`` allows; (0, 0) for no prefill."""
+        if self.prefill_tokens == 0:
+            return 0, 0
+        length = min(context, self.prefill_tokens)
+        return max(1, min(batch, self.prefill_tokens // length)), length
+
+
+@dataclass(frozen=True)
+class KnownShape:
+    """The sizes of a published model."""
+
+    model_dim: int
+    inner_dim: int
     heads: int
     layers: int
     vocabulary: int
@@ -40,10 +88,10 @@ class Shape:
 
 
 SHAPES = {
-    "llama-2-7b": Shape(4096, 11008, 32, 32, 32000, 4096),
-    "llama-2-13b": Shape(5120, 13824, 40, 40, 32000, 4096),
-    "llama-2-70b": Shape(8192, 28672, 64, 80, 32000, 4096),
-    "tiny": Shape(64, 128, 8, 2, 256, 256),
+    "llama-2-7b": KnownShape(4096, 11008, 32, 32, 32000, 4096),
+    "llama-2-13b": KnownShape(5120, 13824, 40, 40, 32000, 4096),
+    "llama-2-70b": KnownShape(8192, 28672, 64, 80, 32000, 4096),
+    "tiny": KnownShape(64, 128, 8, 2, 256, 256),
 }
 
 
@@ -52,12 +100,12 @@ def shape_subjects(name: str, layers: int | None, longest: int) -> list[Subject]
     if name not in SHAPES:
         raise InputError(f"--shape {name}: unknown; expected one of {', '.join(SHAPES)}{did_you_mean(name, SHAPES)}")
     shape = SHAPES[name]
-    dim = shape.model // shape.heads
+    dim = shape.model_dim // shape.heads
     kv_heads = min(_KV_HEADS, shape.heads // 4)
     rank, rope = min(_RANK, 4 * dim), min(_ROPE, dim // 2)
     common = {
-        "hidden_size": shape.model,
-        "intermediate_size": shape.inner,
+        "hidden_size": shape.model_dim,
+        "intermediate_size": shape.inner_dim,
         "num_attention_heads": shape.heads,
         "num_hidden_layers": shape.layers if layers is None else layers,
         "vocab_size": shape.vocabulary,
@@ -99,19 +147,87 @@ def checkpoint_subjects(models: Sequence[str]) -> list[Subject]:
 
 
 def _usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of ``config`` by their usual names, where the family has names of its own, or layout ``kvfold`` has."""
+    """The sizes of ``config`` under llama's names, for families and layouts that name them otherwise."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    own, kind = source_type(config), config.get("model_type")
-    names = CONFIG_MAPPING[own or kind].attribute_map if (own or kind) in CONFIG_MAPPING else {}
+    source, kind = source_type(config), config.get("model_type")
+    names = CONFIG_MAPPING[source or kind].attribute_map if (source or kind) in CONFIG_MAPPING else {}
     sizes = {usual: config[name] for usual, name in names.items() if name in config}
-    if own is None:
+    if source is None:
         return sizes
     block = config[BLOCK]
     dim = block["head_dim"]
     if "kv_rank" not in block:
         return {**sizes, "head_dim": dim, "num_key_value_heads": block["kv_heads"]}
-    heads = {"qk_nope_head_dim": dim, "v_head_dim": dim}
-    norm = block.get("norm")
-    divisors = {} if norm is None else {"cached_divisors": 1 if norm["flat"] else block["kv_heads"]}
-    return {**sizes, **heads, **divisors, "kv_lora_rank": block["kv_rank"], "qk_rope_head_dim": block["rope_dim"]}
+    sizes |= {"qk_nope_head_dim": dim, "v_head_dim": dim}
+    sizes |= {"kv_lora_rank": block["kv_rank"], "qk_rope_head_dim": block["rope_dim"]}
+    if (norm := block.get("norm")) is not None:
+        sizes["cached_divisors"] = 1 if norm["flat"] else block["kv_heads"]
+    return sizes
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Bytes and operations of one decoding step of a whole model, and the memory that it needs, in bytes."""
+
+    cache_bytes: int
+    attention_operations: int
+    operations: int
+    read_bytes: int
+    attention_memory: int
+    memory: int
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Numbers of parameters: all, and those of the layers and the head, which every step reads."""
+
+    total: int
+    read: int
+
+
+def step_costs(
+    config: Mapping[str, Any],
+    form: str,
+    weights: ParameterCount,
+    size: int,
+    context: int,
+    batch: int,
+    prefill: int = 0,
+) -> StepCosts:
+    """Costs at ``context`` tokens of ``batch`` sequences, with ``size`` bytes per element.
+
+    ``prefill``: tokens prefilled at once, whose activations count for the memory.
+    """
+    layers, slots = int(config["num_hidden_layers"]), batch * context
+    elements, operations, expanded = _per_slot(config, form)
+    cache = layers * slots * elements * size
+    attention = layers * slots * operations
+    working = (slots * elements + slots * expanded) * size  # transformers copies a layer's growing cache at each step
+    activations = 12 * int(config["hidden_size"]) + 3 * int(config.get("intermediate_size") or 0)
+    prefilling = prefill * size * (layers * elements + activations)
+    memory = weights.total * size + max(cache + working, prefilling)
+    return StepCosts(
+        cache_bytes=cache,
+        attention_operations=attention,
+        operations=attention + 2 * batch * weights.read,
+        read_bytes=cache + weights.read * size,
+        attention_memory=working,
+        memory=int(_SPARE * memory) + _FIXED,
+    )
+
+
+def _per_slot(config: Mapping[str, Any], form: str) -> tuple[int, int, int]:
+    """For one layer and slot: elements cached, operations, elements that attention makes in between."""
+    heads = int(config["num_attention_heads"])
+    if config.get("kv_lora_rank") is None:
+        dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+        groups = int(config.get("num_key_value_heads") or heads)
+        # Stock attention repeats shared keys and values for every query head.
+        return 2 * groups * dim, 4 * heads * dim, 0 if groups == heads else 2 * heads * dim
+    rank, rope = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"]) + int(config.get("cached_divisors", 0))
+    nope, value = int(config["qk_nope_head_dim"]), int(config["v_head_dim"])
+    if form == "absorbed" or source_type(config):  # layout kvfold decodes over the latents by itself
+        return rank + rope, 2 * heads * (2 * rank + rope), heads
+    expanded = heads * (2 * nope + rope + 2 * value)
+    return rank + rope, 2 * heads * ((nope + value) * rank + nope + rope + value), expanded

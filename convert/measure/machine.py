@@ -1,17 +1,113 @@
-"""The machine, the versions and the date that a measurement holds for: what every file of results says of itself."""
+"""Measuring on this machine: time, peak memory, the conditions that results hold for, and files of measured rows."""
 
 import datetime
+import json
 import os
 import platform
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvfold.convert.measure.clock import file_lines
-
 _PACKAGES = ("kvfold", "torch", "transformers")
 _CPU = torch.device("cpu")
+
+
+class Clock:
+    """Marks points in time; on CUDA these are events, so that a mark does not wait for the queue."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+
+    def mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds from one mark to another."""
+        if not self.cuda:
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    def time(self, call: Callable[[], Any]) -> float:
+        start = self.mark()
+        call()
+        return self.between(start, self.mark())
+
+
+def repeat(
+    clock: Clock, call: Callable[[], Any], seconds: float, *, warm: int = 2, fewest: int = 5, most: int = 50
+) -> list[float]:
+    """Seconds of each call after ``warm`` untimed ones: at least ``fewest`` calls, then until ``seconds`` are spent.
+
+    A call that alone takes longer than ``seconds`` is warmed up once and timed at most three times.
+    """
+    if clock.time(call) > seconds:
+        warm, fewest = 1, min(fewest, 3)
+    for _ in range(warm - 1):
+        call()
+    times: list[float] = []
+    while len(times) < fewest or (len(times) < most and sum(times) < seconds):
+        times.append(clock.time(call))
+    return times
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let ``peak_memory`` count from here; without permission to, it stays the peak of the whole process."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM alone
+    except OSError:
+        return
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes since ``reset_peak``: allocated by torch on CUDA, else resident pages of the process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    kilobytes = _system_value("/proc/self/status", "VmHWM")
+    if kilobytes is None:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return int(kilobytes.split()[0]) << 10
+
+
+def processor(device: torch.device = _CPU) -> str:
+    """The name of the GPU or of the CPU."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return _system_value("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+
+
+def _system_value(path: str, name: str) -> str | None:
+    """The value of the first line ``name: value`` in a file of the system, None without such a file or line."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), None)
+
+
+def software() -> dict[str, str]:
+    """Versions of Python and of the packages that decide how fast a model runs."""
+
+    def version(package: str) -> str:
+        try:
+            # The metadata of some builds of torch lack the "+cu124" that tells them apart.
+            return torch.__version__ if package == "torch" else metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return "unknown"
+
+    return {"python": platform.python_version()} | {package: version(package) for package in _PACKAGES}
 
 
 def conditions(device: torch.device = _CPU) -> dict[str, Any]:
@@ -26,27 +122,28 @@ def conditions(device: torch.device = _CPU) -> dict[str, Any]:
             "load_average": os.getloadavg()[0],
             "kernel": platform.release(),
         },
-        "versions": versions(),
+        "versions": software(),
     }
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide how fast a model runs."""
-    return {"python": platform.python_version()} | {package: _version(package) for package in _PACKAGES}
+def continue_rows(
+    path: Path | None,
+    header: Mapping[str, Any],
+    rows: Callable[[list[dict[str, Any]]], Iterator[dict[str, Any]]],
+    show: Callable[[dict[str, Any]], None],
+) -> None:
+    """Measure what the JSON file ``path`` lacks, and write the file after every row.
 
-
-def _version(package: str) -> str:
-    try:
-        return torch.__version__ if package == "torch" else metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def processor(device: torch.device = _CPU) -> str:
-    """The name of the GPU or of the CPU."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    for line in file_lines("/proc/cpuinfo"):
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    ``rows(done)`` measures the rows that are not among ``done``; ``show`` prints one. The file holds ``header`` and
+    all ``rows``; without a ``path`` they are only printed.
+    """
+    done: list[dict[str, Any]] = []
+    if path is not None and path.exists():
+        done = json.loads(path.read_text())["rows"]
+    for row in done:
+        show(row)
+    for row in rows(list(done)):
+        show(row)
+        done.append(row)
+        if path is not None:
+            path.write_text(json.dumps({**header, "rows": done}, indent=1) + "\n")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.measure.results import continue_rows
+from kvfold.convert.measure.machine import continue_rows
 
 TRANSFORMS = "kvfold.convert.transforms."
 TARGETS: dict[str, dict[str, Any]] = {

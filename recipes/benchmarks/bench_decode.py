@@ -18,11 +18,9 @@ from typing import Any
 import torch
 
 from kvfold.attention.latent import absorb_query, expand_value, latent_decode
-from kvfold.convert.measure.bench import Options, bench, bench_table, subjects
-from kvfold.convert.measure.bench_costs import Weights, costs
-from kvfold.convert.measure.bench_models import Subject
-from kvfold.convert.measure.clock import Clock, repeat
-from kvfold.convert.measure.machine import conditions
+from kvfold.convert.measure.bench import bench, subjects
+from kvfold.convert.measure.bench_models import BenchOptions, ParameterCount, Subject, step_costs
+from kvfold.convert.measure.machine import Clock, conditions, repeat
 
 AT_LEAST = 2.0  # GQA-8 and absorbed MLA against MHA
 
@@ -75,7 +73,7 @@ def attention_alone(subject: Subject, context: int, batch: int, device: torch.de
 
 def add_roofline(row: dict[str, Any], subject: Subject, rates: dict[str, float], layers: int, alone: float) -> None:
     """Beside each figure: the time that reading and that computing takes at least, for the step and its attention."""
-    only = costs(subject.config, subject.form, Weights(0, 0), 4, row["context"], row["batch"])
+    only = step_costs(subject.config, subject.form, ParameterCount(0, 0), 4, row["context"], row["batch"])
     row["attention_alone_ms"] = 1e3 * alone * layers
     for name, read, operations in (
         ("step", row["read_bytes"], row["operations"]),
@@ -120,19 +118,19 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     device = torch.device("cpu")
     kinds = subjects([], chosen.shape, chosen.layers, chosen.context)
-    options = Options(
+    options = BenchOptions(
         (chosen.context,), (chosen.batch,), "cpu", "float32", chosen.cache, chosen.prefill_tokens,
         threads=chosen.threads,
     )  # fmt: skip
-    report = bench(kinds, options, lambda text: print(text, file=sys.stderr))
-    if any("needed_bytes" in row for row in report["rows"]):
-        raise SystemExit(bench_table(report))
-    report |= conditions(device)
+    done = bench(kinds, options, lambda text: print(text, file=sys.stderr))
+    if any(row.needed_bytes for row in done.rows):
+        raise SystemExit(done.table())
+    report = done.to_dict() | conditions(device)
     report["rates"] = rates = machine_rates(device)
     for row, subject in zip(report["rows"], kinds, strict=True):
         alone = attention_alone(subject, chosen.context, chosen.batch, device)
         add_roofline(row, subject, rates, chosen.layers, alone)
-    print(bench_table(report), "\n\n", roofline_table(report["rows"]), sep="")
+    print(done.table(), "\n\n", roofline_table(report["rows"]), sep="")
     print(f"\nread {rates['read_bytes_per_s'] / 1e9:.1f} GB/s, matrices {rates['operations_per_s'] / 1e9:.0f} GFLOP/s")
     if chosen.json:
         chosen.json.parent.mkdir(parents=True, exist_ok=True)

@@ -15,15 +15,15 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert.data import read_text
-from kvfold.convert.measure.machine import conditions
+from kvfold.convert.measure.machine import conditions, continue_rows
 from kvfold.convert.measure.perplexity import token_windows
-from kvfold.convert.measure.results import Row, continue_rows
 from kvfold.convert.transforms.latent.rotation import hartley
 
 WINDOWS, LENGTH, BATCH = 48, 256, 8
@@ -104,14 +104,14 @@ def differences(exact: Tensor, found: Tensor, batch: Tensor) -> Tensor:
     return torch.stack([losses, (exact.exp() * (exact - found)).double().sum()])
 
 
-def measured(model: nn.Module, windows: Tensor, folder: Path, channels: str) -> Row:
+def measured(model: nn.Module, windows: Tensor, folder: Path, channels: str) -> dict[str, Any]:
     """A row of the file: excess loss and KL of every cache, nats per token."""
     tokens = windows[:, 1:].numel()
     caches = {name: {"excess": a / tokens, "kl": b / tokens} for name, (a, b) in drift(model, windows).items()}
     return {"model": folder.name, "channels": channels, "caches": caches}
 
 
-def rows(folders: Sequence[Path], text: str, count: int, done: Sequence[Row]) -> Iterator[Row]:
+def rows(folders: Sequence[Path], text: str, count: int, done: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The rows of the models that are not among ``done``."""
     for folder in folders:
         if any(row["model"] == folder.name and row["channels"] == "mixed" for row in done):
@@ -124,7 +124,7 @@ def rows(folders: Sequence[Path], text: str, count: int, done: Sequence[Row]) ->
         yield measured(model, windows, folder, "mixed")
 
 
-def show(row: Row) -> None:
+def show(row: dict[str, Any]) -> None:
     cells = (f"{name} {each['excess']:+.4f} ({each['kl']:.4f})" for name, each in row["caches"].items())
     print(f"{row['model']:16} {row['channels']:10} {'  '.join(cells)}", flush=True)
 

@@ -22,8 +22,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.measure.machine import conditions
-from kvfold.convert.measure.results import continue_rows
+from kvfold.convert.measure.machine import conditions, continue_rows
 
 TARGETS = {
     "GQA-4": "--to gqa --kv-heads 4",
