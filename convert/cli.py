@@ -73,7 +73,6 @@ def inspect(model: str | None, json_file: str | None) -> None:
     Reads the headers and the config only: a hub id is not downloaded.
     """
     from kvfold.convert.measure.inspect import inspect_checkpoint
-    from kvfold.convert.measure.inspect_text import summary
 
     if model is None:  # `--json MODEL`: the file may be left out, so MODEL was taken for it
         if json_file in (None, STDOUT):
@@ -82,7 +81,7 @@ def inspect(model: str | None, json_file: str | None) -> None:
     if json_file is not None:
         check_writable(json_file)
     facts = inspect_checkpoint(model)
-    tell(json_file, facts.to_dict, summary(facts))
+    tell(json_file, facts.to_dict, facts.summary())
 
 
 _report = click.option(

@@ -40,13 +40,12 @@ def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[Row]:
     """Inspect, convert and measure; ``echo`` gets every line. Raises InputError when ``folder`` is not empty."""
     from kvfold.convert.data import demo_folder
     from kvfold.convert.measure.inspect import inspect_checkpoint
-    from kvfold.convert.measure.inspect_text import summary
 
     model = demo_folder()
     echo("A small Llama-architecture model, trained on the Python library's documentation. What follows takes about")
     echo(f"two minutes of one core: {len(CONVERSIONS)} conversions, each measured.\n")
     facts = inspect_checkpoint(str(model))
-    echo(summary(facts) + "\n")
+    echo(facts.summary() + "\n")
     with _workplace(folder) as place, _one_thread():
         rows = _measure_all(model, facts.cache.numbers_per_token_and_layer, place, echo)
     echo("\n" + table(rows))

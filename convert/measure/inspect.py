@@ -2,19 +2,20 @@
 
 import math
 import os
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from kvfold.convert.checkpoint.dequantized import can_keep_quantized
+from kvfold.convert.checkpoint.folder import RECORD, json_beside
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES
 from kvfold.convert.checkpoint.opening import Checkpoint, open_headers
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.tensors import ROLES
-from kvfold.convert.measure.latent_config import latent_faults
-from kvfold.convert.measure.norms import Range, norm_ranges
-from kvfold.convert.measure.own_model import own_model
-from kvfold.convert.measure.target_sizes import CacheSize, TargetSize, cache_size, target_sizes
+from kvfold.convert.measure.converted import converted_model, latent_faults
+from kvfold.convert.measure.target_sizes import CONTEXTS, CacheSize, TargetSize, cache_size, target_sizes
+from kvfold.convert.sizes import bytes_text
 from kvfold.convert.targets.engines import Verdict, verdicts
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.mla.problems import model_problems
@@ -22,7 +23,10 @@ from kvfold.convert.targets.own_code import needs_own_code, source_type
 from kvfold.convert.targets.results import folded_result, latent_result
 from kvfold.convert.targets.same_family import attention_kind, cache_elements
 
+Range = tuple[float, float, float]  # least, mean and greatest of the layers
+
 _LATENT_ONLY = ("value_dim", "kv_rank", "q_rank")
+_NORM_FACTS = ("query_spread", "key_spread", "query_missed", "key_missed")
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,10 @@ class LatentLimits:
 class Inspection:
     """A checkpoint's attention, weights and cache, and the targets it can be converted to.
 
-    ``head_dim``, ``model_dim``, ``rotary_dims``: dims. ``value_dim``, ``kv_rank`` and ``q_rank`` are of latent (MLA)
-    models alone, whose ``targets`` are empty and whose ``latent`` is None; ``engines``: what each makes of one.
-    ``windows``: the different window sizes. ``head_norms``: of a result of
-    kvfold, what its record says of norms on queries and keys (`norm_ranges`).
+    Only latent (MLA) models have ``value_dim``, ``kv_rank`` and ``q_rank``; their ``targets`` are empty, ``latent`` is
+    None, and ``engines`` says which engine serves them. ``windows``: the different window sizes. ``head_norms``: what
+    the record of a conversion says of norms on queries and keys: the spread of their divisors, and the energy that
+    linear maps miss, as shares of 1.
     """
 
     model: str
@@ -88,7 +92,7 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, as ``kvfold inspect --json`` prints them."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = dict(vars(self))
         if self.attention != "MLA":
             values = {name: value for name, value in values.items() if name not in _LATENT_ONLY}
         if self.head_norms is None:
@@ -98,6 +102,91 @@ class Inspection:
             "targets": [{"options": target.options, **asdict(target)} for target in self.targets],
             "latent": None if self.latent is None else self.latent.to_dict(),
         }
+
+    def summary(self) -> str:
+        """The facts as lines for the terminal, then the targets."""
+        rows = self._facts()
+        width = max(map(len, rows))
+        lines = [self.model, *(f"  {name:{width}}  {text}" for name, text in rows.items())]
+        return "\n".join([*lines, "", *self._target_lines()])
+
+    def _facts(self) -> dict[str, str]:
+        heads = f"{self.heads} query heads, {self.kv_heads} key/value heads, head dim {self.head_dim}"
+        if self.attention == "MLA":
+            heads = f"{self.heads} heads over a latent of {self.kv_rank} and a rotary key of {self.rotary_dims}"
+        extras = [f"biases on {', '.join(self.biases)}"] if self.biases else ["no biases"]
+        extras += [f"{self.qk_norm} norm on queries and keys"] if self.qk_norm else []
+        rotary = f"{self.rotary_dims} of {self.head_dim} dims, {self.rope}" if self.rotary_dims else "none"
+        if self.rotary_dims and self.rotary_layers < self.layers:
+            rotary += f", in {self.rotary_layers} of {self.layers} layers"
+        large = self.parameters >= 10**9
+        parameters = f"{self.parameters / 1e9:.2f} B" if large else f"{self.parameters / 1e6:.1f} M"
+        cache, files = self.cache, f"{self.files} file{'s' if self.files > 1 else ''}"
+        held = ", ".join(f"{bytes_text(size)} at {context}" for context, size in cache.bytes.items())
+        rows = {
+            "family": f"{self.family} ({self.architecture})",
+            "attention": f"{self.attention}: {heads}",
+            "layers": f"{self.layers}, model dim {self.model_dim}, {', '.join(extras)}",
+            "rotary": rotary,
+            **({"windows": ", ".join(map(str, self.windows))} if self.windows else {}),
+            "weights": f"{parameters} parameters, {bytes_text(self.weight_bytes)} of {self.dtype} in {files}",
+            "KV cache": f"{cache.numbers_per_token_and_layer} elements per token per layer, "
+            f"{bytes_text(cache.bytes_per_token)} per token ({held})",
+        }
+        if self.head_norms:
+            shown = {
+                name: f"{100 * least:.1f} to {100 * most:.1f} % (mean of layers {100 * mean:.1f})"
+                for name, (least, mean, most) in self.head_norms.items()
+            }
+            rows["norms"] = (
+                f"divisors varied over the text by {shown['query_spread']} for queries, {shown['key_spread']} for keys"
+            )
+            rows["norms lost"] = (
+                f"linear maps miss {shown['query_missed']} of the queries, {shown['key_missed']} of the keys"
+            )
+        return rows | {verdict.engine: verdict.to_text().split(": ", 1)[1] for verdict in self.engines}
+
+    def _target_lines(self) -> list[str]:
+        """A table of the targets, notes on it, and the reason of each engine that does not serve one."""
+        if not self.targets:
+            return ["can become: nothing smaller"]
+        width = max(24, *(len(target.options) for target in self.targets))
+        heading = f"  {'can become':{width}}  {'saves':>7}  {'per token':>10}"
+        heading += "".join(f"  {'at ' + context:>10}" for context in CONTEXTS) + "  served by"
+        lines = [
+            f"  {target.options:{width}}  {100 * target.saves:5.1f} %  {bytes_text(target.bytes_per_token):>10}"
+            + "".join(f"  {bytes_text(size):>10}" for size in target.bytes.values())
+            + f"  {target.served_by}"
+            for target in self.targets
+        ]
+        lines += [f"  not MLA: {reason}" for reason in (self.latent.because if self.latent else ())]
+        if self.qk_norm and any("--to mla" in target.options for target in self.targets):
+            lines += [
+                "  MLA has linear maps in place of the norms on queries and keys. What these lose depends on how much "
+                "the norms' divisors vary,",
+                "  which headers do not show: a conversion measures it on text (`head_norms` in kvfold.json)",
+            ]
+        if any("*" in target.served_by for target in self.targets):
+            lines.append("  * by the sources of this engine, not run")
+        refused: dict[str, str] = {}
+        for target in self.targets:
+            for verdict in target.engines:
+                if not verdict.serves:
+                    refused.setdefault(verdict.engine, f"  {target.options}: {verdict.to_text()}")
+        return [heading, *lines, *self._rank_lines(width), *(["", *refused.values()] if refused else [])]
+
+    def _rank_lines(self, width: int) -> list[str]:
+        """Elements on each tensor-parallel rank: heads are shared out, a latent is whole on every rank."""
+        ranks = list(self.cache.per_rank)
+        if len(ranks) == 1:
+            return ["", "  tensor parallelism: the heads divide among no number of ranks but 1"]
+        heading = f"  {'elements on each of N ranks':{width}}" + "".join(f"  {f'N = {n}':>7}" for n in ranks)
+        caches = {"now": self.cache, **{target.options: target for target in self.targets}}
+        rows = [
+            f"  {name:{width}}" + "".join(f"  {cache.per_rank.get(n, '-'):>7}" for n in ranks)
+            for name, cache in caches.items()
+        ]
+        return ["", heading + "  (tensor parallelism: a latent is whole on every rank)", *rows]
 
 
 def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
@@ -109,87 +198,74 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
     >>> [target.options for target in facts.targets][:2]
     ['--to gqa --kv-heads 4', '--to gqa --kv-heads 2']
 
-
     Raises InputError when there is no such checkpoint, its files are damaged, or its family is not supported.
     """
     checkpoint = open_headers(model)
     try:
         if is_latent(checkpoint.config):
             facts = _inspect_latent(checkpoint)
+        elif source_type(checkpoint.config) is not None:
+            facts = _inspect_converted(checkpoint)
         else:
-            facts = _inspect(checkpoint) if source_type(checkpoint.config) is None else _inspect_own(checkpoint)
+            facts = _inspect_source(checkpoint)
         return replace(facts, head_norms=norm_ranges(checkpoint.folder))
     finally:
         checkpoint.close()
 
 
-def _inspect_own(checkpoint: Checkpoint) -> Inspection:
-    """A model with its own modeling code (layout ``kvfold``). It has no targets."""
-    own = own_model(checkpoint)
-    facts, heads = _facts(own.source, checkpoint), own.source.geometry.heads
-    facts["family"] = checkpoint.config["model_type"]
-    facts["architecture"] = (checkpoint.config.get("architectures") or ["unknown"])[0]
-    if own.split is not None:
-        facts |= {"attention": "MLA", "kv_rank": own.split[0], "rotary_dims": own.split[1]}
-        facts |= {"value_dim": facts["head_dim"], "head_dim": facts["head_dim"] + own.split[1]}
-    elif own.kv_heads is not None:
-        facts |= {"attention": attention_kind(heads, own.kv_heads), "kv_heads": own.kv_heads}
-    return Inspection(
-        **facts,
-        cache=cache_size(own.result, [None] * own.source.geometry.layers, facts["dtype"]),
-        engines=verdicts(replace(own.result, kept=can_keep_quantized(checkpoint.reader))),
-        targets=[],
-        latent=None,
-    )
-
-
-def _inspect(checkpoint: Checkpoint) -> Inspection:
+def _inspect_source(checkpoint: Checkpoint) -> Inspection:
+    """A model of a supported family, with its targets."""
     model = model_of(checkpoint.config, checkpoint.tensors)
-    problems = model.tensor_problems(checkpoint.tensors)
-    if problems:
+    if problems := model.tensor_problems(checkpoint.tensors):
         raise InputError(f"{checkpoint.origin}: its tensors are not those of its config.json", problems)
-    facts, windows = _facts(model, checkpoint), [layer.window for layer in model.layers]
+    facts, windows = _model_facts(model, checkpoint), [layer.window for layer in model.layers]
+    geometry, refusals = model.geometry, [] if needs_own_code(model) else model_problems(model)
+    limits = LatentLimits((), cache_elements(geometry), geometry.rotary_dims * geometry.kv_heads)
     return Inspection(
         **facts,
         cache=cache_size(folded_result(model), windows, facts["dtype"]),
         engines=[],
         targets=target_sizes(model, windows, facts["dtype"]),
-        latent=_latent_limits(model),
+        latent=LatentLimits(tuple(refusals)) if refusals else limits,
     )
 
 
-def _facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The fields of an ``Inspection`` that family and config answer for."""
-    family, geometry, layers = model.family, model.geometry, model.layers
-    return {
-        "model": checkpoint.origin,
-        "family": family.model_type,
-        "architecture": next(iter(checkpoint.config.get("architectures") or ()), family.architecture),
-        "attention": attention_kind(geometry.heads, geometry.kv_heads),
-        "layers": geometry.layers,
-        "heads": geometry.heads,
-        "kv_heads": geometry.kv_heads,
-        "head_dim": geometry.head_dim,
-        "model_dim": geometry.model_dim,
-        "biases": [role for role in ROLES if model.has_bias(role)],
-        "qk_norm": model.qk_norm.kind if model.qk_norm else None,
-        "rotary_dims": geometry.rotary_dims,
-        "rotary_layers": sum(layer.rotates for layer in layers),
-        "rope": model.rope_table(layers[0].type)["rope_type"] if geometry.rotary_dims else "none",
-        "windows": sorted({layer.window for layer in layers if layer.window is not None}),
-        "max_context": geometry.positions,
-        **_weights(checkpoint, _dtype(checkpoint)),
-    }
+def _inspect_converted(checkpoint: Checkpoint) -> Inspection:
+    """A checkpoint of layout ``kvfold``, which brings its modeling code. It has no targets."""
+    made = converted_model(checkpoint)
+    facts, heads = _model_facts(made.source, checkpoint), made.source.geometry.heads
+    facts["family"] = checkpoint.config["model_type"]
+    facts["architecture"] = (checkpoint.config.get("architectures") or ["unknown"])[0]
+    if made.split is not None:
+        rank, rope = made.split
+        facts |= {"attention": "MLA", "kv_rank": rank, "rotary_dims": rope}
+        facts |= {"value_dim": facts["head_dim"], "head_dim": facts["head_dim"] + rope}
+    elif made.kv_heads is not None:
+        facts |= {"attention": attention_kind(heads, made.kv_heads), "kv_heads": made.kv_heads}
+    return Inspection(
+        **facts,
+        cache=cache_size(made.result, [None] * made.source.geometry.layers, facts["dtype"]),
+        engines=verdicts(replace(made.result, kept=can_keep_quantized(checkpoint.reader))),
+        targets=[],
+        latent=None,
+    )
 
 
 def _inspect_latent(checkpoint: Checkpoint) -> Inspection:
-    """A model whose attention is latent already. It has no targets."""
-    config, dtype = checkpoint.config, _dtype(checkpoint)
+    """A model of a stock class with latent attention. It has no targets."""
+    config = checkpoint.config
     if problems := latent_faults(config, checkpoint.tensors):
         raise InputError(f"{checkpoint.origin}: {problems[0]}", problems[1:])
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    rank, rope, weights = config["kv_lora_rank"], config["qk_rope_head_dim"], _weights(checkpoint)
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    result = latent_result(config)
+    # Engines were tried on latent models as kvfold writes them, which these classes can also hold otherwise.
+    written = {
+        "youtu": config.get("attention_bias"),
+        "deepseek_v3": config.get("first_k_dense_replace") == layers,
+        "mistral4": (config.get("rope_parameters") or {}).get("llama_4_scaling_beta") == 0,
+    }.get(config["model_type"])
     return Inspection(
         model=checkpoint.origin,
         family=config["model_type"],
@@ -210,43 +286,65 @@ def _inspect_latent(checkpoint: Checkpoint) -> Inspection:
         rope=rotary.get("rope_type") or rotary.get("type") or "default",
         windows=[],
         max_context=config.get("max_position_embeddings"),
-        **_weights(checkpoint, dtype),
-        cache=cache_size(latent_result(config), [None] * layers, dtype),
-        engines=_engines(checkpoint),
+        **weights,
+        cache=cache_size(result, [None] * layers, weights["dtype"]),
+        engines=verdicts(replace(result, kept=can_keep_quantized(checkpoint.reader))) if written else [],
         targets=[],
         latent=None,
     )
 
 
-def _engines(checkpoint: Checkpoint) -> list[Verdict]:
-    """What engines make of a latent model as kvfold writes it; none for other models of these classes."""
-    config = checkpoint.config
-    kind, dense = config["model_type"], config.get("first_k_dense_replace") == config["num_hidden_layers"]
-    unscaled = (config.get("rope_parameters") or {}).get("llama_4_scaling_beta") == 0
-    written = {"youtu": config.get("attention_bias"), "deepseek_v3": dense, "mistral4": unscaled}.get(kind)
-    result = replace(latent_result(config), kept=can_keep_quantized(checkpoint.reader))
-    return verdicts(result) if written else []
-
-
-def _weights(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
+def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The fields of an ``Inspection`` that follow from family, config and tensors."""
+    family, geometry, layers = model.family, model.geometry, model.layers
     return {
-        "dtype": dtype,
-        "parameters": sum(math.prod(info.shape) for info in checkpoint.tensors.values()),
-        "weight_bytes": sum(info.nbytes for info in checkpoint.tensors.values()),
-        "files": len({info.file for info in checkpoint.tensors.values()}),
+        "model": checkpoint.origin,
+        "family": family.model_type,
+        "architecture": next(iter(checkpoint.config.get("architectures") or ()), family.architecture),
+        "attention": attention_kind(geometry.heads, geometry.kv_heads),
+        "layers": geometry.layers,
+        "heads": geometry.heads,
+        "kv_heads": geometry.kv_heads,
+        "head_dim": geometry.head_dim,
+        "model_dim": geometry.model_dim,
+        "biases": [role for role in ROLES if model.has_bias(role)],
+        "qk_norm": model.qk_norm.kind if model.qk_norm else None,
+        "rotary_dims": geometry.rotary_dims,
+        "rotary_layers": sum(layer.rotates for layer in layers),
+        "rope": model.rope_table(layers[0].type)["rope_type"] if geometry.rotary_dims else "none",
+        "windows": sorted({layer.window for layer in layers if layer.window is not None}),
+        "max_context": geometry.positions,
+        **_weights(checkpoint),
     }
 
 
-def _latent_limits(model: Model) -> LatentLimits:
-    geometry, problems = model.geometry, [] if needs_own_code(model) else model_problems(model)
-    if problems:
-        return LatentLimits(tuple(problems))
-    return LatentLimits((), cache_elements(geometry), geometry.rotary_dims * geometry.kv_heads)
-
-
-def _dtype(checkpoint: Checkpoint) -> str:
-    """The dtype that most of the weights are stored in; the cache is counted in it."""
+def _weights(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Dtype, parameters, bytes and files. The dtype is that of most of the weights; the cache is counted in it."""
+    infos = checkpoint.tensors.values()
     sizes: dict[str, int] = {}
-    for info in checkpoint.tensors.values():
-        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
-    return max((dtype for dtype in sizes if dtype in FLOAT_DTYPES), key=lambda dtype: sizes[dtype], default="F32")
+    for info in infos:
+        if info.dtype in FLOAT_DTYPES:
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+    return {
+        "dtype": max(sizes, key=lambda dtype: sizes[dtype], default="F32"),
+        "parameters": sum(math.prod(info.shape) for info in infos),
+        "weight_bytes": sum(info.nbytes for info in infos),
+        "files": len({info.file for info in infos}),
+    }
+
+
+def norm_ranges(folder: Path) -> dict[str, Range] | None:
+    """``head_norms`` in ``kvfold.json``, over the layers; None without a record or where it has no such numbers."""
+
+    def complete(layer: Any) -> bool:
+        # Inspecting a checkpoint must not fail because of a damaged record.
+        return isinstance(layer, dict) and all(
+            isinstance(value := layer.get(name), float) and math.isfinite(value) for name in _NORM_FACTS
+        )
+
+    recorded = json_beside(folder, RECORD).get("head_norms")
+    layers = [layer for layer in recorded if complete(layer)] if isinstance(recorded, list) else []
+    if not layers:
+        return None
+    columns = {name: [layer[name] for layer in layers] for name in _NORM_FACTS}
+    return {name: (min(values), sum(values) / len(values), max(values)) for name, values in columns.items()}

@@ -9,7 +9,6 @@ from helpers.checkpoints import add_demo_tokenizer, stock_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
-from kvfold.convert.measure.inspect_text import summary
 
 WIDTH = 32
 TOKENS = torch.randint(0, 2048, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -96,7 +95,7 @@ def test_the_record_says_what_the_norms_cost(normed, tmp_path, layout):
     facts = inspect_checkpoint(out)
     assert facts.head_norms is not None
     assert facts.head_norms["key_spread"] == pytest.approx((min(spread), sum(spread) / 2, max(spread)))
-    assert f"{100 * min(spread):.1f} to {100 * max(spread):.1f} %" in summary(facts)
+    assert f"{100 * min(spread):.1f} to {100 * max(spread):.1f} %" in facts.summary()
     (out / "kvfold.json").write_text('{"head_norms": [{"key_spread": "high"}, 3]}')
     assert inspect_checkpoint(out).head_norms is None
     huge = dict.fromkeys(("query_spread", "key_spread", "query_missed", "key_missed"), 10**400)

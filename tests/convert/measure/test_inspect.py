@@ -9,7 +9,6 @@ from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoin
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import supported
-from kvfold.convert.measure.inspect_text import summary
 
 FAMILIES = Path(__file__).resolve().parents[3] / "docs" / "families.md"
 
@@ -46,7 +45,7 @@ def test_every_family_is_inspected(tiny_family, name):
     facts = inspect_checkpoint(str(tiny_family(name)))
     assert facts.family == name
     assert facts.targets
-    text = summary(facts)
+    text = facts.summary()
     assert f"{facts.kv_heads} key/value heads" in text
     assert ("biases on" in text) == bool(facts.biases)
 
@@ -54,7 +53,7 @@ def test_every_family_is_inspected(tiny_family, name):
 def test_properties_of_a_family_are_listed(tiny_family):
     assert inspect_checkpoint(str(tiny_family("qwen2"))).biases == ["q", "k", "v"]
     assert inspect_checkpoint(str(tiny_family("qwen3"))).qk_norm == "rms"
-    text = summary(inspect_checkpoint(str(tiny_family("qwen3", use_sliding_window=False))))
+    text = inspect_checkpoint(str(tiny_family("qwen3", use_sliding_window=False))).summary()
     assert "rms norm on queries and keys" in text
     assert "which headers do not show: a conversion measures it on text (`head_norms` in kvfold.json)" in text
 
@@ -75,7 +74,7 @@ def test_latent_models_are_distinguished(tmp_path):
     assert (facts.attention, facts.kv_rank, facts.rotary_dims) == ("MLA", 48, 16)
     assert facts.cache.numbers_per_token_and_layer == 64
     assert facts.targets == []
-    assert "8 heads over a latent of 48 and a rotary key of 16" in summary(facts)
+    assert "8 heads over a latent of 48 and a rotary key of 16" in facts.summary()
 
 
 def test_a_latent_model_with_half_a_config_is_refused(tmp_path):

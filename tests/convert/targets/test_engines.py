@@ -11,7 +11,6 @@ from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoin
 from kvfold.convert.conversion.record import rank_sizes, ranks_text
 from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import model_of
-from kvfold.convert.measure.inspect_text import summary
 from kvfold.convert.targets import engines as en
 from kvfold.convert.targets import results as res
 from kvfold.convert.targets.answers import WAYS
@@ -212,11 +211,11 @@ def test_a_conversion_says_who_serves_it(tmp_path):
     assert "| mlx-lm 0.32.2 (run) | no |  | Model type youtu not supported; instead: `--to mla --kv-rank 24" in card
     facts = inspect_checkpoint(str(tmp_path / "out"))
     assert [verdict.engine for verdict in facts.engines if verdict.serves] == ["transformers"]
-    assert "mlx-lm        no, Model type youtu not supported" in summary(facts)
+    assert "mlx-lm        no, Model type youtu not supported" in facts.summary()
 
 
 def test_inspection_proposes_the_splits_that_engines_serve():
-    text = summary(inspect_checkpoint(str(demo_folder())))
+    text = inspect_checkpoint(str(demo_folder())).summary()
     proposed = [
         line for line in text.splitlines() if line.startswith("  --to mla --kv-rank 256 --rope-dim 64 --layout")
     ]

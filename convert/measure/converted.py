@@ -1,9 +1,10 @@
-"""A checkpoint of layout ``kvfold`` as a model: its source's, and the attention that its config describes."""
+"""Checkpoints whose attention is latent or of layout ``kvfold``: is their config sound, and what does it describe?"""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, short
 from kvfold.convert.families.family import load_family, supported
@@ -15,10 +16,59 @@ from kvfold.convert.targets.own_code import BLOCK, Shape, grouped_shapes, source
 from kvfold.convert.targets.own_latent import LATENT, NORMED, latent_shapes
 from kvfold.convert.targets.results import Result, folded_result, latent_result_of
 
+_KEYS = {
+    "num_hidden_layers": "size",
+    "num_attention_heads": "size",
+    "kv_lora_rank": "size",
+    "qk_rope_head_dim": "count",
+    "qk_nope_head_dim": "count",
+    "v_head_dim": "size",
+    "hidden_size": "size",
+}
+_OPTIONAL = {
+    "q_lora_rank": "size",
+    "max_position_embeddings": "size",
+    "vocab_size": "size",
+    "architectures": "texts",
+    "attention_bias": "flag",
+}
+_LATENT = "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight"
+
+
+def latent_faults(config: Mapping[str, Any], stored: Mapping[str, TensorInfo]) -> list[str]:
+    """Problems of a latent (MLA) model's config, one line each: its values, or the shapes that they give the cache."""
+    return list(_value_faults(config)) or list(_shape_faults(config, stored))
+
+
+def _value_faults(config: Mapping[str, Any]) -> Iterator[str]:
+    for key, kind in {**_KEYS, **_OPTIONAL}.items():
+        expected, fits = TYPES[kind]
+        value = config.get(key)
+        if not fits(value) and not (value is None and key in _OPTIONAL):
+            yield f"config.json: {key} must be {expected}, found {short(value)}"
+    for key in ("rope_parameters", "rope_scaling"):
+        table = config.get(key)
+        if table is not None and not (isinstance(table, dict) and isinstance(table.get("rope_type", ""), str)):
+            yield f"config.json: {key} must be an object whose rope_type is a string, found {short(table)}"
+
+
+def _shape_faults(config: Mapping[str, Any], stored: Mapping[str, TensorInfo]) -> Iterator[str]:
+    layers = config["num_hidden_layers"]
+    shape = config["kv_lora_rank"] + config["qk_rope_head_dim"], config["hidden_size"]
+    if layers > len(stored):
+        yield f"config.json: num_hidden_layers is {layers}, but the files hold {len(stored)} tensors in all"
+        return
+    for layer in range(layers):
+        info = stored.get(name := _LATENT.replace("{layer}", str(layer)))
+        if info is None:
+            yield f"missing: {name} {list(shape)}"
+        elif info.shape != shape:
+            yield f"wrong shape: {name} is {list(info.shape)}, expected {list(shape)}"
+
 
 @dataclass(frozen=True)
-class OwnModel:
-    """``source`` is the source's model by its config, as far as that does not say what its attention became.
+class ConvertedModel:
+    """A checkpoint of layout ``kvfold``: the ``source`` that its config describes, and what its attention became.
 
     That is either ``kv_heads`` grouped heads, or a latent of ``split`` channels and rotary dims.
     """
@@ -29,7 +79,7 @@ class OwnModel:
 
     @property
     def result(self) -> Result:
-        """What engines look at."""
+        """The result as engines see it."""
         if self.split is None:
             return folded_result(self.source, self.kv_heads)
         return latent_result_of(self.source, LatentTarget(*self.split, layout="kvfold"))
@@ -48,8 +98,8 @@ class OwnModel:
         return shapes
 
 
-def own_model(checkpoint: Checkpoint) -> OwnModel:
-    """Raises InputError for a config that kvfold did not write, or tensors that are not those of the config."""
+def converted_model(checkpoint: Checkpoint) -> ConvertedModel:
+    """The model that config.json describes. Raises InputError if kvfold did not write it, or its tensors differ."""
     config = checkpoint.config
     kind, block = source_type(config), config.get(BLOCK)
     if kind not in supported() or load_family(str(kind)).own_code is None or not isinstance(block, Mapping):
@@ -66,15 +116,15 @@ def own_model(checkpoint: Checkpoint) -> OwnModel:
     return made
 
 
-def _described(block: Mapping[str, Any], source: Model) -> OwnModel:
+def _described(block: Mapping[str, Any], source: Model) -> ConvertedModel:
     """The attention that a block ``kvfold`` describes."""
     if block.get("variant") in (LATENT, NORMED):
         split = _number(block, "kv_rank", "size"), _number(block, "rope_dim", "count")
-        return OwnModel(source, split=split)
+        return ConvertedModel(source, split=split)
     stated, heads = _number(block, "kv_heads", "size"), source.geometry.heads
     if heads % stated:
         raise InputError(f"config.json: kv_heads of {BLOCK} must divide the {heads} query heads, found {stated}")
-    return OwnModel(source, kv_heads=stated)
+    return ConvertedModel(source, kv_heads=stated)
 
 
 def _number(block: Mapping[str, Any], key: str, kind: str) -> int:
