@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -10,24 +10,24 @@ import click
 from click.core import ParameterSource
 
 from kvfold.convert import processes
-from kvfold.convert import request as rq
 from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import (
     STDOUT,
-    Choice,
     PanelCommand,
     PanelOption,
     check_writable,
+    request_options,
     run_command,
-    steps_or_auto,
     write_text,
 )
 from kvfold.convert.measure.bench_command import bench
 from kvfold.convert.measure.eval_command import evaluate
-from kvfold.convert.measure.options import compute_dtype_option, device_option, json_file_option, tell
+from kvfold.convert.measure.options import json_file_option, tell
 from kvfold.convert.measure.page import check_report, conversion_page, drift_page, write_report
 from kvfold.convert.measure.sweep_command import sweep
+from kvfold.convert.options import specs
 from kvfold.convert.progress import stage
+from kvfold.convert.request import ConvertRequest, DriftRequest
 from kvfold.convert.uptrain.command import uptrain
 
 _RESUMABLE = ("convert", "uptrain")
@@ -88,87 +88,46 @@ _report = click.option(
     "--report", metavar="DIR", help="Also write DIR/report.html: the numbers drawn, in one file that loads nothing."
 )
 
-_target = partial(click.option, cls=PanelOption, panel="Target")
-_calibration = partial(click.option, cls=PanelOption, panel="Calibration", show_default=True)
-_refinement = partial(click.option, cls=PanelOption, panel="Refinement", show_default=True)
-_steps = partial(_refinement, type=steps_or_auto, metavar="STEPS|auto")
 _running = partial(click.option, cls=PanelOption, panel="Running")
 
 
-@kvfold.command(cls=PanelCommand, short_help="Convert MODEL to a smaller KV cache, into the folder OUT.")
-@click.argument("model")
-@click.argument("out")
-@_target("--to", type=Choice(rq.TARGETS), help="Attention kind to convert to; required without --recipe.")
-@_target("--kv-heads", type=int, metavar="N", help="Key/value heads to keep (gqa).")
-@_target("--kv-rank", type=int, metavar="R", help="Rank of the latent: R cache elements per token per layer (mla).")
-@_target("--rope-dim", type=int, metavar="P", help="Rotary key dims: P cache elements per token per layer (mla).")
-@_target("--budget", type=int, metavar="N", help="Choose R + P = N by measured drift (mla).")
-@_target("--q-rank", type=int, metavar="N", help="Also factor the queries through a latent of rank N (mla).")
-@_target("--method", metavar="NAME", help="principal (calibrated; default), mean, first, random; mla: principal, svd.")
-@_target("--group", type=Choice(rq.GROUPINGS), help="Heads that share: similar ones, or neighbors.")
-@_target("--layout", metavar="|".join(rq.LAYOUTS), help=f"Layout of an MLA checkpoint (default {rq.DEFAULT_LAYOUT}).")
-@_target("--rotate-latent", is_flag=True, help="Mix the latent's channels, for an FP8 or INT8 KV cache (mla).")
-@_target("--recipe", metavar="NAME|FILE.toml", help="Defaults from a recipe; options on the command line override it.")
-@_target("--allow-growth", is_flag=True, help="Allow targets whose cache is not smaller than the source's.")
-@_calibration(
-    "--calibration",
-    multiple=True,
-    metavar="FILE|DATASET|self",
-    help="Text like that of the model's use: plain text, .jsonl rows, a datasets name; self: MODEL writes it. "
-    "Repeated: equal shares of each.",
-)
-@_calibration("--samples", type=int, default=rq.ConvertRequest.samples, help="Calibration sequences.")
-@_calibration("--seq-len", type=int, default=rq.ConvertRequest.seq_len, help="Tokens per sequence.")
-@_calibration(
-    "--seed", type=int, default=rq.ConvertRequest.seed, help="Seed of the sequences drawn (and of --method random)."
-)
-@_steps("--refine", default=rq.ConvertRequest.refine, help="Reconstruction steps per layer, without labels.")
-@_steps(
-    "--polish",
-    default=rq.ConvertRequest.polish,
-    help="Then steps of all layers together, against MODEL's predictions; needs memory for a whole model.",
-)
-@_running(
-    "--device",
-    type=Choice(rq.DEVICES),
-    default=rq.ConvertRequest.device,
-    show_default=True,
-    help="auto: the GPU where there is one.",
-)
-@_running(
-    "--dtype",
-    type=Choice(rq.DTYPES),
-    default=rq.ConvertRequest.dtype,
-    show_default=True,
-    help="Stored dtype; auto keeps the source's (bfloat16 where that is quantized).",
-)
-@_running("--keep-quantized", is_flag=True, help="Leave FP8 or MXFP4 weights outside the attention as they are.")
-@_running(
-    "--max-shard-size",
-    default=rq.ConvertRequest.max_shard_size,
-    show_default=True,
-    metavar="SIZE",
-    help="Largest weight file.",
-)
-@_running(
-    "--spill", metavar="DIR", help="Keep hidden states of the text in a file in DIR, not in memory; it needs no name."
-)
-@_running("--dry-run", is_flag=True, help="Print the plan, memory and disk space; write nothing.")
-@_running("--resume", is_flag=True, help="Resume an interrupted calibrated run at its last finished layer.")
-@_running("--overwrite", is_flag=True, help="Replace OUT; the old one stays intact until the new one is on disk.")
-@_running("--quiet", is_flag=True, help="No progress, no summary.")
-@_running("--json", "json_file", metavar="FILE|-", help="Also write the result to FILE; -: to stdout alone.")
-@_running("--report", metavar="DIR", help="Also write DIR/report.html: the numbers drawn, in one file.")
-@_running("--trust-remote-code", is_flag=True, help="Allow code in the checkpoint to run.")
-def convert(recipe: str | None, json_file: str | None, report: str | None, **options: Any) -> None:
-    """Convert MODEL and write the result to the folder OUT."""
+def _convert_request(values: dict[str, Any]) -> ConvertRequest:
+    """The request of a command line: its options, or those of a recipe and the ones given beside it."""
     from kvfold.convert.recipes import recipe_request
 
     ctx = click.get_current_context()
+    recipe = values.pop("recipe")
+    options = {name: values[name] for name in specs(ConvertRequest)}
     if recipe is None and options["to"] is None:
         raise click.UsageError("missing option '--to': gqa, mqa or mla; or name a --recipe", ctx)
-    explicit = {name: value for name, value in options.items() if ctx.get_parameter_source(name) in _GIVEN}
-    request = rq.ConvertRequest(**options) if recipe is None else recipe_request(recipe, **explicit)
+    if recipe is None:
+        return ConvertRequest(**options)
+    given = {name: value for name, value in options.items() if ctx.get_parameter_source(name) in _GIVEN}
+    return recipe_request(recipe, **given)
+
+
+_recipe = click.option(
+    "--recipe",
+    cls=PanelOption,
+    panel="Target",
+    metavar="NAME|FILE.toml",
+    help="Defaults from a recipe; options on the command line override it.",
+)
+_result_files = (
+    _running("--json", "json_file", metavar="FILE|-", help="Also write the result to FILE; -: to stdout alone."),
+    _running("--report", metavar="DIR", help="Also write DIR/report.html: the numbers drawn, in one file."),
+)
+
+
+@kvfold.command(cls=PanelCommand, short_help="Convert MODEL to a smaller KV cache, into the folder OUT.")
+@request_options(
+    ConvertRequest,
+    before={"allow_growth": [_recipe], "trust_remote_code": _result_files},
+    build=_convert_request,
+    optional=["to"],
+)
+def convert(request: ConvertRequest, json_file: str | None, report: str | None) -> None:
+    """Convert MODEL and write the result to the folder OUT."""
     if report is not None:
         check_report(report)
     if json_file is not None:
@@ -190,34 +149,22 @@ kvfold.add_command(sweep)
 
 
 @kvfold.command(short_help="How far OUT is from MODEL, layer by layer and at the end.")
-@click.argument("model")
-@click.argument("out")
-@click.option(
-    "--text", metavar="FILE", help="Text to measure on (.txt, .jsonl); default: held-out text that ships with kvfold."
-)
-@click.option("--samples", type=click.IntRange(1), default=16, show_default=True, help="Sequences.")
-@click.option("--seq-len", type=click.IntRange(2), default=512, show_default=True, help="Tokens per sequence.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Draws the sequences from the text.")
-@device_option
-@compute_dtype_option
-@json_file_option
-@_report
-@click.option("--trust-remote-code", is_flag=True, help="Allow the tokenizer code in MODEL to run.")
-def drift(model: str, out: str, json_file: str | None, report: str | None, **options: Any) -> None:
+@request_options(DriftRequest, before={"trust_remote_code": [json_file_option, _report]})
+def drift(request: DriftRequest, json_file: str | None, report: str | None) -> None:
     """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and at the end."""
     from kvfold.convert.text.sources import check_sources
 
     if json_file is not None:
         check_writable(json_file)
-    check_sources(filter(None, [options["text"]]), "--text")
+    check_sources(filter(None, [request.text]), "--text")
     if report is not None:
         check_report(report)
-    click.echo(f"reading {model} and {out}", err=True)
-    check_opens(model, out)
+    click.echo(f"reading {request.model} and {request.out}", err=True)
+    check_opens(request.model, request.out)
     from kvfold.convert.measure.drift import drift_checkpoints
     from kvfold.convert.measure.table import drift_table
 
-    measured = drift_checkpoints(model, out, **options, quiet=False)
+    measured = drift_checkpoints(replace(request, quiet=False))
     if json_file is not None:
         write_text(json_file, measured.to_json())
     text = drift_table(measured)

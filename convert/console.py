@@ -1,15 +1,17 @@
-"""The terminal: panels of options, exit status of a command, and files that options name.
+"""The terminal: options from requests, exit status of a command, and files that options name.
 
 Exit status: 0 done, 2 the request or the input is wrong, 1 anything else; never a traceback.
 """
 
 import errno
+import functools
 import gc
 import os
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import MISSING
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,18 +21,21 @@ import click
 from kvfold.convert.errors import (
     InputError,
     KvfoldError,
+    as_option,
     did_you_mean,
     one_line,
+    opt,
     system_failure,
-    worded_for_commands,
+    worded,
 )
+from kvfold.convert.options import Request, Spec, specs
 from kvfold.convert.signals import interruptible
 
 STDOUT = "-"  # in place of the name of a file to write
 _PLOT_KINDS = (".png", ".svg", ".pdf")
 
 
-# Options by panels
+# The options of a request
 
 
 class PanelOption(click.Option):
@@ -41,10 +46,17 @@ class PanelOption(click.Option):
         self.panel = panel
 
 
-def steps_or_auto(value: int | str) -> int | str:
-    """The type of an option that takes a number of steps or ``auto``; the request refuses anything else."""
-    text = str(value)
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else value
+class PanelCommand(click.Command):
+    """A command whose ``--help`` lists options by their panels; ``--help`` itself is under Running."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for each in self.get_params(ctx):
+            if isinstance(each, click.Option) and (row := each.get_help_record(ctx)) is not None:
+                panels.setdefault(getattr(each, "panel", "Running"), []).append(row)
+        for title, rows in panels.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 class Choice(click.Choice[str]):
@@ -55,17 +67,75 @@ class Choice(click.Choice[str]):
         return message.removesuffix(".") + did_you_mean(value, list(self.choices))
 
 
-class PanelCommand(click.Command):
-    """A command whose ``--help`` lists options by their panels; ``--help`` itself is under Running."""
+Decorator = Callable[[Any], Any]
 
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for option in self.get_params(ctx):
-            if isinstance(option, click.Option) and (row := option.get_help_record(ctx)) is not None:
-                panels.setdefault(getattr(option, "panel", "Running"), []).append(row)
-        for title, rows in panels.items():
-            with formatter.section(title):
-                formatter.write_dl(rows)
+
+def request_options(
+    request: type[Request],
+    *,
+    before: Mapping[str, Sequence[Decorator]] | None = None,
+    build: Callable[[dict[str, Any]], Request] | None = None,
+    optional: Sequence[str] = (),
+) -> Decorator:
+    """Gives a click command the arguments and options of ``request``, and its function the request made of them.
+
+    ``before`` has further options that ``--help`` lists before one of the request's. ``build`` makes the request of all
+    values of the command line, from which it may take some; by default ``request(**values)``. ``optional`` names
+    options without a default that ``build`` may supply.
+    """
+    names = list(specs(request))
+
+    def decorate(function: Callable[..., None]) -> Any:
+        @functools.wraps(function)
+        def command(**values: Any) -> None:
+            made = request(**{name: values[name] for name in names}) if build is None else build(values)
+            function(made, **{name: value for name, value in values.items() if name not in names})
+
+        decorated: Any = command
+        for name in reversed(names):
+            spec = specs(request)[name]
+            decorated = parameter(spec, required=spec.required and name not in optional)(decorated)
+            for extra in reversed((before or {}).get(name, ())):
+                decorated = extra(decorated)
+        return decorated
+
+    return decorate
+
+
+def parameter(spec: Spec, required: bool) -> Decorator:
+    """The click argument or option of one field."""
+    details = spec.details
+    if details.argument:
+        return click.argument(spec.name, metavar=details.metavar, required=required)
+    names = [f"--{spec.name.replace('_', '-')}", *details.spellings, *([spec.name] if details.spellings else [])]
+    settings: dict[str, Any] = {"help": details.help, "metavar": details.metavar}
+    if details.panel is not None:
+        settings |= {"cls": PanelOption, "panel": details.panel}
+    if bool in spec.kinds:
+        return click.option(*names, is_flag=True, default=spec.default, **settings)
+    settings |= {"required": required, "multiple": spec.many, "type": _click_type(spec)}
+    if spec.default not in (MISSING, None):
+        settings |= {"default": spec.default, "show_default": True}
+    return click.option(*names, **settings)
+
+
+def _click_type(spec: Spec) -> Any:
+    if spec.words and spec.kinds:
+        return steps_or_auto
+    if spec.words and spec.details.metavar is None:
+        return Choice(spec.words)
+    if str in spec.kinds or not spec.kinds:
+        return str
+    # A command without panels shows the range of its numbers in --help.
+    if int in spec.kinds and spec.details.panel is None and spec.details.least is not None:
+        return click.IntRange(int(spec.details.least))
+    return spec.kinds[0]
+
+
+def steps_or_auto(value: int | str) -> int | str:
+    """The type of an option that takes a number of steps or a word; the request refuses other words."""
+    text = str(value)
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else value
 
 
 # How a command ends
@@ -103,7 +173,7 @@ def _outcome(
 ) -> tuple[str | None, int]:
     """Run a command. Returns its error message, None if there is nothing to say, and its exit status."""
     try:
-        with worded_for_commands():
+        with worded(as_option):
             command.main(args=words, prog_name=name, standalone_mode=False)
     except KvfoldError as error:
         return str(error), error.exit_status
@@ -145,7 +215,7 @@ def duration(seconds: float) -> str:
 # Files of measurements and plots: refused before a long run rather than after it
 
 
-def check_writable(path: str, option: str = "--json") -> None:
+def check_writable(path: str, option: str = "json") -> None:
     """Raise InputError when ``path`` (`STDOUT` never) cannot be written; ``option`` is the one that named it."""
     file = Path(path)
     if path == STDOUT:
@@ -168,11 +238,11 @@ def check_plot(path: str) -> None:
     """Raise InputError if ``--plot path`` cannot be drawn: no matplotlib, an unknown kind of file, not writable."""
     check_matplotlib(f"--plot {path}")
     if Path(path).suffix not in _PLOT_KINDS:
-        raise InputError(f"--plot {path}: expected a file that ends in {', '.join(_PLOT_KINDS)}")
-    check_writable(path, "--plot")
+        raise InputError(f"{opt('plot', path)} must end in {', '.join(_PLOT_KINDS)}")
+    check_writable(path, "plot")
 
 
-def write_text(path: str, text: str, option: str = "--json") -> None:
+def write_text(path: str, text: str, option: str = "json") -> None:
     """Write ``text``, to the terminal where ``path`` is `STDOUT`. Raises InputError when that fails."""
     if path == STDOUT:
         click.echo(text, nl=False)
@@ -184,7 +254,7 @@ def write_text(path: str, text: str, option: str = "--json") -> None:
 
 
 def _unwritable(path: str, option: str, reason: str | None) -> InputError:
-    return InputError(f"{option} {path}: cannot be written ({reason}): name a file in a folder that exists")
+    return InputError(f"{opt(option, path)}: cannot be written ({reason}); name a file in a folder that exists")
 
 
 def append_line(path: Path, line: str) -> None:

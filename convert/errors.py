@@ -4,53 +4,93 @@ import errno
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 _SHOWN = 20
-# Options with the word behind them, but not those of a whole command that a message quotes.
-_OPTION = re.compile(
-    r"\bkvfold [a-z]+ [^;`\n]*|(?<![\w-])--(?P<name>[a-z]+(?:-[a-z]+)*)"
-    r"(?: (?P<value>[\w./'\"][^\s:,;)`]*))?"
-)
-_NUMBER = re.compile(r"\d+(\.\d+)?")
-_VALUES = re.compile(
-    r"[A-Z]{2,}|gqa|mqa|mla|principal|mean|svd|free|engine|kvfold|auto|self|similar|contiguous|cpu|cuda|b?float\d\d"
-)
-_FLAGS = (
-    *("allow-growth", "gradient-checkpointing", "keep-quantized", "overwrite", "resume", "rotate-latent"),
-    "trust-remote-code",
-)
-_wording = {"command": False}
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict, _REPR.maxstring, _REPR.maxlong, _REPR.maxother = 3, 16, 8, 200, 60, 200
 # What values are often called elsewhere.
-_USUAL = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "gpu": "cuda"}
+_USUAL = {
+    "deepseek": "free",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "gpu": "cuda",
+}
+
+
+class _Alone:
+    """No value: the option is named alone."""
+
+
+ALONE = _Alone()
+Wording = Callable[[str, Any], str]
+
+
+def as_option(field: str, value: Any = ALONE) -> str:
+    """``--kv-heads 5``, and ``--resume`` for a flag that is set."""
+    name = f"--{field.replace('_', '-')}"
+    return name if value is ALONE or value is True else f"{name} {value}"
+
+
+def as_keyword(field: str, value: Any = ALONE) -> str:
+    """``kv_heads=5``."""
+    return field if value is ALONE else f"{field}={value!r}"
+
+
+_wording: list[Wording] = [as_keyword]
+
+
+def opt(field: str, value: Any = ALONE) -> str:
+    """An option in a message: as the command line has it where a command runs, as a keyword elsewhere."""
+    return _wording[-1](field, value)
+
+
+@contextmanager
+def worded(wording: Wording) -> Iterator[None]:
+    """In the block, in any thread, ``opt`` names options by ``wording``."""
+    _wording.append(wording)
+    try:
+        yield
+    finally:
+        _wording.pop()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A sentence on what is wrong with a request, and the option and the value that it is about."""
+
+    text: str
+    field: str | None = None
+    value: Any = None
 
 
 class KvfoldError(Exception):
-    """An error that kvfold explains: what was wrong, where, what was expected, what was found and what to do.
+    """An error that kvfold explains: what was wrong, where, which rule it breaks and what to do.
 
-    ``message`` is that sentence, with the options of the command line. ``str()`` has it so where a command runs, and
-    elsewhere with the keywords of the functions: ``to='gqa' needs kv_heads``. ``details`` are further problems of the
-    same kind, one short line each; the first 20 are shown, then a count.
+    ``message`` is that sentence; ``opt`` words the options in it. ``details`` are further problems of the same kind,
+    one short line each; ``str()`` shows the first 20, then a count. ``problems``: the options and values of a request
+    that are at fault.
     """
 
     exit_status = 1
 
-    def __init__(self, message: str, details: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, details: Sequence[str] = (), problems: Sequence[Problem] = ()) -> None:
         super().__init__(message)
         self.message = message
         self.details = tuple(details)
-        self._in_command = _wording["command"]
+        self.problems = tuple(problems)
 
     def __str__(self) -> str:
         lines = [self.message, *(f"  {detail}" for detail in self.details[:_SHOWN])]
         if len(self.details) > _SHOWN:
             lines.append(f"  ... and {len(self.details) - _SHOWN} more")
-        return "\n".join(lines if self._in_command else map(in_keywords, lines))
+        return "\n".join(lines)
 
 
 class InputError(KvfoldError):
@@ -58,34 +98,11 @@ class InputError(KvfoldError):
 
     exit_status = 2
 
-
-@contextmanager
-def worded_for_commands() -> Iterator[None]:
-    """Errors that begin in the block, in any thread, name options (``--kv-heads``); all others name keywords."""
-    before, _wording["command"] = _wording["command"], True
-    try:
-        yield
-    finally:
-        _wording["command"] = before
-
-
-def in_keywords(line: str) -> str:
-    """A line of a message with keywords of the functions in the place of options: ``--to gqa`` is ``to='gqa'``."""
-
-    def keyword(found: re.Match[str]) -> str:
-        if found["name"] is None:
-            return found[0]
-        name, value = found["name"].replace("-", "_"), found["value"]
-        if value is None:
-            return f"{name}=True" if found["name"] in _FLAGS else name
-        if _NUMBER.fullmatch(value):
-            return f"{name}={value}"
-        leads = not line[: found.start()].strip() and line[found.end() : found.end() + 2] in (": ", ", ")
-        if leads or _VALUES.fullmatch(value):
-            return f"{name}={value}" if value[0] in "'\"" or value.isupper() else f"{name}={value!r}"
-        return f"{name}=True {value}" if found["name"] in _FLAGS else f"{name} {value}"
-
-    return _OPTION.sub(keyword, line)
+    @classmethod
+    def of(cls, problems: Sequence[Problem]) -> "InputError":
+        """One error of several problems."""
+        texts = [problem.text for problem in problems]
+        return cls(texts[0], texts[1:], problems)
 
 
 def first_line(error: BaseException) -> str:

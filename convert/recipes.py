@@ -8,16 +8,16 @@ package.
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert import request as rq
-from kvfold.convert.errors import InputError, did_you_mean, one_line
+from kvfold.convert.errors import InputError, as_keyword, did_you_mean, one_line, opt, worded
+from kvfold.convert.options import Spec, run_only, specs, value_problems
+from kvfold.convert.request import ConvertRequest, methods_of
 
 _FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 _LARGEST = 1 << 20  # bytes
-_OPTIONS = tuple(field.name for field in fields(rq.ConvertRequest) if field.name not in rq.RUN_ONLY)
 _ABOUT = {"model": str, "cached_before": int, "cached_after": int, "saving": float, "uptrain": str, "measured": str}
 _TYPES = {str: "text", int: "a whole number", float: "a number with a decimal point"}
 
@@ -58,7 +58,7 @@ def recipe_table() -> str:
     )
 
 
-def recipe_request(recipe: str, **overrides: Any) -> rq.ConvertRequest:
+def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
     """The request of ``recipe`` (a name or a FILE.toml), with ``overrides`` in place of its values.
 
     ``overrides`` are fields of ``ConvertRequest``, ``model`` and ``out`` among them. An override of the target or of
@@ -71,11 +71,13 @@ def recipe_request(recipe: str, **overrides: Any) -> rq.ConvertRequest:
     read = read_recipe(recipe)
     values = {**_remaining(read.options, overrides), **overrides}
     if values.get("to") is None:
-        raise InputError(f'{read.origin}: names no target: write to = "gqa", "mqa" or "mla" into it, or give --to')
+        raise InputError(
+            f'{read.origin}: names no target; write to = "gqa", "mqa" or "mla" into it, or give {opt("to")}'
+        )
     try:
-        return rq.ConvertRequest(**values)
+        return ConvertRequest(**values)
     except InputError as error:
-        raise InputError(f"with {read.origin}: {error.message}", error.details) from None
+        raise InputError(f"with {read.origin}: {error.message}", error.details, error.problems) from None
 
 
 def read_recipe(recipe: str) -> Recipe:
@@ -87,7 +89,7 @@ def read_recipe(recipe: str) -> Recipe:
     content = _parsed(path, origin)
     about = content.pop("about", {})
     problems = list(_option_problems(content))
-    problems += _about_problems(about) if isinstance(about, dict) else [f"about: expected a table, found {about!r}"]
+    problems += _about_problems(about) if isinstance(about, dict) else [f"about must be a table, not {about!r}"]
     if problems:
         raise InputError(f"{origin}: {problems[0]}", problems[1:])
     return Recipe(origin, content, about)
@@ -101,13 +103,14 @@ def _find(recipe: str) -> tuple[Path, str]:
     if path.suffix != ".toml" and len(path.parts) < 2 and not (recipe.strip() and os.path.exists(path)):
         hint = did_you_mean(recipe, known)
         raise InputError(
-            f"--recipe {recipe!r}: no recipe of that name{hint}; those that ship: {', '.join(known)}; or a FILE.toml"
+            f"{opt('recipe', repr(recipe))}: no recipe of that name{hint}; those that ship: {', '.join(known)}; or a "
+            "FILE.toml"
         )
     if os.path.isdir(path):
-        raise InputError(f"--recipe {recipe}: expected a TOML file or the name of a recipe, found a folder")
+        raise InputError(f"{opt('recipe', recipe)} must be a TOML file or the name of a recipe, not a folder")
     if not os.path.exists(path):
-        hint = f"; without .toml it is a recipe that ships: --recipe {path.stem}" if path.stem in known else ""
-        raise InputError(f"--recipe {recipe}: there is no such file{hint or '; check the path'}")
+        hint = f"; without .toml it is a recipe that ships: {opt('recipe', path.stem)}" if path.stem in known else ""
+        raise InputError(f"{opt('recipe', recipe)}: there is no such file{hint or '; check the path'}")
     return path, recipe
 
 
@@ -136,30 +139,38 @@ def _parsed(path: Path, origin: str) -> dict[str, Any]:
         raise InputError(f"{origin}: expected TOML, found something else: {reason}") from error
 
 
+def _keys() -> dict[str, Spec]:
+    """The options that a recipe may hold: those that say what to make."""
+    left_out = run_only(ConvertRequest)
+    return {name: spec for name, spec in specs(ConvertRequest).items() if name not in left_out}
+
+
 def _option_problems(options: Mapping[str, Any]) -> Iterator[str]:
+    keys = _keys()
     for key, value in options.items():
-        if key not in _OPTIONS:
+        if key not in keys:
             yield _unknown(key, value)
-        elif description := rq.expected(key, value):
-            yield f"{key}: expected {description}, found {value!r}"
+        else:
+            with worded(as_keyword):
+                yield from (problem.text for problem in value_problems(keys, {key: keys[key].plain(value)}))
 
 
 def _unknown(key: str, value: Any) -> str:
-    if key in {field.name for field in fields(rq.ConvertRequest)}:
+    if key in specs(ConvertRequest):
         return f"{key}: belongs on the command line: a recipe says what to make, not where or how to run"
     if isinstance(value, dict):
         return f"unknown table [{key}]: options stand above all tables, and [about] is the only one"
-    return f"unknown key {key!r}{did_you_mean(key, _OPTIONS)}; expected keys: {', '.join(_OPTIONS)}"
+    return f"unknown key {key!r}{did_you_mean(key, _keys())}; expected keys: {', '.join(_keys())}"
 
 
 def _about_problems(about: Mapping[str, Any]) -> Iterator[str]:
     for key, value in about.items():
-        if key in _OPTIONS:
+        if key in _keys():
             yield f"{key} in [about]: is an option: it goes above [about], which changes nothing"
         elif key not in _ABOUT:
             yield f"unknown key {key!r} in [about]{did_you_mean(key, _ABOUT)}; expected keys: {', '.join(_ABOUT)}"
         elif type(value) is not _ABOUT[key]:
-            yield f"{key} in [about]: expected {_TYPES[_ABOUT[key]]}, found {value!r}"
+            yield f"{key} in [about] must be {_TYPES[_ABOUT[key]]}, not {value!r}"
 
 
 def _remaining(options: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +179,7 @@ def _remaining(options: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
     displaced = {other for name in overridden for other in _DISPLACES.get(name, ())} - overridden
     to = overrides.get("to")
     if to is not None and to != options.get("to"):
-        displaced |= {name for name, targets in rq.GOES_WITH.items() if to not in targets}
-        if options.get("method") not in rq.methods_of(to):
+        displaced |= {name for name, spec in _keys().items() if spec.details.targets and to not in spec.details.targets}
+        if options.get("method") not in methods_of(to):
             displaced.add("method")
     return {name: value for name, value in options.items() if name not in displaced}

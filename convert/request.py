@@ -1,12 +1,12 @@
 """The options of a conversion and the values that they take. No checkpoint is opened, torch is not imported."""
 
 import math
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from kvfold.convert.errors import InputError, did_you_mean
+from kvfold.convert.errors import opt
+from kvfold.convert.options import Request, option, run_only, specs
 from kvfold.convert.sizes import parse_size, size_expected
 
 Target = Literal["gqa", "mqa", "mla"]
@@ -27,44 +27,6 @@ DEFAULT_LAYOUT: Layout = "free"
 
 SELF = "self"  # --calibration: the source writes the text
 WEIGHTS_ONLY = frozenset({"mean", "first", "random", "svd"})
-# Options that name the source and OUT, which records name otherwise, or say how to run: no part of a recipe.
-RUN_ONLY = frozenset(
-    (
-        "model",
-        "out",
-        "device",
-        "spill",
-        "dry_run",
-        "resume",
-        "overwrite",
-        "quiet",
-        "allow_growth",
-        "trust_remote_code",
-    )
-)
-# The targets that an option belongs to; all others belong to every target.
-GOES_WITH: dict[str, tuple[str, ...]] = {"kv_heads": ("gqa",), "group": ("gqa", "mqa")} | dict.fromkeys(
-    ("kv_rank", "rope_dim", "budget", "q_rank", "layout", "rotate_latent"), ("mla",)
-)
-
-_CHOICES = {
-    "to": TARGETS,
-    "method": METHODS,
-    "group": GROUPINGS,
-    "layout": LAYOUTS,
-    "device": DEVICES,
-    "dtype": DTYPES,
-}
-_LEAST = {
-    "kv_heads": 1,
-    "kv_rank": 1,
-    "rope_dim": 0,
-    "budget": 4,
-    "q_rank": 1,
-    "samples": 1,
-    "seq_len": 2,
-    "seed": 0,
-}
 
 
 def held_out_count(samples: int) -> int:
@@ -72,64 +34,151 @@ def held_out_count(samples: int) -> int:
     return max(8, math.ceil(samples / 8))
 
 
-@dataclass(frozen=True)
-class ConvertRequest:
-    """One conversion. Field names are the options of ``kvfold convert`` with underscores.
+def _named(text: str) -> str | None:
+    """An empty name, as an unset shell variable gives, would mean the current folder, which --overwrite replaces."""
+    return None if text.strip() else "a folder or a hub id (is a shell variable unset?)"
 
-    ``method`` and ``group`` left at None take the best there is for the target (see ``resolved_method``); ``refine`` is
-    a number of steps per layer, ``polish`` one of steps of all layers together, or each ``"auto"``. ``keep_quantized``
-    leaves weights that are only copied as a quantized source has them, ``spill`` is the folder of a file for hidden
-    states. ``calibration`` may be several texts, which are mixed in equal shares. Paths may be path objects; they
-    become text. Raises InputError, with every problem at once.
+
+def _folder_named(text: str) -> str | None:
+    return None if text.strip() else "a folder to write (is a shell variable unset?)"
+
+
+def _texts_rule(names: str | tuple[Any, ...]) -> str | None:
+    each = names if isinstance(names, tuple) else (names,)
+    if not all(isinstance(name, str) and name.strip() for name in each):
+        return "the name of a text file or dataset"
+    if len(set(each)) < len(each):
+        return "different texts"
+    return f"either {SELF} or names of texts" if SELF in each and len(each) > 1 else None
+
+
+@dataclass(frozen=True, repr=False)
+class ConvertRequest(Request):
+    """One conversion. Field names are the options of ``kvfold convert`` with underscores; its ``--help`` explains them.
+
+    ``method`` and ``group`` left at None take the best there is for the target (see ``resolved_method``). Paths may be
+    path objects; they become text. Raises InputError, with every problem at once.
 
     >>> ConvertRequest(model="MODEL", out="OUT", to="gqa", kv_heads=8)
     ConvertRequest(model='MODEL', out='OUT', to='gqa', kv_heads=8)
     """
 
-    model: str
-    out: str
-    to: Target
-    kv_heads: int | None = None
-    method: MethodName | None = None
-    group: Grouping | None = None
-    kv_rank: int | None = None
-    rope_dim: int | None = None
-    budget: int | None = None
-    q_rank: int | None = None
-    layout: Layout | None = None
-    rotate_latent: bool = False
-    calibration: str | tuple[str, ...] | None = None
-    samples: int = 128
-    seq_len: int = 512
-    seed: int = 0
-    refine: int | Literal["auto"] = 0
-    polish: int | Literal["auto"] = 0
-    device: Device = "auto"
-    dtype: Dtype = "auto"
-    keep_quantized: bool = False
-    max_shard_size: int | str = "5GB"
-    spill: str | None = None
-    dry_run: bool = False
-    resume: bool = False
-    overwrite: bool = False
-    quiet: bool = False
-    allow_growth: bool = False
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("model", "out", "calibration", "spill"):
-            object.__setattr__(self, name, _as_text(getattr(self, name)))
-        problems = [*_path_problems(self), *_value_problems(self), *_combination_problems(self)]
-        if problems:
-            raise InputError(problems[0], problems[1:])
-        object.__setattr__(self, "max_shard_size", parse_size(self.max_shard_size))
-
-    def __repr__(self) -> str:
-        """What is not at its default."""
-        plain = {field.name: field.default for field in fields(self)}
-        plain["max_shard_size"] = parse_size("5GB")
-        given = {name: getattr(self, name) for name, default in plain.items() if getattr(self, name) != default}
-        return f"ConvertRequest({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+    model: str = option(argument=True, check=_named, rule="a folder or a hub id", runs=True)
+    out: str = option(argument=True, check=_folder_named, rule="a folder to write", runs=True)
+    to: Target = option(help="Attention kind to convert to; required without --recipe.", panel="Target")
+    kv_heads: int | None = option(
+        None, help="Key/value heads to keep (gqa).", panel="Target", metavar="N", least=1, targets=("gqa",)
+    )
+    kv_rank: int | None = option(
+        None,
+        help="Rank of the latent: R cache elements per token per layer (mla).",
+        panel="Target",
+        metavar="R",
+        least=1,
+        targets=("mla",),
+    )
+    rope_dim: int | None = option(
+        None,
+        help="Rotary key dims: P cache elements per token per layer (mla).",
+        panel="Target",
+        metavar="P",
+        least=0,
+        targets=("mla",),
+    )
+    budget: int | None = option(
+        None, help="Choose R + P = N by measured drift (mla).", panel="Target", metavar="N", least=4, targets=("mla",)
+    )
+    q_rank: int | None = option(
+        None,
+        help="Also factor the queries through a latent of rank N (mla).",
+        panel="Target",
+        metavar="N",
+        least=1,
+        targets=("mla",),
+    )
+    method: MethodName | None = option(
+        None,
+        help="principal (calibrated; default), mean, first, random; mla: principal, svd.",
+        panel="Target",
+        metavar="NAME",
+    )
+    group: Grouping | None = option(
+        None, help="Heads that share: similar ones, or neighbors.", panel="Target", targets=("gqa", "mqa")
+    )
+    layout: Layout | None = option(
+        None,
+        help=f"Layout of an MLA checkpoint (default {DEFAULT_LAYOUT}).",
+        panel="Target",
+        metavar="|".join(LAYOUTS),
+        targets=("mla",),
+    )
+    rotate_latent: bool = option(
+        False,
+        help="Mix the latent's channels, for an FP8 or INT8 KV cache (mla).",
+        panel="Target",
+        targets=("mla",),
+    )
+    allow_growth: bool = option(
+        False, help="Allow targets whose cache is not smaller than the source's.", panel="Target", runs=True
+    )
+    calibration: str | tuple[str, ...] | None = option(
+        None,
+        help="Text like that of the model's use: plain text, .jsonl rows, a datasets name; self: MODEL writes it. "
+        "Repeated: equal shares of each.",
+        panel="Calibration",
+        metavar="FILE|DATASET|self",
+        check=_texts_rule,
+        rule="the name of a text file or dataset",
+    )
+    samples: int = option(128, help="Calibration sequences.", panel="Calibration", least=1)
+    seq_len: int = option(512, help="Tokens per sequence.", panel="Calibration", least=2)
+    seed: int = option(
+        0, help="Seed of the sequences drawn (and of --method random).", panel="Calibration", least=0, below=2**63
+    )
+    refine: int | Literal["auto"] = option(
+        0,
+        help="Reconstruction steps per layer, without labels.",
+        panel="Refinement",
+        metavar="STEPS|auto",
+        least=0,
+        rule="a number of steps or auto",
+    )
+    polish: int | Literal["auto"] = option(
+        0,
+        help="Then steps of all layers together, against MODEL's predictions; needs memory for a whole model.",
+        panel="Refinement",
+        metavar="STEPS|auto",
+        least=0,
+        rule="a number of steps or auto",
+    )
+    device: Device = option("auto", help="auto: the GPU where there is one.", panel="Running", runs=True)
+    dtype: Dtype = option(
+        "auto", help="Stored dtype; auto keeps the source's (bfloat16 where that is quantized).", panel="Running"
+    )
+    keep_quantized: bool = option(
+        False, help="Leave FP8 or MXFP4 weights outside the attention as they are.", panel="Running"
+    )
+    max_shard_size: int | str = option(
+        "5GB", help="Largest weight file.", panel="Running", metavar="SIZE", check=size_expected
+    )
+    spill: str | None = option(
+        None,
+        help="Keep hidden states of the text in a file in DIR, not in memory; it needs no name.",
+        panel="Running",
+        metavar="DIR",
+        runs=True,
+    )
+    dry_run: bool = option(
+        False, help="Print the plan, memory and disk space; write nothing.", panel="Running", runs=True
+    )
+    resume: bool = option(
+        False, help="Resume an interrupted calibrated run at its last finished layer.", panel="Running", runs=True
+    )
+    overwrite: bool = option(
+        False, help="Replace OUT; the old one stays intact until the new one is on disk.", panel="Running", runs=True
+    )
+    quiet: bool = option(False, help="No progress, no summary.", panel="Running", runs=True)
+    trust_remote_code: bool = option(False, help="Allow code in the checkpoint to run.", panel="Running", runs=True)
 
     @property
     def resolved_method(self) -> MethodName:
@@ -154,92 +203,79 @@ class ConvertRequest:
 
     @property
     def shard_bytes(self) -> int:
-        return int(self.max_shard_size)
+        return parse_size(self.max_shard_size) or 0
 
     def result_options(self) -> dict[str, Any]:
         """The options that decide the result, without those that only say where and how to run."""
-        left_out = {*RUN_ONLY, "calibration"}
-        if not self.calibrated and self.resolved_method != "random":
-            left_out.add("seed")
+        left_out = {"calibration", *run_only(ConvertRequest)}
         if not self.calibrated:
             left_out |= {"samples", "seq_len", "refine", "polish"}
-        options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
+            if self.resolved_method != "random":
+                left_out.add("seed")
+        given = {name: value for name, value in vars(self).items() if name not in left_out}
+        given["max_shard_size"] = self.shard_bytes
         resolved = {"method": self.resolved_method} | ({"layout": self.resolved_layout} if self.to == "mla" else {})
-        return {name: value for name, value in options.items() if _given(value)} | resolved
+        return {name: value for name, value in given.items() if value is not None and value is not False} | resolved
 
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Values that do not go together, and methods that the target does not have."""
+        to, method = self.to, self.resolved_method
+        principal = opt("method", "principal")
+        if to in TARGETS and self.method in METHODS and self.method not in methods_of(to):
+            allowed = ", ".join(methods_of(to))
+            yield "method", f"{opt('method', self.method)} does not go with {opt('to', to)}; use one of {allowed}"
+        if to == "gqa" and self.kv_heads is None:
+            heads = "the number of key/value heads to keep; `kvfold inspect` lists them"
+            yield "kv_heads", f"{opt('to', to)} needs {opt('kv_heads')}, {heads}"
+        for name, spec in specs(ConvertRequest).items():
+            targets, value = spec.details.targets, getattr(self, name)
+            # Layout kvfold also holds folds, of families whose stock class cannot.
+            if (
+                targets
+                and to in TARGETS
+                and to not in targets
+                and value is not None
+                and value is not False
+                and value != "kvfold"
+            ):
+                some = " or ".join(opt("to", target) for target in targets)
+                yield name, f"{opt(name)} needs {some}, not {opt('to', to)}; leave it out"
+        if to == "mla":
+            yield from self._latent_problems()
+        elif self.group == "similar" and method in WEIGHTS_ONLY:
+            unread = f"compares heads on text, which {opt('method', method)} does not read"
+            yield "group", f"{opt('group', 'similar')} {unread}; leave it out, or use {principal}"
+        if self.keep_quantized and self.dtype not in ("auto", "bfloat16"):
+            either = f"{opt('keep_quantized', True)} needs {opt('dtype', 'bfloat16')} or auto"
+            yield "keep_quantized", f"{either}, not {self.dtype}; leave one of the two out"
+        if not self.calibrated:
+            without = f"{opt('method', method)} without {opt('refine')} or {opt('polish')}"
+            if self.calibration is not None:
+                yield "calibration", f"{opt('calibration')}: {without} reads no text; leave it out, or use {principal}"
+            if self.spill is not None:
+                yield "spill", f"{opt('spill')}: {without} has no hidden states to keep; leave it out"
 
-def expected(name: str, value: Any) -> str | None:
-    """The values that option ``name`` takes, in words, when ``value`` is none of them; None when it is one."""
-    if name == "layout" and value == "deepseek":
-        return "free, the present name of this layout"
-    if name in _CHOICES:
-        allowed = _CHOICES[name]
-        return None if value in allowed else f"one of {', '.join(allowed)}{did_you_mean(value, allowed)}"
-    if name in _LEAST:
-        if not _is_whole(value, _LEAST[name]):
-            return f"a whole number of at least {_LEAST[name]}"
-        return "a number below 2**63" if name == "seed" and value >= 2**63 else None
-    if name in ("refine", "polish"):
-        return None if value == "auto" or _is_whole(value, 0) else "a number of steps or auto"
-    if name == "max_shard_size":
-        return size_expected(value)
-    if name in ("rotate_latent", "keep_quantized"):
-        return None if isinstance(value, bool) else "true or false"
-    if name == "calibration":
-        return _calibration_expected(value if isinstance(value, (list, tuple)) else [value])
-    return None
-
-
-def check_values(**options: Any) -> None:
-    """Raises InputError for the first of ``options`` whose value is none that it takes."""
-    for name, value in options.items():
-        if (description := expected(name, value)) is not None:
-            raise InputError(f"{_option(name)}: expected {description}, found {value!r}")
-
-
-def _calibration_expected(names: Sequence[Any]) -> str | None:
-    if not all(isinstance(name, str) and name.strip() for name in names):
-        return "the name of a text file or dataset"
-    if len(set(names)) < len(names):
-        return "different texts"
-    return f"either {SELF} or names of texts" if SELF in names and len(names) > 1 else None
-
-
-def _as_text(value: Any) -> Any:
-    """Path objects as text, also in a list, which becomes a tuple; one without elements is None, with one its own."""
-    if isinstance(value, (list, tuple)):
-        texts = tuple(map(_as_text, value))
-        return texts if len(texts) > 1 else next(iter(texts), None)
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def _given(value: Any) -> bool:
-    """Whether an option has a value: neither None nor a flag that is not set."""
-    return value is not None and value is not False
-
-
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _path_problems(request: ConvertRequest) -> Iterator[str]:
-    """An empty name, as an unset shell variable gives, would mean the current folder, which --overwrite replaces."""
-    for name, description in (("model", "a folder or a hub id"), ("out", "a folder to write")):
-        if not str(getattr(request, name)).strip():
-            yield f"{name.upper()}: expected {description}, found an empty name; is a shell variable unset?"
-
-
-def _value_problems(request: ConvertRequest) -> Iterator[str]:
-    for field in fields(request):
-        value = getattr(request, field.name)
-        description = None if value is None and field.default is None else expected(field.name, value)
-        if field.name == "method" and value is not None and value not in methods_of(request.to):
-            allowed = methods_of(request.to)
-            meant = did_you_mean(value, allowed)
-            yield f"--method with --to {request.to}: expected one of {', '.join(allowed)}, found {value!r}{meant}"
-        elif description is not None:
-            found = ", ".join(map(str, value)) if isinstance(value, tuple) else repr(value)
-            yield f"{_option(field.name)}: expected {description}, found {found}"
+    def _latent_problems(self) -> Iterator[tuple[str, str]]:
+        split = (self.kv_rank is not None, self.rope_dim is not None)
+        both = f"{opt('kv_rank')} and {opt('rope_dim')}"
+        svd, principal = opt("method", "svd"), opt("method", "principal")
+        if self.budget is not None and any(split):
+            yield "budget", f"{opt('budget')} chooses {both} itself; give either it or the two"
+        if self.budget is None and not all(split):
+            elements = "(KV-cache elements per token per layer)"
+            yield "kv_rank", f"{opt('to', 'mla')} needs {both} {elements}, or {opt('budget')}"
+        if self.layout == "engine" and self.method == "svd":
+            calibrates = f"{opt('layout', 'engine')} calibrates the latent's norm on text"
+            yield "layout", f"{calibrates}, which {svd} does not read; use {principal}"
+        if self.rotate_latent and self.resolved_layout == "engine":
+            larger = "increases the error of an FP8 cache with"
+            way_out = f"leave it out, or use {opt('layout', 'free')}"
+            yield "rotate_latent", f"{opt('rotate_latent', True)} {larger} {opt('layout', 'engine')}; {way_out}"
+        if self.budget is not None and self.method == "svd":
+            yield (
+                "budget",
+                f"{opt('budget')} chooses by measured drift, and {svd} reads no text; use {principal}",
+            )
 
 
 def methods_of(to: str | None) -> tuple[str, ...]:
@@ -247,52 +283,21 @@ def methods_of(to: str | None) -> tuple[str, ...]:
     return ("principal", "svd") if to == "mla" else ("principal", "mean", "first", "random")
 
 
-def _combination_problems(request: ConvertRequest) -> Iterator[str]:
-    to, method = request.to, request.resolved_method
-    if to == "gqa" and request.kv_heads is None:
-        yield "--to gqa needs --kv-heads: the number of key/value heads to keep; `kvfold inspect` lists them"
-    for name, targets in GOES_WITH.items():
-        if to not in targets and _given(value := getattr(request, name)) and value != "kvfold":
-            some = " or ".join(targets)
-            yield f"{_option(name)} goes with --to {some}, found --to {to}: leave it out, or use --to {some}"
-    if to == "mla":
-        yield from _mla_problems(request)
-    elif request.group == "similar" and method in WEIGHTS_ONLY:
-        yield (
-            f"--group similar needs --method principal, found --method {method}, which reads no text to judge a "
-            "grouping by: leave --group out, or use --method principal"
-        )
-    if request.keep_quantized and request.dtype not in ("auto", "bfloat16"):
-        yield f"--keep-quantized goes with bfloat16, not with --dtype {request.dtype}: leave one of the two out"
-    if not request.calibrated and request.calibration is not None:
-        yield (
-            f"--calibration: --method {method} without --refine or --polish reads no text: leave it out, or use "
-            "--method principal"
-        )
-    if not request.calibrated and request.spill is not None:
-        yield (
-            f"--spill: --method {method} without --refine or --polish runs no model and has no hidden states to keep: "
-            "leave it out"
-        )
+@dataclass(frozen=True, repr=False)
+class DriftRequest(Request):
+    """A comparison by ``kvfold drift``: ``samples`` sequences of ``seq_len`` tokens through MODEL and OUT."""
 
-
-def _mla_problems(request: ConvertRequest) -> Iterator[str]:
-    split = (request.kv_rank is not None, request.rope_dim is not None)
-    if request.budget is not None and any(split):
-        yield "--budget chooses --kv-rank and --rope-dim itself: give either --budget or the other two"
-    if request.budget is None and not all(split):
-        yield "--to mla needs --kv-rank and --rope-dim (KV-cache elements per token per layer), or --budget"
-    if request.layout == "engine" and request.method == "svd":
-        yield "--layout engine calibrates the latent's norm on text: use --method principal, found svd"
-    if request.rotate_latent and request.resolved_layout == "engine":
-        yield (
-            "--rotate-latent: the live norm of layout engine asks for coordinates of its own, in which weak channels "
-            "count most: mixed with the others, they lose more in an FP8 cache than as they are; leave it out, or use "
-            "--layout free"
-        )
-    if request.budget is not None and request.method == "svd":
-        yield "--budget chooses by measured drift and needs --method principal, found --method svd"
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    model: str = option(argument=True, check=_named, rule="a folder or a hub id")
+    out: str = option(argument=True, check=_named, rule="a folder or a hub id")
+    text: str | None = option(
+        None,
+        help="Text to measure on (.txt, .jsonl); default: held-out text that ships with kvfold.",
+        metavar="FILE",
+    )
+    samples: int = option(16, help="Sequences.", least=1)
+    seq_len: int = option(512, help="Tokens per sequence.", least=2)
+    seed: int = option(0, help="Draws the sequences from the text.", least=0, below=2**63)
+    device: Device = option("auto", help="auto: the GPU where there is one.")
+    dtype: Dtype = option("auto", help="Dtype to compute in.")
+    trust_remote_code: bool = option(False, help="Allow the tokenizer code in MODEL to run.")
+    quiet: bool = True

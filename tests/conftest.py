@@ -12,6 +12,8 @@ import tiny_models
 
 pytest.register_assert_rewrite("helpers")
 
+from helpers.messages import Messages  # noqa: E402  a helper, so below the line above
+
 # The models of the tests are tiny: more threads only wait for each other. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -21,10 +23,15 @@ LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-messages", action="store_true", help="write tests/messages.txt from the tests that run")
     parser.addoption("--all", action="store_true", help="run the tests marked slow too (so does any -m)")
 
 
+MESSAGES = pytest.StashKey[Messages]()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[MESSAGES] = Messages()
     config.stash[LEFT_OUT] = dict.fromkeys(WHY_LEFT_OUT, 0)
 
 
@@ -65,12 +72,34 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(f"left out: {count} tests marked {name} ({WHY_LEFT_OUT[name]})")
 
 
+@pytest.fixture
+def told(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[object], None]:
+    """``told(message)`` asserts that the message is the one that ``tests/messages.txt`` has of this test."""
+    messages, test = request.config.stash[MESSAGES], request.node.nodeid.removeprefix("tests/")
+    said: list[str] = []
+
+    def compare(message: object) -> None:
+        said.append(str(message).replace(str(tmp_path), "TMP"))
+        recorded = messages.add(test, said[-1])
+        if not request.config.option.rewrite_messages:
+            assert recorded is not None, f"{said[-1]}\nno record; pytest --rewrite-messages makes one"
+            assert recorded.startswith("\n".join(said)), "pytest --rewrite-messages records a message that was meant"
+
+    return compare
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.option.rewrite_messages:
+        files = {item.nodeid.split("::")[0].removeprefix("tests/") for item in session.items}
+        session.config.stash[MESSAGES].rewrite(files)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def worded_for_commands() -> Iterator[None]:
     """Errors name options, as where a command runs; ``test_public_names.py`` sees that they name keywords elsewhere."""
     from kvfold.convert import errors
 
-    with errors.worded_for_commands():
+    with errors.worded(errors.as_option):
         yield
 
 

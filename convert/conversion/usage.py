@@ -4,14 +4,13 @@ They are to be run in the card's own folder, so that none has a place to fill in
 """
 
 import shlex
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 from kvfold.convert.checkpoint.json_text import portable_name
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.families.wrappers import WRAPPERS
-from kvfold.convert.request import RUN_ONLY, SELF, ConvertRequest
-from kvfold.convert.sizes import parse_size
+from kvfold.convert.options import command_words, run_only
+from kvfold.convert.request import SELF, ConvertRequest
 
 _TRAINING_TEXT = "HuggingFaceFW/fineweb-edu:sample-10BT"
 
@@ -130,27 +129,10 @@ def source_name(plan: Plan) -> str:
 
 def repeating(plan: Plan) -> str:
     """The command that makes the same checkpoint again: every option that decides it and is not at its default."""
-    request = plan.request
-    words = ["converted"]
-    for field in fields(ConvertRequest):
-        name, value = field.name, getattr(request, field.name)
-        if field.name in RUN_ONLY or value is None or value == _default(name):
-            continue
-        option, texts = f"--{name.replace('_', '-')}", request.texts if name == "calibration" else [value]
-        words += [option] if value is True else [word for text in texts for word in (option, _portable(name, text))]
-    return f"kvfold convert {source_name(plan)} {shlex.join(words)}"
-
-
-def _default(name: str) -> object:
-    default = next(field.default for field in fields(ConvertRequest) if field.name == name)
-    if name == "max_shard_size" and default is not MISSING:
-        return parse_size(str(default))
-    return default
-
-
-def _portable(name: str, value: object) -> str:
-    """The word after an option; files by their names alone."""
-    text = str(value)
-    if name == "calibration" and text != SELF and Path(text).exists():
-        return portable_name(Path(text))
-    return text
+    given = {name: value for name, value in plan.request.given().items() if name not in run_only(ConvertRequest)}
+    if plan.request.texts:  # files by their names alone
+        named = tuple(
+            portable_name(Path(text)) if text != SELF and Path(text).exists() else text for text in plan.request.texts
+        )
+        given["calibration"] = named
+    return f"kvfold convert {source_name(plan)} {shlex.join(['converted', *command_words(given)])}"

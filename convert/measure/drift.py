@@ -1,6 +1,5 @@
 """``kvfold drift``: two checkpoints side by side, one layer of each in memory."""
 
-import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,28 +12,17 @@ from kvfold.attention.drift.report import DriftReport, floor_count, measure_drif
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
+from kvfold.convert.options import takes
 from kvfold.convert.progress import stage
-from kvfold.convert.request import check_values
+from kvfold.convert.request import DriftRequest
 from kvfold.convert.stream.fits import check_fits
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
 
 
-def drift_checkpoints(
-    model: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    *,
-    text: str | os.PathLike[str] | None = None,
-    samples: int = 16,
-    seq_len: int = 512,
-    seed: int = 0,
-    device: str = "auto",
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-    quiet: bool = True,
-) -> DriftReport:
+@takes(DriftRequest)
+def drift_checkpoints(request: DriftRequest, progress: Callable[[int, int], None] | None = None) -> DriftReport:
     """Measure ``out`` against ``model`` on ``samples`` sequences of ``seq_len`` tokens of ``text``.
 
     Without ``text``: held-out text that ships with kvfold and that no conversion calibrates on. ``seed`` draws the
@@ -46,31 +34,30 @@ def drift_checkpoints(
     >>> drift_checkpoints(demo_folder(), demo_folder(), samples=1, seq_len=32).identical
     True
     """
-    model, out, text = os.fspath(model), os.fspath(out), None if text is None else os.fspath(text)
-    check_values(samples=samples, seq_len=seq_len, seed=seed)
-    source, student = open_checkpoint(model), open_checkpoint(out)
+    source, student = open_checkpoint(request.model), open_checkpoint(request.out)
     try:
-        _check_pair(source, student, model, out)
-        place, tokenizer = choose_device(device), load_tokenizer(source, trust_remote_code, "measuring drift")
-        read = drift_tokens(text, tokenizer, samples, seq_len, seed)
-        streams = _stream(source, place, dtype), _stream(student, place, dtype)
+        _check_pair(source, student, request.model, request.out)
+        place = choose_device(request.device)
+        tokenizer = load_tokenizer(source, request.trust_remote_code, "measuring drift")
+        read = drift_tokens(request.text, tokenizer, request.samples, request.seq_len, request.seed)
+        before, after = (_stream(each, place, request.dtype) for each in (source, student))
         tokens = read.calibration
-        for stream, checkpoint in zip(streams, (source, student), strict=True):
+        for stream, checkpoint in ((before, source), (after, student)):
             check_fits(stream.parameters.map, checkpoint.tensors, checkpoint.origin)
-        check_vocabulary(tokens, streams[0].vocabulary, source.origin)
+        check_vocabulary(tokens, before.vocabulary, source.origin)
         with ExitStack() as stack:
-            if not quiet:
+            if not request.quiet:
                 sequences, length = tokens.shape
                 print(f"comparing on {sequences} x {length} tokens of {read.source}", file=sys.stderr, flush=True)
-                progress = _layer_stages(streams[0].layers, progress, stack)
-            report = measure_drift(*streams, tokens, floor_sequences=floor_count(tokens), progress=progress)
+                progress = _layer_stages(before.layers, progress, stack)
+            report = measure_drift(before, after, tokens, floor_sequences=floor_count(tokens), progress=progress)
         models = {
             name: {"name": checkpoint.origin, "sha256": checkpoint.source_hash()}
             for name, checkpoint in (("source", source), ("converted", student))
         }
         about: dict[str, dict[str, Any]] = {
             **models,
-            "text": {"name": read.source, "sha256": read.digest, "seed": seed},
+            "text": {"name": read.source, "sha256": read.digest, "seed": request.seed},
         }
         return replace(report, about=about)
     finally:

@@ -109,50 +109,31 @@ def test_exit_status_and_error_of_a_process():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "line",
     [
-        (["convert"], "error: kvfold convert: missing argument 'MODEL'; see `kvfold convert --help`"),
-        (["convert", "a", "b"], "error: kvfold convert: missing option '--to'"),
-        (["convert", "a", "b", "--to", "gpa"], "error: kvfold convert: invalid value for '--to': 'gpa' is not one of"),
-        (
-            ["convert", "a", "b", "--to", "gqa", "--kv-heads", "x"],
-            "error: kvfold convert: invalid value for '--kv-heads'",
-        ),
-        (["convert", "a", "b", "--to", "gqa"], "error: --to gqa needs --kv-heads"),
-        (["convert", "a", "b", "--to", "mqa", "--refine", "-3"], "error: --refine: expected a number of steps or auto"),
-        (
-            ["convert", "a", "b", "--to", "mla", "--budget", "64", "--layout", "deepseek"],
-            "error: --layout: expected free, the present name of this layout, found 'deepseek'",
-        ),
-        (["melt"], "error: kvfold: no such command 'melt'"),
-        (
-            ["convert", "a", "b", "--to", "GQA"],
-            "error: kvfold convert: invalid value for '--to': 'GQA' is not one of 'gqa', 'mqa', 'mla' (did you mean "
-            "gqa?); see",
-        ),
-        (
-            ["convert", "a", "b", "--to", "mqa", "--dtype", "bf16"],
-            "error: kvfold convert: invalid value for '--dtype': 'bf16' is not one of 'auto', 'float32', 'bfloat16', "
-            "'float16' (did you mean bfloat16?); see",
-        ),
-        (
-            ["convert", "a", "b", "--to", "mqa", "--max-shard-size", "5"],
-            "error: --max-shard-size: expected a size with its unit (did you mean 5GB?), found '5'",
-        ),
-        (
-            ["convert", "a", "b", "--to", "mqa", "--json"],
-            "error: kvfold convert: option '--json' requires an argument: FILE|-; see `kvfold convert --help`",
-        ),
-        (["inspect", "--colour"], "error: kvfold inspect: no such option '--colour'"),
-        (["inspect", "nowhere/at/all"], "error: "),
+        "convert",
+        "convert a b",
+        "convert a b --to gpa",
+        "convert a b --to GQA",
+        "convert a b --to gqa",
+        "convert a b --to gqa --kv-heads x",
+        "convert a b --to mqa --refine -3",
+        "convert a b --to mla --budget 64 --layout deepseek",
+        "convert a b --to mqa --dtype bf16",
+        "convert a b --to mqa --max-shard-size 5",
+        "convert a b --to mqa --json",
+        "drift a b --samples 0",
+        "melt",
+        "inspect --colour",
+        "inspect nowhere/at/all",
     ],
 )
-def test_a_wrong_command_line_ends_in_one_error_line(kvfold, arguments, message):
-    done = kvfold(*arguments)
+def test_a_wrong_command_line_ends_in_one_error_line(kvfold, line, told):
+    done = kvfold(*line.split())
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith(message)
     assert len(done.stderr.splitlines()) == 1
+    told(done.stderr.strip())
 
 
 def test_inspect_prints_a_summary_and_json(kvfold, tmp_path):

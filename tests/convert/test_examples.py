@@ -16,9 +16,14 @@ QUICK = ("ConvertRequest", "UptrainRequest", "demo_folder", "inspect_checkpoint"
 SLOW = [name for name in FUNCTIONS if name not in QUICK]
 
 
+@pytest.fixture
+def as_in_python():
+    with errors.worded(errors.as_keyword):
+        yield
+
+
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_example(name, tmp_path, monkeypatch):
-    monkeypatch.setitem(errors._wording, "command", False)
+def test_example(name, tmp_path, as_in_python):
     exported = {each: getattr(kvfold.convert, each) for each in kvfold.convert.__all__}
     found = doctest.DocTestFinder(recurse=False).find(exported[name], name, globs=exported | {"folder": tmp_path})
     assert found[0].examples, f"{name} has no example"
@@ -32,8 +37,7 @@ DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "recipes" / "README.md", *so
 
 
 @pytest.mark.slow
-def test_the_page_on_python(tmp_path, monkeypatch):
-    monkeypatch.setitem(errors._wording, "command", False)
+def test_the_page_on_python(tmp_path, as_in_python):
     told: list[str] = []
     text = (REPOSITORY / "docs" / "python.md").read_text()
     found = doctest.DocTestParser().get_doctest(text, {"folder": tmp_path}, "python.md", "docs/python.md", 0)

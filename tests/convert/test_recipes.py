@@ -159,73 +159,48 @@ def test_an_override_of_none_takes_a_value_away():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ('to = "mqa"\nkv-heads = 8', "mine.toml: unknown key 'kv-heads' (did you mean kv_heads?); expected keys: to,"),
-        ('to = "mqa"\nsample = 8', "mine.toml: unknown key 'sample' (did you mean samples?)"),
-        ('to = "mqa"\nzzz = 8', "mine.toml: unknown key 'zzz'; expected keys: to, kv_heads, method,"),
-        ('to = "mqa"\nquiet = true', "mine.toml: quiet: belongs on the command line"),
-        ('to = "mqa"\nallow_growth = true', "mine.toml: allow_growth: belongs on the command line"),
-        ('to = "MLA"', "mine.toml: to: expected one of gqa, mqa, mla (did you mean mla?), found 'MLA'"),
-        ("to = 3", "mine.toml: to: expected one of gqa, mqa, mla, found 3"),
-        ('to = "mqa"\nmethod = "average"', "mine.toml: method: expected one of principal, mean, first, random, svd"),
-        ('to = "gqa"\nkv_heads = "8"', "mine.toml: kv_heads: expected a whole number of at least 1, found '8'"),
-        ('to = "gqa"\nkv_heads = true', "mine.toml: kv_heads: expected a whole number of at least 1, found True"),
-        ('to = "gqa"\nkv_heads = 0', "mine.toml: kv_heads: expected a whole number of at least 1, found 0"),
-        ('to = "gqa"\nseq_len = 8.0', "mine.toml: seq_len: expected a whole number of at least 2, found 8.0"),
-        (
-            'to = "mqa"\nrefine = "often"',
-            "mine.toml: refine: expected a number of steps or auto, found 'often'",
-        ),
-        ('to = "mqa"\nrefine = -1', "mine.toml: refine: expected a number of steps or auto, found -1"),
-        (
-            'to = "mqa"\ncalibration = ""',
-            "mine.toml: calibration: expected the name of a text file or dataset, found ''",
-        ),
-        ('to = "mqa"\nmax_shard_size = "5 apples"', "mine.toml: max_shard_size: expected a size such as"),
-        ('[convert]\nto = "mqa"', "mine.toml: unknown table [convert]: options stand above all tables"),
-        ('to = "mqa"\nabout = 3', "mine.toml: about: expected a table, found 3"),
-        ('to = "mqa"\n[about]\nsamples = 3', "mine.toml: samples in [about]: is an option: it goes above [about]"),
-        ('to = "mqa"\n[about]\nmodels = "m"', "mine.toml: unknown key 'models' in [about] (did you mean model?)"),
-        (
-            'to = "mqa"\n[about]\nsaving = "much"',
-            "mine.toml: saving in [about]: expected a number with a decimal point",
-        ),
-        ("samples = 3", 'mine.toml: names no target: write to = "gqa", "mqa" or "mla" into it, or give --to'),
-        ('to = "gqa"', "mine.toml: --to gqa needs --kv-heads"),
-        (
-            'to = "mqa"\nto = "mla"',
-            "mine.toml: expected TOML, found something else: Cannot overwrite a value (at line 2",
-        ),
-        ('to = "mqa', "mine.toml: expected TOML, found something else: Unterminated string (at line 1, the end)"),
-        ("to = mqa", "mine.toml: expected TOML, found something else: Invalid value (at line 1, column 6)"),
+        'to = "mqa"\nkv-heads = 8',
+        'to = "mqa"\nsample = 8',
+        'to = "mqa"\nzzz = 8',
+        'to = "mqa"\nquiet = true',
+        'to = "mqa"\nallow_growth = true',
+        'to = "MLA"',
+        "to = 3",
+        'to = "mqa"\nmethod = "average"',
+        'to = "gqa"\nkv_heads = "8"',
+        'to = "gqa"\nkv_heads = true',
+        'to = "gqa"\nkv_heads = 0',
+        'to = "gqa"\nseq_len = 8.0',
+        'to = "mqa"\nrefine = "often"',
+        'to = "mqa"\nrefine = -1',
+        'to = "mqa"\ncalibration = ""',
+        'to = "mqa"\nmax_shard_size = "5 apples"',
+        '[convert]\nto = "mqa"',
+        'to = "mqa"\nabout = 3',
+        'to = "mqa"\n[about]\nsamples = 3',
+        'to = "mqa"\n[about]\nmodels = "m"',
+        'to = "mqa"\n[about]\nsaving = "much"',
+        "samples = 3",
+        'to = "gqa"',
+        'to = "mqa"\nto = "mla"',
+        'to = "mqa',
+        "to = mqa",
+        'to = "mqa"\nsamples = 0\ncolour = "red"\n[about]\nsaving = 1',
     ],
 )
-def test_what_a_recipe_must_not_hold(tmp_path, text, message):
-    found = refused(write(tmp_path, text))
-    assert message in found
-    assert len(found.splitlines()) == 1
+def test_what_a_recipe_must_not_hold(tmp_path, text, told):
+    told(refused(write(tmp_path, text)))
 
 
-def test_every_problem_of_a_recipe_is_reported_at_once(tmp_path):
-    found = refused(write(tmp_path, 'to = "mqa"\nsamples = 0\ncolour = "red"\n[about]\nsaving = 1'))
-    assert "samples: expected a whole number of at least 1" in found.splitlines()[0]
-    assert "unknown key 'colour'" in found.splitlines()[1]
-    assert "saving in [about]: expected a number with a decimal point, found 1" in found.splitlines()[2]
-
-
-def test_files_that_cannot_be_recipes(tmp_path, monkeypatch):
+def test_files_that_cannot_be_recipes(tmp_path, monkeypatch, told):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "plain").mkdir()
     (tmp_path / "binary.toml").write_bytes(b'to = "\xff"')
-    assert "--recipe folder.toml: expected a TOML file or the name of a recipe, found a folder" in refused(
-        "folder.toml"
-    )
-    assert "--recipe plain: expected a TOML file" in refused("plain")
-    assert "--recipe no/such.toml: there is no such file; check the path" in refused("no/such.toml")
-    assert "without .toml it is a recipe that ships: --recipe llama-2-7b-mqa" in refused("llama-2-7b-mqa.toml")
-    assert "binary.toml: expected TOML in UTF-8, found an invalid byte at 6" in refused("binary.toml")
+    for name in ("folder.toml", "plain", "no/such.toml", "llama-2-7b-mqa.toml", "binary.toml"):
+        told(refused(name))
     assert "expected TOML, found something else" in refused(write(tmp_path, "a = " + "[" * 5000))
     assert "there is no such file" in refused("a" * 5000 + ".toml")
 
@@ -291,22 +266,12 @@ def test_options_given_at_their_default_override_too(tmp_path, capsys):
     assert (recorded["method"], recorded["seed"], recorded["dtype"]) == ("random", 0, "auto")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "error: kvfold convert: missing option '--to': gqa, mqa or mla; or name a --recipe; see `kvfold"),
-        (["--recipe", "nothing"], "error: --recipe 'nothing': no recipe of that name; those that ship: deepseek-llm"),
-        (
-            ["--recipe", "llama-2-7b-mqa", "--kv-heads", "2"],
-            "error: with recipe llama-2-7b-mqa: --kv-heads goes with --to gqa, found --to mqa",
-        ),
-    ],
-)
-def test_the_command_line_refuses_in_one_line(options, message, capsys):
-    assert run("convert", "m", "o", *options) == 2
+@pytest.mark.parametrize("options", ["", "--recipe nothing", "--recipe llama-2-7b-mqa --kv-heads 2"])
+def test_the_command_line_refuses_in_one_line(options, capsys, told):
+    assert run("convert", "m", "o", *options.split()) == 2
     shown = capsys.readouterr()
-    assert shown.err.startswith(message)
     assert (len(shown.err.splitlines()), shown.out) == (1, "")
+    told(shown.err.strip())
 
 
 def test_a_dry_run_by_recipe(shapes_of, tmp_path, capsys):

@@ -33,6 +33,7 @@ FLOORS = {
     ],
     "convert": [
         ["errors", "data", "signals", "sizes", "host", "transforms"],
+        ["options"],
         ["request", "console", "progress", "processes", "checkpoint", "families"],
         ["device", "recipes", "stream", "targets"],
         ["text", "walk"],
