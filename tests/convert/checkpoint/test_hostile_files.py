@@ -253,7 +253,7 @@ def test_steps_that_are_no_number(steps: str, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as ended:
         main(["convert", "m", "o", "--to", "mqa", "--refine", steps])
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("error: --refine: expected a number of steps or auto, found ")
+    assert capsys.readouterr().err.startswith("error: --refine must be a number of steps or auto, not ")
 
 
 def test_long_values_are_shortened() -> None:
