@@ -1,9 +1,10 @@
 """An output folder that appears complete or not at all, even when the process that makes it is killed.
 
-The work happens in ``.OUT.kvfold-<token>`` beside OUT, under a lock on ``.OUT.kvfold.lock``. Only a killed process
+The work happens in ``.OUT.kvfold-<token>`` in OUT's parent, under a lock on ``.OUT.kvfold.lock``. Only a killed process
 leaves either behind; the next run that gets the lock knows that they are stale.
 """
 
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -17,7 +18,6 @@ from pathlib import Path
 
 from kvfold.convert.checkpoint.file_bytes import sync_path
 from kvfold.convert.checkpoint.replaceable import replaceable_problem
-from kvfold.convert.checkpoint.swap import place, put_back, replace, sync_tree
 from kvfold.convert.errors import InputError
 from kvfold.convert.signals import DeferredSignals
 from kvfold.convert.sizes import bytes_text
@@ -25,20 +25,39 @@ from kvfold.convert.sizes import bytes_text
 _LOCKLESS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _TOKEN = re.compile(r"-[0-9a-f]{8}(\.old)?$")
 _ASIDE = ".old"
+# of Linux's renameat2
+_AT_FDCWD = -100
+_NOREPLACE, _EXCHANGE = 1, 2
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def check_output(
     out: str | os.PathLike[str], *, overwrite: bool = False, model: str | os.PathLike[str] | None = None
 ) -> Path:
-    """The real path of OUT, when it may be written; touches nothing. ``model`` may be a hub id, which is no folder.
+    """The real path of OUT, if it may be written; touches nothing. ``model`` may be a hub id, which is no folder.
 
-    InputError: OUT exists, is no empty folder, and ``overwrite`` is off, or it is no folder, a mount point, or a folder
-    with something in it that is no part of a checkpoint (which ``overwrite`` must not throw away); OUT and MODEL inside
-    each other; a parent (those that are missing will be made) that is no folder or not writable.
+    InputError if OUT exists without ``overwrite`` and is no empty folder; if it is no folder, a mount point, or holds
+    files that belong to no checkpoint; if OUT and MODEL are inside each other; if the nearest parent that exists is no
+    folder or not writable (missing ones are made later).
     """
-    target = _resolved(out)
+    try:
+        target = Path(out).resolve()
+        os.lstat(target)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, links in a circle, a NUL character
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError(f"{out}: expected a path to write to, found: {reason}; choose another OUT") from None
     if model is not None and os.path.isdir(model):
-        _check_apart(target, Path(model).resolve())
+        source = Path(model).resolve()
+        if target == source:
+            raise InputError(f"{target}: expected OUT apart from MODEL, found the same folder; choose another OUT")
+        if target.is_relative_to(source):
+            raise InputError(f"{target}: expected OUT outside MODEL, found it inside {source}; choose another OUT")
+        if source.is_relative_to(target):
+            raise InputError(
+                f"{target}: expected OUT apart from MODEL, found MODEL {source} inside it; choose another OUT"
+            )
     if os.path.lexists(target):
         _check_replaceable(target, overwrite)
     parent = next(path for path in target.parents if os.path.lexists(path))
@@ -49,28 +68,6 @@ def check_output(
     if not os.access(parent, os.W_OK | os.X_OK):
         raise InputError(f"{target}: expected to be allowed to write in {parent}, found it not writable")
     return target
-
-
-def _resolved(out: str | os.PathLike[str]) -> Path:
-    """The real path of OUT, which need not exist but must be possible."""
-    try:
-        target = Path(out).resolve()
-        os.lstat(target)
-    except (FileNotFoundError, NotADirectoryError):
-        return target
-    except (OSError, RuntimeError, ValueError) as error:  # too long a name, links in a circle, a NUL character
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise InputError(f"{out}: expected a path to write to, found: {reason}; choose another OUT") from None
-    return target
-
-
-def _check_apart(target: Path, model: Path) -> None:
-    if target == model:
-        raise InputError(f"{target}: expected OUT apart from MODEL, found the same folder; choose another OUT")
-    if target.is_relative_to(model):
-        raise InputError(f"{target}: expected OUT outside MODEL, found it inside {model}; choose another OUT")
-    if model.is_relative_to(target):
-        raise InputError(f"{target}: expected OUT apart from MODEL, found MODEL {model} inside it; choose another OUT")
 
 
 def _check_replaceable(target: Path, overwrite: bool) -> None:
@@ -93,7 +90,7 @@ def _is_empty_folder(path: Path) -> bool:
 
 @contextmanager
 def _parents(target: Path) -> Iterator[None]:
-    """Make the missing folders above ``target``; when the block raises, those that are empty are removed again."""
+    """Make the missing folders above ``target``; if the block raises, the empty ones are removed again."""
     missing = [path for path in target.parents if not path.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -121,9 +118,9 @@ def output_folder(
     """A temporary folder that becomes OUT when the block ends, and is removed when it raises.
 
     On success it is synced and renamed; with ``overwrite`` an existing OUT stays intact until then and is exchanged.
-    Folders that killed runs left for this OUT are removed, but the first one for which ``resume(folder)`` is true is
-    the one yielded. When the block raises, the folder stays for a later run if ``resume(folder)`` is true.
-    InputError as in ``check_output``, and when another process is writing the same OUT.
+    Folders that killed runs left for this OUT are removed, but for the newest one that ``resume(folder)`` accepts: it
+    is yielded in place of a new one. If the block raises, the folder stays for a later run if ``resume`` accepts it.
+    InputError as in ``check_output``, and if another process is writing the same OUT.
     """
     target = check_output(out, overwrite=overwrite, model=model)
     with DeferredSignals() as signals, _parents(target), output_lock(target) as locked:
@@ -136,43 +133,44 @@ def output_folder(
         try:
             signals.deliver()
             yield folder
-            sync_tree(folder)
+            for current, _, files in os.walk(folder, topdown=False):
+                for file in files:
+                    sync_path(Path(current, file))
+                sync_path(Path(current))
             signals.deferred = True
             _publish(folder, target, overwrite)
             published = True
         finally:
             signals.deferred = True
-            _complete_replacement(_backup(folder), target)
+            _complete_replacement(folder.with_name(folder.name + _ASIDE), target)
             if published or resume is None or not resume(folder):
                 shutil.rmtree(folder, ignore_errors=True)  # OUT's predecessor after an exchange
 
 
 def free_space_check(path: str | os.PathLike[str], needed_bytes: int, purpose: str = "") -> None:
-    """InputError with both figures when the disk of ``path`` (or of its first existing parent) has less room.
+    """InputError with both figures if the disk of ``path`` (or of its first existing parent) has less room.
 
     ``purpose``, such as "for tokens", is added to the message. The bytes in a resumed ``path`` count as free. Call it
     inside ``output_folder``, which removes stale folders.
     """
     target = Path(path).resolve()
     existing = next(parent for parent in (target, *target.parents) if parent.is_dir())
-    free = shutil.disk_usage(existing).free + (_allocated(target) if _TOKEN.search(target.name) else 0)
+    free = shutil.disk_usage(existing).free
+    if _TOKEN.search(target.name):
+        # blocks, not sizes: the holes of sparse shards take no room yet
+        free += sum(os.stat(Path(root, file)).st_blocks * 512 for root, _, files in os.walk(target) for file in files)
     if needed_bytes > free:
         required, available = (f"{bytes_text(count)} ({count} bytes)" for count in (needed_bytes, free))
         figures = f"expected {required} free{purpose and ' ' + purpose}, found {available}"
         raise InputError(f"{existing}: too little disk space: {figures}; free some, or choose an OUT on another disk")
 
 
-def _allocated(folder: Path) -> int:
-    """Bytes of disk that the files of a folder take; holes take none."""
-    return sum(os.stat(Path(root, file)).st_blocks * 512 for root, _, files in os.walk(folder) for file in files)
-
-
 @contextmanager
 def output_lock(target: Path) -> Iterator[bool]:
-    """Hold the lock of ``target``; False where the file system has no locks. InputError when another process has it.
+    """Hold the lock of ``target``; yields False if the file system has no locks. InputError if another process has it.
 
-    By hand because nothing may be left beside OUT: filelock keeps its file, and without locks puts a file in their
-    place that blocks every run after a killed one.
+    The package filelock would not do: it leaves its file behind, and without locks puts a file in their place that
+    blocks every run after a killed one.
     """
     path = target.parent / f"{_prefix(target)}.lock"
     with DeferredSignals() as signals:
@@ -188,9 +186,12 @@ def output_lock(target: Path) -> Iterator[bool]:
 
 
 def _locked(path: Path, target: Path) -> int | None:
-    """The open lock file, locked; None where the file system has no locks."""
+    """The open lock file, locked; None if the file system has no locks."""
     while True:
-        handle = _open_lock(path, target)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise _not_writable(target, error) from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -198,23 +199,11 @@ def _locked(path: Path, target: Path) -> int | None:
             if error.errno in _LOCKLESS:
                 return None
             raise InputError(f"{target}: expected no other run to write it, found one at work; wait for it") from None
-        if _same_file(handle, path):
-            return handle
-        os.close(handle)  # its last holder removed it between our open and our lock
-
-
-def _open_lock(path: Path, target: Path) -> int:
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        raise _not_writable(target, error) from None
-
-
-def _same_file(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), os.stat(path))
-    except FileNotFoundError:
-        return False
+        # its last holder may have removed the file between our open and our lock
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                return handle
+        os.close(handle)
 
 
 def _not_writable(target: Path, error: OSError) -> InputError:
@@ -222,7 +211,7 @@ def _not_writable(target: Path, error: OSError) -> InputError:
 
 
 def _prefix(target: Path) -> str:
-    """The prefix of the names beside OUT; a name near the limit of 255 bytes is shortened to a digest."""
+    """The prefix of temporary names; for an OUT near the limit of 255 bytes a digest stands in for its name."""
     name = os.fsencode(target.name)
     short = target.name if len(name) <= 200 else hashlib.sha256(name).hexdigest()[:32]
     return f".{short}.kvfold"
@@ -255,29 +244,52 @@ def _resumed(stale: list[Path], resume: Callable[[Path], bool] | None) -> Path |
     return chosen
 
 
-def _backup(folder: Path) -> Path:
-    """The path of the old OUT during a replacement without exchange."""
-    return folder.with_name(folder.name + _ASIDE)
-
-
 def _complete_replacement(path: Path, target: Path) -> None:
     """End a replacement that was cut short: the old OUT goes back if nothing took its place, else it is removed."""
     if path.name.endswith(_ASIDE):
-        put_back(path, target)
+        if os.path.lexists(path) and not os.path.lexists(target):
+            os.rename(path, target)
+            sync_path(target.parent)
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _publish(folder: Path, target: Path, overwrite: bool) -> None:
+    """Put the finished ``folder`` in the place of ``target``, and make it last.
+
+    ``overwrite`` is one atomic exchange where the system has it: the old OUT is then called ``folder``. Elsewhere the
+    old OUT goes aside first; a run that finds it without an OUT puts it back (``_complete_replacement``).
+    """
     if overwrite and os.path.lexists(target):
-        replace(folder, target, _backup(folder))
+        if not _renameat2(folder, target, _EXCHANGE):
+            os.rename(target, folder.with_name(folder.name + _ASIDE))
+            sync_path(target.parent)
+            os.rename(folder, target)
+        sync_path(target.parent)
         return
     try:
         if _is_empty_folder(target):
             target.rmdir()
-        place(folder, target)
+        if not _renameat2(folder, target, _NOREPLACE):
+            if os.path.lexists(target):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+            os.rename(folder, target)
+        sync_path(target.parent)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
         raise InputError(
             f"{target}: expected no such path, found one made during the run; choose another OUT"
         ) from None
+
+
+def _renameat2(source: Path, target: Path, flags: int) -> bool:
+    """Linux's renameat2; False if the C library, the kernel or the file system lacks it (or the flag)."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    if function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), str(target))

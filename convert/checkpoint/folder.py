@@ -1,12 +1,12 @@
-"""The files of a checkpoint: weights, files that are passed on, and links that may be followed."""
+"""The files of a checkpoint's folder: which are weights, which are passed on, and which links may be followed."""
 
 import fnmatch
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvfold.convert.checkpoint.headers import Header, parse_header
 from kvfold.convert.checkpoint.json_text import load_json
@@ -16,11 +16,8 @@ from kvfold.convert.sizes import bytes_text
 CONFIG, RECORD = "config.json", "kvfold.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LEGACY_SINGLE, LEGACY_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_STRAY = {
-    INDEX: re.compile(r"model-\d+-of-\d+\.safetensors"),
-    LEGACY_INDEX: re.compile(r"pytorch_model-\d+-of-\d+\.bin"),
-}
-# Files passed on with the weights: how to use them, and under which terms.
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz"}
+# Files that are passed on with the weights: how to use them, and under which terms
 EXTRA_PATTERNS = (
     "tokenizer*",
     "generation_config.json",
@@ -40,19 +37,17 @@ EXTRA_PATTERNS = (
     "COPYING*",
     "USE_POLICY*",
 )
-# Of sentence-transformers: how the modules behind the model make one embedding of what it gives for each token.
-MODULES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
-_MODULE = re.compile(r"[0-9]+_\w+")  # a module's folder
-_MODULE_FILES = ("config.json", "model.safetensors")
-MODULE_PATTERNS = (*MODULES, *(f"[0-9]*_*/{name}" for name in _MODULE_FILES))  # for the hub
-_LARGEST_CONFIG = 16 << 20  # a thousand times the usual size
 # The way out of every quantization that is not supported
 DEQUANTIZE = "convert the unquantized weights, or dequantize the model with transformers first (docs/questions.md)"
-WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz"}
+_SHARD_NAMES = {
+    INDEX: re.compile(r"model-\d+-of-\d+\.safetensors"),
+    LEGACY_INDEX: re.compile(r"pytorch_model-\d+-of-\d+\.bin"),
+}
+_LARGEST_CONFIG = 16 << 20  # a thousand times the usual size
 
 
 def raise_problems(problems: list[str]) -> None:
-    """Raise InputError for the first problem with the further ones as its details; nothing when there is none."""
+    """Raise InputError for the first problem with the others as its details; nothing if there is none."""
     if problems:
         raise InputError(problems[0], details=problems[1:])
 
@@ -60,14 +55,23 @@ def raise_problems(problems: list[str]) -> None:
 def resolve_member(folder: Path, name: str) -> Path:
     """The real path of the file ``name`` of a checkpoint. ``folder`` must be resolved.
 
-    Links are followed when they end inside the folder, or inside ``blobs/`` of the hub cache whose snapshot the folder
-    is. InputError for everything else: other links, ``..``, absolute names, and what is not a regular file.
+    Links are followed if they end inside the folder, or inside ``blobs/`` of the hub cache whose snapshot the folder
+    is. InputError for everything else: other links, ``..``, absolute names, and what is no regular file.
     """
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts:
         raise InputError(f"{folder}: expected a file inside this folder, found the path {name!r}, which leaves it")
-    path = _real_path(folder, name)
-    if not any(path.is_relative_to(root) for root in (folder, *_own_blobs(folder))):
+    try:
+        path = (folder / name).resolve()
+        os.stat(path)
+    except FileNotFoundError:
+        pass  # told below, after a link that leaves the folder
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, links in a circle, a NUL character
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError(f"{folder}: expected a file {short(name)}, found: {reason}; fetch it again") from None
+    blobs = folder.parent.parent / "blobs"
+    roots = [folder, *([blobs] if folder.parent.name == "snapshots" and blobs.is_dir() else [])]
+    if not any(path.is_relative_to(root) for root in roots):
         raise InputError(f"{folder / name}: a link that leaves the checkpoint, to {path}; put the file itself there")
     if not path.exists():
         raise InputError(f"{folder}: expected the file {name}, found none; fetch it again")
@@ -76,37 +80,17 @@ def resolve_member(folder: Path, name: str) -> Path:
     return path
 
 
-def _real_path(folder: Path, name: str) -> Path:
-    """The real path of a member. InputError for a name that no path can have, and for links in a circle."""
+def read_bytes(path: Path, limit: int = -1) -> bytes:
+    """The bytes of a file, ``limit`` at most. InputError if it cannot be read."""
     try:
-        path = (folder / name).resolve()
-        os.stat(path)
-    except FileNotFoundError:
-        return path
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise InputError(f"{folder}: expected a file {short(name)}, found: {reason}; fetch it again") from None
-    return path
-
-
-def _own_blobs(folder: Path) -> list[Path]:
-    cached = folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
-    return [folder.parent.parent / "blobs"] if cached else []
-
-
-def extra_problems(folder: Path, names: Iterable[str]) -> list[str]:
-    """Problems: files to be passed on that are links out of the checkpoint, no files, or not readable."""
-    problems = []
-    for name in names:
-        try:
-            read_bytes(resolve_member(folder, name), limit=1)
-        except InputError as error:
-            problems.append(error.message)
-    return problems
+        with path.open("rb") as file:
+            return file.read(limit)
+    except OSError as error:
+        raise InputError(f"{path}: expected to be able to read it, found: {error.strerror}") from None
 
 
 def parse_json(path: Path, data: bytes) -> dict[str, Any]:
-    """A JSON object out of a file's bytes; InputError naming the file otherwise."""
+    """The JSON object in a file's bytes. InputError names the file."""
     try:
         value = load_json(data)
     except (ValueError, RecursionError) as error:
@@ -119,7 +103,7 @@ def parse_json(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def json_beside(folder: Path, name: str) -> dict[str, Any]:
-    """The JSON object of a file whose absence or damage must stop nothing: empty then."""
+    """The JSON object in a file of ``folder``; empty if the file is absent or damaged, which must stop nothing."""
     try:
         return parse_json(folder / name, read_bytes(resolve_member(folder, name)))
     except InputError:
@@ -141,7 +125,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def _instead_of_config(folder: Path) -> str:
-    """What to do about a folder without a config: it is further down, or was not saved with the weights."""
+    """The way out for a folder without a config."""
     if (folder / "adapter_config.json").exists():
         return "a LoRA adapter is merged into its base model first: peft's merge_and_unload, then save_pretrained"
     inside = sorted(path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{CONFIG}"))
@@ -156,36 +140,14 @@ def _instead_of_config(folder: Path) -> str:
     return "give the folder that holds it"
 
 
-def read_bytes(path: Path, limit: int = -1) -> bytes:
-    """The bytes of a file, ``limit`` at most. InputError when it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(limit)
-    except OSError as error:
-        raise InputError(f"{path}: expected to be able to read it, found: {error.strerror}") from None
-
-
 def extra_names(names: Iterable[str]) -> list[str]:
     """The files among ``names`` that are passed on with the weights."""
     fitting = {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in EXTRA_PATTERNS)}
     return sorted(name for name in fitting if Path(name).suffix not in (".py", *WEIGHT_SUFFIXES))
 
 
-def module_names(folder: Path) -> list[str]:
-    """The files of sentence-transformers below ``folder``, none without its ``modules.json``.
-
-    Folders of modules are looked into unless they are links.
-    """
-    if not os.path.lexists(folder / MODULES[0]):
-        return []
-    with os.scandir(folder) as entries:
-        parts = [each.name for each in entries if _MODULE.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
-    names = [*MODULES, *(f"{part}/{name}" for part in sorted(parts) for name in _MODULE_FILES)]
-    return [name for name in names if os.path.lexists(folder / name)]
-
-
 def weight_files(names: Iterable[str], where: str) -> tuple[str, bool]:
-    """The first file of a checkpoint's weights (in the order of transformers), and whether it is legacy."""
+    """The file to start from for a checkpoint's weights (in transformers' order), and True if it is a legacy one."""
     present = set(names)
     for name in (SINGLE, INDEX, LEGACY_SINGLE, LEGACY_INDEX):
         if name in present:
@@ -211,12 +173,12 @@ def parse_index(path: Path, data: bytes) -> dict[str, str]:
 def stray_shards(names: Iterable[str], index: str, weight_map: dict[str, str]) -> list[str]:
     """Problems: shards lying in the folder that the index does not name (half of another save)."""
     known = set(weight_map.values())
-    strays = sorted(name for name in names if _STRAY[index].fullmatch(name) and name not in known)
+    strays = sorted(name for name in names if _SHARD_NAMES[index].fullmatch(name) and name not in known)
     return [f"{name}: a shard that {index} does not name; remove it, or fix the index" for name in strays]
 
 
 def index_problems(index: str, weight_map: dict[str, str], headers: dict[str, Header]) -> list[str]:
-    """Problems: contradictions of index and shards; without files of a faulty header, a problem in itself."""
+    """Problems: contradictions of index and shards. Shards with a faulty header are skipped, that is told already."""
     problems = []
     sound = {
         file: {tensor.name for tensor in header.tensors} for file, header in headers.items() if not header.problems
@@ -237,10 +199,48 @@ def index_problems(index: str, weight_map: dict[str, str], headers: dict[str, He
 
 
 def read_header(path: Path, file: str) -> Header:
-    """The header of one local safetensors file; InputError when it cannot be read."""
+    """The header of one local safetensors file. InputError if it cannot be read."""
     try:
         with path.open("rb", buffering=0) as handle:
             size = os.fstat(handle.fileno()).st_size
             return parse_header(file, size, lambda start, length: os.pread(handle.fileno(), length, start))
     except OSError as error:
         raise InputError(f"{path}: expected to be able to read it, found: {error.strerror}") from None
+
+
+class FileState(NamedTuple):
+    """What changes when a file is replaced or rewritten.
+
+    A run reads headers first and weights over hours. A file that changes meanwhile would give a result that belongs to
+    neither version.
+    """
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+
+def file_states(paths: Iterable[Path]) -> dict[Path, FileState]:
+    """The state of each file that exists; take it before reading them."""
+    states = {}
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError:
+            continue
+        states[path] = FileState(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return states
+
+
+def changed_files(before: Mapping[Path, FileState]) -> list[str]:
+    """A line for every file that is gone, another file, or of another size or time than ``before``."""
+    lines, after = [], file_states(before)
+    for path, state in before.items():
+        if path not in after:
+            lines.append(f"{path.name}: removed")
+        elif after[path][:2] != state[:2]:
+            lines.append(f"{path.name}: replaced by another file")
+        elif after[path] != state:
+            lines.append(f"{path.name}: written to")
+    return lines

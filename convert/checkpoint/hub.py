@@ -15,7 +15,6 @@ from kvfold.convert.checkpoint.folder import (
     INDEX,
     LEGACY_INDEX,
     LEGACY_SINGLE,
-    MODULE_PATTERNS,
     SINGLE,
 )
 from kvfold.convert.checkpoint.headers import MAX_HEADER, Header, parse_header
@@ -23,7 +22,7 @@ from kvfold.convert.errors import InputError, first_line
 
 _Result = TypeVar("_Result")
 _ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[^@\s]+))?")
-_SMALL = [CONFIG, "adapter_config.json", "*.py", *EXTRA_PATTERNS, *MODULE_PATTERNS]
+_SMALL = [CONFIG, "adapter_config.json", "*.py", *EXTRA_PATTERNS]
 _SAFETENSORS = [SINGLE, INDEX, "model-*-of-*.safetensors"]
 _LEGACY = [LEGACY_SINGLE, LEGACY_INDEX, "pytorch_model-*-of-*.bin"]
 _FIRST_BYTES = 1 << 17  # nearly every header fits, so that one request per file is enough

@@ -1,6 +1,6 @@
-"""A checkpoint seen through its headers: names, dtypes and shapes are known at once, bytes are read on demand.
+"""Open a checkpoint by its headers: names, dtypes and shapes are known at once, bytes are read on demand.
 
-Nothing here imports torch, transformers or huggingface_hub until a tensor is read or a hub id is given.
+Imports no torch, transformers or huggingface_hub until a tensor is read or a hub id is given.
 """
 
 import hashlib
@@ -17,7 +17,6 @@ from kvfold.convert.checkpoint.dequantized import check_libraries, dequantized, 
 from kvfold.convert.checkpoint.headers import Header, TensorInfo
 from kvfold.convert.checkpoint.json_text import portable_name
 from kvfold.convert.checkpoint.reader import NoReader, Reader, SafetensorsReader, Weights
-from kvfold.convert.checkpoint.unchanged import FileState, changed_files, file_states
 from kvfold.convert.errors import InputError, KvfoldError
 
 if TYPE_CHECKING:
@@ -30,20 +29,21 @@ __all__ = ["Checkpoint", "TensorInfo", "check_opens", "open_checkpoint", "open_h
 class Checkpoint:
     """An opened checkpoint.
 
-    ``tensors`` are in the order of their bytes, file by file. ``aliases`` maps a tensor that shares its storage with an
-    earlier one of the same shape to that one (legacy files only; both are in ``tensors``). ``origin`` names the source
-    without a machine path: ``id@commit`` for a hub model, else the folder's name. ``made_of``: what dense weights were
-    made from that are not stored as such, a line for each format.
+    ``tensors`` are in the order of their bytes, file by file. ``origin`` names the source without a machine path:
+    ``id@commit`` for a hub model, else the folder's name. ``digests``: the sha256 of config.json and of each file's
+    header. ``aliases`` maps a tensor that shares its storage with an earlier one of the same shape to that one (legacy
+    files only; both are in ``tensors``). ``states``: every local file before it was read. ``made_of``: the stored
+    formats that dense weights were dequantized from, a line for each.
     """
 
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     origin: str
-    digests: dict[str, str]  # file -> sha256 of its header; "config.json" -> sha256 of its bytes
+    digests: dict[str, str]
     reader: Reader
     aliases: dict[str, str]
-    states: dict[Path, FileState] = field(default_factory=dict)  # of every local file, from before it was read
+    states: dict[Path, folders.FileState] = field(default_factory=dict)
     made_of: tuple[str, ...] = ()
 
     @property
@@ -52,7 +52,7 @@ class Checkpoint:
         return self.origin.partition("@")[0] if "/" in self.origin else None
 
     def read(self, name: str) -> "torch.Tensor":
-        """The tensor on the CPU in its stored dtype, owning its memory. KvfoldError when opened from remote headers."""
+        """The tensor on the CPU in its stored dtype, owning its memory. KvfoldError if opened from remote headers."""
         return self.reader.read(self.info(name))
 
     def chunks(self, name: str, elements: int) -> "Iterator[torch.Tensor]":
@@ -65,7 +65,7 @@ class Checkpoint:
         return self.tensors[name]
 
     def raw_path(self, info: TensorInfo) -> Path | None:
-        """The file in which the tensor's bytes lie at ``start`` .. ``end``, or None (legacy, remote or made)."""
+        """The file with the tensor's bytes at ``start`` .. ``end``; None for legacy, remote and made tensors."""
         return self.reader.raw_path(info)
 
     def source_hash(self) -> str:
@@ -78,19 +78,17 @@ class Checkpoint:
     def extra_files(self) -> list[Path]:
         """Tokenizer, generation, chat template and license files, as paths in ``folder``; no Python, no weights.
 
-        Those of sentence-transformers too, of which some lie in folders below.
-        Copy their contents (``shutil.copyfile``), not the links a hub cache is made of.
+        Copy their contents (``shutil.copyfile``): in a hub cache the paths are links.
         """
-        names = (*folders.extra_names(os.listdir(self.folder)), *folders.module_names(self.folder))
-        return [self.folder / name for name in names]
+        return [self.folder / name for name in folders.extra_names(os.listdir(self.folder))]
 
     def python_files(self) -> list[Path]:
-        """Python files beside the weights (remote code)."""
+        """Python files next to the weights (remote code)."""
         return sorted(path for path in self.folder.iterdir() if path.suffix == ".py")
 
     def check_unchanged(self) -> None:
-        """Raises InputError when a file is another than when the checkpoint was opened; call before publishing."""
-        if changes := changed_files(self.states):
+        """Raises InputError if a file changed since the checkpoint was opened; call before publishing."""
+        if changes := folders.changed_files(self.states):
             raise InputError(
                 f"{self.origin}: expected its files to stay as they were, found {len(changes)} of them changed during "
                 "the run; nothing was kept: run again once nothing writes to them",
@@ -123,8 +121,8 @@ def check_opens(*models: str) -> None:
 def open_headers(model: str | os.PathLike[str], dtype: str = "BF16") -> Checkpoint:
     """As ``open_checkpoint``, but of a hub id only config, index and headers are fetched; ``read`` then fails.
 
-    A legacy checkpoint on the hub has no headers to fetch and is downloaded whole, as is anything when the hub's
-    library is offline (out of its cache).
+    A legacy checkpoint on the hub has no headers to fetch and is downloaded whole. With HF_HUB_OFFLINE every hub id is
+    opened from the cache.
     """
     place = _locate(model)
     if isinstance(place, Path):
@@ -160,38 +158,48 @@ def _open_snapshot(model: hub.HubModel, dtype: str) -> Checkpoint:
 
 
 def _open_folder(folder: Path, dtype: str, origin: str = "") -> Checkpoint:
-    names = _listed(folder)
-    extra = [*folders.extra_names(names), *folders.module_names(folder)]
-    states = file_states(folder / name for name in (folders.CONFIG, *extra))
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise InputError(f"{folder}: expected to be able to list its files, found: {error.strerror}") from None
+    extra = folders.extra_names(names)
+    # states are taken before anything is read: a change in between must not go unseen
+    states = folders.file_states(folder / name for name in (folders.CONFIG, *extra))
     config, digest = folders.read_config(folder)
     entry, legacy = folders.weight_files(names, str(folder))
-    states |= file_states([folder / entry])
+    states |= folders.file_states([folder / entry])
     weight_map, files = _weight_map(folder, entry)
     problems = folders.stray_shards(names, entry, weight_map) if weight_map else []
+    for name in extra:
+        try:
+            folders.read_bytes(folders.resolve_member(folder, name), limit=1)
+        except InputError as error:
+            problems.append(error.message)
     headers: dict[str, Header] = {}
     paths: dict[str, Path] = {}
     aliases: dict[str, str] = {}
-    problems += folders.extra_problems(folder, extra)
     for file in files:
         try:
             paths[file] = folders.resolve_member(folder, file)
-            states |= file_states([paths[file]])
-            headers[file] = _read_header(paths[file], file, aliases if legacy else None)
+            states |= folders.file_states([paths[file]])
+            if legacy:
+                from kvfold.convert.checkpoint.legacy import read_legacy_header
+
+                headers[file] = read_legacy_header(paths[file], file, aliases)
+            else:
+                headers[file] = folders.read_header(paths[file], file)
         except InputError as error:
             headers[file] = Header(problems=[error.message])
-    reader = _legacy_reader(paths) if legacy else SafetensorsReader(paths)
+    reader: Reader = SafetensorsReader(paths)
+    if legacy:
+        from kvfold.convert.checkpoint.legacy import LegacyReader
+
+        reader = LegacyReader(paths)
     stored = Weights(config, _checked(config, entry, weight_map, headers, problems), reader)
     made = dequantized(stored, dtype, str(folder))
     digests = {folders.CONFIG: digest, **{file: header.digest for file, header in headers.items()}}
     origin = origin or portable_name(folder)
     return Checkpoint(folder, made.config, made.tensors, origin, digests, made.reader, aliases, states, made.made_of)
-
-
-def _listed(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError as error:
-        raise InputError(f"{folder}: expected to be able to list its files, found: {error.strerror}") from None
 
 
 def _open_remote(files: hub.RemoteFiles, entry: str, dtype: str) -> Checkpoint:
@@ -207,21 +215,6 @@ def _open_remote(files: hub.RemoteFiles, entry: str, dtype: str) -> Checkpoint:
     return Checkpoint(folder, made.config, made.tensors, origin, digests, made.reader, {}, made_of=made.made_of)
 
 
-def _read_header(path: Path, file: str, aliases: dict[str, str] | None) -> Header:
-    """The header of a safetensors file, or of a legacy one when ``aliases`` is there to take its shared tensors."""
-    if aliases is None:
-        return folders.read_header(path, file)
-    from kvfold.convert.checkpoint.legacy import read_legacy_header
-
-    return read_legacy_header(path, file, aliases)
-
-
-def _legacy_reader(paths: dict[str, Path]) -> Reader:
-    from kvfold.convert.checkpoint.legacy import LegacyReader
-
-    return LegacyReader(paths)
-
-
 def _weight_map(folder: Path, entry: str) -> tuple[dict[str, str], list[str]]:
     """The index (empty for a single file) and the files that hold the weights."""
     if not entry.endswith(".json"):
@@ -233,10 +226,7 @@ def _weight_map(folder: Path, entry: str) -> tuple[dict[str, str], list[str]]:
 def _checked(
     config: dict[str, Any], entry: str, weight_map: dict[str, str], headers: dict[str, Header], problems: list[str]
 ) -> dict[str, TensorInfo]:
-    """All tensors, when files and index agree; InputError with every problem otherwise.
-
-    Quantized tensors are a problem where the config does not say how they are quantized.
-    """
+    """All tensors, if files and index agree. InputError with every problem otherwise."""
     problems = [*problems, *(problem for header in headers.values() for problem in header.problems)]
     if weight_map:
         problems += folders.index_problems(entry, weight_map, headers)

@@ -1,8 +1,7 @@
-"""What ``--overwrite`` may throw away: a checkpoint, and no file of the user's own beside it."""
+"""Safety check for ``--overwrite``: OUT must be a checkpoint, without other files of the user."""
 
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,14 @@ from kvfold.convert.checkpoint.folder import (
     WEIGHT_SUFFIXES,
     extra_names,
     json_beside,
-    module_names,
 )
 
-# Code that save_pretrained, the hub and kvfold's own layouts put beside weights
+# Code that save_pretrained, the hub and layout kvfold put next to weights
 _CODE = re.compile(
     r"(modeling|configuration|tokenization|processing|image_processing|video_processing|feature_extraction)_\w+\.py"
 )
-# Files are passed on by wide patterns (vocab*, tokenizer*, *.model), which a user's own files fit too: of those only
-# what tokenizers of transformers call theirs
+# Some patterns of files that are passed on (vocab*, tokenizer*, *.model) fit a user's files too: of those only the
+# names that transformers' tokenizers write are sure
 _WIDE = re.compile(r"(vocab|tokenizer).*|.*\.model")
 _TOKENIZER = re.compile(
     r"(vocab|tokenizer)(_config|[-_.](\d+|v\d+|src|tgt|source|target|tekken))?(\.(json|txt|bpe|model|jinja|v\d+))+"
@@ -31,17 +29,22 @@ _TOKENIZER = re.compile(
 
 
 def replaceable_problem(folder: Path) -> str | None:
-    """Why ``folder`` must not be thrown away for a new checkpoint, None when it is one, or empty.
+    """The reason why ``--overwrite`` must not delete ``folder``; None if it may: it is empty, or a checkpoint.
 
-    A checkpoint has weights or a ``kvfold.json``, and nothing that neither a checkpoint holds nor kvfold writes.
+    A checkpoint has weights or a ``kvfold.json``, and no file but those that belong to a checkpoint or that kvfold
+    writes. Such files are known by name, or config.json lists their classes in ``auto_map``, or ``kvfold.json`` lists
+    them.
     """
-    modules = module_names(folder)
-    whole = {part for part in {name.rpartition("/")[0] for name in modules} - {""} if _is_whole(folder, part, modules)}
-    names = sorted({*os.listdir(folder)} - whole)
-    weights = [name for name in names if Path(name).suffix in WEIGHT_SUFFIXES]
-    own = {CONFIG, INDEX, LEGACY_INDEX, RECORD, "README.md", ".gitattributes", *weights, *modules}
-    own |= _side_files(folder, names)
-    foreign = [name for name in names if name not in own or (folder / name).is_dir()]
+    names = sorted(os.listdir(folder))
+    weights = {name for name in names if Path(name).suffix in WEIGHT_SUFFIXES}
+    known = weights | {CONFIG, INDEX, LEGACY_INDEX, RECORD, "README.md", ".gitattributes"}
+    extra = set(extra_names(names))
+    known |= {name for name in extra if not _WIDE.fullmatch(name) or _TOKENIZER.fullmatch(name)}
+    known |= {name for name in names if _CODE.fullmatch(name)}
+    doubtful = {name for name in names if name in extra or name.endswith(".py")} - known
+    if doubtful:
+        known |= doubtful & _listed_files(folder)
+    foreign = [name for name in names if name not in known or (folder / name).is_dir()]
     if foreign:
         return f"found {', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}, which no checkpoint holds"
     if names and not weights and RECORD not in names:
@@ -49,31 +52,15 @@ def replaceable_problem(folder: Path) -> str | None:
     return None
 
 
-def _is_whole(folder: Path, part: str, modules: Iterable[str]) -> bool:
-    """Whether the folder ``part`` holds nothing but files of ``modules``."""
-    return {f"{part}/{name}" for name in os.listdir(folder / part)} <= {*modules}
+def _listed_files(folder: Path) -> set[str]:
+    """The files that ``kvfold.json`` lists, and the modules of the classes in config.json's ``auto_map``."""
 
+    def table(file: str, key: str) -> dict[str, Any]:
+        value = json_beside(folder, file).get(key)
+        return value if isinstance(value, dict) else {}
 
-def _side_files(folder: Path, names: Iterable[str]) -> set[str]:
-    """The code and the files of tokenizers that belong to the checkpoint, licenses and the like.
-
-    Such names are known, or config.json has the code in ``auto_map``, or ``kvfold.json`` says that kvfold wrote them.
-    """
-    extra, code = set(extra_names(names)), {name for name in names if name.endswith(".py")}
-    sure = {name for name in extra if not _WIDE.fullmatch(name) or _TOKENIZER.fullmatch(name)}
-    sure |= {name for name in code if _CODE.fullmatch(name)}
-    doubtful = (extra | code) - sure
-    return sure | (doubtful & _named(folder)) if doubtful else sure
-
-
-def _named(folder: Path) -> set[str]:
-    """The files that ``kvfold.json`` lists, and those of the classes in config.json's ``auto_map``."""
-    written, classes = _table(folder, RECORD, "files"), _table(folder, CONFIG, "auto_map").values()
-    each = [name for value in classes for name in (value if isinstance(value, list) else [value])]
-    return {*written, *(f"{name.rpartition('.')[0]}.py" for name in each if isinstance(name, str))}
-
-
-def _table(folder: Path, file: str, key: str) -> dict[str, Any]:
-    """The table ``key`` of a JSON file, empty where there is none."""
-    found = json_beside(folder, file).get(key)
-    return found if isinstance(found, dict) else {}
+    classes = [
+        name for value in table(CONFIG, "auto_map").values() for name in (value if isinstance(value, list) else [value])
+    ]
+    modules = {f"{name.rpartition('.')[0]}.py" for name in classes if isinstance(name, str)}
+    return modules | table(RECORD, "files").keys()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.processes import PATIENCE
 
-from kvfold.convert.checkpoint import atomic, swap
+from kvfold.convert.checkpoint import atomic
 from kvfold.convert.checkpoint.atomic import check_output, free_space_check, output_folder
 from kvfold.convert.errors import InputError
 
@@ -44,7 +44,7 @@ def names(folder: Path) -> list[str]:
 @pytest.fixture
 def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system without renameat2."""
-    monkeypatch.setattr(swap, "_renameat2", lambda *_: False)
+    monkeypatch.setattr(atomic, "_renameat2", lambda *_: False)
 
 
 @pytest.fixture(params=["exchange", "aside"])
@@ -130,7 +130,7 @@ def test_a_file_in_place_of_the_folder_made_meanwhile(tmp_path: Path, either: No
 
 def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    sync, rename = os.fsync, swap._renameat2
+    sync, rename = os.fsync, atomic._renameat2
 
     def synced(handle: int) -> None:
         events.append(os.readlink(f"/proc/self/fd/{handle}"))
@@ -141,7 +141,7 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
         return rename(source, target, flags)
 
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(swap, "_renameat2", renamed)
+    monkeypatch.setattr(atomic, "_renameat2", renamed)
     with output_folder(tmp_path / "out") as folder:
         fill(folder, "new")
     parts = [WEIGHTS, "config.json", ""]

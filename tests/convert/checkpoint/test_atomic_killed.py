@@ -17,13 +17,13 @@ from helpers.processes import run_python
 STEPS = r"""
 import fcntl, os, shutil, signal, sys
 from pathlib import Path
-from kvfold.convert.checkpoint import swap
+from kvfold.convert.checkpoint import atomic
 from kvfold.convert.checkpoint.atomic import output_folder
 
 root, mode, overwrite = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "overwrite"
 out = root / "out"
 if mode == "aside":
-    swap._renameat2 = lambda *_: False
+    atomic._renameat2 = lambda *_: False
 
 
 def fill(folder, text):
@@ -60,7 +60,7 @@ def kill_at(step):
     for name in ("open", "close", "mkdir", "rename", "fsync", "unlink", "rmdir"):
         setattr(os, name, counted(getattr(os, name)))
     fcntl.flock = counted(fcntl.flock)
-    swap._renameat2 = counted(swap._renameat2)
+    atomic._renameat2 = counted(atomic._renameat2)
 
 
 seen = set()

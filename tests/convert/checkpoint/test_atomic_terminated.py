@@ -9,7 +9,7 @@ import click
 import pytest
 from helpers import forked
 
-from kvfold.convert.checkpoint import swap
+from kvfold.convert.checkpoint import atomic
 from kvfold.convert.checkpoint.atomic import output_folder
 from kvfold.convert.console import run_command
 from kvfold.convert.errors import InputError
@@ -37,7 +37,7 @@ def run(log: Path, out: Path, kind: str, number: int, after: bool) -> forked.End
 
     def work() -> None:
         if kind == "aside":
-            swap._renameat2 = lambda *arguments: False
+            atomic._renameat2 = lambda *arguments: False
         forked.at_call(number, terminate, CALLS, after=after)
         run_command(command, "command", [])
 
