@@ -24,9 +24,9 @@ from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.training.budget import steps_of
 from kvfold.convert.training.constant import check_constant, has_constant
-from kvfold.convert.training.polish import Polished, Text
+from kvfold.convert.training.fit import Fitted
+from kvfold.convert.training.polish import ModelTrainee, Text
 from kvfold.convert.training.polish import polish as train
-from kvfold.convert.training.student import Student
 from kvfold.convert.walk.passes import chunk_size, last_states
 
 
@@ -47,26 +47,32 @@ def polish(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages) -> 
         with ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.tensors]) as writer:
             writer.write_all(polished.tensors)
             writer.sync()
-    record = {**polished.record(), "sequences": len(calibrated.tokens.training)}
+    record = {
+        "before": polished.errors[0],
+        "after": min(polished.errors),
+        "steps": polished.steps,
+        "kept": polished.kept,
+        "sequences": len(calibrated.tokens.training),
+    }
     with stages("measuring"):
         drift = _measure(calibrated, folder)
     return replace(calibrated, drift=drift, choices={**calibrated.choices, "polish": record})
 
 
-def _train(plan: Plan, written: Checkpoint, calibrated: Calibrated, saved: Path, stages: Stages) -> Polished:
+def _train(plan: Plan, written: Checkpoint, calibrated: Calibrated, saved: Path, stages: Stages) -> Fitted:
     source, tokens, request = calibrated.stream, calibrated.tokens, plan.request
     autocast = training_autocast(written, source.device)
     dtypes = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.layout.tensors}
     trained = {name: dtypes[name] for names in plan.layout.computed for name in names}
     with stages("running the source over the text to polish on"):
         training, held_out = (_text(source, part, autocast) for part in (tokens.training, tokens.held_out))
-    student = Student(
+    trainee = ModelTrainee(
         written.config, written.read, dtypes, trained, source.device, autocast, constant=has_constant(written)
     )
     steps = steps_of(request.polish)
     with stages("polish", steps, "step") as advance:
         return train(
-            student,
+            trainee,
             training,
             held_out,
             steps,

@@ -10,7 +10,6 @@ from tqdm import tqdm
 
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.progress import stage
-from kvfold.convert.targets.mla import constant, padding
 from kvfold.convert.training.refine import AUTO_STEPS, MIN_GAIN, ROUND, Refined, Refinement, refine_layer
 from kvfold.convert.walk.output_fit import AttentionUpdate
 from kvfold.convert.walk.walk import Step
@@ -56,11 +55,8 @@ def refinement(plan: Plan, steps: int | str, display: "_Display") -> Refinement:
     update = attention_update(plan)
     if plan.request.to != "mla" or plan.layout.code is not None:
         return Refinement(steps, plan.request.seed, update, update, progress=display)
-    target = plan.latent_target()
-    if not target.constant and not target.padded:
-        return Refinement(steps, plan.request.seed, update, progress=display)
-    multipliers = constant.lr_multipliers if target.constant else padding.lr_multipliers
-    return Refinement(steps, plan.request.seed, update, lr_multipliers=multipliers, progress=display)
+    constant = plan.latent_target().constant
+    return Refinement(steps, plan.request.seed, update, constant=constant, progress=display)
 
 
 def attention_update(plan: Plan) -> AttentionUpdate:

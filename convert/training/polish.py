@@ -1,27 +1,28 @@
 """Polishing: all converted attention of a model trained together against its source's next-token distributions.
 
 The loss is ``KL(source || student)`` on calibration text, no labels. The source takes part as its residual streams
-after the last layer, made once: its head is the student's. Held-out sequences decide: the best weights seen on them are
-kept, those before training included.
+after the last layer, made once: its head is the student's. Everything but the converted attention is frozen.
 """
 
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
-from kvfold.convert.training.batches import random_batches
+from kvfold.attention.drift.frame import Arguments, Frame, Stop
+from kvfold.convert.stream.skeleton import empty_model
+from kvfold.convert.stream.weight_map import Read, WeightMap
 from kvfold.convert.training.budget import ROUND, batch_size
+from kvfold.convert.training.fit import Fitted, fit, random_batches
 from kvfold.convert.training.loss import divergence
-from kvfold.convert.training.rates import relative_groups
-from kvfold.convert.training.steps import RelativeSteps
-from kvfold.convert.training.student import Student
+from kvfold.convert.training.trainee import Trainee
 
 _WARMUP = 10  # steps
 # Peak learning rate of one layer at width one and a KL of 1. SmolLM2 (30 layers), MLA 128+64, KL after 30 and 60 of 60
@@ -34,8 +35,6 @@ _RATE = 2.4
 # 1000 steps, the rate was halved away (the MHA model above, refined: 0.0145 -> 0.0124; after every eighth, 0.0104).
 _PARTS = 8
 _MIN_GAIN = 0.01
-_BETAS = (0.9, 0.95)
-_EPS = 1e-12
 _LOGITS = 6 << 20  # elements; float32 blocks below 32 MiB are reused by the allocator instead of mapped anew
 
 
@@ -46,27 +45,13 @@ class Text:
     tokens: Tensor
     states: Tensor
 
-
-@dataclass(frozen=True)
-class Polished:
-    """The trained tensors, as they will be stored.
-
-    ``errors`` are the KL on held-out sequences, nats per token, before training and after every round. Of the ``steps``
-    made, ``kept`` is the one whose weights these are, 0 for those before training; ``tensors`` is empty then.
-    """
-
-    tensors: Mapping[str, Tensor]
-    errors: list[float]
-    steps: int
-    kept: int
-
-    def record(self) -> dict[str, Any]:
-        """For ``kvfold.json``."""
-        return {"before": self.errors[0], "after": min(self.errors), "steps": self.steps, "kept": self.kept}
+    def batch(self, sequences: Sequence[int] | slice) -> "Text":
+        """Some of the sequences."""
+        return Text(self.tokens[sequences], self.states[sequences])
 
 
 def polish(
-    student: Student,
+    trainee: "ModelTrainee",
     training: Text,
     held_out: Text,
     steps: int,
@@ -75,32 +60,32 @@ def polish(
     lr: float | None = None,
     saved: Path | None = None,
     progress: Callable[[int, float], None] = lambda step, error: None,
-) -> Polished:
-    """Train ``student``; ``lr`` is relative to the size of each tensor, ``peak_rate`` by default.
+) -> Fitted:
+    """Train ``trainee``; the errors are the KL on held-out sequences, nats per token.
 
-    The state of the run is kept in the file ``saved``: where there is one, the run goes on from it.
+    ``lr`` is relative to the size of each tensor, `polishing_rate` by default. The state of the run is kept in the file
+    ``saved``: where there is one, the run goes on from it.
     """
-    run = _Run(student, training, steps, seed, lr, held_out)
-    if saved is not None and saved.is_file():
-        run.resume(saved)
-    else:
-        run.evaluate()
-    progress(run.step, run.errors[-1])
-    while run.step < steps:
-        run.train(next_stop(run.step, steps))
-        run.evaluate()
-        if saved is not None:
-            run.save(saved)
-        progress(run.step, run.errors[-1])
-    return Polished(run.best, run.errors, run.step, run.kept)
+    count, length = training.tokens.shape
+    width = training.states.shape[-1]
+
+    def schedule(done: int, errors: Sequence[float]) -> float:
+        peak = lr or polishing_rate(errors[0], width, trainee.layers)
+        return peak * slowdown(errors, steps) * min(1.0, (done + 1) / _WARMUP) * (1 - done / steps)
+
+    return fit(
+        trainee,
+        lambda batch: trainee.backward(training.batch(batch)),
+        lambda: trainee.error(held_out),
+        schedule,
+        random_batches(count, batch_size(length), seed),
+        every=ROUND,
+        saved=saved,
+        progress=progress,
+    )
 
 
-def next_stop(step: int, steps: int) -> int:
-    """The step at which the next round ends."""
-    return min(steps, (step // ROUND + 1) * ROUND)
-
-
-def peak_rate(error: float, width: int, layers: int) -> float:
+def polishing_rate(error: float, width: int, layers: int) -> float:
     """The default peak learning rate, relative to the size of each tensor, of a model of ``width`` and ``layers``.
 
     Near its minimum the KL grows with the square of the distance, so that the way to go is in proportion to the root of
@@ -110,12 +95,7 @@ def peak_rate(error: float, width: int, layers: int) -> float:
     return _RATE / layers * min(1.0, math.sqrt(max(error, 0.0))) / math.sqrt(width)
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """The learning rate of a step, counted from 0, relative to the peak: a warm start, then linear to zero."""
-    return min(1.0, (step + 1) / _WARMUP) * (1 - step / steps)
-
-
-def slowdown(errors: list[float], steps: int) -> float:
+def slowdown(errors: Sequence[float], steps: int) -> float:
     """Half for every part of a run of ``steps`` that hardly lowered the least error at the end of those before it.
 
     ``errors`` are those before training and after every round so far; a part is an eighth of the rounds, rounded up.
@@ -126,94 +106,123 @@ def slowdown(errors: list[float], steps: int) -> float:
     return 0.5 ** sum(error > (1 - _MIN_GAIN) * least for error, least in zip(ends[1:], best, strict=False))
 
 
-class _Run:
-    """The state of a run: masters and moments, the errors so far, and the best weights."""
+class ModelTrainee(Trainee):
+    """A converted model in memory: its attention as masters, everything else frozen.
+
+    ``config`` is config.json's content, ``names`` are the stored tensors, which ``read`` gives; those in ``trained``,
+    with the dtypes that they are stored in, are the masters. ``autocast`` is the dtype of matrix products, None for
+    float32 everywhere. ``constant``: the latents have the constant channel, which is kept.
+
+    A forward pass runs the stock modules with the masters rounded to the dtype in which they will be stored, so that
+    what is trained and judged is what a reader of the checkpoint will load. The decoder layers and the head are run
+    apart: the logits of a few positions at a time are all that is ever in memory.
+    """
 
     def __init__(
-        self, student: Student, training: Text, steps: int, seed: int, lr: float | None, held_out: Text
+        self,
+        config: dict[str, Any],
+        read: Read,
+        names: Mapping[str, object],
+        trained: Mapping[str, torch.dtype],
+        device: torch.device,
+        autocast: torch.dtype | None = None,
+        constant: bool = False,
     ) -> None:
-        self._student, self._training, self._held_out = student, training, held_out
-        self._steps, self._seed, self._lr = steps, seed, lr
-        self.step = self.kept = 0
-        self.errors: list[float] = []
-        self.best: dict[str, Tensor] = {}
-        named = student.named_parameters()
-        self._optimizer = torch.optim.Adam([master for _, master in named], lr=1.0, betas=_BETAS, eps=_EPS)
-        relative_groups(self._optimizer, named, student.sizes)
-        if student.channel is not None:
-            student.channel.watch(self._optimizer)
-        RelativeSteps(named, student.channel.slices if student.channel else ()).watch(self._optimizer)
+        self.device, self._autocast, self._read = device, autocast, read
+        self.model = empty_model(config, torch.float32, device)
+        self._map = WeightMap(self.model, names)
+        self.sources = [source for source in self._map.sources.values() if not trained.keys().isdisjoint(source.names)]
+        self._load_frozen()
+        super().__init__({name: read(name) for name in trained}, trained, device, constant=constant, by_channel=True)
+        self.vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
+        self._frame = Frame(self.model)
+        self.layers = len(self._frame.layers)
 
-    def train(self, until: int) -> None:
-        """Make the steps up to number ``until``."""
-        count, length = self._training.tokens.shape
-        peak = self._lr or peak_rate(self.errors[0], self._training.states.shape[-1], self._student.layers)
-        peak *= slowdown(self.errors, self._steps)
-        batches = random_batches(count, batch_size(length), self._seed)
-        for batch in islice(batches, self.step, until):
-            for group in self._optimizer.param_groups:
-                group["lr"] = peak * group["size"] * learning_rate(self.step, self._steps)
-            self._optimizer.zero_grad(set_to_none=True)
-            backward(self._student, Text(self._training.tokens[batch], self._training.states[batch]))
-            self._optimizer.step()
-            self.step += 1
+    def backward(self, text: Text) -> None:
+        """Add the gradients of the mean divergence on ``text``; the head is run for a few positions at a time."""
+        hidden = self.hidden(text.tokens)
+        leaf = hidden.detach().requires_grad_()
+        for span in self._spans(text):
+            loss = self._divergence(leaf[:, span], text.states[:, span]) / text.tokens.numel()
+            loss.backward()  # type: ignore[no-untyped-call]
+        hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
 
-    def evaluate(self) -> None:
-        """Measure the error on the held-out sequences; keep the weights if it is the least so far."""
-        error = divergence_from_source(self._student, self._held_out)
-        if self.errors and error < min(self.errors):
-            self.best, self.kept = self._student.rounded(), self.step
-        self.errors.append(error if math.isfinite(error) else math.inf)
+    @torch.no_grad()
+    def error(self, text: Text) -> float:
+        """Mean KL of the next-token distributions, nats per token."""
+        total = 0.0
+        size = batch_size(text.tokens.shape[1])
+        for start in range(0, len(text.tokens), size):
+            part = text.batch(slice(start, start + size))
+            hidden = self.hidden(part.tokens)
+            total += sum(float(self._divergence(hidden[:, span], part.states[:, span])) for span in self._spans(part))
+        return total / text.tokens.numel()
 
-    def save(self, path: Path) -> None:
-        state = {
-            "step": self.step,
-            "kept": self.kept,
-            "errors": self.errors,
-            "best": self.best,
-            "masters": {name: part.master.detach() for name, part in self._student.trained.items()},
-            "optimizer": self._optimizer.state_dict(),
-        }
-        new = path.with_suffix(".new")
-        torch.save(state, new)
-        os.replace(new, path)
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """``tokens [B, T]`` -> the residual stream after the last layer, ``[B, T, E]``."""
+        after: list[Tensor] = []
+        weights = self._rounded_by_layer()
 
-    def resume(self, path: Path) -> None:
-        state = torch.load(path, weights_only=True, map_location="cpu")
-        self.step, self.kept, self.errors, self.best = (state[name] for name in ("step", "kept", "errors", "best"))
-        self._student.put(state["masters"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
+            layer = self._frame.layers[index]
+            output = functional_call(layer, weights[index], (hidden, *arguments.args), arguments.kwargs)
+            hidden = output[0] if isinstance(output, tuple) else output
+            if index == len(self._frame.layers) - 1:
+                after.append(hidden)
+                raise Stop
+            return hidden
 
+        with self._precision():
+            self._frame.run(visit, input_ids=tokens.to(self.device))
+        return after[0]
 
-def backward(student: Student, text: Text) -> None:
-    """Add the gradients of the mean divergence on ``text``; the head is run for a few positions at a time."""
-    hidden = student.hidden(text.tokens)
-    leaf = hidden.detach().requires_grad_()
-    for span in _spans(student, text):
-        loss = _divergence(student, leaf[:, span], text.states[:, span]) / text.tokens.numel()
-        loss.backward()  # type: ignore[no-untyped-call]
-    hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The residual stream after the last layer, ``[B, T, E]`` -> logits ``[B, T, V]``."""
+        with self._precision():
+            return self._frame.logits(hidden, inputs_embeds=hidden.detach())
 
+    def _precision(self) -> AbstractContextManager[Any]:
+        """Matrix products in the dtype of the computation."""
+        return torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None)
 
-@torch.no_grad()
-def divergence_from_source(student: Student, text: Text) -> float:
-    """Mean KL of the next-token distributions, nats per token."""
-    total = 0.0
-    size = batch_size(text.tokens.shape[1])
-    for tokens, states in zip(torch.split(text.tokens, size), torch.split(text.states, size), strict=True):
-        hidden, part = student.hidden(tokens), Text(tokens, states)
-        total += sum(float(_divergence(student, hidden[:, span], states[:, span])) for span in _spans(student, part))
-    return total / text.tokens.numel()
+    def _divergence(self, hidden: Tensor, states: Tensor) -> Tensor:
+        """The sum over positions of ``KL(source || student)`` of residual streams after the last layer."""
+        with torch.no_grad():
+            expected = self.logits(states.to(hidden.device, hidden.dtype))
+        return divergence(self.logits(hidden).flatten(0, 1), expected.flatten(0, 1))
 
+    def _spans(self, text: Text) -> Iterator[slice]:
+        """Positions whose logits are in memory together."""
+        count, length = text.tokens.shape
+        size = max(1, _LOGITS // (count * self.vocabulary))
+        yield from (slice(start, start + size) for start in range(0, length, size))
 
-def _divergence(student: Student, hidden: Tensor, states: Tensor) -> Tensor:
-    """The sum over positions of ``KL(source || student)`` of residual streams after the last layer."""
-    with torch.no_grad():
-        expected = student.logits(states.to(hidden.device, hidden.dtype))
-    return divergence(student.logits(hidden).flatten(0, 1), expected.flatten(0, 1))
+    def _rounded_by_layer(self) -> list[dict[str, Tensor]]:
+        """The trained parameters of every layer, as a reader of the files would make them; gradients pass."""
+        weights: list[dict[str, Tensor]] = [{} for _ in self._frame.layers]
+        for source in self.sources:
+            made = self._map.load(source, self._read_rounded, self._autocast or torch.float32, self.device)
+            for target, tensor in made.items():
+                index, _, name = target.removeprefix(f"{self._frame.path}.").partition(".")
+                weights[int(index)][name] = tensor
+        return weights
 
+    def _read_rounded(self, name: str) -> Tensor:
+        return self.masters[name].to(self.stored[name]) if name in self.masters else self._read(name)
 
-def _spans(student: Student, text: Text) -> Iterator[slice]:
-    count, length = text.tokens.shape
-    size = max(1, _LOGITS // (count * student.vocabulary))
-    yield from (slice(start, start + size) for start in range(0, length, size))
+    def _load_frozen(self) -> None:
+        """Give the model all tensors but the masters; matrices are kept in the dtype of matrix products."""
+        made: dict[str, Tensor] = {}
+        for source in self._map.sources.values():
+            if source not in self.sources:
+                made.update(self._map.load(source, self._read, torch.float32, self.device))
+        made.update({name: made[other] for name, other in self._map.tied.items() if name not in made and other in made})
+        for name, tensor in made.items():
+            path, _, kind = name.rpartition(".")
+            module = self.model.get_submodule(path)
+            if kind not in module._parameters:
+                module._buffers[kind] = tensor
+                continue
+            if self._autocast is not None and tensor.dim() > 1 and not isinstance(module, nn.Embedding):
+                tensor = tensor.to(self._autocast)
+            module._parameters[kind] = nn.Parameter(tensor, requires_grad=False)

@@ -1,18 +1,25 @@
 """Refinement: a layer's converted attention trained on calibration text to match the source's. No labels.
 
-The layer's tensors, in the terms of the files, are float32 masters under Adam. A step runs the stock attention module
-of the converted model with them, rounded to the dtype that will be stored and computed in the stream's, on a batch of
-the student's inputs; the loss is the mean squared error of the student's residual stream against the teacher's, each
-token's relative to its residual, all relative to the teacher's attention update (``objective.py``). Gradients reach
-the masters through the read of a stored tensor by name (``stream/stream.py``). Held-out sequences decide: the best
-weights seen on them are kept, those before training included. In memory are a layer of either model, the masters and
-their moments.
+A step runs the stock attention module of the converted model with the layer's masters, rounded to the dtype that will
+be stored, on a batch of the student's inputs. The attention update of the residual is attention's output, times the
+family's residual scale, normalized in families that do so (olmo2, gemma). With ``h`` the teacher's residual before the
+layer and ``h'`` the student's, the student's attention is to add
+
+    target = (h + a(h)) - h'
+
+so that a layer also corrects the errors of those before it. The loss is the squared error against the target, relative
+to the teacher's attention update. Each token's error counts relative to the size of its residual, as the norms that
+read it see it: in trained decoders a few tokens (attention sinks, the first above all) have residuals hundreds of times
+larger than the others and would be all that the sum is made of. The larger of ``h + a(h)`` and ``h'`` tells the size:
+where a small cache makes the student grow such a token that the teacher does not have, no attention can take it back,
+and relative to the teacher's residual it alone would be the sum.
+
+In memory are a layer of either model, the masters and their moments.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -22,10 +29,11 @@ from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.device import bfloat16_pays
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.training.batches import random_batches
-from kvfold.convert.training.objective import Batch, Examples, examples, squares
-from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate
-from kvfold.convert.walk.walk import Step, Student
+from kvfold.convert.training.fit import fit, random_batches
+from kvfold.convert.training.trainee import Trainee
+from kvfold.convert.walk.hidden import Hidden, sequence
+from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, token_weights
+from kvfold.convert.walk.walk import Step, Student, energy
 
 ROUND = 50  # steps between two evaluations on held-out sequences
 AUTO_STEPS = 500  # the most that ``auto`` spends on a layer
@@ -46,11 +54,9 @@ _WIDTH_LR = 0.8  # the same times the root of the model's width: Adam's steps of
 _ERROR_POWER = 0.5  # the same times this power of the error before training, where that is below 1
 # 1.0 alone: +0.0341 on MQA, as with all three: no layer fails at 0.05. At 0.2 all do; a quarter of it is 0.05 again
 _RETRY_LR = (1.0, 0.25, 0.0625)  # a layer that got no better is trained again with a lower learning rate
-# second: 0.95 +0.0341 / +0.0718, 0.98 +0.0341 / +0.0731, 0.999 +0.0341 / +0.0738: flat
-_BETAS = (0.9, 0.98)
-_EPS = 1e-12  # gradients of a relative error are small
 
 Tensors = Mapping[str, Tensor]
+Batch = tuple[Tensor, Tensor, Tensor]  # inputs, targets, weights
 
 
 @dataclass(frozen=True)
@@ -58,16 +64,15 @@ class Refinement:
     """The settings that the layers of a run share. ``steps`` is a number per layer or ``"auto"``.
 
     ``update`` and ``student_update`` say how the teacher's and the student's layers add their attention to the
-    residual. ``lr_multipliers`` gives, for a layer's tensors, the learning rate of each element relative to the rest of
-    its tensor: 0 freezes it; tensors without an entry move evenly. ``progress(layer, step, error)`` is called with
-    the error on held-out sequences.
+    residual. ``constant``: the student has the constant channel of layout ``free``, which is kept.
+    ``progress(layer, step, error)`` is called with the error on held-out sequences.
     """
 
     steps: int | str
     seed: int = 0
     update: AttentionUpdate = UNCHANGED
     student_update: AttentionUpdate = UNCHANGED
-    lr_multipliers: Callable[[Tensors], Tensors] = lambda tensors: {}
+    constant: bool = False
     progress: Callable[[int, int, float], None] = lambda layer, step, error: None
 
 
@@ -76,9 +81,9 @@ class Refined:
     """A layer's tensors and its error on held-out sequences, before and after.
 
     The error is ``||missing||^2 / ||added||^2``: the difference of the two residual streams over the teacher's
-    attention update, token by token relative to the residual. In the same unit are ``inherited``, the difference
-    before the layer, which one attention can hardly mend, and ``own``, that of the attention's update after
-    refinement. Of the ``steps`` made, ``kept`` is the one whose weights these are, 0 for those before training.
+    attention update, token by token relative to the residual. In the same unit are ``inherited``, the difference before
+    the layer, which one attention can hardly mend, and ``own``, that of the attention's update after refinement. Of the
+    ``steps`` made, ``kept`` is the one whose weights these are, 0 for those before training.
     """
 
     tensors: Tensors
@@ -103,191 +108,173 @@ def refine_layer(step: Step, tensors: Tensors, task: Refinement) -> Refined:
         raise KvfoldError("refinement needs a walk that keeps the calibration sequences")
     training = examples(task.update, step.teacher, step.calibration, step.student_calibration, shared=True)
     held_out = examples(task.update, step.teacher, step.held_out, step.student_held_out)
+    width = training.inputs[0].shape[-1]
     step.student.put(tensors)
     with step.student.stream.open_layer(step.index) as layer:
-        for lr_decay in _RETRY_LR:
-            student = _Student(step.student, layer, tensors, task.student_update)
-            trial = _train(student, training, held_out, task, lr_decay)
-            if trial.kept:
+        for slower in _RETRY_LR:
+            trainee = LayerTrainee(step.student, layer, tensors, task)
+
+            def schedule(done: int, errors: Sequence[float], slower: float = slower) -> float:
+                return slower * refining_rate(width, errors[0]) * decay(task.steps, done, errors)
+
+            fitted = fit(
+                trainee,
+                lambda batch, trainee=trainee: trainee.backward(training, batch),  # type: ignore[misc]
+                lambda trainee=trainee: trainee.error(held_out),  # type: ignore[misc]
+                schedule,
+                layer_batches(training.count, task.seed, step.index),
+                every=ROUND,
+                progress=lambda done, error: task.progress(step.index, done, error),
+            )
+            if fitted.kept:
                 break
-        made = {**tensors, **trial.weights}
+        made = {**tensors, **fitted.tensors}
         step.student.put(made)
-        own = student.error(examples(task.update, step.teacher, step.held_out, step.student_held_out, correct=False))
+        own = trainee.error(examples(task.update, step.teacher, step.held_out, step.student_held_out, correct=False))
     inherited = held_out.inherited / held_out.energy if held_out.energy else held_out.inherited
-    return Refined(made, trial.errors[0], min(trial.errors), inherited, own, trial.steps, trial.kept)
+    return Refined(made, fitted.errors[0], min(fitted.errors), inherited, own, fitted.steps, fitted.kept)
 
 
-class _Student:
-    """The converted layer with float32 masters in place of its attention's tensors."""
+def refining_rate(width: int, error: float) -> float:
+    """Peak learning rate in a model of ``width``, relative to the root mean square of a tensor.
 
-    def __init__(self, twin: Student, layer: OpenLayer, tensors: Tensors, update: AttentionUpdate) -> None:
-        self.index = layer.index
-        self._stream, self._layer, self._update = twin.stream, layer, update
-        sources = twin.stream.attention_sources(layer.index)
+    ``error`` is that before training: weights that are nearly right must not be moved far.
+    """
+    return min(_RELATIVE_LR, _WIDTH_LR / math.sqrt(width)) * min(1.0, math.pow(error, _ERROR_POWER))
+
+
+def decay(steps: int | str, done: int, errors: Sequence[float]) -> float:
+    """The learning rate of a step relative to the peak, 0 at the end.
+
+    A number of steps: falls linearly to zero. ``auto``: constant until a round gains less than ``MIN_GAIN``, then
+    linearly to zero; no more than ``AUTO_STEPS`` in all.
+    """
+    if isinstance(steps, int):
+        return 1 - done / steps
+    most = (AUTO_STEPS - _DECAY_STEPS) // ROUND
+    rounds = range(1, min(len(errors) - 1, most) + 1)
+    settled = (each for each in rounds if not errors[each] < (1 - MIN_GAIN) * min(errors[:each]))
+    falls = ROUND * next(settled, most)
+    return 1.0 if done < falls else 1 - (done - falls) / _DECAY_STEPS
+
+
+def layer_batches(count: int, seed: int, layer: int) -> Iterator[list[int]]:
+    """Batches of the numbers below ``count`` for the refinement of ``layer``: other ones for each layer."""
+    return random_batches(count, _BATCH, seed * 1_000_003 + layer)
+
+
+class LayerTrainee(Trainee):
+    """The attention of one converted layer, open; gradients reach its masters through the reading of stored tensors."""
+
+    def __init__(self, student: Student, layer: OpenLayer, tensors: Tensors, task: Refinement) -> None:
+        self._stream, self._layer, self._update = student.stream, layer, task.student_update
+        sources = student.stream.attention_sources(layer.index)
         self._trained = [source for source in sources if not tensors.keys().isdisjoint(source.names)]
-        trained = {name for source in self._trained for name in source.names}
-        self.masters = {
-            name: tensor.detach().to(self._stream.device, torch.float32, copy=True).requires_grad_()
-            for name, tensor in tensors.items()
-            if name in trained
-        }
-        twin.put({**tensors, **self.masters})
-        stored = {twin.stored_dtype(name) for name in self.masters}
-        self._bfloat16 = bfloat16_pays(self._stream.device, stored)
+        names = {name for source in self._trained for name in source.names}
+        chosen = {name: tensor for name, tensor in tensors.items() if name in names}
+        stored = {name: student.stored_dtype(name) for name in chosen}
+        super().__init__(chosen, stored, self._stream.device, constant=task.constant)
+        student.put({**tensors, **self.masters})
+        self._bfloat16 = bfloat16_pays(self._stream.device, stored.values())
 
-    def missing(self, hidden: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    def backward(self, training: "Examples", batch: Sequence[int]) -> None:
+        """Leave the gradients of a batch in the masters; several processes share its sequences out."""
+        own = [index for index in batch if index in training.own]
+        if own:
+            with torch.autocast("cpu", torch.bfloat16, enabled=self._bfloat16):
+                missing = self._missing(*training.batch(own))
+            # Divided by the root of the count, not by the count: float16 gradients neither vanish nor overflow, and
+            # Adam does not see the difference. The count is that of all sequences of the batch.
+            count = math.sqrt(missing.numel())
+            scale = count * (training.energy * math.sqrt(len(batch) / len(own)) or 1.0)
+            (missing.square().sum() / scale).backward()  # type: ignore[no-untyped-call]
+        for master in self.learning.values():
+            if master.grad is None and not own:
+                master.grad = torch.zeros_like(master)
+        processes.add_up(master.grad for master in self.learning.values() if master.grad is not None)
+
+    def error(self, sequences: "Examples") -> float:
+        """The error on held-out ``sequences``, as the first process computes it."""
+
+        @torch.no_grad()
+        def error() -> float:
+            missing = sum(energy(self._missing(*batch)) for batch in sequences.batches())
+            return missing / sequences.numbers / sequences.energy if sequences.energy else missing
+
+        return processes.from_first(error)
+
+    def _missing(self, hidden: Tensor, target: Tensor, weight: Tensor) -> Tensor:
         """The student's attention update of ``hidden`` minus its ``target``, times ``weight``, in float32 or wider."""
         self._stream.reload(self._layer, self._trained)
         added = self._update.of(self._layer, self._layer.attend(hidden))
         wide = torch.promote_types(added.dtype, torch.float32)
         return (added.to(wide) - target.to(wide)) * weight.to(wide)
 
-    def loss(self, batch: Batch, energy: float) -> Tensor:
-        """The loss of a training step over ``batch``."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=self._bfloat16):
-            missing = self.missing(*batch)
-        # Divided by the root of the count, not by the count: float16 gradients neither vanish nor overflow; Adam does
-        # not see the difference.
-        return missing.square().sum() / (math.sqrt(missing.numel()) * (energy or 1.0))
-
-    def gradients(self, training: Examples, sequences: Sequence[int]) -> None:
-        """Leave the gradients of a step over ``sequences`` in the masters; several processes share these out."""
-        own = [index for index in sequences if index in training.own]
-        if own:
-            energy = training.energy * math.sqrt(len(sequences) / len(own))  # the count is that of all sequences
-            self.loss(training.batch(own), energy).backward()  # type: ignore[no-untyped-call]
-        for master in self.masters.values():
-            master.grad = torch.zeros_like(master) if master.grad is None and not own else master.grad
-        processes.add_up(master.grad for master in self.masters.values() if master.grad is not None)
-
-    def error(self, sequences: Examples) -> float:
-        """The error on held-out ``sequences``, as the first process finds it."""
-        return processes.from_first(lambda: self._error(sequences))
-
-    @torch.no_grad()
-    def _error(self, sequences: Examples) -> float:
-        missing = sum(squares(self.missing(*batch)) for batch in sequences.batches())
-        return missing / sequences.numbers / sequences.energy if sequences.energy else missing
-
-    def weights(self) -> dict[str, Tensor]:
-        return {name: master.detach().to("cpu", copy=True) for name, master in self.masters.items()}
-
-
-class _Trial:
-    """One training of a layer: the errors on held-out sequences, and the weights with the least, made in step ``kept``.
-
-    ``kept`` is 0, and ``weights`` empty, while nothing is better than the weights before training.
-    """
-
-    def __init__(self, error: float) -> None:
-        self.errors = [error]
-        self.weights: dict[str, Tensor] = {}
-        self.kept = self.steps = 0
-
-    def evaluate(self, error: float, student: _Student, step: int) -> None:
-        if error < min(self.errors):
-            self.weights, self.kept = student.weights(), step
-        self.errors.append(error if math.isfinite(error) else math.inf)
-
-
-def _train(student: _Student, training: Examples, held_out: Examples, task: Refinement, lr_decay: float) -> _Trial:
-    trial = _Trial(student.error(held_out))
-    task.progress(student.index, 0, trial.errors[0])
-    with torch.no_grad():
-        multipliers = task.lr_multipliers(student.masters)
-    optimizer = _optimizer(
-        student.masters, multipliers, lr_decay * first_lr(training.inputs[0].shape[-1], trial.errors[0])
-    )
-    slowed = [_slowed(student.masters[name], multiplier) for name, multiplier in multipliers.items()]
-    batches = sample_batches(training.count, task.seed, student.index)
-    for step, lr in enumerate(lr_schedule(task.steps, trial.errors), 1):
-        _step(student, optimizer, slowed, training, next(batches), lr)
-        trial.steps = step
-        if step % ROUND == 0 or step == task.steps:
-            trial.evaluate(student.error(held_out), student, step)
-            task.progress(student.index, step, trial.errors[-1])
-    return trial
-
 
 @dataclass(frozen=True)
-class _Slowed:
-    """The ``elements`` of a ``master``, by their number, that learn more slowly than the rest of it."""
+class Examples:
+    """The student's residual before a layer, and what its attention should add to it, in the walk's chunks.
 
-    master: Tensor
-    elements: Tensor
-    multipliers: Tensor
-
-
-def _slowed(master: Tensor, multiplier: Tensor) -> _Slowed:
-    elements = (multiplier.flatten() != 1).nonzero().squeeze(1)
-    return _Slowed(master.detach(), elements, multiplier.flatten()[elements])
-
-
-def _step(
-    student: _Student,
-    optimizer: torch.optim.Adam,
-    slowed: Sequence[_Slowed],
-    training: Examples,
-    sequences: Sequence[int],
-    lr: float,
-) -> None:
-    """One step of Adam; ``lr`` is relative to each tensor's learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["scale"]
-    optimizer.zero_grad(set_to_none=True)
-    student.gradients(training, sequences)
-    before = [slow.master.view(-1)[slow.elements] for slow in slowed]
-    optimizer.step()
-    for slow, value in zip(slowed, before, strict=True):
-        flat = slow.master.view(-1)
-        flat[slow.elements] = torch.lerp(value, flat[slow.elements], slow.multipliers)
-
-
-def _optimizer(masters: Tensors, multipliers: Tensors, lr: float) -> torch.optim.Adam:
-    """Adam with a learning rate for each tensor, so that weights of any size move alike; biases as their weights."""
-    sizes = {name: _size(master.detach(), multipliers.get(name)) for name, master in masters.items()}
-    groups = []
-    for name, master in masters.items():
-        weight = name.removesuffix(".bias") + ".weight" if name.endswith(".bias") else name
-        groups.append({"params": [master], "scale": lr * sizes.get(weight, sizes[name])})
-    return torch.optim.Adam(groups, lr=lr, betas=_BETAS, eps=_EPS, fused=True)
-
-
-def first_lr(width: int, error: float) -> float:
-    """First learning rate in a model of ``width``, relative to the root mean square of a tensor.
-
-    ``error`` is that before training: weights that are nearly right must not be moved far.
+    ``weights [b, T, 1]``: what a token's error is multiplied by. ``energy`` is the mean square of the teacher's
+    attention update, ``inherited`` that of the student's error before the layer, both weighted; ``numbers`` counts the
+    elements of the targets. Of ``count`` sequences that several processes share, these are the ``own``.
     """
-    return default_lr(width) * min(1.0, math.pow(error, _ERROR_POWER))
+
+    inputs: Hidden
+    targets: Hidden
+    weights: Hidden
+    energy: float
+    inherited: float
+    numbers: int
+    count: int
+    own: range
+
+    def batch(self, sequences: Sequence[int]) -> Batch:
+        """Inputs, targets and weights of some of the ``own`` sequences, ``[len(sequences), T, E]`` or ``[..., 1]``."""
+        places = [index - self.own.start for index in sequences]
+        inputs, targets, weights = (
+            torch.stack([sequence(states, place) for place in places])
+            for states in (self.inputs, self.targets, self.weights)
+        )
+        return inputs, targets, weights
+
+    def batches(self) -> Iterator[Batch]:
+        """All sequences, chunk by chunk."""
+        yield from zip(self.inputs, self.targets, self.weights, strict=True)
 
 
-def default_lr(width: int) -> float:
-    """Highest learning rate in a model of ``width``, relative to the root mean square of a tensor."""
-    return min(_RELATIVE_LR, _WIDTH_LR / math.sqrt(width))
+@torch.no_grad()
+def examples(
+    update: AttentionUpdate,
+    teacher: OpenLayer,
+    hidden: Hidden,
+    student_hidden: Hidden,
+    *,
+    correct: bool = True,
+    shared: bool = False,
+) -> Examples:
+    """Run ``teacher``'s attention over its inputs ``hidden``; ``student_hidden`` are the student's, of the same tokens.
 
-
-def _size(tensor: Tensor, multiplier: Tensor | None) -> float:
-    """Root mean square of the elements that are not frozen; 0 without any."""
-    free = tensor if multiplier is None else tensor[multiplier > 0]
-    return float(free.square().mean().sqrt()) if free.numel() else 0.0
-
-
-def lr_schedule(steps: int | str, errors: list[float]) -> Iterator[float]:
-    """The learning rate of every step, relative to the first. ``errors`` grows by one after every ``ROUND`` steps.
-
-    A number of steps: falls linearly to zero. ``auto``: constant until a round gains less than ``MIN_GAIN``, then
-    linearly to zero; no more than ``AUTO_STEPS`` in all.
+    ``update`` is the teacher's. Without ``correct`` the target is its attention update alone, ``a(h)``. ``shared`` says
+    that ``hidden`` are this process's share of the sequences: sums and counts are then those of all.
     """
-    if isinstance(steps, int):
-        yield from (1 - done / steps for done in range(steps))
-        return
-    for _ in range((AUTO_STEPS - _DECAY_STEPS) // ROUND):
-        yield from repeat(1.0, ROUND)
-        if not errors[-1] < (1 - MIN_GAIN) * min(errors[:-1]):
-            break
-    yield from (1 - done / _DECAY_STEPS for done in range(_DECAY_STEPS))
-
-
-def sample_batches(count: int, seed: int, layer: int) -> Iterator[list[int]]:
-    """Batches of the numbers below ``count`` for the refinement of ``layer``."""
-    return random_batches(count, _BATCH, seed * 1_000_003 + layer)
+    targets, weights = student_hidden[:0], student_hidden[:0]  # in a file where these are in one
+    size, inherited, numbers, count = 0.0, 0.0, 0, 0
+    for inputs, student_inputs in zip(hidden, student_hidden, strict=True):
+        added = update.of(teacher, teacher.attend(inputs))
+        wide = torch.promote_types(added.dtype, torch.float32)
+        residual, student_residual = (each.to(wide) for each in (inputs, student_inputs))
+        added, before = added.to(wide), residual - student_residual
+        weight = token_weights(residual + added, student_residual)
+        weights.append(weight)
+        targets.append((added + before if correct else added).to(student_inputs.dtype))
+        size += energy(added * weight)
+        inherited += energy(before * weight)
+        numbers += added.numel()
+        count += len(added)
+    own = range(count)
+    if shared:
+        size, inherited, all_numbers, all_count = processes.total(size, inherited, numbers, count)
+        numbers, count = int(all_numbers), int(all_count)
+        own = processes.part(count)
+    return Examples(student_hidden, targets, weights, size / numbers, inherited / numbers, numbers, count, own)

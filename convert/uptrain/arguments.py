@@ -1,5 +1,6 @@
 """``transformers.TrainingArguments`` of a run: precision, device, learning rate, and the division of a batch."""
 
+import math
 import os
 from typing import Any
 
@@ -7,8 +8,17 @@ import torch
 
 from kvfold.convert.device import choose_device
 from kvfold.convert.errors import InputError
-from kvfold.convert.training.rates import default_lr
+from kvfold.convert.training.trainee import BETAS
 from kvfold.convert.uptrain.request import UptrainRequest
+
+# A sixteenth of refinement's: all layers move at once. KL after 40 steps, MLA 24+8 of the model that ships:
+# 0.0125 0.231, 0.05 0.165, 0.2 0.172 nats (recipes/benchmarks/bench_refine_constants.py --uptrain)
+_AT_WIDTH_ONE = 0.05
+
+
+def uptraining_rate(width: int) -> float:
+    """Peak learning rate of a model of ``width``, relative to the tensors' size: the steps of all inputs add up."""
+    return _AT_WIDTH_ONE / math.sqrt(width)
 
 
 def training_arguments(request: UptrainRequest, width: int, resumed: bool) -> Any:
@@ -29,12 +39,12 @@ def training_arguments(request: UptrainRequest, width: int, resumed: bool) -> An
         max_steps=request.steps,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=accumulation,
-        learning_rate=request.relative_lr or default_lr(width),
+        learning_rate=request.relative_lr or uptraining_rate(width),
         lr_scheduler_type=request.schedule if request.schedule != "constant" else "constant_with_warmup",
         warmup_steps=int(request.warmup * request.steps),
         weight_decay=request.weight_decay,
         max_grad_norm=request.clip,
-        adam_beta2=0.95,
+        adam_beta2=BETAS[1],
         optim="adamw_torch",
         seed=request.seed,
         bf16=precision == torch.bfloat16,

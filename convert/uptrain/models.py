@@ -8,13 +8,14 @@ from kvfold.attention.drift.frame import attention_name, layer_list
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError
 from kvfold.convert.stream.loading import load_model
-from kvfold.convert.training.constant import ConstantChannel, has_constant
+from kvfold.convert.targets.mla.constant import HeldSlice
+from kvfold.convert.training.constant import has_constant, hold_constant
 from kvfold.convert.uptrain.arguments import compute_dtype
 from kvfold.convert.uptrain.request import UptrainRequest
 
 
-def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> ConstantChannel | None:
-    """Freeze the parameters that are not trained; returns the constant channel, held, where there is one."""
+def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> dict[str, HeldSlice]:
+    """Freeze the parameters that are not trained; returns the slices of the constant channel, where there is one."""
     model.config.use_cache = False
     if request.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
@@ -23,11 +24,7 @@ def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> Co
         inside = f".{attention_name(layer_list(model)[1][0])}."
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(inside in name)
-    if not has_constant(source):
-        return None
-    channel = ConstantChannel(model)
-    channel.install()
-    return channel
+    return hold_constant(model) if has_constant(source) else {}
 
 
 def check_sharding(trainer: Any) -> None:

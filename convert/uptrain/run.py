@@ -100,16 +100,16 @@ def _train(request: UptrainRequest, source: Checkpoint, beside: SideFiles, width
     hide_bars(request.quiet)
     teacher = None if request.teacher is None else load_teacher(request, source, arguments.device)
     model = load_model(source, torch.float32, request.trust_remote_code)
-    channel = prepare_model(model, source, request)
+    held = prepare_model(model, source, request)
     tokens = prepare(request, checkpoint, plan, arguments)
     order = TrainingOrder(tokens.training, plan.training, plan.seed)
-    trainer = Uptrainer(model, arguments, request, order, tokens.held_out.long(), teacher, channel)
+    trainer = Uptrainer(model, arguments, request, order, tokens.held_out.long(), teacher, held)
     check_sharding(trainer)
     trainer.run(checkpoint)
     state = trainer.full_state()
 
     def write() -> Uptrained:
-        if channel is not None:
+        if held:
             check_constant(state, source)
         return _write(request, source, beside, trainer, state, plan)
 

@@ -1,6 +1,7 @@
 """``transformers.Trainer`` for uptraining: losses, and drift on held-out text."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback
 
-from kvfold.convert.training.constant import ConstantChannel
+from kvfold.convert.targets.mla.constant import HeldSlice
 from kvfold.convert.training.loss import distillation_loss, next_token_loss
-from kvfold.convert.training.rates import relative_groups, tensor_sizes
+from kvfold.convert.training.trainee import RelativeSteps
 from kvfold.convert.uptrain.data import TrainingOrder
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.run_log import RunLog
@@ -22,7 +23,7 @@ from kvfold.convert.uptrain.run_log import RunLog
 class Uptrainer(Trainer):  # type: ignore[misc]
     """Trains on ``order``; ``teacher`` is None, or a frozen model on the same device.
 
-    Drift is measured on ``held_out [M, T]``, if M is not 0. ``channel`` is the constant channel, where there is one.
+    Drift is measured on ``held_out [M, T]``, if M is not 0. ``held`` are the slices of the constant channel.
     """
 
     loss_is_scaled_for_ga = False  # every micro-batch's loss is a mean over equally many tokens
@@ -35,15 +36,19 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         order: TrainingOrder,
         held_out: Tensor,
         teacher: Any = None,
-        channel: ConstantChannel | None = None,
+        held: Mapping[str, HeldSlice] | None = None,
     ) -> None:
         self._run_log = log = RunLog(request, arguments.world_size)
         super().__init__(model=model, args=arguments, train_dataset=order, eval_dataset=list(held_out), callbacks=[log])
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = False
         self._request, self._held_out = request, held_out
-        self._teacher, self._channel = teacher, channel
-        self._sizes = tensor_sizes(model, channel)
+        self._teacher = teacher
+        self._steps = RelativeSteps(lambda: dict(model.named_parameters()), held or {})
+        if dist.is_initialized():  # a sharded model may have been loaded by the first process only
+            shared = [self._steps.sizes]
+            dist.broadcast_object_list(shared, src=0)
+            self._steps.sizes = shared[0]
 
     def run(self, checkpoint: Path | None) -> None:
         """Train from ``checkpoint``, or from the start."""
@@ -58,9 +63,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         if self.optimizer is not None:
             return self.optimizer
         made: torch.optim.Optimizer = super().create_optimizer(*arguments)
-        relative_groups(made, (arguments[0] if arguments else self.model).named_parameters(), self._sizes)
-        if self._channel is not None:
-            self._channel.watch(made)
+        self._steps.watch(made, dict((arguments[0] if arguments else self.model).named_parameters()))
         return made
 
     def _get_learning_rate(self) -> float:

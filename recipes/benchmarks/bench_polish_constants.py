@@ -1,6 +1,6 @@
 """The KL of a polished model as each tuned constant of polishing moves: where their comments get their figures.
 
-    python recipes/benchmarks/bench_polish_constants.py [--only _BETAS] [--steps 60]
+    python recipes/benchmarks/bench_polish_constants.py [--only BETAS] [--steps 60]
     python recipes/benchmarks/bench_polish_constants.py --model SMOLLM2 --calibration FILE --only _RATE --steps 100
 
 converts the model that ships (unrefined to MLA 24+8; refined to MLA 40+24, which is close to it already), or MODEL to
@@ -12,6 +12,7 @@ last, and CPU seconds of one core.
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,8 @@ from kvfold.convert.device import training_autocast
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.tokenizer import load_tokenizer
 from kvfold.convert.text.windows import load_calibration
-from kvfold.convert.training import budget, polish
+from kvfold.convert.training import budget, polish, trainee
 from kvfold.convert.training.constant import has_constant
-from kvfold.convert.training.student import Student
 
 TEXT = {"samples": 96, "seq_len": 128}
 RUNS: dict[str, dict[str, Any]] = {
@@ -41,15 +41,15 @@ LARGER_RUNS: dict[str, dict[str, Any]] = {
 CONSTANTS: list[tuple[Any, str, list[Any]]] = [
     (polish, "_RATE", [0.3, 1.2, 2.4, 4.8]),
     (budget, "BATCH_TOKENS", [512, 1024, 2048]),
-    (polish, "_BETAS", [(0.9, 0.95), (0.9, 0.99), (0.95, 0.99)]),
+    (trainee, "BETAS", [(0.9, 0.95), (0.9, 0.99), (0.95, 0.99)]),
     (polish, "_WARMUP", [1, 10]),
 ]
 
 
 def prepared(
     model: Path, calibration: str | None, text: dict[str, int], options: dict[str, Any], place: Path
-) -> tuple[Student, polish.Text, polish.Text]:
-    """A converted model to polish, and ``text``'s calibration and held-out sequences."""
+) -> tuple[Callable[[], polish.ModelTrainee], polish.Text, polish.Text]:
+    """A maker of a converted model to polish, and ``text``'s calibration and held-out sequences."""
     convert_checkpoint(ConvertRequest(model=str(model), out=str(place), calibration=calibration, quiet=True, **options))
     source, written = open_checkpoint(model), open_checkpoint(place)
     stream = CheckpointStream(source.config, source.read, list(source.tensors))
@@ -57,11 +57,15 @@ def prepared(
     device = torch.device("cpu")
     autocast = training_autocast(written, device)
     trained = {name: torch.bfloat16 for name in written.tensors if ".self_attn." in name}
-    student = Student(
-        written.config, written.read, written.tensors, trained, device, autocast, constant=has_constant(written)
-    )
+
+    def make() -> polish.ModelTrainee:
+        constant = has_constant(written)
+        return polish.ModelTrainee(
+            written.config, written.read, written.tensors, trained, device, autocast, constant=constant
+        )
+
     training, held_out = (polishing._text(stream, part, autocast) for part in (tokens.calibration, tokens.held_out))
-    return student, training, held_out
+    return make, training, held_out
 
 
 def main() -> None:
@@ -75,15 +79,13 @@ def main() -> None:
     model, text = arguments.model or demo_folder(), LARGER_TEXT if arguments.model else TEXT
     for run, options in (LARGER_RUNS if arguments.model else RUNS).items():
         with tempfile.TemporaryDirectory() as place:
-            student, training, held_out = prepared(model, arguments.calibration, text, options, Path(place) / "out")
-            start = {name: part.master.detach().clone() for name, part in student.trained.items()}
+            make, training, held_out = prepared(model, arguments.calibration, text, options, Path(place) / "out")
             for module, name, values in (row for row in CONSTANTS if arguments.only in row[1]):
                 usual = getattr(module, name)
                 for value in values:
                     setattr(module, name, value)
-                    student.put(start)
                     started = time.process_time()
-                    found = polish.polish(student, training, held_out, arguments.steps).errors
+                    found = polish.polish(make(), training, held_out, arguments.steps).errors
                     mark, seconds = "*" if value == usual else " ", time.process_time() - started
                     course = " -> ".join(f"{kl:.4f}" for kl in found)
                     print(f"{run:20} {name:15} {value!s:>12}{mark} KL {course}  {seconds:.0f} s", flush=True)

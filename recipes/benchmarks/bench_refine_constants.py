@@ -24,7 +24,8 @@ from typing import Any
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder, read_text
 
-REFINE, WALK, TRIALS = "convert.training.refine", "convert.walk.walk", "convert.conversion.trials"
+REFINE, TRAINEE = "convert.training.refine", "convert.training.trainee"
+WALK, TRIALS = "convert.walk.walk", "convert.conversion.trials"
 SMALL: dict[str, Any] = {"samples": 64, "seq_len": 64}
 RUNS: dict[str, dict[str, Any]] = {
     "MQA, 40 steps": {"to": "mqa", "refine": 40, **SMALL},
@@ -40,7 +41,7 @@ CONSTANTS: list[tuple[str, tuple[str, ...], list[Any], tuple[str, ...]]] = [  # 
     (REFINE, ("_RELATIVE_LR",), [0.0125, 0.05], SHORT),
     (REFINE, ("_RELATIVE_LR", "_WIDTH_LR"), [(0.05, 0.8), (0.2, 3.2)], SHORT),  # the smaller of the two decides
     (REFINE, ("_ERROR_POWER",), [0.0, 0.5, 0.75], SHORT),
-    (REFINE, ("_BETAS",), [(0.9, 0.95), (0.9, 0.98), (0.9, 0.999)], SHORT),
+    (TRAINEE, ("BETAS",), [(0.9, 0.95), (0.9, 0.98), (0.9, 0.999)], SHORT),
     (REFINE, ("_RETRY_LR",), [(1.0,), (1.0, 0.25, 0.0625)], SHORT[:1]),
     (REFINE, ("_DECAY_STEPS",), [50, 100, 200], AUTO),
     (REFINE, ("MIN_GAIN",), [0.003, 0.01, 0.03], AUTO),
@@ -140,7 +141,7 @@ def time_attention() -> None:
 
 def uptrain() -> None:
     """Drift on the held-out text that ships after 40 steps of uptraining, by the learning rate."""
-    from kvfold.convert.training import rates
+    from kvfold.convert.uptrain import arguments
     from kvfold.convert.uptrain.request import UptrainRequest
     from kvfold.convert.uptrain.run import uptrain_checkpoint
 
@@ -155,11 +156,11 @@ def uptrain() -> None:
         model, teacher = str(place / "model"), str(demo_folder())
         target: dict[str, Any] = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "samples": 16, "seq_len": 64}
         convert_checkpoint(ConvertRequest(teacher, model, quiet=True, **target))
-        for rates._AT_WIDTH_ONE in (0.0125, 0.05, 0.2):
-            out = str(place / str(rates._AT_WIDTH_ONE))
+        for arguments._AT_WIDTH_ONE in (0.0125, 0.05, 0.2):
+            out = str(place / str(arguments._AT_WIDTH_ONE))
             found = uptrain_checkpoint(UptrainRequest(model, out, teacher=teacher, quiet=True, **options)).rows[-1]
             shown = f"KL {found['eval_kl']:.4f}, excess {found['eval_excess']:+.4f}"
-            print(f"_AT_WIDTH_ONE {rates._AT_WIDTH_ONE:6}: {shown}", flush=True)
+            print(f"_AT_WIDTH_ONE {arguments._AT_WIDTH_ONE:6}: {shown}", flush=True)
 
 
 def show(row: Measured) -> None:

@@ -11,7 +11,8 @@ and must move by as much less.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,20 +39,35 @@ def with_constant(bias: Tensor) -> Tensor:
     return torch.cat([bias, bias.new_full((1,), CONSTANT)])
 
 
-def lr_multipliers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Learning-rate multiplier of each element of a layer's attention, relative to the rest of its tensor; 0 is frozen.
+@dataclass(frozen=True)
+class HeldSlice:
+    """The constant channel's part of a tensor: slice ``index`` along ``axis``.
 
-    Tensors whose elements all learn alike are absent. The weights of the latents' norms are frozen.
+    ``pace`` is its learning rate relative to the rest of the tensor; 0 freezes it.
     """
-    multipliers: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        parent, projection, _ = name.rsplit(".", 2)
-        if projection in _NORM_OF.values():
-            multipliers[name] = torch.zeros_like(tensor)
-        elif projection in _NORM_OF:
-            multipliers[name] = torch.ones_like(tensor)
-            multipliers[name][len(tensors[f"{parent}.{_NORM_OF[projection]}.weight"]) - 1] = 0
-        elif projection in _READERS:
-            multipliers[name] = torch.ones_like(tensor)
-            multipliers[name][:, -1] = 1 / CONSTANT
-    return multipliers
+
+    axis: int
+    index: int
+    pace: float
+
+
+def held_slices(tensors: Mapping[str, Tensor]) -> dict[str, HeldSlice]:
+    """The held slice of each of ``tensors`` that has one, by name; only shapes are read.
+
+    The bias and the row of zeros behind it are frozen, the columns that read the channel move slowly.
+    """
+    held: dict[str, HeldSlice] = {}
+    for name in tensors:
+        parent, _, kind = name.rpartition(".")
+        path, _, projection = parent.rpartition(".")
+        if projection in _NORM_OF:
+            rank = len(tensors[f"{path}.{_NORM_OF[projection]}.weight"])
+            held[name] = HeldSlice(0, rank - 1, 0.0)
+        elif projection in _READERS and kind == "weight":
+            held[name] = HeldSlice(1, tensors[name].shape[1] - 1, 1 / CONSTANT)
+    return held
+
+
+def latent_norms(names: Iterable[str]) -> list[str]:
+    """The weights of the latents' norms among ``names``, which are frozen."""
+    return [name for name in names if name.split(".")[-2:-1] and name.split(".")[-2] in _NORM_OF.values()]

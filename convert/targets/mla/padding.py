@@ -1,6 +1,5 @@
 """Zeros that bring heads to the sizes that kernels take (``LatentTarget.padded``); nothing that is computed changes."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -40,11 +39,6 @@ def spread(rows: Tensor, dim: int, size: int) -> Tensor:
     step = size // rows.shape[dim]
     halves = torch.unflatten(rows.movedim(dim, -1), -1, (2, -1, 1))
     return pad(halves, (0, step - 1)).flatten(-3).movedim(-1, dim)
-
-
-def lr_multipliers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Learning-rate multipliers that leave zeros out, so that padded tensors learn as the others do."""
-    return {name: (tensor != 0).to(tensor) for name, tensor in tensors.items() if not tensor.all()}
 
 
 def _grown(rows: Tensor, size: int) -> Tensor:

@@ -59,11 +59,11 @@ def test_polishing_brings_the_model_closer_and_changes_attention_alone(tmp_path,
 
 
 def test_a_lossless_start_whose_error_is_negative_by_rounding_has_a_rate():
-    assert training.peak_rate(-1.7e-8, 64, 4) == 0.0 < training.peak_rate(1e-4, 64, 4)
+    assert training.polishing_rate(-1.7e-8, 64, 4) == 0.0 < training.polishing_rate(1e-4, 64, 4)
 
 
 def test_deep_models_take_smaller_steps():
-    assert training.peak_rate(0.15, 576, 30) == pytest.approx(training.peak_rate(0.15, 576, 15) / 2)
+    assert training.polishing_rate(0.15, 576, 30) == pytest.approx(training.polishing_rate(0.15, 576, 15) / 2)
 
 
 def test_weights_that_get_no_better_stay_as_they_are(tiny_reader, tmp_path, monkeypatch):
@@ -101,24 +101,24 @@ def unbroken(tiny_reader, tmp_path_factory):
 @pytest.mark.parametrize("killed", ["in a round", "while the result is written"])
 def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_path, monkeypatch, killed):
     monkeypatch.setattr(training, "ROUND", 2)
-    train, made = training._Run.train, []
+    backward, steps = training.ModelTrainee.backward, []
 
-    def counted(self, until):
-        if killed == "in a round" and len(made) == 1:
+    def counted(self, text):
+        if killed == "in a round" and len(steps) == 3:
             raise RuntimeError("killed")
-        train(self, until)
-        made.append(until)
+        backward(self, text)
+        steps.append(text)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training._Run, "train", counted)
+        patch.setattr(training.ModelTrainee, "backward", counted)
         patch.setattr(polishing, "ShardWriter", HalfWritten)
         with pytest.raises(RuntimeError, match="killed"):
             convert(tmp_path / "out", tiny_reader, **POLISHED, resume=True)
-    assert made == ([2] if killed == "in a round" else [2, 4, 5])
-    made += [None]
-    monkeypatch.setattr(training._Run, "train", counted)
+    assert len(steps) == (3 if killed == "in a round" else 5)
+    steps += [None]
+    monkeypatch.setattr(training.ModelTrainee, "backward", counted)
     convert(tmp_path / "out", tiny_reader, **POLISHED, resume=True)
-    assert made[made.index(None) + 1 :] == ([4, 5] if killed == "in a round" else [])
+    assert len(steps[steps.index(None) + 1 :]) == (3 if killed == "in a round" else 0)  # the third step once more
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == unbroken
 
 

@@ -13,7 +13,7 @@ from kvfold.convert.targets.mla.config import (
     mla_shapes,
 )
 from kvfold.convert.targets.mla.constant import CONSTANT, norm_weight
-from kvfold.convert.targets.mla.padding import lr_multipliers, spread
+from kvfold.convert.targets.mla.padding import spread
 from kvfold.convert.targets.mla.problems import context, latent_problems, model_problems
 from kvfold.convert.targets.mla.rope import plain_base, rope_config
 from kvfold.convert.targets.mla.tensors import interleave, mla_tensors
@@ -365,13 +365,6 @@ def test_weights_that_do_not_fit_their_layout(latent, target, text):
 def test_heads_are_padded_to_the_nearest_kernel_where_the_cache_has_one(rank, rope, dim, heads):
     assert LatentTarget(rank, rope, layout="engine").head_dims(dim) == heads
     assert LatentTarget(rank, rope).head_dims(dim) == (dim, dim)
-
-
-def test_padding_learns_nothing_and_the_rest_as_if_it_were_not_there():
-    tensors = {"kv_b_proj.weight": torch.tensor([[2.0, 1.0], [0.0, 0.0]]), "kv_a_layernorm.weight": torch.ones(2)}
-    assert {name: value.tolist() for name, value in lr_multipliers(tensors).items()} == {
-        "kv_b_proj.weight": [[1.0, 1.0], [0.0, 0.0]]
-    }
 
 
 def test_rotary_pairs_are_spread_to_where_plain_rope_turns_them_alike():

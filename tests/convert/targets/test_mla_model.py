@@ -399,6 +399,10 @@ def test_padded_heads_change_nothing(q_rank, tmp_path, small_kernels):
     stored = [value for name, value in loaded.named_parameters() if ".self_attn." in name]
     own = [part for latent in latents for part in parts_of(latent)]
     assert zeros(stored) - zeros(own) == padding(bound, LatentTarget(16, 64, q_rank, "engine"))
+    loaded.requires_grad_(True)(input_ids=TOKENS).logits.square().sum().backward()
+    matrices = [value for value in stored if value.dim() == 2]
+    assert not any(value.grad[value == 0].any() for value in matrices)  # so training leaves the padding alone
+    loaded.requires_grad_(False)
     for layer, latent in zip(model.model.layers, latents, strict=True):
         layer.self_attn = LatentAttention(latent, normed=True)
     assert (logits(loaded, TOKENS) - logits(model, TOKENS)).abs().max() < precision.CONVERTED

@@ -426,7 +426,7 @@ def test_attention_alone_is_trained_under_any_name(tiny_family, tmp_path):
         request = UptrainRequest(
             model=str(source.folder), out=str(tmp_path / "trained"), text="text.txt", train="attention"
         )
-        assert prepare_model(model, source, request) is None
+        assert prepare_model(model, source, request) == {}
         source.close()
         trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
         assert trained == {key for key, _ in model.named_parameters() if module in key}

@@ -1,43 +1,128 @@
-"""Polishing: what decides the steps that it takes."""
+"""Polishing: the model that is trained, the loss, and the learning rate after rounds that gained nothing."""
 
 import pytest
 import torch
-from helpers.students import TOKENS, student
+from helpers.checkpoints import stock_model
+from helpers.trainees import TOKENS, trainee
+from torch.nn.functional import kl_div
 
 from kvfold.convert.training import polish as module
-from kvfold.convert.training.polish import Text, polish
-from kvfold.convert.training.student import Student
+from kvfold.convert.training.loss import distillation_loss, divergence, next_token_loss
+from kvfold.convert.training.polish import ModelTrainee, Text, polish, slowdown
 
 
-def text(ours: Student) -> Text:
-    """A source whose predictions are not the student's."""
+def text(model: ModelTrainee) -> Text:
+    """A source whose predictions are not the model's."""
     with torch.no_grad():
-        states = ours.hidden(TOKENS)
+        states = model.hidden(TOKENS)
     noise = torch.randn(states.shape, generator=torch.Generator().manual_seed(2))
     return Text(TOKENS, states + noise * states.std())
 
 
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "mixtral", "gemma2", "gemma3_text", "phi3", "granite", "cohere", "olmo2", "qwen3"]
+)
+def test_logits_and_gradients_are_those_of_the_stock_model(tiny_family, family):
+    folder = tiny_family(family)
+    ours, stock = trainee(folder), stock_model(folder)
+    logits = ours.logits(ours.hidden(TOKENS))
+    expected = stock(input_ids=TOKENS, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    (logits * weights).sum().backward()
+    (expected * weights).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in stock.named_parameters()}
+    for source in ours.sources:
+        (name,) = source.names
+        torch.testing.assert_close(ours.masters[name].grad, gradients[source.target], atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_family):
+    folder = tiny_family("llama")
+    ours, wide = trainee(folder, torch.bfloat16), trainee(folder, torch.float32)
+    stored = {name: tensor.float() for name, tensor in ours.rounded().items()}
+    moved = {name: tensor * (1 + 2**-12) for name, tensor in stored.items()}  # less than half a step of bfloat16
+    before, after = [], []
+    for each in (ours, wide):
+        each.put(stored)
+        before.append(each.hidden(TOKENS).detach())
+        each.put(moved)
+        after.append(each.hidden(TOKENS).detach())
+    torch.testing.assert_close(after[0], before[0], atol=1e-6, rtol=0)
+    assert (after[1] - before[1]).abs().max() > 1e-5
+
+
 def test_each_round_takes_the_rate_that_the_rounds_before_leave(tiny_family, monkeypatch: pytest.MonkeyPatch):
-    ours = student(tiny_family("llama"))
-    seen = []
-
-    def slowdown(errors: list[float], steps: int) -> float:
-        seen.append((len(errors), steps))
-        return 1.0 if len(errors) == 1 else 0.0
-
-    monkeypatch.setattr(module, "slowdown", slowdown)
+    ours = trainee(tiny_family("llama"))
+    monkeypatch.setattr(module, "slowdown", lambda errors, steps: 1.0 if len(errors) == 1 else 1e-30)
     found = polish(ours, text(ours), text(ours), 60, lr=0.01)
-    assert seen == [(1, 60), (2, 60), (3, 60)]
     assert found.errors[1] != found.errors[0]
     assert found.errors[1] == found.errors[2] == found.errors[3]
 
 
 def test_small_rows_move_in_proportion(tiny_family):
-    ours = student(tiny_family("llama"))
-    weight = next(part.master for name, part in ours.trained.items() if name.endswith("0.self_attn.v_proj.weight"))
-    with torch.no_grad():
-        weight[0] *= 1e-3
+    small = "model.layers.0.self_attn.v_proj.weight"
+
+    def change(name, tensor):
+        return torch.cat([1e-3 * tensor[:1], tensor[1:]]) if name == small else tensor
+
+    ours = trainee(tiny_family("llama"), change=change)
+    weight = ours.masters[small]
     before = weight.detach().clone()
     polish(ours, text(ours), text(ours), 1, lr=0.01)
     moved = (weight.detach() - before).abs().mean(-1)
     assert 0 < moved[0] < 2e-3 * moved[1:].mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_divergence_and_its_gradient_are_those_of_the_formula(dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = ((3 * torch.randn(5, 11, generator=generator, dtype=torch.float64)).to(dtype) for _ in range(2))
+    logits.requires_grad_()
+    found = divergence(logits, teacher)
+    wide = torch.promote_types(dtype, torch.float32)
+    log_q, log_p = (x.to(wide).log_softmax(-1) for x in (logits, teacher))
+    expected = kl_div(log_q, log_p, log_target=True, reduction="sum")
+    assert found.dtype == wide
+    torch.testing.assert_close(found, expected)
+    (gradient,) = torch.autograd.grad(2 * found, logits)
+    (wanted,) = torch.autograd.grad(2 * expected, logits)
+    torch.testing.assert_close(gradient, wanted)
+
+
+def test_losses_of_next_tokens_and_of_distillation():
+    generator = torch.Generator().manual_seed(3)
+    student, teacher = (torch.randn(2, 5, 7, generator=generator) for _ in range(2))
+    tokens = torch.randint(7, (2, 5), generator=generator)
+    p, q = ((x / 2.0).softmax(-1)[:, :-1] for x in (teacher, student))
+    torch.testing.assert_close(distillation_loss(student, teacher, 2.0), 4 * (p * (p.log() - q.log())).sum(-1).mean())
+    chosen = student.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])
+    torch.testing.assert_close(next_token_loss(student, tokens), -chosen.mean())
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        ([0.2], 1.0),
+        ([0.2, 0.19, 0.18], 1.0),
+        ([0.2, 0.21], 0.5),
+        ([0.2, 0.1999], 0.5),  # hardly less
+        ([0.2, 0.21, 0.205, 0.19], 0.25),  # of the least so far, not of the round before
+        ([0.2, float("inf"), 0.19], 0.5),
+        ([-1e-9, 1e-9], 0.5),  # rounding of a lossless model
+    ],
+)
+def test_the_learning_rate_halves_after_every_round_that_hardly_gains(errors: list[float], expected: float) -> None:
+    assert slowdown(errors, steps=200) == expected
+    assert slowdown(errors, steps=20) == expected
+
+
+def test_of_a_long_run_eighths_are_judged() -> None:
+    """Rounds that gain half a percent each, 2.5 % in five; a rise within a part that gains does not matter."""
+    errors = [0.2 * 0.995**rounds for rounds in range(41)]
+    assert slowdown(errors, steps=200) == 0.5**40
+    assert slowdown(errors, steps=1000) == 1.0
+    assert slowdown(errors[:16], steps=375) == 0.5**7  # 15 rounds, 2 of them a part
+    risen = [0.2, 0.22, 0.21, 0.2, 0.19, 0.18]
+    assert slowdown(risen, steps=1000) == 1.0
+    assert slowdown([*risen, 0.2, 0.2, 0.2, 0.2, 0.2], steps=1000) == 0.5

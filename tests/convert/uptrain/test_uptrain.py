@@ -20,11 +20,10 @@ from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.targets.mla.constant import CONSTANT
-from kvfold.convert.training.constant import ConstantChannel
-from kvfold.convert.training.rates import default_lr, relative_groups, tensor_sizes
 from kvfold.convert.uptrain import run as uptrain_run
 from kvfold.convert.uptrain import trainer as uptrain_trainer
 from kvfold.convert.uptrain.__main__ import main
+from kvfold.convert.uptrain.arguments import uptraining_rate
 from kvfold.convert.uptrain.command import uptrain as uptrain_command
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.resume import COMPLETE, read_log
@@ -159,17 +158,6 @@ def test_distillation_closes_the_drift(source, converted, text, tmp_path):
     same = train(source, tmp_path / "same", text, teacher=str(source), steps=1)
     assert abs(losses(same)[0]) < 1e-5
     assert abs(same.record["held_out"]["before"]["eval_excess"]) < 1e-5
-
-
-def test_losses_by_hand(source, converted):
-    generator = torch.Generator().manual_seed(3)
-    student, teacher = (torch.randn(2, 5, 7, generator=generator, dtype=torch.float32) for _ in range(2))
-    tokens = torch.randint(7, (2, 5), generator=generator)
-    p, q = ((x / 2.0).softmax(-1)[:, :-1] for x in (teacher, student))
-    expected = 4 * (p * (p.log() - q.log())).sum(-1).mean()
-    torch.testing.assert_close(uptrain_trainer.distillation_loss(student, teacher, 2.0), expected)
-    chosen = student.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])
-    torch.testing.assert_close(uptrain_trainer.next_token_loss(student, tokens), -chosen.mean())
 
 
 def test_the_weight_mixes_both_losses(source, converted, text, tmp_path):
@@ -380,7 +368,7 @@ def test_a_tied_head_in_bfloat16_stays_tied(text, tmp_path):
 
 
 def test_default_learning_rates():
-    assert [default_lr(width) for width in (256, 1024, 4096)] == pytest.approx([0.003125, 0.0015625, 0.00078125])
+    assert [uptraining_rate(width) for width in (256, 1024, 4096)] == pytest.approx([0.003125, 0.0015625, 0.00078125])
 
 
 def test_lr_is_another_name_of_relative_lr():
@@ -438,36 +426,6 @@ def test_two_processes_give_the_losses_of_one(source, converted, text, tmp_path)
     before, after = tensors(tmp_path / "one"), tensors(tmp_path / "two")
     for name, value in before.items():
         torch.testing.assert_close(after[name], value, rtol=0, atol=1e-3, msg=name)
-
-
-def test_every_tensor_learns_in_proportion_to_its_size(converted):
-    model = AutoModelForCausalLM.from_pretrained(converted("free"))
-    channel = ConstantChannel(model)
-    sizes = tensor_sizes(model, channel)
-    assert sizes.keys() == dict(model.named_parameters()).keys()
-    attention = "model.layers.0.self_attn"
-    query, reader = (model.get_parameter(f"{attention}.{name}.weight") for name in ("q_proj", "kv_b_proj"))
-    assert sizes[f"{attention}.q_proj.weight"] == pytest.approx(query.detach().square().mean().sqrt().item())
-    assert sizes[f"{attention}.kv_b_proj.weight"] == pytest.approx(
-        reader[:, :-1].detach().square().mean().sqrt().item()
-    )
-    assert sizes[f"{attention}.kv_a_proj_with_mqa.bias"] == sizes[f"{attention}.kv_a_proj_with_mqa.weight"]
-    optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "weight_decay": 0.1}], lr=0.01)
-    relative_groups(optimizer, model.named_parameters(), sizes)
-    rates = {id(group["params"][0]): group["lr"] for group in optimizer.param_groups}
-    assert rates[id(query)] == pytest.approx(0.01 * sizes[f"{attention}.q_proj.weight"])
-    decays = [group["lr"] * group["weight_decay"] for group in optimizer.param_groups]
-    assert decays == pytest.approx([0.01 * 0.1] * len(decays))
-
-
-def test_the_zeros_of_padded_heads_do_not_slow_the_rest_down():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
-    with torch.no_grad():
-        model[0].weight.copy_(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
-        model[1].weight.zero_()
-    sizes = tensor_sizes(model, None)
-    assert sizes["0.weight"] == sizes["0.bias"] == pytest.approx(12.5**0.5)
-    assert sizes["1.weight"] == pytest.approx(1e-6)
 
 
 def test_tables_of_old_checkpoints_need_not_come_back(converted, text, tmp_path):

@@ -16,8 +16,9 @@ from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.targets.mla.constant import CONSTANT, norm_weight
-from kvfold.convert.training.constant import ConstantChannel, check_constant, has_constant
+from kvfold.convert.training.constant import check_constant, has_constant, hold_constant
 from kvfold.convert.training.loss import next_token_loss
+from kvfold.convert.training.trainee import RelativeSteps
 
 RANKS = {"kv_a": 24, "q_a": 40}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -38,17 +39,22 @@ def batches(steps):
     return [torch.randint(97, (4, 24), generator=generator) for _ in range(steps)]
 
 
+def relative(model):
+    """Steps that hold the channel, and are otherwise as the optimizer takes them."""
+    steps = RelativeSteps(lambda: dict(model.named_parameters()), hold_constant(model))
+    steps.sizes = dict.fromkeys(steps.sizes, 1.0)
+    return steps
+
+
 def trained(folder, dtype, steps=6, held=True, decay=0.1):
     """The model after some steps with every tensor of the optimizer in ``dtype``, weight decay on all of them."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    if held:
-        channel = ConstantChannel(model)
-        channel.install()
+    holding = relative(model) if held else None
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=5e-3, weight_decay=decay, eps=1e-4
     )
-    if held:
-        channel.watch(optimizer)
+    if holding is not None:
+        holding.watch(optimizer)
     losses = []
     for tokens in batches(1) * steps:
         loss = next_token_loss(model(input_ids=tokens).logits, tokens)
@@ -123,7 +129,7 @@ def test_readers_of_the_constant_move_by_as_much_less_as_it_is_larger(latent):
 def test_gradients_are_those_of_the_model_but_for_what_is_held(latent):
     tokens = batches(1)[0]
     plain, held = (AutoModelForCausalLM.from_pretrained(latent) for _ in range(2))
-    ConstantChannel(held).install()
+    hold_constant(held)
     for model in (plain, held):
         next_token_loss(model(input_ids=tokens).logits, tokens).backward()
     for name, value in plain.named_parameters():
@@ -166,14 +172,13 @@ def train_rank(folder, out, is_sharded):
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     model = AutoModelForCausalLM.from_pretrained(folder)
-    channel = ConstantChannel(model)
-    channel.install()
+    steps = relative(model)
     if is_sharded:
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3, weight_decay=0.1)
-    channel.watch(optimizer)
+    steps.watch(optimizer)
     for tokens in batches(4):
         own = tokens[rank::world]
         next_token_loss(model(input_ids=own).logits, own).backward()
