@@ -25,7 +25,7 @@ from kvfold.convert.progress import Stages
 from kvfold.convert.request import WEIGHTS_ONLY
 from kvfold.convert.transforms.fold import grouping, principal
 from kvfold.convert.transforms.fold.grouping import Pairs
-from kvfold.convert.transforms.fold.moments import layer_moments
+from kvfold.convert.transforms.fold.principal import layer_moments
 from kvfold.convert.transforms.sinks import judged
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 from kvfold.convert.walk.walk import Step

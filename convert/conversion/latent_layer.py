@@ -18,14 +18,13 @@ from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.head_norms import has_norms, linear_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
-from kvfold.convert.transforms.latent.damper import with_damper
 from kvfold.convert.transforms.latent.latent import latent_spectrum, to_latent
 from kvfold.convert.transforms.latent.norm import live_norm
 from kvfold.convert.transforms.latent.normed import to_normed_latent
 from kvfold.convert.transforms.latent.queries import query_latent
 from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots
 from kvfold.convert.transforms.latent.weights import LatentWeights
-from kvfold.convert.transforms.sinks import judged
+from kvfold.convert.transforms.sinks import judged, with_damper
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 from kvfold.convert.walk.walk import Step
 

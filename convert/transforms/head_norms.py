@@ -1,13 +1,13 @@
-"""Norms on queries and keys, for attention that has no place for them: the linear maps that come closest.
+"""Linear maps that replace norms on queries and keys, for attention that has no place for such norms.
 
-A norm divides by a number that depends on the token and the head, ``norm(W x) = gain * W x / d(x) + bias``. Where its
-result must be a linear function of the input, the nearest is the one of least squares over text,
+A norm divides by a number that depends on the token and the head, ``norm(W x) = gain * W x / d(x) + bias``. Where the
+result must be a linear function of the input, the closest is that of least squares over text,
 
     L = argmin E|norm(W x) - L x|^2 + ridge |L - L_0|^2,       L_0 = gain * W * E[d] / E[d^2]
 
-drawn towards ``L_0``, the projection over one number per head, as far as the text is short. Both are exact where ``d``
-does not vary. Where it does, most of it follows the input: the part of ``norm(W x)`` that ``L`` misses (`NormFit`) is
-far below the square of the divisors' coefficient of variation.
+pulled towards ``L_0``, the projection divided by one number per head, the more the shorter the text. Both are exact
+where ``d`` does not vary. Where it does, most of the variation follows the input: the energy of ``norm(W x)`` that
+``L`` misses (`NormFit`) is far below the square of the divisors' coefficient of variation.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -28,12 +28,12 @@ put in (the projection over one number: 0.112): 1e-9: 0.100, 0.042, 0.019, 0.016
 
 
 def has_norms(weights: AttentionWeights) -> bool:
-    """Whether queries or keys are normalized."""
+    """True if queries or keys are normalized."""
     return weights.q_norm is not None or weights.k_norm is not None
 
 
 def normalized(rows: Tensor, norm: HeadNorm | None) -> tuple[Tensor, Tensor]:
-    """``rows [N, n, D]`` behind ``norm``, and what they were divided by ``[N, n]`` (one without a norm)."""
+    """``rows [N, n, D]`` after ``norm``, and the divisors ``[N, n]`` (1 without a norm)."""
     if norm is None:
         return rows, rows.new_ones(rows.shape[:2])
     over = (1, 2) if norm.extent == "flat" else (2,)
@@ -46,9 +46,9 @@ def normalized(rows: Tensor, norm: HeadNorm | None) -> tuple[Tensor, Tensor]:
 
 
 def project(weights: AttentionWeights, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries, then keys, of ``inputs [N, E]`` behind their norms ``[N, H + G, D]``, and their divisors ``[N, H + G]``.
+    """Queries, then keys, of ``inputs [N, E]`` after their norms ``[N, H + G, D]``, and their divisors ``[N, H + G]``.
 
-    Before they rotate, in the dtype of ``inputs``.
+    They are not rotated, and in the dtype of ``inputs``.
     """
     sides = ((weights.q, weights.q_bias, weights.q_norm), (weights.k, weights.k_bias, weights.k_norm))
     parts = []
@@ -62,11 +62,12 @@ def project(weights: AttentionWeights, inputs: Tensor) -> tuple[Tensor, Tensor]:
 def linear_heads(
     weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False
 ) -> AttentionWeights:
-    """The layer without norms: queries and keys are the linear maps that come closest to what was behind them.
+    """The layer without norms: queries and keys are the linear maps closest to the normalized ones.
 
-    From statistics without text (`blank_statistics`) that is the projection over one number per head. A map has a
+    From statistics without text (`blank_statistics`) that is the projection divided by one number per head. A map has a
     constant where the source has a bias. ``key_constant`` gives keys one in any case: a constant key moves all scores
-    of a query alike, so it is free where the layout has a place for it. Layers without norms stay as they are.
+    of a query by the same amount, so it is free where the layout has a place for it. Layers without norms are returned
+    as they are.
     """
     if not has_norms(weights):
         return weights
@@ -90,13 +91,13 @@ def linear_heads(
 def divided_heads(
     weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False
 ) -> tuple[AttentionWeights, Tensor]:
-    """``linear_heads`` whose keys are exact but for one factor per token: over one number per head.
+    """`linear_heads` with keys divided by one number per head, exact up to a factor per token; and the numbers ``[G]``.
 
-    The second result are those numbers ``[G]``, float64.
+    Raises ValueError for keys without a norm.
     """
     norm = weights.k_norm
     if norm is None:
-        raise ValueError("weights: expected norms on queries and keys, found none")
+        raise ValueError("weights: the keys have no norm; use linear_heads")
     statistics = statistics.to(weights.q.device)
     rows, factor = _divided(with_bias(weights.k, weights.k_bias), norm, statistics, slice(weights.heads, None))
     linear = linear_heads(replace(weights, k_norm=None), statistics, key_constant=key_constant)
@@ -104,9 +105,9 @@ def divided_heads(
 
 
 def _side(rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, heads: slice, constant: bool) -> Tensor:
-    """``rows [n, D, E+1]`` of a projection and ``norm`` behind it -> the linear map of both.
+    """The linear map ``[n, D, E+1]`` of a projection ``rows [n, D, E+1]`` followed by ``norm``.
 
-    ``heads`` are their places in the statistics.
+    ``heads``: their indices in the statistics. ``constant``: the map may have one.
     """
     if norm is None:
         return rows
@@ -116,16 +117,16 @@ def _side(rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, head
     if statistics.normed is None:
         return start
     moment = input_moment(statistics, ridge=0.0)
-    left = statistics.normed[heads] - start @ moment
+    residual = statistics.normed[heads] - start @ moment
     size = len(moment) - (not constant)
     ridge = SHRINK * statistics.gram.trace() / max(statistics.tokens, 1)
     moment[: len(statistics.gram), : len(statistics.gram)].diagonal().add_(ridge)
-    change = torch.linalg.solve(moment[:size, :size], left.flatten(0, 1)[:, :size].mT).mT
+    change = torch.linalg.solve(moment[:size, :size], residual.flatten(0, 1)[:, :size].mT).mT
     return start + torch.nn.functional.pad(change, (0, len(moment) - size)).reshape(rows.shape)
 
 
 def _divided(rows: Tensor, norm: HeadNorm, statistics: LayerStatistics, heads: slice) -> tuple[Tensor, Tensor]:
-    """``rows [n, D, E+1]`` over one number per head, times the gain of ``norm``, plus its bias; the inverse numbers."""
+    """``L_0``: ``rows [n, D, E+1]`` times a factor per head and the gain of ``norm``, plus bias; factors ``[n]``."""
     if norm.kind == "layer":
         rows = rows - rows.mean((0, 1) if norm.extent == "flat" else (1,), keepdim=True)
     if statistics.divisors is None:
@@ -143,10 +144,10 @@ def _divided(rows: Tensor, norm: HeadNorm, statistics: LayerStatistics, heads: s
 
 @dataclass(frozen=True)
 class NormFit:
-    """How far norms are from linear maps, for queries and for keys, over all heads and the calibration text.
+    """The distance of norms from linear maps, for queries and for keys, over all heads and the calibration text.
 
-    ``spread``: the coefficient of variation of what they divide by, mean over the heads. ``missed``: the share of the
-    energy behind the norms that the linear maps leave out.
+    ``spread``: the coefficient of variation of the divisors, mean over the heads. ``missed``: the share of the energy
+    of normalized queries or keys that the linear maps leave out.
     """
 
     query_spread: float
@@ -160,7 +161,7 @@ class NormFit:
 
 
 def norm_fit(weights: AttentionWeights, linear: AttentionWeights, statistics: LayerStatistics) -> NormFit | None:
-    """What is lost where ``linear`` stands in for ``weights``; None where nothing was gathered of norms."""
+    """The loss where ``linear`` replaces ``weights``; None where the statistics say nothing about norms."""
     if statistics.normed is None or statistics.divisors is None:
         return None
     moment, heads = input_moment(statistics, ridge=0.0), weights.heads

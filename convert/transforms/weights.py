@@ -1,4 +1,4 @@
-"""One attention layer in the canonical form that every transform reads and returns.
+"""One attention layer, its rotary embedding and its calibration statistics, as every transform reads and returns them.
 
 Notation (attention/README.md): ``H`` query heads, ``G`` key/value heads, ``D`` head dim, ``E`` model dim, ``D_rot``
 rotary dims. Query head ``h`` reads key/value head ``h // (H // G)``. Storage is half-split: the first ``D_rot`` dims of
@@ -17,11 +17,11 @@ from torch import Tensor
 class HeadNorm:
     """A norm on queries or keys, between projection and rotary embedding unless ``after_rotary``.
 
-    ``weight`` and ``bias`` are ``[heads, D]`` whatever the file holds (a shared ``[D]`` is repeated on reading and
-    stored once again on writing). ``extent`` says over what a vector is normalized: each head alone, or the flat
-    ``heads * D`` vector of all heads together. ``shared`` says that the file holds one row for all heads.
-    The gain applied is ``weight + offset`` (gemma stores the gain minus one). ``after_rotary``: the norm follows the
-    rotary embedding; its gain then belongs to rotated dims, and no linear map in front of it can stand for it.
+    ``weight`` and ``bias`` are ``[heads, D]``; ``shared``: the file holds one row ``[D]`` for all heads, which is
+    repeated on reading and stored once on writing. ``extent``: the vector that is normalized, each head alone or the
+    flat ``heads * D`` vector of all heads. The gain applied is ``weight + offset`` (gemma stores the gain minus one).
+    ``after_rotary``: the norm follows the rotary embedding; its gain then belongs to rotated dims, and no linear map in
+    front of it can replace it.
     """
 
     kind: Literal["rms", "layer"]
@@ -74,7 +74,7 @@ class AttentionWeights:
         return self.q.shape[2]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "AttentionWeights":
-        """The same layer with ``change`` (a cast, a move) applied to every tensor, those of the norms included."""
+        """The same layer with ``change`` (a cast, a move) applied to every tensor, including those of the norms."""
         present = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
         changed: dict[str, Any] = {
             name: value.map(change) if isinstance(value, HeadNorm) else change(value) for name, value in present.items()
@@ -96,6 +96,10 @@ class Rotary:
     def dims(self) -> int:
         return 2 * self.theta.numel()
 
+    def amplify(self, rows: Tensor) -> Tensor:
+        """``rows [heads, D, n]`` with the rotating dims multiplied by the amplitude."""
+        return torch.cat([rows[:, : self.dims] * self.amplitude, rows[:, self.dims :]], 1)
+
 
 @dataclass(frozen=True)
 class LayerStatistics:
@@ -103,12 +107,12 @@ class LayerStatistics:
 
     ``gram [E, E] = E[x x^T]`` and ``mean [E] = E[x]`` over ``tokens`` attention inputs ``x`` (after the layer's norm);
     ``profile [H, S]``: the mean attention weight of head ``h`` at distance ``delta`` (rows sum to 1).
-    ``received_gram``, ``received_mean``: the same averages with every token counted by the attention that it receives,
+    ``received_gram``, ``received_mean``: the same averages with every token weighted by the attention that it receives,
     None where that was not measured.
 
     Where queries and keys are normalized: ``normed [H + G, D, E+1] = E[n x~^T]``, with ``n`` the queries, then the
-    keys, behind their norms and before they rotate (``received_normed`` likewise), and ``divisors [H + G, 3]``: the
-    mean and the mean square of what the norms divide by, and the mean of ``|n|^2``.
+    keys, after their norms and before they rotate (``received_normed`` likewise), and ``divisors [H + G, 3]``: the
+    mean and the mean square of the norms' divisors, and the mean of ``|n|^2``.
     """
 
     gram: Tensor
@@ -122,23 +126,19 @@ class LayerStatistics:
     divisors: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "LayerStatistics":
-        moved: dict[str, Any] = {
-            item.name: value.to(device)
-            for item in fields(self)
-            if isinstance(value := getattr(self, item.name), Tensor)
-        }
+        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
+        moved: dict[str, Any] = {name: each.to(device) for name, each in tensors.items() if isinstance(each, Tensor)}
         return replace(self, **moved)
 
     def counting_received(self, share: float) -> "LayerStatistics":
-        """Tokens counted by ``1 - share + share * received`` attention, which is 1 on average.
+        """Statistics with tokens weighted by ``1 - share + share * received`` attention, which is 1 on average.
 
-        A sink is one token among hundreds and half of every row of attention: least squares over tokens hardly see it.
         Raises ValueError for a share above 0 where received attention was not measured.
         """
         if share == 0:
             return self
         if self.received_gram is None or self.received_mean is None:
-            raise ValueError("statistics: expected averages by received attention, found none")
+            raise ValueError("statistics: averages by received attention are missing, needed for a share above 0")
         gram, mean = torch.lerp(self.gram, self.received_gram, share), torch.lerp(self.mean, self.received_mean, share)
         if self.normed is None or self.received_normed is None:
             return replace(self, gram=gram, mean=mean)
@@ -150,7 +150,7 @@ def blank_statistics(
 ) -> LayerStatistics:
     """Statistics without a text: attention to the token itself, inputs of mean 0, uncorrelated.
 
-    Their channels have standard deviations ``scales [E]``, by default 1.
+    Input channels have standard deviations ``scales [E]``, by default 1.
     """
     gram = torch.eye(model_dim, dtype=torch.float64, device=device)
     if scales is not None:

@@ -19,7 +19,7 @@ from kvfold.attention.drift.recording import OpenLayer
 from kvfold.attention.drift.streams import LayerOutput
 from kvfold.convert import processes
 from kvfold.convert.transforms.latent.weights import LatentWeights
-from kvfold.convert.transforms.output import fit_output
+from kvfold.convert.transforms.linalg import fit_output
 from kvfold.convert.transforms.weights import AttentionWeights
 from kvfold.convert.walk.hidden import Hidden
 from kvfold.convert.walk.walk import Step

@@ -15,26 +15,24 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import principal
-from kvfold.convert.transforms.fold.heads import Objective, share_keys
-from kvfold.convert.transforms.fold.moments import LayerMoments
-from kvfold.convert.transforms.fold.score_fit import SCORES, fit_scores, score_losses
-from kvfold.convert.transforms.linalg import among, metric_root
+from kvfold.convert.transforms.fold.heads import Objective
+from kvfold.convert.transforms.fold.principal import LayerMoments
+from kvfold.convert.transforms.fold.score_fit import SCORES, fit_scores, principal_keys, score_losses
+from kvfold.convert.transforms.linalg import metric_root
 from kvfold.convert.transforms.weights import AttentionWeights
 
 Partition = tuple[tuple[int, ...], ...]
 
+# Rounds of the score fit for each pair of heads; the cost of grouping is proportional to them. Excess loss of the
+# reference MHA model at 8 -> 2 heads (recipes/benchmarks/bench_constants.py): 0 and 1: 0.0559, 3: 0.0551.
 PAIR_ROUNDS = 1
-"""Rounds of the score fit for each pair of heads; the cost of grouping is proportional to them.
 
-Excess loss of a trained model at 8 -> 2 heads (recipes/benchmarks/bench_constants.py): 0 and 1: 0.0559, 3: 0.0551.
-"""
-
-TINY = 1e-100
+TINY = 1e-100  # keeps 0 / 0 of heads without energy at 0; far below any energy of trained weights
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The partition that the judge liked best, what it folds to, and every candidate's error."""
+    """The partition with the smallest error, the weights folded by it, and the error of every candidate."""
 
     groups: Partition
     weights: AttentionWeights
@@ -43,13 +41,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Pairs:
-    """A layer's moments and what any two of its heads lose by sharing: the same for every number of groups."""
+    """A layer's moments and the loss of any two heads that share: the same for every number of groups."""
 
     layer: LayerMoments
 
     @cached_property
     def losses(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of `pair_losses`, computed when they are first asked for."""
+        """The result of `pair_losses`, computed at the first use: a single candidate needs none."""
         return pair_losses(self.layer)
 
 
@@ -64,9 +62,9 @@ def contiguous(kv_heads: int, groups: int) -> Partition:
 def similar(
     pairs: Pairs, groups: int, judge: Callable[[AttentionWeights], float], objective: Objective = SCORES
 ) -> Choice:
-    """The best of `candidates`, folded by `principal.fold` with ``objective``, as ``judge`` sees them.
+    """The best of `candidates` by the error that ``judge`` returns for the layer folded with ``objective``.
 
-    The candidates come from the errors of scores, whatever the objective: it decides how heads share, the judge who.
+    The candidates come from score errors whatever the objective: it decides how heads share, the judge which of them.
     """
     return choose(
         candidates(pairs, groups), judge, lambda partition: principal.fold_moments(pairs.layer, partition, objective)
@@ -83,7 +81,8 @@ def candidates(pairs: Pairs, groups: int) -> list[Partition]:
     if groups in (1, kv_heads):
         return partitions
     for loss in pairs.losses:
-        partition = _sorted(_swapped(loss, _greedy(loss, groups)))
+        swapped = _swapped(loss, _greedy(loss, groups))
+        partition = tuple(sorted(tuple(sorted(group)) for group in swapped))  # one spelling for equal partitions
         if partition not in partitions:
             partitions.append(partition)
     return partitions
@@ -94,9 +93,9 @@ def choose(
     judge: Callable[[AttentionWeights], float],
     fold: Callable[[Partition], AttentionWeights],
 ) -> Choice:
-    """The partition whose fold the judge gives the smallest error; the first of equals.
+    """The partition whose fold has the smallest error by ``judge``, the first of equals.
 
-    Raises ValueError when there is none to choose from.
+    Raises ValueError if ``partitions`` is empty.
     """
     if not partitions:
         raise ValueError("partitions: expected at least one, found none")
@@ -107,10 +106,10 @@ def choose(
 
 
 def pair_losses(layer: LayerMoments) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses of any two KV heads by sharing, ``[G, G]`` each: shares of the layer's total, symmetric, diagonal 0.
+    """Three estimates of what any two KV heads lose by sharing, ``[G, G]`` each: symmetric, diagonal 0, shares of 1.
 
-    Score errors count by the energy of the values behind them; or relative to each head's own scores; or by the root of
-    that energy. Errors of the values count in the output, the same each time.
+    They weight the score errors by the energy of the head's values, by the inverse of its score energy, or by the
+    square root of the value energy. The error of the values, measured in the layer's output, is added to each.
     """
     lost, total = _score_losses(layer)
     value_lost, value_energy = _value_losses(layer)
@@ -124,13 +123,11 @@ def pair_losses(layer: LayerMoments) -> tuple[Tensor, Tensor, Tensor]:
 
 def _score_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
     """``[G, G]``: the score error of head ``j``, all its queries, when it shares with ``i``; ``[G]``: its energy."""
-    heads, pairs = layer.weights.kv_heads, layer.rotary.dims // 2
+    heads = layer.weights.kv_heads
     lost, total = layer.moment.new_zeros(heads, heads), layer.moment.new_zeros(heads)
     for i, j in itertools.combinations(range(heads), 2):
         both = layer.group([i, j])
-        start = share_keys(both.keys, both.member_queries, pairs).repeat_decode(layer.repeat)
-        fitted = fit_scores(start, both.keys, both.queries, both.phi, pairs, rounds=PAIR_ROUNDS)
-        losses = score_losses(fitted, both.keys, both.queries, both.phi, pairs)
+        losses = score_losses(fit_scores(principal_keys(both), both, PAIR_ROUNDS), both)
         errors, energies = (torch.unflatten(part, 0, (2, -1)).sum(1) for part in losses)
         lost[j, i], lost[i, j] = errors
         total[[i, j]] = energies
@@ -140,8 +137,8 @@ def _score_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
 def _value_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
     """``[G, G]``: the share of the layer's value energy that two heads lose; and ``[G]``: each head's value energy.
 
-    The energy lost is what principal components beyond the first ``D`` hold; a head's own is that about its mean. Both
-    are measured in the output.
+    The lost energy is in the principal components beyond the first ``D``, a head's energy is about its mean; both are
+    measured in the layer's output.
     """
     heads, dims, metric = layer.weights.kv_heads, layer.weights.head_dim, layer.metric
     root, _ = metric_root(metric)
@@ -151,7 +148,7 @@ def _value_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
     varying = energy - torch.einsum("ga,gab,gb->g", mean, metric, mean)
     lost = layer.moment.new_zeros(heads, heads)
     for i in range(heads - 1):
-        joints = torch.stack([among(layer.joint_values, [i, j]) for j in range(i + 1, heads)])
+        joints = torch.stack([layer.joint_values[[i, j]][:, :, [i, j]] for j in range(i + 1, heads)])
         roots = torch.stack([root[[i, j]] for j in range(i + 1, heads)])
         stacked = torch.einsum("pjab,pjbkc,pkcd->pjakd", roots, joints, roots).flatten(3).flatten(1, 2)
         lost[i, i + 1 :] = torch.linalg.eigvalsh(stacked)[:, :dims].clamp(min=0).sum(1)
@@ -159,7 +156,7 @@ def _value_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
 
 
 def _greedy(loss: Tensor, groups: int) -> Partition:
-    """Grows groups one at a time around the pair that loses least, always by the head that adds least."""
+    """Groups made one after the other: the free pair that loses least, then always the head that adds least."""
     table: list[list[float]] = loss.tolist()
     free, size = set(range(len(table))), len(table) // groups
     grown: list[tuple[int, ...]] = []
@@ -175,7 +172,7 @@ def _greedy(loss: Tensor, groups: int) -> Partition:
 
 
 def _swapped(loss: Tensor, start: Partition) -> Partition:
-    """Exchanges heads between groups while that lowers the summed losses within groups."""
+    """``start`` after exchanges of heads between groups, as long as one lowers the sum of losses within groups."""
     table: list[list[float]] = loss.tolist()
     groups = [list(group) for group in start]
 
@@ -194,8 +191,3 @@ def _swapped(loss: Tensor, start: Partition) -> Partition:
                     first[a], second[b] = y, x
                     improved = True
     return tuple(tuple(group) for group in groups)
-
-
-def _sorted(partition: Partition) -> Partition:
-    """The same partition, heads within groups and groups by their first head in order."""
-    return tuple(sorted(tuple(sorted(group)) for group in partition))

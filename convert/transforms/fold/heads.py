@@ -1,25 +1,27 @@
-"""The best shared key head and value head of a group, as small matrices.
+"""The shared key and value head of a group: their maps, the error they minimize, and principal components.
+
+A fold replaces the ``m`` key/value heads of a group by one. `SharedHead` holds the maps to and from it, `GroupMoments`
+the second moments a fit works from, and an `Objective` says which error is minimized.
 
 Rotary embedding multiplies pair ``l`` at position ``t`` by ``e^{i t theta_l}``, which commutes with multiplication by
-any complex number and with nothing that mixes two pairs. Each member's key pair is therefore approximated by a complex
-multiple of one shared pair, weighted by how strongly the queries that read it look at that pair. Unrotated dims and
-values are free to mix: the members share the top real components of all their dims together, keys in the metric of the
-queries, values in the metric ``W_o^T W_o`` of the output.
+any complex number and with nothing that mixes two pairs. `share_keys` therefore approximates each member's key pair by
+a complex multiple of one shared pair, weighted by the energy of the queries that read it. Unrotated dims and values may
+mix: `share_dims` takes the top real components of all members' dims together, keys in the metric of the queries, values
+in the metric ``W_o^T W_o`` of the output.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.linalg import metric_root, pair_matrices, pair_moment, symmetric_eig
-from kvfold.convert.transforms.weights import AttentionWeights
 
 WEAKEST_QUERY = 1e-6
-"""Query weights are not taken below this share of the group's largest: dividing by them must stay harmless.
+"""Query weights are at least this share of the group's largest: keys are divided by them.
 
-No query of a trained model came near it: 1e-9, 1e-6 and 1e-3 give the same loss to 1e-4 nats at 8 -> 2 heads
+Not sensitive: 1e-9, 1e-6 and 1e-3 give the same loss to 1e-4 nats on the reference MHA model at 8 -> 2 heads
 (recipes/benchmarks/bench_constants.py).
 """
 
@@ -39,18 +41,29 @@ class SharedHead:
         """Rows of the members ``[m, D, F]`` -> rows of the shared head ``[D, F]``."""
         return torch.einsum("jab,jbf->af", self.encode, members)
 
-    def rescale(self, factor: Tensor) -> "SharedHead":
-        """The same fold with the shared head's dims multiplied by ``factor [D]``, undone in ``decode``."""
-        return SharedHead(factor[:, None] * self.encode, self.decode / factor)
-
     def without(self, amplitude: Tensor) -> "SharedHead":
         """The same fold of keys for members that lack the factors ``amplitude [D]`` they (and queries) had here."""
         change = amplitude / amplitude[:, None]
         return SharedHead(self.encode * change, self.decode / change)
 
     def repeat_decode(self, times: int) -> "SharedHead":
-        """The same fold with ``decode`` written out for each of the ``times`` query heads that read a member."""
+        """The same fold with ``decode`` repeated for each of the ``times`` query heads that read a member."""
         return SharedHead(self.encode, self.decode.repeat_interleave(times, 0))
+
+    def balance(self, members: Tensor, blocks: list[Tensor]) -> "SharedHead":
+        """The same fold, its shared rows rescaled to the mean norm of the members' rows ``[m, D, F]``, block by block.
+
+        ``blocks`` are index tensors into ``D`` that share one factor (a rotary pair, the unrotated dims, a whole value
+        head). Rows of zeros are left alone.
+        """
+        merged = self.merge(members)
+        factor = torch.ones(merged.shape[0], dtype=torch.float64, device=merged.device)
+        for block in blocks:
+            before = members[:, block].flatten(1).norm(dim=1).mean()
+            after = merged[block].norm()
+            if before > 0 and after > 0:
+                factor[block] = before / after
+        return SharedHead(factor[:, None] * self.encode, self.decode / factor)
 
 
 @dataclass(frozen=True)
@@ -81,11 +94,16 @@ class GroupMoments:
         """``[m, D, D]``: second moments of the queries that read each member, summed over its query heads."""
         return torch.unflatten(self.queries, 0, (len(self.keys), -1)).sum(1)
 
+    @property
+    def member_read(self) -> Tensor:
+        """``[n]``: the member that each query head reads."""
+        return torch.arange(len(self.queries), device=self.queries.device) // self.readers
+
 
 class Objective(Protocol):
-    """The error that the shared heads of a group minimize: one key head and one value head, fitted apart.
+    """The error that the shared heads of a group minimize: one key head and one value head, fitted separately.
 
-    The default is `score_fit.Scores`. Another one needs no more than these two methods; `share_keys`, `share_dims` and
+    The default is `score_fit.Scores`. Another one needs only these two methods; `share_keys`, `share_dims` and
     `score_fit.fit_scores` are there to build on.
     """
 
@@ -97,10 +115,11 @@ class Objective(Protocol):
 
 
 def share_keys(keys: Tensor, queries: Tensor, pairs: int) -> SharedHead:
-    """One key head for ``m`` members from ``keys [m, D, m, D] = E[k k^T]`` and ``queries [m, D, D]``.
+    """One key head for ``m`` members, principal components of ``keys [m, D, m, D] = E[k k^T]`` weighted by the queries.
 
-    ``queries[j]`` is the second moment of the queries that read member ``j``, summed over its query heads. The first
-    ``2 * pairs`` dims rotate.
+    ``queries [m, D, D]``: the second moment of the queries that read each member, summed over its query heads. The
+    first ``2 * pairs`` dims rotate: with ``s_j^2 = E|q_{j,l}|^2`` and ``u`` the top eigenvector of the covariance of
+    ``s_j k_{j,l}`` over the members, pair ``l`` is shared as ``sum_j conj(u_j) s_j k_{j,l}``. The rest is `share_dims`.
     """
     members, dims = queries.shape[:2]
     rotated = 2 * pairs
@@ -108,10 +127,16 @@ def share_keys(keys: Tensor, queries: Tensor, pairs: int) -> SharedHead:
     decode = torch.zeros_like(encode)
     if pairs:
         square = queries.diagonal(dim1=1, dim2=2)
-        energy = square[:, :pairs] + square[:, pairs:rotated]  # E|q_l|^2
-        into, back = _share_pairs(pair_moment(keys, pairs), energy.mT)
-        encode += pair_matrices(into.mT, dims)
-        decode += pair_matrices(back.mT, dims)
+        energy = (square[:, :pairs] + square[:, pairs:rotated]).mT  # E|q_l|^2, [pairs, m]
+        floor = WEAKEST_QUERY * energy.amax(1, keepdim=True)
+        weight = energy.clamp(min=floor).clamp(min=torch.finfo(energy.dtype).tiny).sqrt()
+        _, vectors = symmetric_eig(weight[:, :, None] * pair_moment(keys, pairs) * weight[:, None, :])
+        top = vectors[..., 0]
+        # Eigenvectors have a free phase: the largest entry is made real and positive, so that results are reproducible.
+        largest = top.gather(1, top.abs().argmax(1, keepdim=True))
+        top = top * (largest.conj() / largest.abs())
+        encode += pair_matrices((top.conj() * weight).mT, dims)
+        decode += pair_matrices((top / weight).mT, dims)
     if rotated < dims:
         rest = slice(rotated, dims)
         shared = share_dims(keys[:, rest, :, rest], queries[:, rest, rest])
@@ -131,59 +156,3 @@ def share_dims(members: Tensor, metric: Tensor) -> SharedHead:
     _, vectors = symmetric_eig(stacked)
     basis = vectors[:, :dims].reshape(count, dims, dims)  # member, its dim, shared dim
     return SharedHead(basis.mT @ root, inverse @ basis)
-
-
-def _share_pairs(moment: Tensor, energy: Tensor) -> tuple[Tensor, Tensor]:
-    """Hermitian ``moment [pairs, m, m]``, query ``energy [pairs, m]`` -> complex encode, decode ``[pairs, m]``."""
-    floor = WEAKEST_QUERY * energy.amax(1, keepdim=True)
-    weight = energy.clamp(min=floor).clamp(min=torch.finfo(energy.dtype).tiny).sqrt()
-    _, vectors = symmetric_eig(weight[:, :, None] * moment * weight[:, None, :])
-    top = _fix_phase(vectors[..., 0])
-    return top.conj() * weight, top / weight
-
-
-def _fix_phase(vectors: Tensor) -> Tensor:
-    """Eigenvectors have a free phase: turn each so that its largest entry is real and positive."""
-    largest = vectors.gather(1, vectors.abs().argmax(1, keepdim=True))
-    return vectors * (largest.conj() / largest.abs())
-
-
-def balance(head: SharedHead, members: Tensor, blocks: list[Tensor]) -> SharedHead:
-    """Rescales so that in every block of dims the shared rows have the mean norm of their members' rows.
-
-    ``members [m, D, F]``; ``blocks`` are index tensors into ``D`` within which one factor may act (a rotary pair, the
-    unrotated dims, a whole value head). Absent blocks (zero rows) are left alone.
-    """
-    merged = head.merge(members)
-    factor = torch.ones(merged.shape[0], dtype=torch.float64, device=merged.device)
-    for block in blocks:
-        before = members[:, block].flatten(1).norm(dim=1).mean()
-        after = merged[block].norm()
-        if before > 0 and after > 0:
-            factor[block] = before / after
-    return head.rescale(factor)
-
-
-def fold_constants(source: AttentionWeights, folded: AttentionWeights, mean: Tensor) -> AttentionWeights:
-    """Makes up for what folding does to the constant part of the values, where the layer has biases to take it.
-
-    Attention rows sum to 1, so a constant passes through attention unchanged. An output bias takes the values' bias
-    exactly. With a bias on the values only, that bias is chosen by least squares so that the layer's output at the mean
-    input ``mean [E]`` is what it was. ``source`` and ``folded`` order their heads alike. Beside sinks rows of attention
-    sum to less than 1, and biases stay what the values' fit made them.
-    """
-    if source.v_bias is None or source.sinks is not None:
-        return folded
-    if source.o_bias is not None and folded.v_bias is not None:
-        moved = _constant_output(source, source.v_bias.double()) - _constant_output(folded, folded.v_bias)
-        return replace(folded, o_bias=source.o_bias.double() + moved)
-    target = _constant_output(source, source.v.double() @ mean + source.v_bias.double())
-    missing = target - _constant_output(folded, folded.v @ mean)
-    columns = torch.unflatten(folded.o, 1, (folded.kv_heads, -1)).sum(2).flatten(1)  # [E, g * D]
-    return replace(folded, v_bias=(torch.linalg.pinv(columns, rtol=1e-9) @ missing).reshape(folded.kv_heads, -1))
-
-
-def _constant_output(weights: AttentionWeights, values: Tensor) -> Tensor:
-    """The output ``[E]`` of constant values ``[G, D]``, without the output bias."""
-    spread = values.repeat_interleave(weights.heads // weights.kv_heads, 0)
-    return torch.einsum("ehd,hd->e", weights.o.double(), spread)

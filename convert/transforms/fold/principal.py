@@ -5,23 +5,98 @@ architecture as mean pooling gives (Ainslie et al., 2023, arXiv:2305.13245) and 
 bit for bit; identical heads fold exactly; a rotation of value heads or phases of key pairs that the output projection
 and the queries undo changes nothing. Norms between projection and rotary embedding (see `normed`) cost exactness.
 
-Sources may be multi-head or grouped already: the queries of all heads that read a KV head weigh together.
+Sources may be multi-head or grouped already: the queries of all heads that read a KV head count together. The error
+that the shared heads minimize is an argument (`heads.Objective`), by default the error of the scores.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import normed
-from kvfold.convert.transforms.fold.heads import Objective, SharedHead, balance, fold_constants
-from kvfold.convert.transforms.fold.moments import LayerMoments, layer_moments
-from kvfold.convert.transforms.fold.score_fit import SCORES
-from kvfold.convert.transforms.linalg import with_bias
+from kvfold.convert.transforms.fold.heads import GroupMoments, Objective, SharedHead
+from kvfold.convert.transforms.fold.score_fit import SCORES, distance_moments
+from kvfold.convert.transforms.head_norms import linear_heads
+from kvfold.convert.transforms.linalg import head_moments, input_moment, joint_moment, output_metric, with_bias
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 Groups = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class LayerMoments:
+    """A layer and its second moments, float64, heads in the source's order: the same for every partition of the heads.
+
+    ``moment [F, F]`` of the inputs with a constant 1 appended (``F = E + 1``). ``keys``, ``queries``: the linear maps
+    that projections and norms are on average; ``values [G, D, F]``. ``joint_keys``, ``joint_values [G, D, G, D]``:
+    second moments between all heads. ``query_moments [H, D, D]``: the second moment of each head's queries.
+    ``phi [H, D, D]``: average rotations, from `distance_moments`. ``metric [G, D, D]`` of the output. The rotary
+    amplitude is in ``joint_keys`` and ``query_moments``: ``amplitude [D]``.
+    """
+
+    weights: AttentionWeights
+    rotary: Rotary
+    moment: Tensor
+    keys: normed.LinearizedNorm
+    queries: normed.LinearizedNorm
+    values: Tensor
+    joint_keys: Tensor
+    joint_values: Tensor
+    query_moments: Tensor
+    phi: Tensor
+    metric: Tensor
+    amplitude: Tensor
+
+    @property
+    def repeat(self) -> int:
+        """Query heads per KV head."""
+        return self.weights.heads // self.weights.kv_heads
+
+    def group(self, members: Sequence[int]) -> GroupMoments:
+        """The moments of some KV heads and of the queries that read them."""
+        chosen, readers = list(members), query_order([members], self.repeat)
+        return GroupMoments(
+            keys=self.joint_keys[chosen][:, :, chosen],
+            queries=self.query_moments[readers],
+            values=self.joint_values[chosen][:, :, chosen],
+            phi=self.phi[readers],
+            metric=self.metric[chosen],
+            pairs=self.rotary.dims // 2,
+        )
+
+
+def layer_moments(
+    weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, context: int = 0
+) -> LayerMoments:
+    """All moments, on the device of ``weights``. ``context``: the number of positions the result must serve."""
+    statistics = statistics.to(weights.q.device)
+    moment = input_moment(statistics)
+    keys = normed.linearize(with_bias(weights.k, weights.k_bias), weights.k_norm, moment)
+    if weights.k_norm is not None and weights.k_norm.bias is None and statistics.normed is not None:
+        # Members that share keys divided already leave less for the norm of the shared head to divide.
+        fitted = linear_heads(weights, statistics)
+        keys = replace(keys, rows=with_bias(fitted.k, fitted.k_bias))
+    queries = normed.linearize(with_bias(weights.q, weights.q_bias), weights.q_norm, moment)
+    amplitude = moment.new_ones(weights.head_dim)
+    amplitude[: rotary.dims] = rotary.amplitude
+    # An output bias takes the values' bias exactly (_fold_constants); without one it takes part in the fit.
+    values = with_bias(weights.v, None if weights.o_bias is not None else weights.v_bias)
+    return LayerMoments(
+        weights=weights,
+        rotary=rotary,
+        moment=moment,
+        keys=keys,
+        queries=queries,
+        values=values,
+        joint_keys=joint_moment(amplitude[:, None] * keys.affine, moment),
+        joint_values=joint_moment(values, moment),
+        query_moments=head_moments(amplitude[:, None] * queries.affine, moment),
+        phi=distance_moments(statistics.profile, context, rotary, weights.head_dim),
+        metric=output_metric(weights.o, weights.kv_heads),
+        amplitude=amplitude,
+    )
 
 
 def fold(
@@ -36,40 +111,46 @@ def fold(
 
     Query heads (and with them the columns of ``o``) are reordered so that query head ``h`` again reads KV head
     ``h // (H // len(groups))``. Computed in float64, returned in float32 on the device of ``weights``. ``context`` is
-    how many positions the result has to serve (the model's limit, or the layer's window): keys are fitted for all
-    distances below it, also those that the calibration text was too short for; 0 stands for the text's own length.
+    the number of positions the result has to serve (the model's limit, or the layer's window): keys are fitted for all
+    distances below it, including those that the calibration text was too short for; 0 means the text's length.
     ``objective``: the error that the shared heads minimize.
     Raises ValueError when ``groups`` is not a partition of the KV heads into equal parts.
     """
-    check_partition(groups, weights.kv_heads)
+    source = ordered(weights, groups)
     if len(groups[0]) == 1:
-        return ordered(weights, groups).map(Tensor.float)
+        return source.map(Tensor.float)
     return fold_moments(layer_moments(weights, statistics, rotary, context), groups, objective)
 
 
 def fold_moments(layer: LayerMoments, groups: Groups, objective: Objective = SCORES) -> AttentionWeights:
     """As `fold`, from moments computed before: for trying several partitions of one layer."""
-    check_partition(groups, layer.weights.kv_heads)
     source = ordered(layer.weights, groups)
     if len(groups[0]) == 1:
         return source.map(Tensor.float)
-    folded = _fold_keys(layer, groups, source, objective)
-    return _fold_values(layer, groups, source, folded, objective).map(Tensor.float)
+    members = [layer.group(group) for group in groups]
+    key_heads = [objective.key_head(each).without(layer.amplitude) for each in members]
+    value_heads = [objective.value_head(each).repeat_decode(layer.repeat) for each in members]
+    folded = _fold_keys(layer, groups, source, key_heads)
+    return _fold_values(layer, groups, folded, value_heads).map(Tensor.float)
 
 
-def _fold_keys(layer: LayerMoments, groups: Groups, source: AttentionWeights, objective: Objective) -> AttentionWeights:
-    """``source``, heads ordered by groups, with shared keys, the queries that fit them, and their norms."""
-    heads = [key_head(layer, group, objective) for group in groups]
+def _fold_keys(
+    layer: LayerMoments, groups: Groups, source: AttentionWeights, heads: Sequence[SharedHead]
+) -> AttentionWeights:
+    """``source``, heads ordered by groups, with the keys of ``heads``, the queries that fit them, and their norms."""
+    dims, device = source.head_dim, source.q.device
+    pairs, rest = layer.rotary.dims // 2, torch.arange(layer.rotary.dims, dims, device=device)
+    # Dims that one factor may rescale: each rotary pair, and the unrotated dims together.
+    blocks = [torch.tensor([pair, pair + pairs], device=device) for pair in range(pairs)]
+    blocks = [*blocks, rest] if rest.numel() else blocks
+    heads = [head.balance(layer.keys.affine[list(group)], blocks) for head, group in zip(heads, groups, strict=True)]
     decode = torch.cat([head.decode for head in heads])  # [H, D, D]
-    keys = layer.keys.select([head for group in groups for head in group])
-    queries = layer.queries.select([head for group in groups for head in layer.query_heads(group)])
-    merge = _merging(heads, len(groups[0]))
     k, q = normed.restore(
-        keys,
-        queries,
-        keys.map(merge),
-        queries.map(lambda rows: decode.mT @ rows),
-        pair_blocks(layer.rotary, source.head_dim),
+        layer.keys.select(query_order(groups, 1)),
+        layer.queries.select(query_order(groups, layer.repeat)),
+        _merging(heads),
+        lambda rows: decode.mT @ rows,
+        blocks,
         layer.moment,
     )
     return replace(
@@ -83,59 +164,68 @@ def _fold_keys(layer: LayerMoments, groups: Groups, source: AttentionWeights, ob
     )
 
 
-def key_head(layer: LayerMoments, group: Sequence[int], objective: Objective = SCORES) -> SharedHead:
-    """The shared key head of a group, with a ``decode`` per query head: each attends over distances of its own."""
-    members = list(group)
-    shared = objective.key_head(layer.group(members))
-    blocks = pair_blocks(layer.rotary, layer.weights.head_dim)
-    return balance(shared.without(layer.amplitude), layer.keys.affine[members], blocks)
-
-
 def _fold_values(
-    layer: LayerMoments, groups: Groups, source: AttentionWeights, folded: AttentionWeights, objective: Objective
+    layer: LayerMoments, groups: Groups, source: AttentionWeights, heads: Sequence[SharedHead]
 ) -> AttentionWeights:
-    """``folded`` (its keys are) with shared values and the output projection and biases that fit them."""
-    heads = [value_head(layer, group, objective) for group in groups]
-    members = with_bias(source.v, source.v_bias)
-    merged = _merging(heads, len(groups[0]))(members)
-    decode = torch.cat([head.repeat_decode(layer.repeat).decode for head in heads])  # [H, D, D]
+    """``source``, heads ordered by groups, with the values of ``heads`` and the output projection and biases to fit."""
+    dims = [torch.arange(source.head_dim, device=source.v.device)]
+    heads = [head.balance(layer.values[list(group)], dims) for head, group in zip(heads, groups, strict=True)]
+    merged = _merging(heads)(with_bias(source.v, source.v_bias))
+    decode = torch.cat([head.decode for head in heads])  # [H, D, D]
     folded = replace(
-        folded,
+        source,
         v=merged[..., :-1],
         o=torch.einsum("ehd,hdc->ehc", source.o.double(), decode),
         v_bias=None if source.v_bias is None else merged[..., -1],
     )
-    return fold_constants(source, folded, layer.moment[-1, :-1])
+    return _fold_constants(source, folded, layer.moment[-1, :-1])
 
 
-def value_head(layer: LayerMoments, group: Sequence[int], objective: Objective = SCORES) -> SharedHead:
-    """The shared value head of a group."""
-    members = list(group)
-    dims = torch.arange(layer.values.shape[1], device=layer.values.device)
-    return balance(objective.value_head(layer.group(members)), layer.values[members], [dims])
-
-
-def _merging(heads: list[SharedHead], size: int) -> Callable[[Tensor], Tensor]:
-    """Rows ``[G, D, F]``, ordered by groups, to rows of the shared heads ``[g, D, F]``."""
+def _merging(heads: Sequence[SharedHead]) -> Callable[[Tensor], Tensor]:
+    """The map from rows ``[G, D, F]``, ordered by groups, to rows of the shared heads ``[g, D, F]``."""
 
     def merge(rows: Tensor) -> Tensor:
-        return torch.stack([head.merge(part) for head, part in zip(heads, torch.split(rows, size), strict=True)])
+        return torch.stack([head.merge(part) for head, part in zip(heads, rows.chunk(len(heads)), strict=True)])
 
     return merge
 
 
-def pair_blocks(rotary: Rotary, dims: int) -> list[Tensor]:
-    """The dims within which a key head may be rescaled: each rotary pair, and the unrotated dims together."""
-    pairs = rotary.dims // 2
-    device = rotary.theta.device
-    blocks = [torch.tensor([pair, pair + pairs], device=device) for pair in range(pairs)]
-    rest = torch.arange(rotary.dims, dims, device=device)
-    return [*blocks, rest] if rest.numel() else blocks
+def _fold_constants(source: AttentionWeights, folded: AttentionWeights, mean: Tensor) -> AttentionWeights:
+    """``folded`` with biases that make up for the change of the values' constant part, where the layer has any.
+
+    Attention rows sum to 1, so a constant passes through attention unchanged. An output bias takes the values' bias
+    exactly. With a bias on the values only, that bias is chosen by least squares so that the layer's output at the mean
+    input ``mean [E]`` is unchanged. With sinks, rows of attention sum to less than 1, and biases stay as fitted with
+    the values. ``source`` and ``folded`` order their heads alike.
+    """
+    if source.v_bias is None or source.sinks is not None:
+        return folded
+
+    def output(weights: AttentionWeights, values: Tensor) -> Tensor:
+        """The output ``[E]`` of constant values ``[G, D]``, without the output bias."""
+        spread = values.repeat_interleave(weights.heads // len(values), 0)
+        return torch.einsum("ehd,hd->e", weights.o.double(), spread)
+
+    if source.o_bias is not None and folded.v_bias is not None:
+        # The old values' bias went through the old output projection; `source` still has both.
+        moved = output(source, source.v_bias.double()) - output(folded, folded.v_bias)
+        return replace(folded, o_bias=source.o_bias.double() + moved)
+    missing = output(source, source.v.double() @ mean + source.v_bias.double()) - output(folded, folded.v @ mean)
+    columns = torch.unflatten(folded.o, 1, (folded.kv_heads, -1)).sum(2).flatten(1)  # [E, g * D]
+    return replace(folded, v_bias=(torch.linalg.pinv(columns, rtol=1e-9) @ missing).reshape(folded.kv_heads, -1))
 
 
 def ordered(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
-    """The same layer with its heads relabeled so that each group's heads stand together."""
-    kv = [head for group in groups for head in group]
+    """The same layer with its heads relabeled so that each group's heads stand together.
+
+    Raises ValueError unless ``groups`` splits the KV heads into parts of one size.
+    """
+    kv = query_order(groups, 1)
+    if sorted(kv) != list(range(weights.kv_heads)) or len({len(group) for group in groups}) != 1:
+        raise ValueError(
+            f"groups: {[list(group) for group in groups]} must hold each of {weights.kv_heads} KV heads once, "
+            "in groups of one size"
+        )
     q = query_order(groups, weights.heads // weights.kv_heads)
 
     def rows(tensor: Tensor | None, index: list[int]) -> Tensor | None:
@@ -159,13 +249,3 @@ def ordered(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
 def query_order(groups: Groups, repeat: int) -> list[int]:
     """The query heads in the order of the KV heads that they read, ``repeat`` for each."""
     return [head * repeat + i for group in groups for head in group for i in range(repeat)]
-
-
-def check_partition(groups: Groups, kv_heads: int) -> None:
-    """Raises ValueError unless ``groups`` splits ``range(kv_heads)`` into parts of one size."""
-    members = sorted(head for group in groups for head in group)
-    if members != list(range(kv_heads)) or len({len(group) for group in groups}) != 1:
-        raise ValueError(
-            f"groups: expected each of {kv_heads} KV heads once, in groups of one size, "
-            f"found {[list(group) for group in groups]}"
-        )

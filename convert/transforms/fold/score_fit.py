@@ -1,11 +1,11 @@
-"""Fits a shared key head and its queries to the members' scores, over the distances at which tokens meet.
+"""The default objective of a fold: shared keys and queries fitted to the members' scores.
 
 The score of a query at position ``t`` and a key at ``s`` is ``q^T R(s - t) k``. Averaged over all distances, different
-rotary pairs do not see each other, and one complex principal component per pair is the best shared key. Real attention
-prefers short distances, at which slow pairs hardly turn: there they act like unrotated dims, and what one pair of the
-shared key lacks, another may stand in for. So let queries and keys be arbitrary linear maps, ``q'_h = A_h q_h`` and
-``k' = sum_j B_j k_j``, and minimize, with queries and keys independent and distance ``delta`` drawn from ``p_h``
-(`distances`),
+rotary pairs do not see each other, and one complex principal component per pair is the best shared key (`share_keys`).
+Real attention prefers short distances, at which slow pairs hardly turn: there they act like unrotated dims, and one
+pair of the shared key can make up for what another lacks. So let queries and keys be arbitrary linear maps,
+``q'_h = A_h q_h`` and ``k' = sum_j B_j k_j``, and minimize, with queries and keys independent and distance ``delta``
+drawn from ``p_h`` (`distances`),
 
     sum_h  E | (A_h q_h)^T R(delta) (sum_j B_j k_j)  -  q_h^T R(delta) k_h |^2.
 
@@ -26,13 +26,15 @@ from torch import Tensor
 
 from kvfold.convert.transforms.distances import mixed_distances, rotary_moments
 from kvfold.convert.transforms.fold.heads import GroupMoments, Objective, SharedHead, share_dims, share_keys
+from kvfold.convert.transforms.linalg import damped_solve
 from kvfold.convert.transforms.weights import Rotary
 
-# Excess loss of a trained model on held-out text, nats per token, 8 -> 2 heads (recipes/benchmarks/bench_constants.py):
+# Excess loss of the reference MHA model on held-out text, nats per token, 8 -> 2 heads
+# (recipes/benchmarks/bench_constants.py):
 
 ROUNDS = 10  # 0: 0.285, 3: 0.059, 10: 0.056, 30: 0.054
 
-DAMPING = 1e-6  # 1e-9, 1e-6, 1e-3: 0.056 each; it keeps heads that nobody reads finite
+DAMPING = 1e-6  # 1e-9, 1e-6, 1e-3: 0.056 each; needed for heads that nobody reads, whose systems are singular
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,7 @@ class Scores(Objective):
     """Key heads minimize the error of the scores (above), value heads that of the layer's output."""
 
     def key_head(self, group: GroupMoments) -> SharedHead:
-        start = share_keys(group.keys, group.member_queries, group.pairs).repeat_decode(group.readers)
-        return fit_scores(start, group.keys, group.queries, group.phi, group.pairs) if group.pairs else start
+        return fit_scores(principal_keys(group), group)
 
     def value_head(self, group: GroupMoments) -> SharedHead:
         return share_dims(group.values, group.metric)
@@ -50,55 +51,61 @@ class Scores(Objective):
 SCORES = Scores()
 
 
+def principal_keys(group: GroupMoments) -> SharedHead:
+    """`share_keys` of a group, with one map per query head: where the fit starts."""
+    return share_keys(group.keys, group.member_queries, group.pairs).repeat_decode(group.readers)
+
+
+def fit_scores(start: SharedHead, group: GroupMoments, rounds: int | None = None) -> SharedHead:
+    """``start`` improved by alternating least squares, `ROUNDS` times by default; ``decode [n, D, D]``.
+
+    Without rotation ``start`` is the optimum already and is returned. Where it is exact, it stays, up to rounding.
+    """
+    if not group.pairs:
+        return start
+    keys, queries, phi, member = group.keys, group.queries, group.phi, group.member_read
+    basis = pair_basis(group.pairs, keys.shape[1], keys.device)
+    encode, query_maps = start.encode, start.decode.mT  # B_j and A_h
+    for _ in range(ROUNDS if rounds is None else rounds):
+        shared = torch.einsum("jab,jbkc->akc", encode, keys)  # E[k' k_j^T]
+        gram = average_rotations(torch.einsum("akc,kdc->ad", shared, encode), phi, basis)
+        cross = average_rotations(shared.transpose(0, 1)[member], phi, basis)
+        query_maps = query_maps + damped_solve(gram, cross - gram @ query_maps, DAMPING)
+        weighted = query_maps @ queries  # A_h Q_h
+        gram = average_rotations(weighted @ query_maps.mT, phi.conj(), basis).sum(0)
+        cross = average_rotations(weighted, phi.conj(), basis)
+        cross = torch.zeros_like(encode).index_add_(0, member, cross)
+        encode = encode + damped_solve(gram, cross - gram @ encode, DAMPING)
+    return SharedHead(encode, query_maps.mT)
+
+
+def score_losses(head: SharedHead, group: GroupMoments) -> tuple[Tensor, Tensor]:
+    """The score error of ``head`` for each query head ``[n]``, and the error of scores of 0 for scale ``[n]``."""
+    keys, phi, member = group.keys, group.phi, group.member_read
+    basis = pair_basis(group.pairs, keys.shape[1], keys.device)
+    shared = torch.einsum("jab,jbkc->akc", head.encode, keys)
+    gram = average_rotations(torch.einsum("akc,kdc->ad", shared, head.encode), phi, basis)
+    cross = average_rotations(shared.transpose(0, 1)[member], phi, basis)
+    source = average_rotations(keys.diagonal(dim1=0, dim2=2).permute(2, 0, 1)[member], phi, basis)
+    weighted = head.decode.mT @ group.queries
+    total = (group.queries * source).sum((1, 2))
+    return total - 2 * (weighted * cross).sum((1, 2)) + ((weighted @ head.decode) * gram).sum((1, 2)), total
+
+
 def distance_moments(profile: Tensor, context: int, rotary: Rotary, dims: int) -> Tensor:
     """``phi_h(w_a - w_b) = E e^{-i (w_a - w_b) delta}``, complex ``[H, D, D]``, in the basis of `pair_basis`.
 
-    ``profile [H, S]`` is attention by distance; ``context`` how far tokens may be apart at all.
+    ``profile [H, S]`` is attention by distance, ``context`` the largest distance between two tokens.
     """
     theta = rotary.theta.double().to(profile.device)
     speed = torch.cat((theta, -theta, theta.new_zeros(dims - rotary.dims)))
     return rotary_moments(mixed_distances(profile, context), speed)
 
 
-def fit_scores(
-    start: SharedHead, keys: Tensor, queries: Tensor, phi: Tensor, pairs: int, rounds: int | None = None
-) -> SharedHead:
-    """Improves ``start`` by alternating least squares, `ROUNDS` times by default.
-
-    ``keys [m, D, m, D] = E[k k^T]`` of the members, ``queries [n, D, D] = E[q q^T]`` of the ``n`` query heads that read
-    them (``n / m`` each, in order), ``phi [n, D, D]`` from `distance_moments`; ``decode [n, D, D]`` has one map per
-    query head. Where ``start`` is exact, it is returned as it is, up to rounding.
-    """
-    member, basis = _member_read(keys, queries), pair_basis(pairs, keys.shape[1], keys.device)
-    encode, query_maps = start.encode, start.decode.mT  # B_j and A_h
-    for _ in range(ROUNDS if rounds is None else rounds):
-        shared = torch.einsum("jab,jbkc->akc", encode, keys)  # E[k' k_j^T]
-        gram = average_rotations(torch.einsum("akc,kdc->ad", shared, encode), phi, basis)
-        cross = average_rotations(shared.transpose(0, 1)[member], phi, basis)
-        query_maps = _solve(gram, cross, query_maps)
-        weighted = query_maps @ queries  # A_h Q_h
-        gram = average_rotations(weighted @ query_maps.mT, phi.conj(), basis).sum(0)
-        cross = average_rotations(weighted, phi.conj(), basis)
-        encode = _solve(gram, torch.zeros_like(encode).index_add_(0, member, cross), encode)
-    return SharedHead(encode, query_maps.mT)
-
-
-def score_losses(head: SharedHead, keys: Tensor, queries: Tensor, phi: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-    """The objective at ``head`` for each query head ``[n]``, and for scores of 0. Arguments as `fit_scores`."""
-    member, basis = _member_read(keys, queries), pair_basis(pairs, keys.shape[1], keys.device)
-    shared = torch.einsum("jab,jbkc->akc", head.encode, keys)
-    gram = average_rotations(torch.einsum("akc,kdc->ad", shared, head.encode), phi, basis)
-    cross = average_rotations(shared.transpose(0, 1)[member], phi, basis)
-    source = average_rotations(keys.diagonal(dim1=0, dim2=2).permute(2, 0, 1)[member], phi, basis)
-    weighted = head.decode.mT @ queries
-    total = (queries * source).sum((1, 2))
-    return total - 2 * (weighted * cross).sum((1, 2)) + ((weighted @ head.decode) * gram).sum((1, 2)), total
-
-
 def pair_basis(pairs: int, dims: int, device: torch.device | str = "cpu") -> Tensor:
     """Unitary ``U [D, D]``: half-split rows to ``(x_l + i y_l) / sqrt 2``, ``(x_l - i y_l) / sqrt 2``, the rest as is.
 
-    There rotation by ``delta`` positions is the diagonal ``e^{-i w delta}`` with ``w = theta, -theta, 0``.
+    In it, rotation by ``delta`` positions is the diagonal ``e^{-i w delta}`` with ``w = theta, -theta, 0``.
     """
     basis = torch.eye(dims, dtype=torch.complex128, device=device)
     low = torch.arange(pairs, device=device)
@@ -111,17 +118,3 @@ def pair_basis(pairs: int, dims: int, device: torch.device | str = "cpu") -> Ten
 def average_rotations(moment: Tensor, phi: Tensor, basis: Tensor) -> Tensor:
     """``E_delta[R moment R^T]``, real ``[..., D, D]``, from ``phi [..., D, D]`` and the ``basis`` of `pair_basis`."""
     return torch.real(basis.mH @ ((basis @ moment.to(basis.dtype) @ basis.mH) * phi) @ basis)
-
-
-def _member_read(keys: Tensor, queries: Tensor) -> Tensor:
-    """The member that each query head reads."""
-    return torch.arange(len(queries), device=queries.device) // (len(queries) // len(keys))
-
-
-def _solve(gram: Tensor, cross: Tensor, present: Tensor) -> Tensor:
-    """Solves ``gram @ new = cross``, damped towards ``present``: it stays where ``gram`` has no energy."""
-    level = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
-    level = torch.where(level > 0, level, 1.0)[..., None, None]
-    damping = DAMPING * level * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    change: Tensor = torch.linalg.solve(gram + damping, cross - gram @ present)
-    return present + change

@@ -1,4 +1,4 @@
-"""The tuned constants on one layer of the trained model that ships: a number each, missed when the constant moves."""
+"""Bounds on the errors of each fit on one layer of the trained model that ships."""
 
 from dataclasses import replace
 
@@ -8,10 +8,10 @@ from helpers.layers import attend, normed_statistics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert.data import demo_folder, read_text
-from kvfold.convert.transforms import distances, linalg
-from kvfold.convert.transforms.fold import grouping, heads, principal, score_fit
-from kvfold.convert.transforms.fold.moments import layer_moments
-from kvfold.convert.transforms.latent import als, norm, slots
+from kvfold.convert.transforms import linalg
+from kvfold.convert.transforms.fold import principal, score_fit
+from kvfold.convert.transforms.fold.principal import layer_moments
+from kvfold.convert.transforms.latent import norm, slots
 from kvfold.convert.transforms.latent.latent import to_latent
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, Rotary
 
@@ -84,20 +84,11 @@ def slot_worth(layer):
 
 
 def score_error(layer):
-    """The loss of scores of a group of four key heads, by the fit's measure."""
+    """The share of score energy that a group of four key heads loses, by the fit's measure."""
     weights, statistics, rotary, _ = layer
-    moments = layer_moments(weights, statistics, rotary, CONTEXT)
-    group = [0, 1, 2, 3]
-    keys, queries, phi = linalg.among(moments.joint_keys, group), moments.query_moments[group], moments.phi[group]
-    shared = score_fit.fit_scores(heads.share_keys(keys, queries, DIMS // 2), keys, queries, phi, DIMS // 2)
-    lost, total = score_fit.score_losses(shared, keys, queries, phi, DIMS // 2)
+    group = layer_moments(weights, statistics, rotary, CONTEXT).group([0, 1, 2, 3])
+    lost, total = score_fit.score_losses(score_fit.SCORES.key_head(group), group)
     return (lost.sum() / total.sum()).item()
-
-
-def pair_loss(layer):
-    """The losses of pairs of heads by sharing, summed over the pairs."""
-    weights, statistics, rotary, _ = layer
-    return grouping.pair_losses(layer_moments(weights, statistics, rotary, CONTEXT))[0].sum().item()
 
 
 def unevenness(layer):
@@ -109,46 +100,16 @@ def unevenness(layer):
     return (rms.std() / rms.mean()).item()
 
 
-FIGURES = {  # of the layer at the constants as they are; how far another machine's rounding may move them
-    value_error: (0.189041, 1e-4),
-    key_error: (0.367124, 1e-4),
-    slot_worth: (0.300155, 1e-4),
-    score_error: (0.053673, 1e-4),
-    pair_loss: (0.348096, 1e-4),
-    unevenness: (0.054454, 1e-3),
-}
+# Upper bounds, for the worth of slots a lower one: constants may move as long as a trained layer loses no more.
+BOUNDS = {value_error: 0.195, key_error: 0.38, slot_worth: 0.29, score_error: 0.056, unevenness: 0.06}
 
 
-@pytest.mark.parametrize("figure", FIGURES)
-def test_figures_of_a_trained_layer(layer, figure):
-    expected, tolerance = FIGURES[figure]
-    assert figure(layer) == pytest.approx(expected, rel=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "value", "figure"),
-    [
-        (als, "VALUE_WEIGHT", 1.0, value_error),
-        (als, "VALUE_WEIGHT", 3.3, value_error),
-        (als, "UNIFORM", 0.03, key_error),
-        (als, "TAIL", 0.23, key_error),
-        (als, "ROUNDS", 3, value_error),
-        (als, "DAMPING", 1e-2, value_error),
-        (als, "DAMPING", 1e-3, value_error),
-        (slots, "UNIFORM", 0.45, slot_worth),
-        (distances, "TAIL", 0.45, score_error),
-        (distances, "TAIL", 0.45, slot_worth),
-        (score_fit, "ROUNDS", 9, score_error),
-        (score_fit, "DAMPING", 1e-4, score_error),
-        (grouping, "PAIR_ROUNDS", 2, pair_loss),
-        (norm, "STEPS", 20, unevenness),
-        (norm, "FLATTEST", 1e-2, unevenness),
-    ],
-)
-def test_a_figure_is_missed_when_its_constant_moves(layer, monkeypatch, module, name, value, figure):
-    monkeypatch.setattr(module, name, value)
-    expected, tolerance = FIGURES[figure]
-    assert figure(layer) != pytest.approx(expected, rel=tolerance)
+@pytest.mark.parametrize("figure", BOUNDS)
+def test_a_trained_layer_loses_little(layer, figure):
+    if figure is slot_worth:
+        assert figure(layer) > BOUNDS[figure]
+    else:
+        assert 0 < figure(layer) < BOUNDS[figure]
 
 
 @pytest.mark.parametrize("figure", [value_error, key_error, slot_worth, score_error])
@@ -157,27 +118,6 @@ def test_ridge_does_not_matter_where_the_text_visits_every_direction(layer, monk
     usual = figure(layer)
     monkeypatch.setattr(linalg, "RIDGE", ridge)
     assert figure(layer) == pytest.approx(usual, rel=5e-5)
-
-
-def test_ridge_is_a_billionth_of_the_mean_variance(layer):
-    _, statistics, *_ = layer
-    added = linalg.input_moment(replace(statistics, gram=4 * torch.eye(256).double())).diagonal()[:-1] - 4
-    torch.testing.assert_close(added, torch.full_like(added, 4e-9), rtol=1e-5, atol=0)
-
-
-def test_queries_weigh_no_less_than_a_millionth_of_the_strongest():
-    same = torch.eye(2, dtype=torch.float64).repeat(2, 2).reshape(2, 2, 2, 2)  # two members with equal keys
-    queries = torch.stack([torch.eye(2), torch.zeros(2, 2)]).double()  # nobody reads the second
-    shared = heads.share_keys(same, queries, 1)
-    assert (shared.encode[0].norm() / shared.encode[1].norm()).item() == pytest.approx(1e6, rel=1e-6)
-
-
-def test_live_norm_looks_at_32768_tokens():
-    inputs = torch.randn(32769, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    down = torch.eye(3, dtype=torch.float64)
-    found, first, fewer = (norm.constant_length(down, inputs[:count])[0] for count in (32769, 32768, 32767))
-    assert torch.equal(found, first)
-    assert not torch.equal(found, fewer)
 
 
 def test_shared_keys_of_a_trained_layer_lose_less_when_their_members_are_divided_already(layer):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.latent.damper import sink_row, with_damper
 from kvfold.convert.transforms.latent.norm import live_norm
 from kvfold.convert.transforms.latent.weights import LatentWeights
+from kvfold.convert.transforms.sinks import with_damper
 from kvfold.convert.transforms.weights import LayerStatistics
 from tests.helpers.layers import normal, statistics_of
 
@@ -51,7 +51,7 @@ def values(weights: LatentWeights) -> Tensor:
 
 
 def test_the_row_is_large_on_the_sink_alone() -> None:
-    length = (inputs() @ sink_row(measured())[0]).square()
+    length = (inputs() @ with_damper(latent(), measured()).down[-1]).square()
     assert length[:, 0].min() > 20 * length[:, 1:].mean()
 
 
@@ -68,10 +68,10 @@ def test_a_live_norm_leaves_the_sink_short() -> None:
 
 
 def test_without_received_attention_no_sink_is_known() -> None:
-    with pytest.raises(ValueError, match="expected averages by received attention, found none"):
-        sink_row(statistics_of(inputs(), H))
+    with pytest.raises(ValueError, match="averages by received attention are missing"):
+        with_damper(latent(), statistics_of(inputs(), H))
 
 
 def test_inputs_that_are_all_zero_have_no_sinks():
     silent = replace(measured(), gram=torch.zeros(E, E).double(), received_gram=torch.zeros(E, E).double())
-    assert sink_row(silent).isfinite().all()
+    assert with_damper(latent(), silent).down.isfinite().all()

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from kvfold.convert.transforms import output
-from kvfold.convert.transforms.output import fit_output
+from kvfold.convert.transforms import linalg
+from kvfold.convert.transforms.linalg import fit_output
 from tests.helpers.layers import normal
 
 
 def test_what_is_linear_in_the_heads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "RIDGE", 0.0)
+    monkeypatch.setattr(linalg, "OUTPUT_RIDGE", 0.0)
     heads, wanted, present = normal(1, 200, 12), normal(2, 5, 12), normal(3, 5, 12)
     missing = (heads @ (wanted - present).mT).mT @ heads / 200
     torch.testing.assert_close(fit_output(present, heads.mT @ heads / 200, missing), wanted, rtol=1e-9, atol=1e-9)
@@ -19,7 +19,7 @@ def test_it_minimizes_the_damped_objective() -> None:
     heads, target, present = normal(1, 200, 12), normal(2, 200, 5), normal(3, 5, 12)
     gram = heads.mT @ heads / 200
     found = fit_output(present, gram, (target - heads @ present.mT).mT @ heads / 200).requires_grad_()
-    damping = output.RIDGE * gram.diagonal().mean()
+    damping = linalg.OUTPUT_RIDGE * gram.diagonal().mean()
     loss = (target - heads @ found.mT).square().sum() / 200 + damping * (found - present).square().sum()
     (gradient,) = torch.autograd.grad(loss, found)
     assert gradient.abs().max() < 1e-12

@@ -266,7 +266,7 @@ def test_source_is_left_alone():
 
 @pytest.mark.parametrize("groups", [[[0, 1], [2]], [[0, 1], [1, 2]], [[0, 1, 2, 3, 4]], [[0], [1, 2, 3]], []])
 def test_groups_that_are_no_partition_are_refused(groups: list[list[int]]):
-    with pytest.raises(ValueError, match="groups: expected each of 4 KV heads once, in groups of one size, found"):
+    with pytest.raises(ValueError, match="must hold each of 4 KV heads once, in groups of one size"):
         principal.fold(make(4, 4), statistics_of(inputs(), 4), plain_rotary(D), groups)
 
 

@@ -75,7 +75,7 @@ def test_without_received_attention_nothing_is_judged() -> None:
     best = judged(plain, lambda counted: counted, lambda counted: pytest.fail("judged"))
     assert best.weights is plain
     assert (best.share, best.errors) == (0.0, {})
-    with pytest.raises(ValueError, match="expected averages by received attention, found none"):
+    with pytest.raises(ValueError, match="averages by received attention are missing"):
         plain.counting_received(0.5)
 
 
