@@ -91,7 +91,7 @@ def _measure_all(model: Path, elements: int, place: Path, echo: Callable[[str], 
 
     from kvfold.convert.conversion.run import convert_checkpoint
     from kvfold.convert.data import read_text
-    from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
+    from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
     from kvfold.convert.request import ConvertRequest
 
     logging.disable_progress_bar()

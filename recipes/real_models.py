@@ -77,7 +77,7 @@ def windows(model: Path, text: Path | None) -> dict[str, Tensor]:
     """Tokens ``[WINDOWS, LENGTH]`` of the text of the calibration's domain, and of code."""
     from transformers import AutoTokenizer
 
-    from kvfold.convert.measure.perplexity import token_windows
+    from kvfold.convert.measure.losses import token_windows
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     texts = {} if text is None else {"text": text.read_text(encoding="utf-8")}
@@ -179,9 +179,9 @@ def show(row: dict[str, Any]) -> None:
 
 def perplexities(model: Path, texts: dict[str, Tensor]) -> dict[str, float]:
     """Of the model itself."""
-    from kvfold.convert.measure.perplexity import perplexity
+    from kvfold.convert.measure.losses import model_perplexity
 
-    return {name: perplexity(load(model), tokens, BATCH) for name, tokens in texts.items()}
+    return {name: model_perplexity(load(model), tokens, BATCH) for name, tokens in texts.items()}
 
 
 def table(args: argparse.Namespace) -> None:

@@ -2,9 +2,7 @@
 
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +12,12 @@ from torch import Tensor
 from kvfold.attention.drift.compare import margin
 from kvfold.attention.drift.report import perplexity
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.console import duration
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
-from kvfold.convert.measure import harness
-from kvfold.convert.measure.positions import stretches, token_losses
-from kvfold.convert.measure.retrieval import CHOICES, TASKS, Question, Questions, answers
-from kvfold.convert.progress import stage
+from kvfold.convert.measure import eval_tasks
+from kvfold.convert.measure.eval_tasks import CHOICES, TASKS, Question, QuestionMaker, Scores, answers
+from kvfold.convert.measure.losses import stretches, token_losses
+from kvfold.convert.progress import Stages
 from kvfold.convert.stream.loading import hide_bars, load_model
 from kvfold.convert.text.documents import open_corpus
 from kvfold.convert.text.sources import check_sources
@@ -29,43 +26,101 @@ from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer, pref
 _SHORTEST = 256  # tokens of a default length
 _SAMPLES = {"cpu": 16, "cuda": 32}
 _LONGEST = {"cpu": 1024}  # tokens by default: retrieval at 8192 took hours for a model of 135 M parameters on one core
-_BYTES_PER_TOKEN = 16
+_BYTES_PER_TOKEN = 16  # of text that is read: more than any language needs, so that there is enough
 _LEARNED = 3  # times the share of right answers by guessing: below it 32 documents cannot tell a model from a guess
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one model did: right answers by task and length, losses ``[n, T - 1]``, and the harness's scores."""
+class Evaluation:
+    """Rows of ``retrieval`` by task and length, of losses by ``positions``, and of the harness's ``tasks``.
 
-    right: dict[tuple[str, int], Tensor]
-    losses: Tensor
-    scores: harness.Scores
+    Every row has the number of ``documents``, the means of ``source`` and ``student``, the mean of their ``difference``
+    (``excess`` nats per token by position, where the means are perplexities), and half the width of its 95 % interval,
+    ``margin``, which is None for one document.
+    """
+
+    model: str
+    out: str
+    text: str
+    samples: int
+    retrieval: list[dict[str, Any]]
+    positions: list[dict[str, Any]]
+    tasks: list[dict[str, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dict(vars(self))
+
+    def table(self) -> str:
+        """The result as text: a part for each kind of measurement."""
+        lines = [f"{self.out} against {self.model}; differences paired by document, with 95 % intervals", ""]
+        if self.retrieval:
+            lines.append(_heading("retrieval, right answers", "documents", "difference"))
+            for row in self.retrieval:
+                both = [f"{100 * row[name]:.1f} %" for name in ("source", "student")]
+                lines.append(_line(f"{row['task']} at {row['length']} tokens", row, both, "difference", 100, ".1f"))
+            lines.append(f"(guessing is right in {100 / CHOICES:.1f} %; filler: {self.text})")
+            if max(row["source"] for row in self.retrieval) <= _LEARNED / CHOICES:
+                lines.append("(the source hardly does more than guess: these rows say nothing about the conversion)")
+            lines.append("")
+        lines.append(_heading("perplexity by position", "windows", "excess, nats"))
+        for row in self.positions:
+            both = [f"{row[name]:.2f}" for name in ("source", "student")]
+            lines.append(_line(f"tokens {row['from']} to {row['to']}", row, both, "excess", 1, ".4f"))
+        if self.tasks:
+            lines += ["", _heading("task", "documents", "difference")]
+            for row in self.tasks:
+                both = [f"{row[name]:.3f}" for name in ("source", "student")]
+                lines.append(_line(f"{row['task']}, {row['metric']}", row, both, "difference", 1, ".3f"))
+        return "\n".join(lines)
+
+
+def _heading(name: str, counted: str, difference: str) -> str:
+    return f"{name:28} {counted:>9} {'source':>8} {'result':>8} {difference:>18}"
+
+
+def _line(name: str, row: dict[str, Any], both: Sequence[str], key: str, scale: float, form: str) -> str:
+    change = f"{scale * row[key]:+{form}}"
+    change += "" if row["margin"] is None else f" ± {scale * row['margin']:{form}}"
+    return f"{name:28} {row['documents']:9} {both[0]:>8} {both[1]:>8} {change:>18}"
 
 
 @dataclass(frozen=True)
-class Test:
-    """What both models are asked: questions by task and length, ``windows [N, T]`` of tokens, tasks of the harness."""
+class _Exam:
+    """The questions by task and length, ``windows [N, T]`` of tokens and tasks of the harness, and how to run a model.
+
+    Both models get the same.
+    """
 
     tokenizer: Any
-    asked: dict[tuple[str, int], list[Question]]
+    questions: dict[tuple[str, int], list[Question]]
     windows: Tensor
     tasks: Sequence[str]
     limit: int | None
     batch: int
     seed: int
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where and how a model is run."""
-
     device: torch.device
     dtype: str
     trust_remote_code: bool
     quiet: bool
 
-    def shown(self, name: str, documents: int = 0) -> AbstractContextManager[Callable[[int], None]]:
-        return nullcontext(lambda amount: None) if self.quiet else stage(name, documents, "document")
+    def description(self) -> str:
+        """For stderr: the documents, and how to have fewer."""
+        parts = [f"{len(self.windows)} windows of {self.windows.shape[1]} tokens", *self.tasks]
+        if self.questions:
+            lengths = ", ".join(str(length) for length in sorted({length for _, length in self.questions}))
+            count = len(next(iter(self.questions.values())))
+            parts.insert(0, f"{count} documents each of {', '.join(TASKS)} at {lengths} tokens")
+        return f"{'; '.join(parts)}, for each model (fewer: --lengths, --samples)"
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """One model's right answers by task and length, losses ``[n, T - 1]``, and scores of the harness."""
+
+    right: dict[tuple[str, int], Tensor]
+    losses: Tensor
+    scores: Scores
 
 
 def eval_checkpoints(
@@ -84,50 +139,54 @@ def eval_checkpoints(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     quiet: bool = True,
-) -> dict[str, Any]:
+) -> Evaluation:
     """Compare ``out`` with ``model``: retrieval at ``lengths``, loss by position, and ``tasks`` of the harness.
 
     Differences are paired by document, with 95 % intervals. ``lengths`` are by default the context (on a CPU at most
     1024 tokens) and its half, quarter and eighth. ``samples``: documents of each length, by default 32, on a CPU 16;
-    ``limit``: of each task. Filler and losses are of ``text``, or of held-out text that ships with kvfold. Returns
-    plain JSON values. Raises InputError.
+    ``limit``: of each task. Filler and losses are of ``text``, or of held-out text that ships with kvfold. Raises
+    InputError.
 
     >>> found = eval_checkpoints(demo_folder(), demo_folder(), lengths=[256], samples=2)
-    >>> [(row["task"], row["length"], row["difference"]) for row in found["retrieval"]]
+    >>> [(row["task"], row["length"], row["difference"]) for row in found.retrieval]
     [('needle', 256, 0.0), ('keys', 256, 0.0)]
     """
     if tasks:
-        harness.check_harness()
+        eval_tasks.check_harness()
     texts = [] if text is None else [os.fspath(text)]
     check_sources(texts, "--text")
-    source = open_checkpoint(model)
-    place = Place(choose_device(device), dtype, trust_remote_code, quiet)
-    samples = samples or _SAMPLES[place.device.type]
+    source, place = open_checkpoint(model), choose_device(device)
+    samples = samples or _SAMPLES[place.type]
     try:
         tokenizer = load_tokenizer(source, trust_remote_code, "an evaluation")
         context = source.config.get("max_position_embeddings") or 2048
-        chosen = _lengths(lengths, context, source.origin, place.device)
+        chosen = chosen_lengths(lengths, context, source.origin, place)
         body, name = _tokens(tokenizer, next(iter(texts), None), max(chosen) * samples)
         check_vocabulary(body, source.config.get("vocab_size", int(body.max()) + 1), source.origin)
-        asked = _asked(tokenizer, body, chosen, samples, seed) if retrieval else {}
-        windows = _windows(tokenizer, body, max(chosen), samples)
     finally:
         source.close()
+    questions = _questions(tokenizer, body, chosen, samples, seed) if retrieval else {}
+    windows = _windows(tokenizer, body, max(chosen), samples)
+    exam = _Exam(
+        tokenizer, questions, windows, tasks, limit, batch, seed, place, dtype, trust_remote_code, quiet
+    )  # fmt: skip
+    if not quiet:
+        print(exam.description(), file=sys.stderr, flush=True)
+    before, after = _examine(model, exam), _examine(out, exam)
+    asked = [
+        {"task": task, "length": length, "chance": 1 / CHOICES, **paired(before.right[key], after.right[key])}
+        for key in questions
+        for task, length in [key]
+    ]
+    scored = [
+        {"task": task, "metric": metric, **paired(*both)}
+        for task, metric, *both in eval_tasks.paired_scores(before.scores, after.scores)
+    ]
+    return Evaluation(str(model), str(out), name, samples, asked, by_position(before.losses, after.losses), scored)
 
-    test = Test(tokenizer, asked, windows, tasks, limit, batch, seed)
-    before, after = _measure(model, test, place, first=True), _measure(out, test, place, first=False)
-    return {
-        "model": str(model),
-        "out": str(out),
-        "text": name,
-        "samples": samples,
-        "retrieval": [_retrieved(key, before.right[key], after.right[key]) for key in asked],
-        "positions": _by_position(before.losses, after.losses),
-        "tasks": [_scored(*row) for row in harness.paired(before.scores, after.scores)],
-    }
 
-
-def _lengths(lengths: Sequence[int], context: int, origin: str, device: torch.device) -> list[int]:
+def chosen_lengths(lengths: Sequence[int], context: int, origin: str, device: torch.device) -> list[int]:
+    """``lengths``, or those of a model with ``context`` positions. Raises InputError for a length beyond these."""
     longest = min(context, _LONGEST.get(device.type, context))
     chosen = sorted(set(lengths)) or sorted({max(_SHORTEST, longest // part) for part in (8, 4, 2, 1)})
     if lengths and chosen[-1] > context:
@@ -139,21 +198,21 @@ def _tokens(tokenizer: Any, text: str | None, wanted: int) -> tuple[Tensor, str]
     """Tokens of the text end to end, about as many as wanted or all there are, and its name."""
     corpus = open_corpus(text, renderer(tokenizer), 0, "held_out", "--text")
     documents, _ = corpus.documents(wanted * _BYTES_PER_TOKEN)
-    found = list(tokenize(tokenizer, prefix_tokens(tokenizer), documents))
-    if not sum(map(len, found)):
+    pieces = list(tokenize(tokenizer, prefix_tokens(tokenizer), documents))
+    if not sum(map(len, pieces)):
         raise InputError(f"{corpus.name}: expected text, found none")
-    return torch.cat(found), corpus.name
+    return torch.cat(pieces), corpus.name
 
 
-def _asked(
+def _questions(
     tokenizer: Any, body: Tensor, lengths: Sequence[int], count: int, seed: int
 ) -> dict[tuple[str, int], list[Question]]:
     def encode(text: str) -> list[int]:
         tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return tokens
 
-    made = {task: Questions(task, encode, prefix_tokens(tokenizer), body) for task in TASKS}
-    return {(task, length): each.draw(length, count, seed) for task, each in made.items() for length in lengths}
+    makers = {task: QuestionMaker(task, encode, prefix_tokens(tokenizer), body) for task in TASKS}
+    return {(task, length): maker.draw(length, count, seed) for task, maker in makers.items() for length in lengths}
 
 
 def _windows(tokenizer: Any, body: Tensor, length: int, count: int) -> Tensor:
@@ -164,122 +223,43 @@ def _windows(tokenizer: Any, body: Tensor, length: int, count: int) -> Tensor:
     return torch.cat([prefix.expand(len(rows), -1), rows], dim=1)
 
 
-def _measure(folder: str | os.PathLike[str], test: Test, place: Place, *, first: bool) -> Found:
-    """What the model in ``folder`` does; for the ``first`` of the two an estimate of the time on stderr."""
-    checkpoint = open_checkpoint(folder)
+def _examine(folder: str | os.PathLike[str], exam: _Exam) -> _Answers:
+    """Load the model in ``folder`` and give it the exam."""
+    checkpoint, stages = open_checkpoint(folder), Stages(quiet=exam.quiet)
     name = checkpoint.origin
     try:
-        hide_bars(place.quiet)
-        with place.shown(f"loading {name}"):
-            dtype = compute_dtype(checkpoint, place.device, place.dtype)
-            model = load_model(checkpoint, dtype, place.trust_remote_code).to(place.device).eval()
-        if first and not place.quiet:
-            print(_announcement(model, test), file=sys.stderr, flush=True)
+        hide_bars(exam.quiet)
+        with stages(f"loading {name}"):
+            dtype = compute_dtype(checkpoint, exam.device, exam.dtype)
+            model = load_model(checkpoint, dtype, exam.trust_remote_code).to(exam.device).eval()
         right = {}
-        for (task, length), asked in test.asked.items():
-            with place.shown(f"{name}: {task} at {length} tokens,", len(asked)) as advance:
+        for (task, length), asked in exam.questions.items():
+            with stages(f"{name}: {task} at {length} tokens,", len(asked), "document") as advance:
                 right[task, length] = answers(model, asked, advance)
-        with place.shown(f"{name}: loss by position,", len(test.windows)) as advance:
-            losses = token_losses(model, test.windows, advance)
-        scores: harness.Scores = {}
-        if test.tasks:
-            with place.shown(f"{name}: {', '.join(test.tasks)}"):
-                scores = harness.scores(model, test.tokenizer, test.tasks, test.limit, test.batch, test.seed)
-        return Found(right, losses, scores)
+        with stages(f"{name}: loss by position,", len(exam.windows), "document") as advance:
+            losses = token_losses(model, exam.windows, advance)
+        scores: Scores = {}
+        if exam.tasks:
+            with stages(f"{name}: {', '.join(exam.tasks)}"):
+                scores = eval_tasks.harness_scores(model, exam.tokenizer, exam.tasks, exam.limit, exam.batch, exam.seed)
+        return _Answers(right, losses, scores)
     finally:
         checkpoint.close()
 
 
-def _announcement(model: Any, test: Test) -> str:
-    """What is measured, and about how long both models will take."""
-    lengths = sorted({length for _, length in test.asked})
-    sizes = [length for (_, length), asked in test.asked.items() for _ in asked]
-    sizes += [test.windows.shape[1]] * len(test.windows)
-    seconds = 2 * sum(map(_document_seconds(model, test.windows), sizes))
-    parts = [f"{len(test.windows)} windows of {test.windows.shape[1]} tokens"]
-    if lengths:
-        count = len(next(iter(test.asked.values())))
-        parts.insert(0, f"{count} documents each of {', '.join(TASKS)} at {', '.join(map(str, lengths))} tokens")
-    beside = f", and the time of {', '.join(test.tasks)}" if test.tasks else ""
-    return f"{'; '.join(parts)}: about {duration(seconds)} for both models{beside} (fewer: --lengths, --samples)"
-
-
-@torch.no_grad()
-def _document_seconds(model: Any, windows: Tensor) -> Callable[[int], float]:
-    """Seconds by the length of a document, ``a T + b T^2``, from two short ones after a first that warms up."""
-
-    def timed(length: int) -> float:
-        tokens = windows[:1, :length].to(model.device)
-        started = time.monotonic()
-        float(model(input_ids=tokens, logits_to_keep=1).logits[0, -1, 0])
-        return time.monotonic() - started
-
-    short = min(_SHORTEST, windows.shape[1])
-    long = min(2 * short, windows.shape[1])
-    _, once, twice = (timed(length) for length in (short, short, long))
-    square = max(0.0, (twice / long - once / short) / (long - short)) if long > short else 0.0
-    linear = max(0.0, once / short - square * short)
-    return lambda length: linear * length + square * length**2
-
-
-def _pair(before: Tensor, after: Tensor, difference: str = "difference") -> dict[str, Any]:
+def paired(before: Tensor, after: Tensor, difference: str = "difference") -> dict[str, Any]:
     """Means of both and of their difference, and half the width of its 95 % interval (None for one document)."""
     between = after.double() - before.double()
     means = {"source": float(before.double().mean()), "student": float(after.double().mean())}
     return {"documents": len(between), **means, difference: float(between.mean()), "margin": margin(between)}
 
 
-def _retrieved(key: tuple[str, int], before: Tensor, after: Tensor) -> dict[str, Any]:
-    return {"task": key[0], "length": key[1], "chance": 1 / CHOICES, **_pair(before, after)}
-
-
-def _by_position(before: Tensor, after: Tensor) -> list[dict[str, Any]]:
+def by_position(before: Tensor, after: Tensor) -> list[dict[str, Any]]:
+    """Perplexities and excess losses of both models' ``losses [n, T - 1]``, for stretches of positions that double."""
     rows = []
     for start, end in stretches(before.shape[1] + 1):
         both = [losses[:, start - 1 : end - 1].mean(1) for losses in (before, after)]
-        pair = _pair(both[0], both[1], "excess")
+        pair = paired(both[0], both[1], "excess")
         pair |= {name: perplexity(pair[name]) for name in ("source", "student")}
         rows.append({"from": start, "to": end, **pair})
     return rows
-
-
-def _scored(task: str, metric: str, before: Tensor, after: Tensor) -> dict[str, Any]:
-    return {"task": task, "metric": metric, **_pair(before, after)}
-
-
-def eval_table(found: dict[str, Any]) -> str:
-    """The result as text: a part for each kind of measurement."""
-    lines = [f"{found['out']} against {found['model']}; differences paired by document, with 95 % intervals", ""]
-    if found["retrieval"]:
-        lines += [f"{'retrieval, right answers':28} {'documents':>9} {'source':>8} {'result':>8} {'difference':>18}"]
-        for row in found["retrieval"]:
-            name = f"{row['task']} at {row['length']} tokens"
-            lines.append(f"{name:28} {row['documents']:9} " + _cells(row, 100, ".1f", " %"))
-        lines += [f"(guessing is right in {100 / CHOICES:.1f} %; filler: {found['text']})", *_guessed(found), ""]
-    lines += [f"{'perplexity by position':28} {'windows':>9} {'source':>8} {'result':>8} {'excess, nats':>18}"]
-    for row in found["positions"]:
-        name = f"tokens {row['from']} to {row['to']}"
-        excess = _change(row["excess"], row["margin"], 1, ".4f", "")
-        lines.append(f"{name:28} {row['documents']:9} {row['source']:8.2f} {row['student']:8.2f} {excess:>18}")
-    if found["tasks"]:
-        lines += ["", f"{'task':28} {'documents':>9} {'source':>8} {'result':>8} {'difference':>18}"]
-        for row in found["tasks"]:
-            name = f"{row['task']}, {row['metric']}"
-            lines.append(f"{name:28} {row['documents']:9} " + _cells(row, 1, ".3f", ""))
-    return "\n".join(lines)
-
-
-def _guessed(found: dict[str, Any]) -> list[str]:
-    """A line where retrieval tells nothing: the source itself hardly does more than guess."""
-    if max(row["source"] for row in found["retrieval"]) > _LEARNED * 1 / CHOICES:
-        return []
-    return ["(the source hardly does more than guess: these rows say nothing about the conversion)"]
-
-
-def _cells(row: dict[str, Any], scale: float, form: str, unit: str) -> str:
-    both = [f"{scale * row[name]:{form}}{unit}" for name in ("source", "student")]
-    return f"{both[0]:>8} {both[1]:>8} {_change(row['difference'], row['margin'], scale, form, ''):>18}"
-
-
-def _change(value: float, width: float | None, scale: float, form: str, unit: str) -> str:
-    return f"{scale * value:+{form}}{unit}" + ("" if width is None else f" ± {scale * width:{form}}{unit}")

@@ -53,8 +53,8 @@ def evaluate(
     if not options["quiet"]:
         click.echo(f"reading {model}", err=True)
     check_opens(model, out)
-    from kvfold.convert.measure.eval import eval_checkpoints, eval_table
+    from kvfold.convert.measure.eval import eval_checkpoints
 
     named = [task.strip() for task in tasks.split(",") if task.strip()]
     found = eval_checkpoints(model, out, tasks=named, lengths=chosen, retrieval=not no_retrieval, **options)
-    tell(json_file, lambda: found, eval_table(found))
+    tell(json_file, found.to_dict, found.table())

@@ -70,7 +70,7 @@ def perplexity(args: argparse.Namespace, folder: Path) -> float:
     """Of the checkpoint in ``folder`` on windows of ``--text``, with the tokenizer of MODEL."""
     from transformers import AutoTokenizer
 
-    from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
+    from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     return checkpoint_perplexity(folder, token_windows(tokenizer, args.text.read_text("utf-8"), 24, args.text_len))

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert.data import read_text
+from kvfold.convert.measure.losses import token_windows
 from kvfold.convert.measure.machine import conditions, continue_rows
-from kvfold.convert.measure.perplexity import token_windows
 from kvfold.convert.transforms.latent.rotation import hartley
 
 WINDOWS, LENGTH, BATCH = 48, 256, 8

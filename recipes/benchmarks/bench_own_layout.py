@@ -20,8 +20,8 @@ from transformers import AutoTokenizer
 from kvfold.attention import register_models
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import read_text
+from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
 from kvfold.convert.measure.machine import conditions, continue_rows
-from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
 
 LENGTH = 256
 TARGETS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {

@@ -45,7 +45,7 @@ def perplexities(model: Path, folder: Path, text: Path | None) -> dict[str, floa
     from transformers import AutoTokenizer
 
     from kvfold.convert.data import read_text
-    from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
+    from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     texts = {"other domain": read_text("held_out")}

@@ -22,8 +22,8 @@ from transformers import AutoTokenizer
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
 from kvfold.convert.data import demo_folder, read_text
+from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
 from kvfold.convert.measure.machine import conditions
-from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
 
 WINDOWS, LENGTH, STEPS = 32, 256, 150
 LINEAR = 1e-3  # nats: smaller losses are drawn on a linear scale

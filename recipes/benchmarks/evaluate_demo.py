@@ -6,11 +6,12 @@ python recipes/benchmarks/evaluate_demo.py [--json recipes/results/evaluate_demo
 import argparse
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
-from kvfold.convert.measure.eval import eval_checkpoints, eval_table
+from kvfold.convert.measure.eval import eval_checkpoints
 from kvfold.convert.measure.machine import conditions
 
 
@@ -22,10 +23,10 @@ def main() -> None:
         out = Path(work) / "mqa"
         convert_checkpoint(ConvertRequest(demo_folder(), out, "mqa", refine=20, samples=8, seq_len=128, quiet=True))
         found = eval_checkpoints(str(demo_folder()), str(out), samples=16, lengths=(256, 512), quiet=True)
-    found |= {"model": "demo", "out": "mqa"}  # no paths of this machine
-    print(eval_table(found))
+    found = replace(found, model="demo", out="mqa")  # no paths of this machine
+    print(found.table())
     if given.json:
-        given.json.write_text(json.dumps({**conditions(), **found}, indent=2) + "\n")
+        given.json.write_text(json.dumps({**conditions(), **found.to_dict()}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -337,7 +337,7 @@ def test_written_files_are_plain_safetensors(source, tmp_path):
 )
 def test_published_baselines_on_the_reference_model(reference, tmp_path, method, kv_heads, expected):
     """Perplexities of an independent implementation of the baselines on the same model and text."""
-    from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
+    from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
 
     tokenizer = AutoTokenizer.from_pretrained(reference / "llama-mha")
     tokens = token_windows(tokenizer, (reference / "evaluation.txt").read_text(encoding="utf-8"), 48, 256)

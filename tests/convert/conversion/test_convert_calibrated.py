@@ -18,7 +18,7 @@ from kvfold.convert.conversion.record import headline, preference_text
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
-from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
+from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
 from kvfold.convert.progress import Stages
 from kvfold.convert.targets.engines import verdicts
 from kvfold.convert.targets.mla.config import LatentTarget

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import read_text
-from kvfold.convert.measure.perplexity import checkpoint_perplexity, token_windows
+from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.measure.perplexity import token_windows
+from kvfold.convert.measure.losses import token_windows
 from kvfold.convert.request import held_out_count
 from kvfold.convert.text import files
 from kvfold.convert.text import tokenizer as tokens_of

@@ -1,19 +1,26 @@
-"""Retrieval over long contexts without a download: words hidden in ordinary text, and asked for at its end.
+"""The questions of ``kvfold eval``: words hidden in long texts, and tasks of lm-evaluation-harness.
 
+Retrieval needs no download: sentences are hidden in ordinary text, and a word of theirs is asked for at its end.
 ``needle``: one sentence is hidden (Kamradt, 2023), and its word is the one choice that was in the text. ``keys``: eight
 sentences are hidden (after the multi-key task of RULER, Hsieh et al., 2024), and all choices were in the text: only the
-name beside each tells them apart. A model answers with the likeliest of eight words of one token each,
-so models that follow no instructions can be tested; guessing is right once in eight times.
+name in each sentence tells them apart. A model answers with the likeliest of eight words of one token each, so models
+that follow no instructions can be tested; guessing is right once in eight times.
+
+Scores of lm-evaluation-harness (Gao et al., 2024) are paired by document. They need the extra ``eval``.
 """
 
-from collections.abc import Callable, Sequence
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, one_line
 
 TASKS = ("needle", "keys")
 CHOICES = 8
@@ -28,7 +35,15 @@ _WORDS = (
 )
 _SENTENCE, _QUESTION = "\nThe secret word of {name} is {word}.\n", "\nThe secret word of {name} is"
 
+# The harness names these by their mean over all texts; here the name and unit of one text's share.
+_LOSSES = {
+    "bits_per_byte": ("bits_per_byte", -1 / math.log(2)),
+    "byte_perplexity": ("nats_per_byte", -1.0),
+    "word_perplexity": ("nats_per_word", -1.0),
+}
+
 Encode = Callable[[str], list[int]]
+Scores = dict[tuple[str, str], dict[str, float]]  # (task, metric) -> document -> value
 
 
 @dataclass(frozen=True)
@@ -53,8 +68,8 @@ def single_words(encode: Encode) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Questions:
-    """What questions of ``task`` are made of: ``filler [n]``, tokens of ordinary text, behind ``prefix``."""
+class QuestionMaker:
+    """Makes questions of ``task`` from ``filler [n]``, tokens of ordinary text, behind ``prefix``."""
 
     task: str
     encode: Encode
@@ -62,7 +77,7 @@ class Questions:
     filler: Tensor
 
     def draw(self, length: int, count: int, seed: int) -> list[Question]:
-        """``count`` questions of ``length`` tokens; what they ask for stands at depths spread from beginning to end.
+        """``count`` questions of ``length`` tokens; their answers stand at depths spread from beginning to end.
 
         Raises InputError for a length that has no room for the sentences.
         """
@@ -111,3 +126,75 @@ def answers(model: Any, asked: Sequence[Question], advance: Callable[[int], None
         found.append(float(int(logits[question.choices].argmax()) == question.right))
         advance(1)
     return torch.tensor(found)
+
+
+def check_harness() -> None:
+    """Raises InputError when lm-evaluation-harness is not installed."""
+    if find_spec("lm_eval") is None:
+        raise InputError(
+            "--tasks: needs lm-evaluation-harness, which is not installed: pip install 'kvfold[eval]'; without --tasks "
+            "the long-context checks run alone"
+        )
+
+
+def harness_scores(
+    model: Any, tokenizer: Any, tasks: Sequence[str], limit: int | None, batch: int, seed: int
+) -> Scores:
+    """Every number that the harness gives for a document of ``tasks``. Raises InputError for an unknown task."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
+    try:
+        done = lm_eval.simple_evaluate(
+            model=wrapped, tasks=[_task(name) for name in tasks], limit=limit, log_samples=True, bootstrap_iters=0,
+            random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed,
+        )  # fmt: skip
+    except (KeyError, ValueError) as error:
+        raise InputError(f"--tasks {','.join(tasks)}: the harness refuses them: {one_line(error)[:300]}") from error
+    return document_scores(done["samples"])
+
+
+def _task(name: str) -> str | dict[str, Any]:
+    """The name of a task of the harness, or the content of a .yaml file that describes a task."""
+    if Path(name).suffix != ".yaml":
+        return name
+    import yaml
+
+    try:
+        described = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InputError(f"--tasks {name}: expected a task in YAML, found: {one_line(error)[:200]}") from error
+    if not isinstance(described, dict):
+        raise InputError(f"--tasks {name}: expected a task in YAML, found a {type(described).__name__}")
+    return described
+
+
+def document_scores(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> Scores:
+    """The numbers of every document. A text's loss is given as log-likelihood and length in words or bytes."""
+    found: Scores = {}
+    for task, documents in samples.items():
+        for document in documents:
+            for metric in document.get("metrics", ()):
+                value = document.get(metric)
+                name = metric
+                if isinstance(value, (tuple, list)) and len(value) == 2 and value[1]:
+                    name, unit = _LOSSES.get(metric, (metric, 1.0))
+                    value = value[0] / value[1] * unit
+                if isinstance(value, (bool, int, float)):
+                    key = f"{document['doc_id']}/{document.get('filter', '')}"
+                    found.setdefault((task, name), {})[key] = float(value)
+    return found
+
+
+def paired_scores(source: Scores, student: Scores) -> list[tuple[str, str, Tensor, Tensor]]:
+    """Task, metric, and the values ``[n]`` of both models on the documents that both were given."""
+    rows = []
+    for (task, metric), values in source.items():
+        others = student.get((task, metric), {})
+        shared = sorted(values.keys() & others.keys())
+        if shared:
+            before, after = ([each[document] for document in shared] for each in (values, others))
+            rows.append((task, metric, torch.tensor(before).double(), torch.tensor(after).double()))
+    return rows

@@ -1,0 +1,65 @@
+"""Losses of a model on a text, token by token, and its perplexity: measures that need no second model."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.convert.text.documents import Document
+from kvfold.convert.text.tokenizer import prefix_tokens, tokenize
+from kvfold.convert.text.windows import cut
+
+_FIRST = 64  # tokens of the first stretch; each further one is as long as all before it
+
+
+@torch.no_grad()
+def token_losses(model: Any, tokens: Tensor, advance: Callable[[int], None] = lambda amount: None) -> Tensor:
+    """Negative log-likelihood of every token of ``tokens [N, T]`` but each row's first, ``[N, T - 1]``, nats.
+
+    One row at a time: its logits are in memory whole, T x vocabulary in float32. ``advance(1)`` after each.
+    """
+    rows = []
+    for row in tokens:
+        logits = model(input_ids=row[None].to(model.device)).logits[0, :-1].float()
+        rows.append(torch.nn.functional.cross_entropy(logits, row[1:].to(logits.device), reduction="none").cpu())
+        advance(1)
+    return torch.stack(rows)
+
+
+def stretches(length: int) -> list[tuple[int, int]]:
+    """Positions 1 to ``length`` in stretches that double: (1, 64), (64, 128), (128, 256), ..."""
+    ends = [_FIRST]
+    while ends[-1] < length:
+        ends.append(min(2 * ends[-1], length))
+    return list(zip([1, *ends[:-1]], [min(end, length) for end in ends], strict=True))
+
+
+def token_windows(tokenizer: Any, text: str, windows: int, length: int) -> Tensor:
+    """The first ``windows`` stretches of ``length`` tokens of ``text``, ``[windows, length]``; fewer if it is short.
+
+    Each begins with the tokenizer's prefix (BOS, for many).
+    """
+    prefix = prefix_tokens(tokenizer)
+    body = cut(list(tokenize(tokenizer, prefix, [Document(text)])), length - len(prefix), None)[:windows]
+    return torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(body), -1), body], dim=1)
+
+
+@torch.no_grad()
+def model_perplexity(model: Any, tokens: Tensor, batch: int = 8) -> float:
+    """exp of the mean negative log-likelihood over all tokens of ``tokens [N, T]`` but each row's first."""
+    total = 0.0
+    for rows in torch.split(tokens, batch):
+        logits = model(input_ids=rows).logits[:, :-1].float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+        total += loss.item()
+    return math.exp(total / (tokens.shape[0] * (tokens.shape[1] - 1)))
+
+
+def checkpoint_perplexity(folder: Path, tokens: Tensor) -> float:
+    """``model_perplexity`` of the checkpoint in ``folder``, loaded by stock transformers in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return model_perplexity(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokens)
