@@ -1,1 +1,10 @@
-"""The attention of checkpoints that no stock class holds: the modeling file that they bring along, registered here."""
+"""The attention of checkpoints that no stock class holds: the modeling file that they bring along, registered here.
+
+``SOURCES`` are the model types that can become such a checkpoint (layout ``kvfold``), named here alone.
+"""
+
+SOURCES = (
+    *("apertus", "arcee", "bloom", "cohere", "cohere2", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2"),
+    *("gpt_neox", "gptj", "granite", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi"),
+    *("phi3", "qwen2_moe", "qwen3", "qwen3_moe", "stablelm", "starcoder2"),
+)

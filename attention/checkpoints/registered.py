@@ -5,15 +5,10 @@ from pathlib import Path
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvfold.attention.checkpoints import modeling_kvfold
+from kvfold.attention.checkpoints import SOURCES, modeling_kvfold
 
 MODELING = Path(modeling_kvfold.__file__)  # the file that checkpoints take along
 PREFIX = "kvfold_"  # of model types
-SOURCES = (
-    *("apertus", "arcee", "bloom", "cohere", "cohere2", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2"),
-    *("gpt_neox", "gptj", "granite", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi"),
-    *("phi3", "qwen2_moe", "qwen3", "qwen3_moe", "stablelm", "starcoder2"),
-)
 
 
 def register_models() -> None:

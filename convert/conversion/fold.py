@@ -19,8 +19,8 @@ from kvfold.convert.conversion.refinement import refinement_record
 from kvfold.convert.conversion.source import source_layer, source_rotary
 from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.errors import InputError
+from kvfold.convert.families.layout import layer_rotary
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.progress import Stages
 from kvfold.convert.request import WEIGHTS_ONLY
 from kvfold.convert.transforms.fold import grouping, principal

@@ -17,7 +17,7 @@ from kvfold.convert.conversion.possible import check_kv_heads, dtype_problems, l
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model, model_of
-from kvfold.convert.families.tensors import Role
+from kvfold.convert.families.schema import Role
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.targets.engines import Verdict, alternatives, verdicts
 from kvfold.convert.targets.kept import keepable, kept_config, kept_tensors

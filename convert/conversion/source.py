@@ -8,8 +8,7 @@ from torch import Tensor
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.tensors import refuse_non_finite, torch_dtype
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.families.layout import read_layer
-from kvfold.convert.families.rotary import layer_rotary
+from kvfold.convert.families.layout import layer_rotary, read_layer
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary
 from kvfold.convert.walk.statistics import ReadHeads, SourceHeads
 

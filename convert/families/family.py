@@ -1,4 +1,4 @@
-"""The families that are supported, one JSON file each beside this module, and which of them a config.json is of."""
+"""The supported families, one JSON file each in this folder, and the family of a config.json."""
 
 import re
 from collections.abc import Mapping
@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.reading import parse_family, read_table
-from kvfold.convert.families.schema import Family
+from kvfold.convert.families.schema import Family, parse_family, read_table
 from kvfold.convert.families.values import TYPES
 from kvfold.convert.families.wrappers import INNER, WRAPPERS, text_type
 

@@ -1,15 +1,12 @@
-"""The sizes of a model, the attention of each layer, and the parts around it, from a config's values."""
+"""The sizes of a model, the attention of each layer, and the block around the attention, from a config's values."""
 
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.expressions import evaluate
-from kvfold.convert.families.rope import number_above_0, query_growth, rotary_dims
-from kvfold.convert.families.values import Values
-
-_LAYER_TYPES = (None, "full_attention", "sliding_attention")
+from kvfold.convert.families.rotary import query_growth, rotary_dims
+from kvfold.convert.families.values import Values, evaluate, is_number
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Geometry:
 class Layer:
     """The attention of one layer.
 
-    ``scale`` multiplies q . k; ``window`` is the number of positions back that a query sees, None: all.
+    ``scale`` multiplies q . k; ``window`` is the number of keys that a query sees, itself included, None: all.
     ``softcap`` c turns scores s into ``c tanh(s / c)``; ``clip`` bounds q, k and v elements after projection (olmo).
     ``growth`` g multiplies the queries at position t by ``1 + g log(1 + floor(t / original context))`` (Llama 4).
     """
@@ -50,8 +47,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Routing:
-    """Tokens go to the ``per_token`` experts of the largest softmax, weighted by it, to a sum of one if
-    ``renormalized``.
+    """Tokens go to the ``per_token`` experts with the largest softmax.
+
+    It weighs the experts' outputs, divided by its sum over the chosen ones if ``renormalized``.
     """
 
     per_token: int
@@ -64,9 +62,8 @@ class Block:
 
     ``order``: ``pre`` x + f(norm(x)); ``post`` x + norm(f(x)); ``outer`` norm(x + f(x)); ``sandwich`` pre and post;
     ``parallel`` x + attention(n) + mlp(n) with one n = norm(x), or a norm for each. ``mlp``: ``gated``, ``gated_fused``
-    (gate and up in one tensor) or ``plain``. The gain
-    of a norm is weight + ``norm_offset``. ``residual_scale`` multiplies what each sublayer adds. ``routing`` is None
-    where tokens come to their experts in another way.
+    (gate and up in one tensor) or ``plain``. The gain of a norm is weight + ``norm_offset``. ``residual_scale``
+    multiplies what each sublayer adds. ``routing`` is None where experts are chosen or weighed in another way.
     """
 
     norm: Literal["rms", "layer"]
@@ -89,8 +86,11 @@ class Block:
 def geometry_of(values: Values) -> Geometry:
     """Raises ``InputError`` when the heads do not divide as attention needs."""
     sizes = values.family.sizes
-    heads = evaluate(sizes.heads, values)
-    kv_heads = _kv_heads(values, heads)
+    heads = kv_heads = evaluate(sizes.heads, values)
+    if sizes.kv_heads is not None:
+        kv_heads = int(values[sizes.kv_heads])
+    elif sizes.own_kv_heads is not None:
+        kv_heads = int(evaluate(sizes.own_kv_heads, values))
     if heads % kv_heads:
         name = sizes.kv_heads or "key/value heads"
         raise InputError(
@@ -109,21 +109,14 @@ def geometry_of(values: Values) -> Geometry:
     )
 
 
-def _kv_heads(values: Values, heads: int) -> int:
-    sizes = values.family.sizes
-    if sizes.kv_heads is not None:
-        return int(values[sizes.kv_heads])
-    return heads if sizes.own_kv_heads is None else int(evaluate(sizes.own_kv_heads, values))
-
-
 def layer_values(values: Values, index: int) -> Values:
-    """``values`` with ``layer``, ``layer_type`` and ``sparse`` (experts instead of one MLP) of a layer added."""
+    """``values`` with the names ``layer``, ``layer_type`` and ``sparse`` (experts instead of one MLP) of a layer."""
     family, values = values.family, values.with_names(layer=index)
     try:
         layer_type = evaluate(family.attention.layer_type, values)
     except TypeError as error:  # a pattern in words, which the class itself cannot read without layer_types
         raise InputError(f"config.json: layer_types is missing, and the pattern that stands for it: {error}") from None
-    if layer_type not in _LAYER_TYPES:
+    if layer_type not in (None, "full_attention", "sliding_attention"):
         raise InputError(
             f"config.json: layer {index} is {layer_type!r}; model_type {family.model_type!r} is supported with "
             "'full_attention' and 'sliding_attention'"
@@ -138,7 +131,7 @@ def layer_of(values: Values) -> Layer:
         scale = evaluate(attention.scale, values)
     except ZeroDivisionError:
         scale = math.inf
-    if not number_above_0(scale):
+    if not is_number(scale) or scale <= 0:
         raise InputError(f"config.json: the scale of scores, {attention.scale}, must be above 0, found {scale!r}")
     return Layer(
         index=values["layer"],
@@ -155,8 +148,10 @@ def layer_of(values: Values) -> Layer:
 
 
 def block_of(values: Values, *, sparse: bool) -> Block:
-    """The parts around the attention, for a target that must express it in another class."""
-    block = values.family.block
+    """The block around the attention, for a target that must express it in another class."""
+    block, routing = values.family.block, None
+    if (spec := block.routing) is not None:
+        routing = Routing(int(evaluate(spec.per_token, values)), bool(evaluate(spec.renormalized, values)))
     return Block(
         norm=block.norm,
         norm_eps=float(evaluate(block.norm_eps, values)),
@@ -167,17 +162,10 @@ def block_of(values: Values, *, sparse: bool) -> Block:
         mlp=block.mlp,
         order=evaluate(block.order, values),
         sparse=sparse,
-        routing=_routing_of(values),
+        routing=routing,
         residual_scale=float(evaluate(block.residual_scale, values)),
         embedding_scale=float(evaluate(block.embedding_scale, values)),
         logit_scale=float(evaluate(block.logit_scale, values)),
         logit_softcap=evaluate(block.logit_softcap, values),
         tied=bool(evaluate(block.tied, values)),
     )
-
-
-def _routing_of(values: Values) -> Routing | None:
-    spec = values.family.block.routing
-    if spec is None:
-        return None
-    return Routing(int(evaluate(spec.per_token, values)), bool(evaluate(spec.renormalized, values)))

@@ -6,39 +6,46 @@ stored dtype; reading and writing only move elements, so ``write_layer(read_laye
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvfold.convert.families.expressions import evaluate
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.schema import Norm
-from kvfold.convert.families.tensors import ROLES, Role, norm_names
-from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm
+from kvfold.convert.families.rotary import Context
+from kvfold.convert.families.schema import ROLES, Norm, Role
+from kvfold.convert.families.tensors import norm_names
+from kvfold.convert.families.values import evaluate
+from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, Rotary
 
 Read = Callable[[str], Tensor]
 
 
+def layer_rotary(model: Model, layer: int, context: Context | None = None) -> Rotary:
+    """The rotary embedding of ``layer``; empty where the layer does not rotate. As ``Model.frequencies``."""
+    theta, amplitude = model.frequencies(layer, context)
+    return Rotary(torch.tensor(theta, dtype=torch.float64), amplitude)
+
+
 def read_layer(model: Model, layer: int, read: Read) -> AttentionWeights:
     """The attention of ``layer``; ``read`` gives a tensor of the checkpoint by name. Nothing is cast."""
-    geometry, attention = model.geometry, model.family.attention
+    geometry, attention, norm = model.geometry, model.family.attention, model.qk_norm
     module = attention.place(layer)
     q, k, v = _read_qkv(model, module, "weight", read)
     o = _turned(model, read(f"{module}.{attention.o}.weight"))
     weights = AttentionWeights(q, k, v, o.reshape(geometry.model_dim, geometry.heads, geometry.head_dim))
     if model.has_bias("q"):
-        weights = replace(weights, **_read_biases(model, module, read))
+        q_bias, k_bias, v_bias = _read_qkv(model, module, "bias", read)
+        weights = replace(weights, q_bias=q_bias, k_bias=k_bias, v_bias=v_bias)
     if model.has_bias("o"):
         weights = replace(weights, o_bias=read(f"{module}.{attention.o}.bias"))
     if attention.sinks is not None:
         weights = replace(weights, sinks=read(f"{module}.{attention.sinks}"))
-    if (norm := model.qk_norm) is not None:
+    if norm is not None:
         eps = float(evaluate(norm.eps, model.values))
         q_norm = _read_norm(norm, module, "q", (geometry.heads, geometry.head_dim), eps, read)
         k_norm = _read_norm(norm, module, "k", (geometry.kv_heads, geometry.head_dim), eps, read)
         weights = replace(weights, q_norm=q_norm, k_norm=k_norm)
-    return _rotary_order(model, weights, _to_half)
+    return _rotary_order(model, weights, lambda dims: [*range(0, dims, 2), *range(1, dims, 2)])
 
 
 def write_layer(
@@ -51,21 +58,27 @@ def write_layer(
     one.
     """
     _check_places(model, weights)
-    attention = model.family.attention
+    attention, norm = model.family.attention, model.qk_norm
     module = attention.place(layer)
-    stored = _rotary_order(model, weights, _to_interleaved)
+
+    def interleaved(dims: int) -> list[int]:
+        return [index for pair in zip(range(dims // 2), range(dims // 2, dims), strict=True) for index in pair]
+
+    stored = _rotary_order(model, weights, interleaved)
     tensors = _join_qkv(model, module, "weight", (stored.q, stored.k, stored.v), roles)
-    tensors |= _join_biases(model, module, stored, roles)
+    if stored.q_bias is not None and stored.k_bias is not None and stored.v_bias is not None:
+        tensors |= _join_qkv(model, module, "bias", (stored.q_bias, stored.k_bias, stored.v_bias), roles)
     if "o" in roles:
         tensors[f"{module}.{attention.o}.weight"] = _turned(model, stored.o.reshape(stored.model_dim, -1))
         if stored.o_bias is not None:
             tensors[f"{module}.{attention.o}.bias"] = stored.o_bias
     if "q" in roles and stored.sinks is not None:
         tensors[f"{module}.{attention.sinks}"] = stored.sinks
-    norm = model.qk_norm
-    for role, head_norm in (("q", stored.q_norm), ("k", stored.k_norm)):
-        if norm is not None and head_norm is not None and role in roles:
-            tensors |= _write_norm(norm, module, role, head_norm)
+    if norm is not None:
+        if "q" in roles and stored.q_norm is not None:
+            tensors |= _write_norm(norm, module, "q", stored.q_norm)
+        if "k" in roles and stored.k_norm is not None:
+            tensors |= _write_norm(norm, module, "k", stored.k_norm)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
@@ -88,32 +101,10 @@ def _read_qkv(model: Model, module: str, kind: str, read: Read) -> tuple[Tensor,
     return fused[:heads], fused[heads : heads + kv_heads], fused[heads + kv_heads :]
 
 
-def _read_biases(model: Model, module: str, read: Read) -> dict[str, Any]:
-    """The biases of queries, keys (unless they have none) and values, ``[heads, D]`` each."""
-    attention, dim = model.family.attention, model.geometry.head_dim
-    if model.has_bias("k"):
-        return dict(zip(("q_bias", "k_bias", "v_bias"), _read_qkv(model, module, "bias", read), strict=True))
-    names = {"q_bias": attention.q, "v_bias": attention.v}
-    return {bias: read(f"{module}.{name}.bias").reshape(-1, dim) for bias, name in names.items()}
-
-
-def _join_biases(model: Model, module: str, stored: AttentionWeights, roles: Collection[Role]) -> dict[str, Tensor]:
-    """The tensors of the biases of ``roles``, by name."""
-    q, k, v, attention = stored.q_bias, stored.k_bias, stored.v_bias, model.family.attention
-    if q is None or v is None:
-        return {}
-    if k is not None:
-        return _join_qkv(model, module, "bias", (q, k, v), roles)
-    return {
-        f"{module}.{name}.bias": bias.flatten()
-        for role, name, bias in (("q", attention.q, q), ("v", attention.v, v))
-        if role in roles
-    }
-
-
 def _join_qkv(
     model: Model, module: str, kind: str, parts: tuple[Tensor, Tensor, Tensor], roles: Collection[Role]
 ) -> dict[str, Tensor]:
+    """The tensors that hold the three projections ``parts``, as ``_read_qkv`` gives them, by name."""
     attention = model.family.attention
     if attention.layout == "separate":
         named = zip(("q", "k", "v"), (attention.q, attention.k, attention.v), parts, strict=True)
@@ -127,11 +118,11 @@ def _join_qkv(
 
 
 def _turned(model: Model, tensor: Tensor) -> Tensor:
-    """A weight as ``[outputs, inputs]`` from its file, or the way back."""
+    """A weight of the file as ``[outputs, inputs]``, or one for the file the other way."""
     return tensor.T if model.family.attention.transposed and tensor.dim() == 2 else tensor
 
 
-def _read_norm(norm: Norm, module: str, role: str, shape: tuple[int, int], eps: float, read: Read) -> HeadNorm:
+def _read_norm(norm: Norm, module: str, role: Role, shape: tuple[int, int], eps: float, read: Read) -> HeadNorm:
     def rows(kind: str) -> Tensor:
         stored = torch.cat([read(f"{module}.{name}.{kind}").flatten() for name in norm_names(norm, role, shape[0])])
         return stored.repeat(shape[0], 1) if norm.extent == "shared" else stored.reshape(shape)
@@ -148,7 +139,7 @@ def _read_norm(norm: Norm, module: str, role: str, shape: tuple[int, int], eps: 
     )
 
 
-def _write_norm(norm: Norm, module: str, role: str, head_norm: HeadNorm) -> dict[str, Tensor]:
+def _write_norm(norm: Norm, module: str, role: Role, head_norm: HeadNorm) -> dict[str, Tensor]:
     tensors = {}
     for kind, rows in (("weight", head_norm.weight), ("bias", head_norm.bias)):
         if rows is None:
@@ -164,29 +155,21 @@ def _write_norm(norm: Norm, module: str, role: str, head_norm: HeadNorm) -> dict
 
 
 def _check_places(model: Model, weights: AttentionWeights) -> None:
-    norm = model.qk_norm
+    """Raises ``ValueError`` unless ``weights`` have exactly the biases, norms and sinks that the family stores."""
+    norm = model.qk_norm is not None
     places = {
         "q_bias": model.has_bias("q"),
         "k_bias": model.has_bias("k"),
         "v_bias": model.has_bias("v"),
         "o_bias": model.has_bias("o"),
-        "q_norm": norm is not None,
-        "k_norm": norm is not None,
+        "q_norm": norm,
+        "k_norm": norm,
         "sinks": model.family.attention.sinks is not None,
     }
     for name, place in places.items():
-        present = getattr(weights, name) is not None
-        if present != place:
+        if (getattr(weights, name) is not None) != place:
             verb, number = ("needs", "none") if place else ("has no place for", "one")
             raise ValueError(f"model_type {model.family.model_type!r} with this config {verb} {name}, found {number}")
-
-
-def _to_half(dims: int) -> list[int]:
-    return [*range(0, dims, 2), *range(1, dims, 2)]
-
-
-def _to_interleaved(dims: int) -> list[int]:
-    return [index for pair in zip(range(dims // 2), range(dims // 2, dims), strict=True) for index in pair]
 
 
 def _rotary_order(model: Model, weights: AttentionWeights, order: Callable[[int], list[int]]) -> AttentionWeights:
@@ -196,19 +179,20 @@ def _rotary_order(model: Model, weights: AttentionWeights, order: Callable[[int]
     geometry = model.geometry
     index = torch.tensor([*order(geometry.rotary_dims), *range(geometry.rotary_dims, geometry.head_dim)])
 
-    def moved(rows: Tensor | None) -> Tensor | None:
-        return None if rows is None else rows.index_select(1, index.to(rows.device))
+    def moved(rows: Tensor) -> Tensor:
+        return rows.index_select(1, index.to(rows.device))
 
     def moved_norm(norm: HeadNorm | None) -> HeadNorm | None:
-        return None if norm is None else replace(norm, weight=norm.weight[:, index], bias=moved(norm.bias))
+        if norm is None:
+            return None
+        return replace(norm, weight=moved(norm.weight), bias=None if norm.bias is None else moved(norm.bias))
 
-    q, k = weights.q.index_select(1, index.to(weights.q.device)), weights.k.index_select(1, index.to(weights.k.device))
     return replace(
         weights,
-        q=q,
-        k=k,
-        q_bias=moved(weights.q_bias),
-        k_bias=moved(weights.k_bias),
+        q=moved(weights.q),
+        k=moved(weights.k),
+        q_bias=None if weights.q_bias is None else moved(weights.q_bias),
+        k_bias=None if weights.k_bias is None else moved(weights.k_bias),
         q_norm=moved_norm(weights.q_norm),
         k_norm=moved_norm(weights.k_norm),
     )

@@ -10,14 +10,11 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.expressions import evaluate
+from kvfold.convert.families import rotary
 from kvfold.convert.families.family import family_of
 from kvfold.convert.families.geometry import Block, Geometry, Layer, block_of, geometry_of, layer_of, layer_values
-from kvfold.convert.families.rope import rope_table
-from kvfold.convert.families.schema import ABSENT, Family, Norm
+from kvfold.convert.families.schema import ABSENT, ROLES, BlockRole, Family, Norm, Role
 from kvfold.convert.families.tensors import (
-    ROLES,
-    Role,
     StoredTensor,
     active_norm,
     attention_tensors,
@@ -26,8 +23,8 @@ from kvfold.convert.families.tensors import (
     has_bias,
     present,
 )
-from kvfold.convert.families.values import Values, nested
-from kvfold.convert.families.wrappers import place_of, placed, text_config, text_type
+from kvfold.convert.families.values import Values, evaluate, nested
+from kvfold.convert.families.wrappers import names_in_files, text_config, text_type, wrapped_family
 
 _MOST_UNCHECKED = 4096  # layers or experts that may be listed one by one whatever the files hold
 
@@ -68,7 +65,7 @@ class Model:
 
     @cached_property
     def block(self) -> Block:
-        """The parts around the attention."""
+        """The block around the attention."""
         return block_of(self.values, sparse=any(values["sparse"] for values in self._layer_values))
 
     @cached_property
@@ -80,13 +77,13 @@ class Model:
         return {tensor.name: tensor for tensor in listed}
 
     @cached_property
-    def names(self) -> dict[tuple[str, int | None], tuple[str, ...]]:
+    def names(self) -> dict[tuple[Role | BlockRole, int | None], tuple[str, ...]]:
         """The names of the tensors by (role, layer); layer is None for those of the whole model.
 
-        Outside the attention roles are those of the family file, with one name per expert; a tensor that this config
-        does not have is absent. In the attention they are q, k, v and o: weight, bias, norm.
+        A role outside the attention has one name per expert; one that this config does not have is absent. The roles q,
+        k, v and o have the names of weight, bias and norm.
         """
-        names: dict[tuple[str, int | None], list[str]] = {}
+        names: dict[tuple[Role | BlockRole, int | None], list[str]] = {}
         for tensor in self.tensors.values():
             for role in tensor.roles:
                 names.setdefault((role, tensor.layer), []).append(tensor.name)
@@ -97,8 +94,12 @@ class Model:
         """The norm on queries and keys, None without one."""
         return active_norm(self.values)
 
+    @cached_property
+    def _layer_values(self) -> tuple[Values, ...]:
+        return tuple(layer_values(self.values, index) for index in range(self.geometry.layers))
+
     def has_bias(self, role: Role) -> bool:
-        """Whether the projection ``role`` has a bias."""
+        """True if the projection ``role`` has a bias."""
         return has_bias(self.values, role)
 
     def attention_names(self, layer: int, roles: Collection[Role] = ROLES) -> tuple[str, ...]:
@@ -107,7 +108,16 @@ class Model:
 
     def rope_table(self, layer_type: str | None = None) -> dict[str, Any]:
         """The rope parameters of a layer type as transformers 5 spells them."""
-        return rope_table(self.values, layer_type)
+        return rotary.rope_table(self.values, layer_type)
+
+    def frequencies(self, layer: int, context: rotary.Context | None = None) -> rotary.Frequencies:
+        """The rotary frequencies of ``layer`` in radians per position, and the amplitude of queries and keys.
+
+        There are none where the layer does not rotate. ``context`` chooses the set of longrope. Raises ``InputError``
+        for frequencies that depend on the length of the text.
+        """
+        how = self.layers[layer]
+        return rotary.frequencies(self.values, how.type, context) if how.rotates else ([], 1.0)
 
     def kv_config(self, kv_heads: int) -> dict[str, int]:
         """The config keys that change for ``kv_heads`` key/value heads, in the spelling that the config uses.
@@ -148,10 +158,13 @@ class Model:
             for name, tensor in self.tensors.items()
             if name in stored and tuple(stored[name].shape) != tensor.shape
         ]
+        # The tensors of a wrapper outside its language model are copied whatever they are.
         extra = [
             f"unexpected: {name} {list(stored[name].shape)}"
             for name in stored
-            if name not in self.tensors and self._owns(name) and not self._tolerates(name)
+            if name not in self.tensors
+            and (self.tower is None or name.startswith(self.tower))
+            and not self._tolerates(name)
         ]
         return missing + misshaped + extra
 
@@ -165,18 +178,10 @@ class Model:
             return f"missing: config.json says {widest} experts, the files hold {count} tensors in all"
         return None
 
-    def _owns(self, name: str) -> bool:
-        """Whether a tensor called ``name`` is the language model's: what else a wrapper holds is its own affair."""
-        return self.tower is None or name.startswith(self.tower)
-
     def _tolerates(self, name: str) -> bool:
-        """Whether a tensor called ``name`` may be in the files although the class does not read it."""
+        """True if a tensor called ``name`` may be in the files although the class does not read it."""
         patterns = (item.name for item in self.family.tolerated if evaluate(item.when, self.values))
         return any(re.fullmatch(re.escape(pattern).replace(r"\{layer\}", r"\d+"), name) for pattern in patterns)
-
-    @cached_property
-    def _layer_values(self) -> tuple[Values, ...]:
-        return tuple(layer_values(self.values, index) for index in range(self.geometry.layers))
 
 
 def model_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Model:
@@ -188,5 +193,5 @@ def model_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Model:
     family = family_of(config)
     if text_type(config) is None:
         return Model(family, config).as_stored(names)
-    place = place_of(names)
-    return Model(placed(family, config["model_type"], place), text_config(config, names), place.tower)
+    within = names_in_files(names)
+    return Model(wrapped_family(family, config["model_type"], within), text_config(config, names), within.tower)

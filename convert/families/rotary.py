@@ -1,50 +1,141 @@
-"""The rotary frequencies of a layer, for rope types whose frequencies do not depend on the length of the text.
+"""The rotary embedding that a config describes: its parameters in either spelling, and the frequencies they give.
 
-Formulas: RoPE (Su et al. 2021), linear interpolation (Chen et al. 2023), YaRN (Peng et al. 2023), LongRoPE (Ding et
-al. 2024) and Llama 3.1's by wavelength, with the rules of transformers where a paper leaves a choice. They are
-computed here because conversions that read no text do without transformers, and a plan without torch; and in float64:
-transformers' own functions work in float32, and configs of layouts MLA and kvfold store the frequencies as decimal
-numbers.
+transformers 5 writes ``rope_parameters`` (one table, or one per layer type); before it were ``rope_theta``,
+``rope_scaling`` and ``partial_rotary_factor``. The rules of precedence are those of transformers' configs.
+
+Frequencies are computed for rope types that do not depend on the length of the text. Formulas: RoPE (Su et al. 2021),
+linear interpolation (Chen et al. 2023), YaRN (Peng et al. 2023), LongRoPE (Ding et al. 2024) and Llama 3.1's by
+wavelength, with the rules of transformers where a paper leaves a choice. They are computed here because conversions
+that read no text do without transformers, and a plan without torch; and in float64: transformers' functions work in
+float32, and configs of layouts MLA and kvfold store the frequencies as decimal numbers.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.model import Model
-from kvfold.convert.families.rope import checked_number, rotary_fraction
+from kvfold.convert.families.values import Values, evaluate, is_number, names_in
 
-if TYPE_CHECKING:
-    from kvfold.convert.transforms.weights import Rotary
-
+Table = Mapping[str, Any]
 Context = Literal["short", "long"]
-Frequencies = tuple[list[float], float]  # of each pair, and the amplitude
+Frequencies = tuple[list[float], float]  # of each pair in radians per position, and the amplitude
 
 
-def layer_rotary(model: Model, layer: int, context: Context | None = None) -> "Rotary":
-    """The rotary embedding of ``layer``; empty where the layer does not rotate. As ``layer_frequencies``."""
-    import torch
+def rope_table(values: Values, layer_type: str | None = None) -> dict[str, Any]:
+    """The rope parameters of a layer type as transformers 5 spells them: always ``rope_type`` and ``rope_theta``.
 
-    from kvfold.convert.transforms.weights import Rotary
+    Types that a family's class reads as another are renamed. Raises ``InputError`` for a table of the wrong kind.
+    """
+    rotary, config, original = values.family.rotary, values.config, "original_max_position_embeddings"
+    table = _stated_table(values, layer_type)
+    kind = table.get("rope_type") or table.get("type") or "default"
+    if not isinstance(kind, str):
+        raise InputError(f"config.json: rope_type must be a string, found {kind!r}")
+    table["rope_type"] = (rotary.renamed or {}).get(kind, kind)
+    checked_number(table, "rope_theta")
+    if table["rope_type"] in ("llama3", "yarn", "longrope"):  # the class's key wins over the table's
+        if (positions := config.get(original, rotary.original_positions)) is not None:
+            table[original] = positions
+        table.setdefault(original, evaluate(values.family.sizes.positions, values))
+    return table
 
-    theta, amplitude = layer_frequencies(model, layer, context)
-    return Rotary(torch.tensor(theta, dtype=torch.float64), amplitude)
+
+def _stated_table(values: Values, layer_type: str | None) -> dict[str, Any]:
+    """The parameters as the config has them, ``rope_scaling`` before ``rope_parameters``, with the class's base."""
+    rotary, config = values.family.rotary, values.config
+    theta, part = ((rotary.keys or {}).get(key, key) for key in ("rope_theta", "partial_rotary_factor"))
+    new, old = _mapping(config, "rope_parameters"), _mapping(config, "rope_scaling")
+    of_type = (rotary.by_type or {}).get(layer_type or "")
+    if of_type is None:
+        table = {**(old or new or rotary.table or {})}
+        table.setdefault("rope_theta", config.get(theta) or rotary.theta)
+        if config.get(part) is not None:
+            table.setdefault("partial_rotary_factor", config[part])
+        return table
+    table = {**_mapping(new, layer_type or "")}
+    if of_type.scaled:
+        table.update(old)
+    table.setdefault("rope_theta", (of_type.key and config.get(of_type.key)) or of_type.theta)
+    return table
 
 
-def layer_frequencies(model: Model, layer: int, context: Context | None = None) -> Frequencies:
-    """The angle of each pair of ``layer`` per position, none where it does not rotate, and what multiplies both sides.
+def _mapping(config: Table, key: str) -> Table:
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise InputError(f"config.json: {key} must be an object or null, found {value!r}")
+    return value or {}
+
+
+def older_rope_keys(config: Table) -> dict[str, Any]:
+    """The keys that readers from before transformers 5 miss in ``config``, which has one table in ``rope_parameters``.
+
+    Empty where it has the older spelling, or a table for each layer type. Nothing changes for transformers 5.
+    """
+    table = config.get("rope_parameters")
+    older = config.get("rope_theta") is not None or config.get("rope_scaling")
+    if older or not isinstance(table, Mapping) or "rope_theta" not in table:
+        return {}
+    keys: dict[str, Any] = {"rope_theta": table["rope_theta"]}
+    if "partial_rotary_factor" in table and "partial_rotary_factor" not in config:
+        keys["partial_rotary_factor"] = table["partial_rotary_factor"]
+    if (kind := table.get("rope_type") or "default") != "default":
+        keys["rope_scaling"] = {**{name: table[name] for name in table if name != "rope_theta"}, "type": kind}
+    return keys
+
+
+def checked_number(table: Table, key: str) -> float:
+    """``table[key]`` of a rotary embedding. Raises ``InputError`` unless it is a number above 0."""
+    value = table.get(key)
+    if not is_number(value) or table[key] <= 0:
+        raise InputError(f"config.json: {key} of the rotary embedding must be a number above 0, found {value!r}")
+    return float(table[key])
+
+
+def query_growth(values: Values, layer_type: str | None) -> float:
+    """``growth`` of ``Layer``, which stands among the rope parameters; 0 for classes without it."""
+    key = values.family.rotary.query_growth
+    table = {} if key is None else rope_table(values, layer_type)
+    return checked_number(table, key) if key is not None and table.get(key) else 0.0
+
+
+def rotary_dims(values: Values) -> int:
+    """``D_rot``, the same in every layer that rotates; 0 without a rotary embedding."""
+    rotary = values.family.rotary
+    if not names_in(rotary.rotates) & {"layer", "layer_type"} and not evaluate(rotary.rotates, values):
+        return 0
+    head_dim = evaluate(values.family.sizes.head_dim, values)
+    dims = _table_dims(values, rope_table(values), head_dim)
+    if dims % 2 or not dims:
+        raise InputError(
+            f"config.json: {dims} of {head_dim} dims of a head rotate; an even number above 0 was expected "
+            "(head_dim, partial_rotary_factor)"
+        )
+    return dims
+
+
+def _table_dims(values: Values, table: Table, head_dim: int) -> int:
+    """The dims of a head that rotate by the rope parameters ``table``."""
+    rotary = values.family.rotary
+    if rotary.dims is not None:
+        return int(evaluate(rotary.dims, values))
+    if rotary.fraction is None:
+        return head_dim
+    fraction = table.get("partial_rotary_factor", rotary.fraction)
+    if not is_number(fraction) or not 0 < fraction <= 1:
+        raise InputError(f"config.json: partial_rotary_factor must be a number above 0 and up to 1, found {fraction!r}")
+    return int(head_dim * fraction)
+
+
+def frequencies(values: Values, layer_type: str | None, context: Context | None = None) -> Frequencies:
+    """The angle of each rotary pair of layers of a type per position, and the factor of queries and keys.
 
     longrope has one set of frequencies for short texts and another for long ones; unless they are equal, ``context``
     must choose one. Raises ``InputError`` for types without fixed frequencies (dynamic), unknown ones, and numbers that
     give none.
     """
-    how, geometry, positions = model.layers[layer], model.geometry, model.geometry.positions
-    if not how.rotates:
-        return [], 1.0
-    table = model.rope_table(how.type)
-    stated = model.family.rotary.dims is not None
-    dims = geometry.rotary_dims if stated else int(geometry.head_dim * rotary_fraction(model.values, table))
+    sizes, table = values.family.sizes, rope_table(values, layer_type)
+    dims, positions = _table_dims(values, table, evaluate(sizes.head_dim, values)), evaluate(sizes.positions, values)
     kind = table["rope_type"]
     try:
         theta = [checked_number(table, "rope_theta") ** (-pair / dims) for pair in range(0, dims, 2)]
@@ -60,12 +151,12 @@ def layer_frequencies(model: Model, layer: int, context: Context | None = None) 
     raise InputError(f"config.json: rope_type {kind!r} has no fixed frequencies; expected one of {known}")
 
 
-def _linear(table: Mapping[str, Any], theta: list[float], positions: int) -> Frequencies:
+def _linear(table: Table, theta: list[float], positions: int) -> Frequencies:
     factor = checked_number(table, "factor")
     return [angle / factor for angle in theta], 1.0
 
 
-def _llama3(table: Mapping[str, Any], theta: list[float], positions: int) -> Frequencies:
+def _llama3(table: Table, theta: list[float], positions: int) -> Frequencies:
     """High frequencies stay, low ones are divided by ``factor``, those between blend by how often they turn."""
     factor, low, high = (checked_number(table, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     original = checked_number(table, "original_max_position_embeddings")
@@ -73,14 +164,10 @@ def _llama3(table: Mapping[str, Any], theta: list[float], positions: int) -> Fre
     return [angle * (blend + (1 - blend) / factor) for angle, blend in zip(theta, blends, strict=True)], 1.0
 
 
-def _clamped(value: float) -> float:
-    return min(max(value, 0.0), 1.0)
-
-
-def _yarn(table: Mapping[str, Any], theta: list[float], positions: int) -> Frequencies:
-    original, pairs = checked_number(table, "original_max_position_embeddings"), len(theta)
-    factor = positions / original if table.get("factor") is None else checked_number(table, "factor")
-    base = checked_number(table, "rope_theta")
+def _yarn(table: Table, theta: list[float], positions: int) -> Frequencies:
+    """Pairs that turn often stay, those that turn little are divided by ``factor``, a ramp of pairs lies between."""
+    pairs, base = len(theta), checked_number(table, "rope_theta")
+    factor, original = _growth(table, positions)
 
     def pair_turning(turns: float) -> float:
         return 2 * pairs * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
@@ -92,49 +179,54 @@ def _yarn(table: Mapping[str, Any], theta: list[float], positions: int) -> Frequ
     high = high + 0.001 if low == high else high  # as transformers does, against a division by zero
     shares = [_clamped((pair - low) / (high - low)) for pair in range(pairs)]
     scaled = [angle * (1 - share + share / factor) for angle, share in zip(theta, shares, strict=True)]
-    return scaled, _yarn_amplitude(table, factor)
 
-
-def _yarn_amplitude(table: Mapping[str, Any], factor: float) -> float:
     def amplitude(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
     if table.get("attention_factor") is not None:
-        return checked_number(table, "attention_factor")
+        return scaled, checked_number(table, "attention_factor")
     if table.get("mscale") and table.get("mscale_all_dim"):
-        return amplitude(checked_number(table, "mscale")) / amplitude(checked_number(table, "mscale_all_dim"))
-    return amplitude(1.0)
+        of_queries, of_all = (amplitude(checked_number(table, key)) for key in ("mscale", "mscale_all_dim"))
+        return scaled, of_queries / of_all
+    return scaled, amplitude(1.0)
 
 
-def _longrope(table: Mapping[str, Any], theta: list[float], positions: int, context: Context | None) -> Frequencies:
-    factors = {name: _factors(table, f"{name}_factor", len(theta)) for name in ("short", "long")}
-    if context is None and factors["short"] != factors["long"]:
+def _longrope(table: Table, theta: list[float], positions: int, context: Context | None) -> Frequencies:
+    """Each angle is divided by a factor from the config, which differ for short and long texts."""
+    divisors = {}
+    for name in ("short", "long"):
+        found = table.get(f"{name}_factor")
+        if not isinstance(found, list) or len(found) != len(theta) or not all(map(is_number, found)):
+            shown = len(found) if isinstance(found, list) else found
+            raise InputError(
+                f"config.json: {name}_factor must be a list of {len(theta)} numbers, one per rotary pair, found "
+                f"{shown!r}"
+            )
+        divisors[name] = [float(each) for each in found]
+    if context is None and divisors["short"] != divisors["long"]:
         raise InputError(
             "config.json: rope_type 'longrope' has different frequencies for texts up to "
             f"{table['original_max_position_embeddings']} tokens and for longer ones; expected equal short_factor and "
             "long_factor, or a choice of one of them"
         )
-    original = checked_number(table, "original_max_position_embeddings")
-    factor = positions / original if table.get("factor") is None else checked_number(table, "factor")
+    factor, original = _growth(table, positions)
     amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     if table.get("attention_factor") is not None:
         amplitude = checked_number(table, "attention_factor")
-    return [angle / by for angle, by in zip(theta, factors[context or "short"], strict=True)], amplitude
+    return [angle / by for angle, by in zip(theta, divisors[context or "short"], strict=True)], amplitude
 
 
-def _factors(table: Mapping[str, Any], key: str, pairs: int) -> list[float]:
-    factors = table.get(key)
-    if (
-        not isinstance(factors, list)
-        or len(factors) != pairs
-        or not all(isinstance(item, int | float) for item in factors)
-    ):
-        shown = len(factors) if isinstance(factors, list) else factors
-        raise InputError(f"config.json: {key} must be a list of {pairs} numbers, one per rotary pair, found {shown!r}")
-    return [float(factor) for factor in factors]
+def _growth(table: Table, positions: int) -> tuple[float, float]:
+    """How many times longer the context became, and its original length."""
+    original = checked_number(table, "original_max_position_embeddings")
+    return positions / original if table.get("factor") is None else checked_number(table, "factor"), original
 
 
-_SCALED: dict[str, Callable[[Mapping[str, Any], list[float], int], Frequencies]] = {
+def _clamped(value: float) -> float:
+    return min(max(value, 0.0), 1.0)
+
+
+_SCALED: dict[str, Callable[[Table, list[float], int], Frequencies]] = {
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,

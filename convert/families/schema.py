@@ -1,19 +1,82 @@
-"""The keys of a family file: one JSON object per model type, read strictly (an unknown or missing key is an error).
+"""The schema of a family file: one JSON object per model type, read strictly (an unknown or missing key is an error).
 
 A file that ``extends`` another holds only what differs. Each of its sections (``config``, ``attention``, ``tensors``,
 ...) is merged with the base's entry by entry: an entry replaces the base's as a whole, and null removes it. Anything
-but a section, such as the list ``tolerated``, replaces the base's; ``own_code`` is not passed on.
+that is no section, such as the list ``tolerated``, replaces the base's.
 
-A value marked *expression* is a string in the language of ``expressions.py`` over the config keys that the file lists
-under ``config`` (and ``layer``, ``layer_type``, ``sparse`` where it is evaluated per layer), or a JSON literal.
+A value marked *expression* is a string such as ``num_key_value_heads * head_dim`` (the language is in ``values.py``)
+over the config keys that the file lists under ``config``, and over ``layer``, ``layer_type`` and ``sparse`` where it is
+evaluated per layer; or a JSON literal.
 """
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from kvfold.attention.checkpoints import SOURCES
 
 Expression = Any
 ABSENT: Any = object()  # "the file does not say", where null would mean something
+Section = TypeVar("Section")
+
+# Roles of the tensors in the attention. A fused projection has three of them, sinks belong to the queries.
+Role = Literal["q", "k", "v", "o"]
+ROLES: tuple[Role, ...] = ("q", "k", "v", "o")
+
+# Roles of the tensors outside the attention, the keys of the section ``tensors``. Targets look tensors up by them, and
+# a target refuses a family with a role that it has no place for.
+BlockRole = Literal[
+    # The whole model.
+    "embedding",
+    "positions",
+    "embedding_norm",
+    "embedding_norm_bias",
+    "project_in",
+    "project_out",
+    "final_norm",
+    "final_norm_bias",
+    "head",
+    "head_bias",
+    # Norms of a layer: before a sublayer, behind it, or of one sublayer where the two of a parallel layer differ.
+    "attention_norm",
+    "attention_norm_bias",
+    "mlp_norm",
+    "mlp_norm_bias",
+    "attention_post_norm",
+    "mlp_post_norm",
+    "attention_own_norm",
+    "attention_own_norm_bias",
+    "mlp_own_norm",
+    "mlp_own_norm_bias",
+    # The MLP. ``gate_up`` is both in one tensor; the ``activation_`` roles are parameters of xIELU (apertus).
+    "gate",
+    "up",
+    "gate_up",
+    "down",
+    "gate_bias",
+    "up_bias",
+    "down_bias",
+    "activation_positive",
+    "activation_negative",
+    "activation_beta",
+    "activation_eps",
+    # Experts: a tensor for each (``expert_``), one for all (``experts_``), and the expert that every token takes.
+    "router",
+    "router_bias",
+    "expert_gate",
+    "expert_up",
+    "expert_down",
+    "experts_gate_up",
+    "experts_gate_up_bias",
+    "experts_down",
+    "experts_down_bias",
+    "shared_gate",
+    "shared_up",
+    "shared_down",
+    "shared_router",
+]
 
 
 @dataclass(frozen=True)
@@ -32,8 +95,8 @@ class Key:
 class Sizes:
     """Expressions for the numbers of ``Geometry``.
 
-    ``kv_heads`` names the config key that a conversion rewrites; None: the class gives every query head a key and a
-    value of its own, or shares them as ``own_kv_heads`` says, which no conversion rewrites.
+    ``kv_heads`` names the config key that a conversion rewrites. None: the stock class has a key and a value for every
+    query head, or shares them as ``own_kv_heads`` says, and a conversion cannot change that.
     """
 
     layers: Expression
@@ -68,13 +131,14 @@ class Norm:
 
 @dataclass(frozen=True)
 class Attention:
-    """The place of the attention in a layer. Names are relative to ``module``, which holds ``{layer}``.
+    """The attention of a layer. Names are relative to ``module``, which holds ``{layer}``.
 
-    ``layout``: queries, keys and values in a tensor each, in one behind each other, or in one by groups: the queries
-    that share a key, that key, its value. ``transposed``: weights are ``[inputs, outputs]`` (the Conv1D of GPT-2).
-    ``sinks``: the tensor with a score per query head for one more key, whose value is zero (gpt-oss). ``alibi``: scores
-    have linear biases by distance (ALiBi), which the model hands to its attention. ``shown``: the stock class calls
-    transformers' attention functions, by which queries and keys are recorded.
+    ``layout``: queries, keys and values in three tensors, concatenated in one, or in one by groups (the queries that
+    share a key, that key, its value). ``transposed``: weights are ``[inputs, outputs]``, the Conv1D of GPT-2.
+    ``sinks``: the tensor with each query head's score for one more key, whose value is zero (gpt-oss). ``alibi``: the
+    model hands linear biases by distance to its attention (ALiBi). ``shown``: the stock class calls transformers'
+    attention functions, by which queries and keys are recorded. ``dropout`` is of attention weights in training,
+    ``output_dropout`` of the output projection's result.
     """
 
     module: str
@@ -96,6 +160,8 @@ class Attention:
     transposed: bool = False
     alibi: Expression = False
     shown: bool = True
+    dropout: Expression = 0.0
+    output_dropout: Expression = 0.0
 
     def place(self, layer: int) -> str:
         """The module of ``layer``."""
@@ -113,15 +179,14 @@ class RopeOfType:
 
 @dataclass(frozen=True)
 class Rope:
-    """``theta`` and ``fraction`` are the class's defaults; ``fraction`` null: whole heads rotate, always.
+    """The rotary embedding. ``theta`` and ``fraction`` are the class's defaults; ``fraction`` null: whole heads rotate.
 
-    ``rotates`` is evaluated per layer; false: the model has no rotary embedding. ``keys``: what the config calls
-    ``rope_theta`` and ``partial_rotary_factor`` beside the rope parameters, where that differs. ``by_type``: layer
-    types with a rotary embedding of their own. ``renamed``: rope types that the class reads as another.
-    ``original_positions``: the class's default of the config key ``original_max_position_embeddings``, where it has
-    one. ``table``: the class's default of ``rope_parameters``, where it is more than ``theta``. ``query_growth``: the
-    key of the rope parameters by which queries grow with their position. ``dims``: how many
-    dims of a head rotate, where the config has their number.
+    ``dims``: how many dims of a head rotate, where the config has their number. ``rotates`` is evaluated per layer;
+    false: the model has no rotary embedding. ``keys``: the config's names of ``rope_theta`` and
+    ``partial_rotary_factor``, where they differ. ``by_type``: layer types with another rotary embedding. ``renamed``:
+    rope types that the class reads as another. ``original_positions``: the class's default of the config key
+    ``original_max_position_embeddings``. ``table``: the class's default of ``rope_parameters``, where it is more than
+    ``theta``. ``query_growth``: the key of the rope parameters by which queries grow with their position.
     """
 
     style: Literal["half", "interleaved"]
@@ -139,10 +204,9 @@ class Rope:
 
 @dataclass(frozen=True)
 class RoutingSpec:
-    """How tokens come to their experts, where the softmax of the router's logits says so.
+    """Tokens go to the ``per_token`` experts with the largest softmax of the router's logits.
 
-    Each goes to the ``per_token`` experts of the largest probabilities, which weigh the outputs: as they are, or
-    divided by their sum where ``renormalized``. Both are evaluated once per model.
+    The probabilities weigh the outputs, divided by their sum where ``renormalized``.
     """
 
     per_token: Expression
@@ -162,27 +226,12 @@ class BlockSpec:
     norm_bias: bool = False
     norm_weight: bool = True
     sparse: Expression = False
-    routing: RoutingSpec | None = None  # of layers with experts; None: in another way than these
+    routing: RoutingSpec | None = None  # None where experts are chosen or weighed in another way
     tied: Expression = False
     residual_scale: Expression = 1.0
     embedding_scale: Expression = 1.0
     logit_scale: Expression = 1.0
     logit_softcap: Expression = None
-
-
-@dataclass(frozen=True)
-class OwnCode:
-    """What layout ``kvfold`` puts its own attention in: names of transformers' classes, and the dropouts of training.
-
-    ``attention`` is the class of the modules that are replaced; ``classes`` are the models by the Auto class that loads
-    each. ``attention_dropout`` is of attention weights, ``output_dropout`` of what the output projection gives.
-    """
-
-    attention: str
-    config: str
-    classes: Mapping[str, str]
-    attention_dropout: Expression = 0.0
-    output_dropout: Expression = 0.0
 
 
 @dataclass(frozen=True)
@@ -193,6 +242,10 @@ class TensorSpec:
     shape: tuple[Expression, ...]
     when: Expression = True
     each: Expression = None
+
+    @property
+    def per_layer(self) -> bool:
+        return "{layer}" in self.name
 
 
 @dataclass(frozen=True)
@@ -207,9 +260,10 @@ class Tolerated:
 class Family:
     """One model type, as its file says.
 
-    ``also``: other names of ``architecture`` in published files. ``prefix``: what begins the names of all tensors but
-    the head's, and is left out in some published files. ``own_code``: the model in layout ``kvfold``. ``requires``:
-    config keys that are missing, null or have this value.
+    ``also``: other names of ``architecture`` in published files. ``stem``: the beginning of the names of the stock
+    config and headless model, where it is not that of ``architecture`` (``Gemma3Text``). ``prefix``: the beginning of
+    the names of all tensors but the head's, which some published files leave out. ``requires``: config keys that must
+    be missing, null or have this value.
     """
 
     model_type: str
@@ -219,18 +273,109 @@ class Family:
     attention: Attention
     rotary: Rope
     block: BlockSpec
-    tensors: Mapping[str, TensorSpec]  # by role, such as embedding, gate, final_norm
+    tensors: Mapping[BlockRole, TensorSpec]
     tolerated: tuple[Tolerated, ...]
     also: tuple[str, ...] = ()
+    stem: str = ""
     prefix: str = ""
-    own_code: OwnCode | None = None
     requires: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_own_layout(self) -> bool:
+        """True if the family can be written in layout ``kvfold``."""
+        return self.model_type in SOURCES
+
+    @property
+    def attention_class(self) -> str:
+        """The stock class of attention modules, ``GPT2Attention`` for ``GPT2LMHeadModel``."""
+        return f"{self._architecture_stem}Attention"
+
+    @property
+    def auto_classes(self) -> dict[str, str]:
+        """The stock config and models, by the Auto class that loads each."""
+        stem = self.stem or self._architecture_stem
+        return {
+            "AutoConfig": f"{stem}Config",
+            "AutoModel": f"{stem}Model",
+            "AutoModelForCausalLM": self.architecture,
+        }
+
+    @property
+    def _architecture_stem(self) -> str:
+        return self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+
     def renamed(self, rename: Callable[[str], str]) -> "Family":
-        """The same family where files call their tensors otherwise."""
+        """The same family for files whose tensors have other names."""
         return replace(
             self,
             attention=replace(self.attention, module=rename(self.attention.module)),
             tensors={role: replace(spec, name=rename(spec.name)) for role, spec in self.tensors.items()},
             tolerated=tuple(replace(item, name=rename(item.name)) for item in self.tolerated),
         )
+
+
+def read_table(path: Path, extending: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The family file at ``path``, decoded and merged with the files that it extends, which lie in the same folder.
+
+    ``extending`` are the files that lead here. Raises ``ValueError`` for a circle and for a null without an entry to
+    remove.
+    """
+    if path.name in extending:
+        raise ValueError(f"{path.name}: expected no circle of extends, found {' -> '.join([*extending, path.name])}")
+    table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if "extends" not in table:
+        return table
+    merged = read_table(path.with_name(f"{table.pop('extends')}.json"), (*extending, path.name))
+    for key, value in table.items():
+        base = merged.get(key)
+        if not isinstance(base, Mapping) or not isinstance(value, Mapping):
+            merged[key] = value
+            continue
+        if absent := [name for name, entry in value.items() if entry is None and name not in base]:
+            raise ValueError(
+                f"{path.name}: {key}: null removes what the extended family has, found no {', '.join(absent)} there"
+            )
+        merged[key] = {name: entry for name, entry in {**base, **value}.items() if entry is not None}
+    return merged
+
+
+def parse_family(table: Any, where: str) -> Family:
+    """A merged family file; ``where`` begins the message of the ``ValueError`` raised for what does not fit."""
+    spec = _build(Family, table, where)
+    attention, rotary, block = dict(spec.attention), dict(spec.rotary), dict(spec.block)  # type: ignore[call-overload]
+    if attention.get("norm") is not None:
+        attention["norm"] = _build(Norm, attention["norm"], f"{where}: attention.norm")
+    if rotary.get("by_type") is not None:
+        rotary["by_type"] = _build_each(RopeOfType, rotary["by_type"], f"{where}: rotary.by_type")
+    if block.get("routing") is not None:
+        block["routing"] = _build(RoutingSpec, block["routing"], f"{where}: block.routing")
+    roles = get_args(BlockRole)
+    if unknown := sorted(set(spec.tensors) - set(roles)):
+        raise ValueError(f"{where}: tensors: unknown role {', '.join(unknown)}; known: {', '.join(roles)}")
+    return replace(
+        spec,
+        config=_build_each(Key, spec.config, f"{where}: config"),
+        sizes=_build(Sizes, spec.sizes, f"{where}: sizes"),
+        attention=_build(Attention, attention, f"{where}: attention"),
+        rotary=_build(Rope, rotary, f"{where}: rotary"),
+        block=_build(BlockSpec, block, f"{where}: block"),
+        tensors=_build_each(TensorSpec, spec.tensors, f"{where}: tensors"),
+        tolerated=tuple(_build(Tolerated, item, f"{where}: tolerated[{i}]") for i, item in enumerate(spec.tolerated)),
+    )
+
+
+def _build(cls: type[Section], table: Any, where: str) -> Section:
+    """``table`` as ``cls``. Raises ``ValueError`` naming the unknown or missing keys and the place."""
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{where}: expected an object, found {table!r}")
+    known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
+    if unknown := sorted(set(table) - set(known)):
+        raise ValueError(f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(known)}")
+    required = [name for name, item in known.items() if item.default is MISSING and item.default_factory is MISSING]
+    if absent := [name for name in required if name not in table]:
+        raise ValueError(f"{where}: missing key {', '.join(absent)}")
+    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in table.items()})
+
+
+def _build_each(cls: type[Section], table: Mapping[Any, Any], where: str) -> dict[Any, Section]:
+    return {name: _build(cls, entry, f"{where}.{name}") for name, entry in table.items()}

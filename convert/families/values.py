@@ -1,26 +1,67 @@
-"""The values of a config.json under the names of a family file: checked when read, class defaults filled in."""
+"""The values of a config.json under the names of a family file, and the expressions over them.
 
+An expression is a string of a family file such as ``num_key_value_heads * head_dim``: a subset of Python's (names,
+literals, arithmetic, comparisons, ``and``/``or``/``not``, ``a if c else b``, indexing). Any other JSON value stands for
+itself.
+"""
+
+import ast
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from types import CodeType
 from typing import Any
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.expressions import evaluate
 from kvfold.convert.families.schema import ABSENT, Family, Key
+
+_ALLOWED = (
+    *(ast.Expression, ast.Name, ast.Load, ast.Constant, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp),
+    *(ast.Subscript, ast.And, ast.Or, ast.Not, ast.USub),
+    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow),
+    *(ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Is, ast.IsNot, ast.In, ast.NotIn),
+)
+
+
+def evaluate(expression: Any, scope: Mapping[str, Any]) -> Any:
+    """The value of ``expression`` with the names of ``scope``; anything but a string is returned as it is.
+
+    Raises ``ValueError`` for what is not allowed in family-file expressions and ``NameError`` for an unknown name.
+    """
+    # Safe: _compiled lets neither calls nor attributes through, and there are no builtins.
+    return eval(_compiled(expression), {"__builtins__": {}}, scope) if isinstance(expression, str) else expression
+
+
+def names_in(expression: Any) -> frozenset[str]:
+    """The names that ``expression`` refers to. Raises ``ValueError`` for what family files may not use."""
+    return frozenset(_compiled(expression).co_names) if isinstance(expression, str) else frozenset()
+
+
+@cache  # unbounded: family files hold a few hundred
+def _compiled(text: str) -> CodeType:
+    try:
+        tree = ast.parse(text, mode="eval")
+    except SyntaxError as error:
+        raise ValueError(f"{text!r} is not an expression: {error.msg}") from None
+    for node in ast.walk(tree):
+        if not isinstance(node, _ALLOWED):
+            raise ValueError(f"{text!r}: {type(node).__name__} is not allowed in family-file expressions")
+    return compile(tree, text, "eval")
 
 
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """True if ``value`` is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of keys: in words, and the check
     "size": ("a positive whole number", lambda value: _whole(value) and value > 0),
     "count": ("a whole number, 0 or more", lambda value: _whole(value) and value >= 0),
-    "number": ("a number", _number),
+    "number": ("a number", is_number),
     "flag": ("true or false", lambda value: isinstance(value, bool)),
     "text": ("a string", lambda value: isinstance(value, str)),
     "pattern": ("a whole number or a string", lambda value: isinstance(value, str) or (_whole(value) and value >= 0)),
@@ -39,21 +80,24 @@ def nested(config: Mapping[str, Any], key: str) -> Any:
 
 
 class Values(Mapping[str, Any]):
-    """Read lazily, so that only the keys that a question needs have to be right; each is checked once."""
+    """A config's values by the names of its family file, defaults filled in.
+
+    They are read lazily, so that a question fails only for the keys that it needs, and each is checked once.
+    """
 
     def __init__(self, family: Family, config: Mapping[str, Any]) -> None:
         self.family, self.config = family, config
         self._names: dict[str, Any] = {}
-        self._read: dict[str, Any] = {}  # shared by all scopes: what keys say does not depend on the layer
+        self._read: dict[str, Any] = {}  # shared by all scopes: the value of a key does not depend on the layer
 
     def with_names(self, **names: Any) -> "Values":
-        """The same values and a few names beside them, such as ``layer``."""
+        """The same values with further names, such as ``layer``."""
         scope = Values(self.family, self.config)
         scope._names, scope._read = {**self._names, **names}, self._read
         return scope
 
     def spelling(self, name: str) -> str:
-        """The key under which the config holds ``name``: its own or an alias."""
+        """The key under which the config holds ``name``: that name or an alias."""
         names = (name, *self.family.config[name].aliases)
         return next((key for key in names if nested(self.config, key) is not ABSENT), name)
 
@@ -65,13 +109,13 @@ class Values(Mapping[str, Any]):
         return self._read[name]
 
     def _checked(self, name: str) -> Any:
-        key = self.family.config[name]
-        spelling = self.spelling(name)
+        """The value of a config key. Raises ``InputError`` where it is missing or of the wrong type."""
+        key, spelling = self.family.config[name], self.spelling(name)
         value = nested(self.config, spelling)
         if value is ABSENT and key.default is not ABSENT:
             return key.default
         if value is ABSENT or value is None:
-            return self._without(name, key, value)
+            return self._fallback(name, key, value)
         wanted, fits = TYPES[key.type]
         if not fits(value):
             raise InputError(f"config.json: {spelling} must be {wanted}, found {value!r}")
@@ -81,7 +125,8 @@ class Values(Mapping[str, Any]):
             )
         return value
 
-    def _without(self, name: str, key: Key, value: Any) -> Any:
+    def _fallback(self, name: str, key: Key, value: Any) -> Any:
+        """The value of a key that is null, or missing without a default."""
         if value is None and key.nullable:
             return None
         if key.otherwise is not ABSENT:

@@ -1,4 +1,4 @@
-"""Multimodal wrappers: where their language model is, in the config and in the files. The rest of them is copied."""
+"""Multimodal wrappers: the place of their language model in the config and in the files. All else is copied."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -20,14 +20,14 @@ class Wrapper:
 
 
 @dataclass(frozen=True)
-class Place:
-    """What the names of a wrapper's files have in place of ``model.`` and ``lm_head.``."""
+class WrappedNames:
+    """The beginnings of names in a wrapper's files, in place of ``model.`` and ``lm_head.`` of a plain model."""
 
     tower: str
     head: str
 
-    def moved(self, name: str) -> str:
-        """The name in the wrapper's files of what is ``name`` in those of a plain language model."""
+    def wrapped(self, name: str) -> str:
+        """The name in the wrapper's files of the tensor that plain language models call ``name``."""
         for old, new in (("model.", self.tower), ("lm_head.", self.head)):
             if name.startswith(old):
                 return new + name.removeprefix(old)
@@ -46,14 +46,14 @@ WRAPPERS = {
     "qwen2_vl": Wrapper("Qwen2VLForConditionalGeneration", "qwen2_vl_text"),
     "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
 }
-# Language models that no class of their own runs: their files extend a family, and only wrappers hold them.
+# Language models that occur in wrappers alone: no class runs them by themselves. Their files extend a family.
 INNER = ("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_text")
 
 # Older spellings are in files written before transformers 5, and in those that it writes for the same classes.
-_PLACES = (
-    Place("language_model.model.", "language_model.lm_head."),
-    Place("model.language_model.", "lm_head."),
-    Place("model.", "lm_head."),
+_SPELLINGS = (
+    WrappedNames("language_model.model.", "language_model.lm_head."),
+    WrappedNames("model.language_model.", "lm_head."),
+    WrappedNames("model.", "lm_head."),
 )
 # A wrapper's config leaves out what is the default of the language model's class: (vocab_size, hidden_size,
 # intermediate_size, num_hidden_layers, num_attention_heads), transformers 5.23.0.
@@ -82,28 +82,27 @@ def text_type(config: Mapping[str, Any]) -> str | None:
 def text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """The config of the language model of a wrapper whose files hold tensors ``names``, its class's sizes filled in.
 
-    Whether the head is the embedding is the wrapper's to say, in ways that differ; the files show it.
+    Wrappers say in different ways whether the head is the embedding; the files show it.
     """
     inner = config.get("text_config") or config  # before transformers 5 some wrappers held it flat
     model_type = text_type(config)
     sizes = dict(zip(_SIZES, DEFAULT_SIZES.get(model_type or "", ()), strict=False))
-    tied = f"{place_of(names).head}weight" not in names
+    tied = f"{names_in_files(names).head}weight" not in names
     return {**sizes, **inner, "model_type": model_type, "architectures": None, "tie_word_embeddings": tied}
 
 
 def edit_text(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a wrapper's ``config`` to set so that its language model's have ``changes``."""
+    """The keys to set in a wrapper's ``config`` so that ``changes`` reach its language model."""
     inner = config.get("text_config")
     return {"text_config": {**inner, **changes}} if inner else dict(changes)
 
 
-def place_of(names: Collection[str]) -> Place:
-    """Where the language model is in files that hold tensors ``names``; the newest spelling where none shows it."""
-    return next((place for place in _PLACES if f"{place.tower}embed_tokens.weight" in names), _PLACES[1])
+def names_in_files(names: Collection[str]) -> WrappedNames:
+    """The spelling in files that hold tensors ``names``; that of transformers 5 where none shows it."""
+    return next((each for each in _SPELLINGS if f"{each.tower}embed_tokens.weight" in names), _SPELLINGS[1])
 
 
-def placed(family: Family, model_type: str, place: Place) -> Family:
-    """The language model's ``family`` under the wrapper's name, with the names that its tensors have in the files."""
-
+def wrapped_family(family: Family, model_type: str, names: WrappedNames) -> Family:
+    """The language model's ``family`` under the wrapper's name, with the tensors' names in the wrapper's files."""
     architecture = WRAPPERS[model_type].architecture
-    return replace(family.renamed(place.moved), model_type=model_type, architecture=architecture, also=())
+    return replace(family.renamed(names.wrapped), model_type=model_type, architecture=architecture, also=())

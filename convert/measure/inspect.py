@@ -12,7 +12,7 @@ from kvfold.convert.checkpoint.headers import FLOAT_DTYPES
 from kvfold.convert.checkpoint.opening import Checkpoint, open_headers
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model, model_of
-from kvfold.convert.families.tensors import ROLES
+from kvfold.convert.families.schema import ROLES
 from kvfold.convert.measure.converted import converted_model, latent_faults
 from kvfold.convert.measure.target_sizes import CONTEXTS, CacheSize, TargetSize, cache_size, target_sizes
 from kvfold.convert.sizes import bytes_text

@@ -156,16 +156,11 @@ def _target_row(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def totals(drift: Values) -> list[tuple[str, ...]]:
     """The numbers at the end of a comparison, as rows of a table."""
-    if "cosine" in drift:
-        cosine = drift["cosine"]
-        margin = "" if cosine["margin"] is None else f" ± {cosine['margin']:.4f}"
-        return [("", "drift"), ("cosine similarity of embeddings", _number(cosine["value"], ".4f") + margin)]
-    excess, cache, both = drift["excess"], drift["cache_bytes_per_token"], drift.get("loss") or drift["perplexity"]
-    name, form = (f"{both['name']}, nats per token", ".4f") if "name" in both else ("perplexity", ".2f")
+    excess, cache, both = drift["excess"], drift["cache_bytes_per_token"], drift["perplexity"]
     margin = "" if excess["margin"] is None else f" ± {excess['margin']:.4f}"
     return [
         ("", "source", "converted", "drift"),
-        (name, _number(both["source"], form), _number(both["student"], form), ""),
+        ("perplexity", _number(both["source"], ".2f"), _number(both["student"], ".2f"), ""),
         ("excess loss, nats per token", "", "", _number(excess["value"], "+.4f") + margin),
         ("KL, nats", "", "", _number(drift["kl"]["value"], ".4f")),
         ("top-1 agreement", "", "", f"{100 * drift['agreement']['value']:.2f} %"),

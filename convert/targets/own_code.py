@@ -15,11 +15,9 @@ from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.json_text import dtype_changes, edit_config
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
-from kvfold.convert.families.expressions import evaluate
 from kvfold.convert.families.geometry import Layer
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.rotary import layer_frequencies
-from kvfold.convert.families.schema import OwnCode
+from kvfold.convert.families.values import evaluate
 from kvfold.convert.targets.same_family import attention_label, cache_elements, stored_dtype
 from kvfold.convert.targets.target import TargetLayout
 
@@ -100,13 +98,6 @@ def own_layout(
     )
 
 
-def _own_code(source: Model) -> OwnCode:
-    own = source.family.own_code
-    if own is None:
-        raise ValueError(f"{source.family.model_type}: expected a family that has layout kvfold, found one without")
-    return own
-
-
 def own_config(
     source: Model,
     checkpoint: Checkpoint,
@@ -115,15 +106,15 @@ def own_config(
     layer_facts: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """The source's config as one of this layout; ``facts`` describe the attention beside what every variant has."""
-    own = _own_code(source)
-    file, known = CODE.rpartition(".")[2], {*own.classes.values()}
-    stated = [name for name in checkpoint.config.get("architectures") or () if name in known]
+    family, file = source.family, CODE.rpartition(".")[2]
+    if not family.has_own_layout:
+        raise ValueError(f"{family.model_type}: expected a family that has layout kvfold, found one without")
+    classes = family.auto_classes
+    stated = [name for name in checkpoint.config.get("architectures") or () if name in classes.values()]
     changes = {
-        "model_type": f"{_PREFIX}{source.family.model_type}",
-        "architectures": [f"Kvfold{name}" for name in stated or [source.family.architecture]],
-        "auto_map": {
-            auto: f"{file}.Kvfold{stock}" for auto, stock in {"AutoConfig": own.config, **own.classes}.items()
-        },
+        "model_type": f"{_PREFIX}{family.model_type}",
+        "architectures": [f"Kvfold{name}" for name in stated or [family.architecture]],
+        "auto_map": {auto: f"{file}.Kvfold{stock}" for auto, stock in classes.items()},
         BLOCK: {**facts, **_facts(source, layer_facts)},
     }
     config = edit_config(checkpoint.config, changes)
@@ -133,14 +124,14 @@ def own_config(
 
 def _facts(source: Model, layer_facts: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """The part of the block ``kvfold`` that every variant has; ``layers`` holds what differs between them."""
-    own, size, values = _own_code(source), source.geometry, source.values
+    family, size, values = source.family, source.geometry, source.values
     common = {
-        "replaces": own.attention,
+        "replaces": family.attention_class,
         "model_dim": size.model_dim,
         "heads": size.heads,
         "head_dim": size.head_dim,
-        "attention_dropout": evaluate(own.attention_dropout, values),
-        "output_dropout": evaluate(own.output_dropout, values),
+        "attention_dropout": evaluate(family.attention.dropout, values),
+        "output_dropout": evaluate(family.attention.output_dropout, values),
     }
     layers: list[dict[str, Any]] = [_layer_facts(layer) for layer in source.layers]
     if layer_facts:
@@ -159,7 +150,7 @@ def _rotations(source: Model) -> dict[str, Any]:
     """The rotary embedding of the source, which all its layers share."""
     if not source.geometry.rotary_dims:
         return {"frequencies": [], "amplitude": 1.0}
-    frequencies, amplitude = layer_frequencies(source, 0)
+    frequencies, amplitude = source.frequencies(0)
     return {"frequencies": frequencies, "amplitude": amplitude}
 
 

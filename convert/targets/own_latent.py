@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.families.expressions import evaluate
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import Norm
+from kvfold.convert.families.values import evaluate
 from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
 from kvfold.convert.targets.own_code import Shape, own_layout, projection
 from kvfold.convert.targets.target import TargetLayout

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.rope import older_rope_keys
+from kvfold.convert.families.rotary import older_rope_keys
 from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
 from kvfold.convert.targets.mla.experts import EXPERT_TYPE

@@ -9,8 +9,8 @@ from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.rope import older_rope_keys
-from kvfold.convert.families.tensors import ROLES, Role
+from kvfold.convert.families.rotary import older_rope_keys
+from kvfold.convert.families.schema import ROLES, Role
 from kvfold.convert.families.wrappers import edit_text
 from kvfold.convert.targets.target import TargetLayout
 

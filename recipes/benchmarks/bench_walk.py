@@ -194,9 +194,8 @@ def bench_walk(arguments: argparse.Namespace) -> dict[str, Any]:
     import resource
 
     from kvfold.convert.checkpoint.shards import OutputTensor
-    from kvfold.convert.families.layout import read_layer, write_layer
+    from kvfold.convert.families.layout import layer_rotary, read_layer, write_layer
     from kvfold.convert.families.model import Model, model_of
-    from kvfold.convert.families.rotary import layer_rotary
     from kvfold.convert.stream.stream import CheckpointStream
     from kvfold.convert.text.windows import held_out_count
     from kvfold.convert.transforms.fold import grouping, principal

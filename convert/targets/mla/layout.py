@@ -8,7 +8,7 @@ from kvfold.convert.checkpoint.json_text import dtype_changes, edit_config
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.wrappers import place_of
+from kvfold.convert.families.wrappers import names_in_files
 from kvfold.convert.targets.mla.config import (
     LatentTarget,
     layer_shapes,
@@ -39,7 +39,7 @@ def latent_layout(
         first = source if isinstance(source, str) else next(iter(source or ()), None)
         return stored_dtype(computed_dtype if first is None else checkpoint.tensors[first].dtype, dtype)
 
-    moved = (lambda name: name) if model.tower is None else place_of(checkpoint.tensors).moved
+    moved = (lambda name: name) if model.tower is None else names_in_files(checkpoint.tensors).wrapped
     shapes = {moved(name): value for name, value in mla_shapes(model, target).items()} | _around(model, checkpoint)
     tensors = tuple(OutputTensor(name, stored(source), shape, source) for name, (shape, source) in shapes.items())
     computed = tuple(

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvfold.convert.families.geometry import Block, Geometry
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.tensors import ROLES
+from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors, full_query_rank
 from kvfold.convert.targets.mla.experts import EXPERT_ROLES, expert_problems, is_shared
@@ -45,7 +45,7 @@ def model_problems(model: Model) -> list[str]:
         *_stock_attention_problems(model),
         *_rope_problems(model),
     ]
-    own = model.family.own_code is not None and not any(_own_attention_problems(model))
+    own = model.family.has_own_layout and not any(_own_attention_problems(model))
     instead = "--layout kvfold works" if own else _INSTEAD
     return [f"--to mla: {model.family.model_type} {problem}; {instead}" for problem in problems]
 
@@ -53,7 +53,7 @@ def model_problems(model: Model) -> list[str]:
 def _own_problems(model: Model, target: LatentTarget) -> Iterator[str]:
     """Properties of the model that latent attention of layout ``kvfold`` cannot express."""
     attention = [f"{problem}; {_INSTEAD}" for problem in _own_attention_problems(model)]
-    if not attention and (model.family.own_code is None or model.tower is not None):
+    if not attention and (not model.family.has_own_layout or model.tower is not None):
         yield "has no such layout yet; its stock class or --to gqa work"
     if target.q_rank is not None:
         yield "would have queries without a latent in it; leave --q-rank out"

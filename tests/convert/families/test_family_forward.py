@@ -17,9 +17,8 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache
 
 from kvfold.convert.families.family import family_of, supported
-from kvfold.convert.families.layout import read_layer
+from kvfold.convert.families.layout import layer_rotary, read_layer
 from kvfold.convert.families.model import model_of
-from kvfold.convert.families.rotary import layer_rotary
 
 
 def normalize(x: Tensor, kind: str, eps: float) -> Tensor:
@@ -92,7 +91,7 @@ class Decoder:
             scores = scores + slopes[:, None, None] * torch.arange(x.shape[1])
         scores = scores if how.softcap is None else how.softcap * torch.tanh(scores / how.softcap)
         distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
-        hidden = (distance.abs() >= (how.window or math.inf)) | ((distance < 0) & how.causal)
+        hidden = (distance >= (how.window or math.inf)) | (distance < 0)
         scores = scores.masked_fill(hidden, -torch.inf)
         if weights.sinks is not None:  # the score of one more key, without a value
             scores = torch.cat([scores, weights.sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)

@@ -9,8 +9,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import supported
+from kvfold.convert.families.layout import layer_rotary
 from kvfold.convert.families.model import model_of
-from kvfold.convert.families.rotary import layer_rotary
 
 SIZES = {
     "vocab_size": 64,

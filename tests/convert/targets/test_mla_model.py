@@ -12,9 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Trainer, TrainingArguments
 
-from kvfold.convert.families.layout import read_layer
+from kvfold.convert.families.layout import layer_rotary, read_layer
 from kvfold.convert.families.model import model_of
-from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.targets.mla.config import NORM_EPS, LatentTarget, mla_config, mla_shapes, padding, query_rank
 from kvfold.convert.targets.mla.problems import context, latent_problems
 from kvfold.convert.targets.mla.rope import changes_no_frequency

@@ -9,9 +9,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.families.layout import read_layer, write_layer
+from kvfold.convert.families.layout import layer_rotary, read_layer, write_layer
 from kvfold.convert.families.model import model_of
-from kvfold.convert.families.rotary import layer_rotary
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.fold import grouping, principal
 from kvfold.convert.transforms.weights import LayerStatistics
