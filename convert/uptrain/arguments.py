@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvfold.convert.device import choose_device
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.training.trainee import BETAS
 from kvfold.convert.uptrain.request import UptrainRequest
 
@@ -73,8 +73,8 @@ def divide_batch(sequences: int, micro_batch: int, replicas: int) -> tuple[int, 
     """
     if sequences % replicas:
         raise InputError(
-            f"--batch-tokens: {sequences} sequences per step do not divide over {replicas} processes; "
-            f"expected a multiple of {replicas} x --seq-len"
+            f"{opt('batch_tokens')}: {sequences} sequences per step do not divide over {replicas} processes; use a "
+            f"multiple of {replicas} x {opt('seq_len')}"
         )
     each = sequences // replicas
     micro = max(n for n in range(1, min(micro_batch, each) + 1) if each % n == 0)
@@ -85,7 +85,7 @@ def compute_dtype(request: UptrainRequest) -> torch.dtype:
     """The dtype of forward passes. ``auto``: float32 on a CPU, bfloat16 on a GPU that has it."""
     device = choose_device(request.device)
     if request.precision == "float16" and device.type == "cpu":
-        raise InputError("--precision float16: trains on a GPU only, found none in use; use bfloat16 or float32")
+        raise InputError(f"{opt('precision', 'float16')} trains on a GPU only; use bfloat16 or float32")
     if request.precision != "auto":
         precision: torch.dtype = getattr(torch, request.precision)
         return precision

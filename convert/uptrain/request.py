@@ -1,32 +1,26 @@
 """The options of uptraining, validated without opening a file."""
 
-import os
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from kvfold.convert.errors import InputError
-from kvfold.convert.request import DEVICES, Device
+from kvfold.convert.errors import opt
+from kvfold.convert.options import Request, option, run_only, specs
+from kvfold.convert.request import Device
 from kvfold.convert.sizes import size_expected
 
 Trained = Literal["all", "attention"]
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
-TRAINED: tuple[str, ...] = get_args(Trained)
-SCHEDULES: tuple[str, ...] = get_args(Schedule)
-PRECISIONS: tuple[str, ...] = get_args(Precision)
 
-_CHOICES = {"train": TRAINED, "schedule": SCHEDULES, "precision": PRECISIONS, "device": DEVICES}
-# Options that do not change the result: a run may be resumed with other values of them.
-_RUN_ONLY = {
-    *("out", "micro_batch", "log_every", "save_every", "plot", "device", "max_shard_size"),
-    *("resume", "overwrite", "quiet", "trust_remote_code"),
-}
+def _between(least: float, most: float, rule: str) -> Callable[[float], str | None]:
+    return lambda value: None if least <= value <= most else rule
 
 
-@dataclass(frozen=True)
-class UptrainRequest:
+@dataclass(frozen=True, repr=False)
+class UptrainRequest(Request):
     """The options of ``kvfold uptrain`` with underscores; its ``--help`` explains them.
 
     Raises InputError for impossible values; the message has all problems. Paths may be path objects; they become text.
@@ -35,45 +29,103 @@ class UptrainRequest:
     64
     """
 
-    model: str
-    out: str
-    text: str
-    eval_text: str | None = None
-    teacher: str | None = None
-    distill_weight: float | None = None
-    temperature: float = 1.0
-    train: Trained = "all"
-    steps: int = 1000
-    batch_tokens: int = 65536
-    seq_len: int = 1024
-    micro_batch: int = 4
-    relative_lr: float | None = None
-    schedule: Schedule = "cosine"
-    warmup: float = 0.05
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    seed: int = 0
-    precision: Precision = "auto"
-    gradient_checkpointing: bool = False
-    device: Device = "auto"
-    eval_every: int = 100
-    eval_sequences: int = 64
-    log_every: int = 10
-    save_every: int = 200
-    plot: str | None = None
-    max_shard_size: str = "5GB"
-    resume: bool = False
-    overwrite: bool = False
-    quiet: bool = False
-    trust_remote_code: bool = False
+    model: str = option(argument=True)
+    out: str = option(argument=True, runs=True)
+    text: str = option(help="Text: .txt, .jsonl, or a datasets name.", panel="Text", metavar="FILE|DATASET")
+    eval_text: str | None = option(
+        None, help="Held-out text; default: some of --text is held out.", panel="Text", metavar="FILE|DATASET"
+    )
+    seq_len: int = option(1024, help="Tokens per packed sequence.", panel="Text", least=2)
+    seed: int = option(
+        0,
+        help="Draws the order of the text and the held-out part.",
+        panel="Text",
+        least=0,
+        below=2**32,  # the seeds of numpy's generator, which transformers seeds
+    )
+    teacher: str | None = option(
+        None,
+        help="Distill from this checkpoint: the one MODEL was converted from.",
+        panel="Distillation",
+        metavar="MODEL",
+    )
+    distill_weight: float | None = option(
+        None,
+        help="Weight of the distillation in the loss, 0 to 1; default with --teacher: 1.",
+        panel="Distillation",
+        metavar="W",
+        check=_between(0, 1, "a number from 0 to 1"),
+    )
+    temperature: float = option(
+        1.0,
+        help="Temperature of both distributions in the distillation.",
+        panel="Distillation",
+        check=lambda value: None if value > 0 else "above 0",
+    )
+    train: Trained = option("all", help="All weights, or those of attention only.", panel="Training")
+    steps: int = option(1000, help="Optimizer steps.", panel="Training", least=1)
+    batch_tokens: int = option(65536, help="Tokens per step, over all processes.", panel="Training")
+    relative_lr: float | None = option(
+        None,
+        help="Peak learning rate (AdamW) relative to the size of each tensor; default: 0.05 / sqrt(model width).",
+        panel="Training",
+        metavar="RATE",
+        spellings=("--lr",),
+        check=lambda value: None if 0 < value < 1 else "a number between 0 and 1",
+    )
+    schedule: Schedule = option("cosine", help="Learning-rate schedule.", panel="Training")
+    warmup: float = option(
+        0.05,
+        help="Warmup, as a fraction of the steps.",
+        panel="Training",
+        check=lambda value: None if 0 <= value < 1 else "a fraction of the steps, 0 to below 1",
+    )
+    weight_decay: float = option(
+        0.0, help="Weight decay (not of biases and norms), times the learning rate.", panel="Training", least=0
+    )
+    clip: float = option(1.0, help="Maximum gradient norm; 0: no clipping.", panel="Training", least=0)
+    eval_every: int = option(
+        100, help="Steps between measurements of the drift; 0: none.", panel="Measurement", metavar="N", least=0
+    )
+    eval_sequences: int = option(64, help="Held-out sequences.", panel="Measurement", least=1)
+    log_every: int = option(
+        10, help="Steps between rows of the log.", panel="Measurement", metavar="N", least=1, runs=True
+    )
+    plot: str | None = option(
+        None,
+        help="Curve to draw (PNG, SVG, PDF); default: OUT.training/curve.png.",
+        panel="Measurement",
+        metavar="FILE",
+        runs=True,
+    )
+    device: Device = option("auto", panel="Running", runs=True)
+    precision: Precision = option(
+        "auto",
+        help="Compute dtype; master weights stay float32. auto: bfloat16 on a GPU, float32 on a CPU.",
+        panel="Running",
+    )
+    micro_batch: int = option(4, help="Sequences per device at once, at most.", panel="Running", least=1, runs=True)
+    gradient_checkpointing: bool = option(False, help="Recompute activations in the backward pass.", panel="Running")
+    save_every: int = option(
+        200, help="Steps between checkpoints; 0: none.", panel="Running", metavar="N", least=0, runs=True
+    )
+    max_shard_size: int | str = option(
+        "5GB", help="Largest weight file.", panel="Running", metavar="SIZE", check=size_expected, runs=True
+    )
+    resume: bool = option(False, help="Resume an interrupted run at its last checkpoint.", panel="Running", runs=True)
+    overwrite: bool = option(
+        False, help="Replace OUT; without --resume also discard an interrupted run.", panel="Running", runs=True
+    )
+    quiet: bool = option(False, help="No progress, no summary.", panel="Running", runs=True)
+    trust_remote_code: bool = option(False, help="Allow code in the checkpoint to run.", panel="Running", runs=True)
 
-    def __post_init__(self) -> None:
-        for name in ("model", "out", "text", "eval_text", "teacher", "plot"):
-            if isinstance(value := getattr(self, name), os.PathLike):
-                object.__setattr__(self, name, os.fspath(value))
-        problems = [*_choice_problems(self), *_least_problems(self), *_other_problems(self)]
-        if problems:
-            raise InputError(problems[0], problems[1:])
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.distill_weight is not None and self.teacher is None:
+            yield "distill_weight", f"{opt('distill_weight')} needs {opt('teacher')} to distill from; leave it out"
+        whole = isinstance(self.batch_tokens, int) and isinstance(self.seq_len, int) and self.seq_len > 1
+        if whole and (self.batch_tokens < 1 or self.batch_tokens % self.seq_len):
+            multiple = f"a multiple of {opt('seq_len', self.seq_len)}"
+            yield "batch_tokens", f"{opt('batch_tokens')} must be {multiple}, not {self.batch_tokens}"
 
     @property
     def sequences(self) -> int:
@@ -95,63 +147,15 @@ class UptrainRequest:
 
     def result_options(self) -> dict[str, Any]:
         """The options that decide the result, without those that only decide how it is run."""
-        return {name: value for name, value in asdict(self).items() if name not in _RUN_ONLY and value is not None}
-
-
-def _choice_problems(request: UptrainRequest) -> list[str]:
-    values = {name: getattr(request, name) for name in _CHOICES}
-    return [
-        f"{option(name)}: expected {', '.join(_CHOICES[name])}, found {value}"
-        for name, value in values.items()
-        if value not in _CHOICES[name]
-    ]
-
-
-def _least_problems(request: UptrainRequest) -> list[str]:
-    """Numbers that are too small."""
-    least = {"steps": 1, "seq_len": 2, "micro_batch": 1, "log_every": 1, "eval_every": 0, "eval_sequences": 1}
-    least |= {"save_every": 0, "seed": 0, "weight_decay": 0, "clip": 0}
-    values = {name: getattr(request, name) for name in least}
-    return [
-        f"{option(name)}: expected {least[name]} or more, found {value}"
-        for name, value in values.items()
-        if not value >= least[name]
-    ]
-
-
-def _other_problems(request: UptrainRequest) -> list[str]:
-    problems = []
-    if request.seed >= 2**32:  # what numpy's generator takes, which transformers seeds
-        problems.append(f"--seed: expected a number below 2**32, found {request.seed}")
-    if (wanted := size_expected(request.max_shard_size)) is not None:
-        problems.append(f"--max-shard-size: expected {wanted}, found {request.max_shard_size!r}")
-    if request.relative_lr is not None and not 0 < request.relative_lr < 1:
-        problems.append(f"--relative-lr: expected a number between 0 and 1, found {request.relative_lr}")
-    if not 0 <= request.warmup < 1:
-        problems.append(f"--warmup: expected a fraction of the steps, 0 to below 1, found {request.warmup}")
-    if not request.temperature > 0:
-        problems.append(f"--temperature: expected more than 0, found {request.temperature}")
-    if not 0 <= request.distilled <= 1:
-        problems.append(f"--distill-weight: expected 0 to 1, found {request.distilled}")
-    if request.distill_weight is not None and request.teacher is None:
-        problems.append("--distill-weight: expected a --teacher to distill from, found none")
-    if request.seq_len > 1 and (request.batch_tokens < 1 or request.batch_tokens % request.seq_len):
-        problems.append(
-            f"--batch-tokens: expected a multiple of --seq-len {request.seq_len}, found {request.batch_tokens}"
-        )
-    return problems
-
-
-def option(name: str) -> str:
-    """The option of a field."""
-    return f"--{name.replace('_', '-')}"
+        left_out = run_only(UptrainRequest)
+        return {name: value for name, value in vars(self).items() if name not in left_out and value is not None}
 
 
 def changed(before: dict[str, Any], request: UptrainRequest) -> str | None:
     """The first option that differs from those of the run being resumed, as a sentence, or None."""
     now = request.result_options()
-    for name in (field.name for field in fields(request)):
+    for name in specs(UptrainRequest):
         old, new = (options.get(name, "absent") for options in (before, now))
         if old != new:
-            return f"{option(name)} is {new}, but the run being resumed was started with {old}"
+            return f"{opt(name)} is {new}, but the run being resumed was started with {old}"
     return None

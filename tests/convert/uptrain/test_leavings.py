@@ -90,8 +90,3 @@ def test_two_runs_to_one_output(tmp_path):
     with output_lock(request.work), pytest.raises(InputError, match=expected):
         uptrain_checkpoint(request)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
-
-
-def test_a_seed_that_numpy_does_not_take():
-    with pytest.raises(InputError, match=r"--seed: expected a number below 2\*\*32, found 4294967296"):
-        UptrainRequest(model="m", out="o", text="t", seed=2**32)

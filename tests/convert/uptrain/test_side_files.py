@@ -56,5 +56,5 @@ def test_what_is_written_is_what_was_read(model, tmp_path):
 
 
 def test_a_shard_size_that_is_none():
-    with pytest.raises(InputError, match=r"--max-shard-size: expected a size such as 5GB, 500MB or 2GiB, found 'x'"):
+    with pytest.raises(InputError, match=r"--max-shard-size must be a size such as 5GB, 500MB or 2GiB, not 'x'"):
         UptrainRequest(model="a", out="b", text="c", max_shard_size="x")

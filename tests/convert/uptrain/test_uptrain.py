@@ -278,23 +278,25 @@ def test_a_log_that_was_cut_short(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"batch_tokens": 500}, "--batch-tokens: expected a multiple of --seq-len 64, found 500"),
-        ({"schedule": "slow"}, "--schedule: expected cosine, linear, constant, found slow"),
-        ({"steps": 0}, "--steps: expected 1 or more, found 0"),
-        ({"relative_lr": 3.0}, "--relative-lr: expected a number between 0 and 1, found 3.0"),
-        ({"distill_weight": 0.5}, "--distill-weight: expected a --teacher to distill from, found none"),
-        ({"teacher": "x", "distill_weight": 1.5}, "--distill-weight: expected 0 to 1, found 1.5"),
-        ({"temperature": 0.0}, "--temperature: expected more than 0, found 0.0"),
-        ({"max_shard_size": "5"}, "--max-shard-size: expected a size with its unit (did you mean 5GB?), found '5'"),
-        ({"warmup": 1.0}, "--warmup: expected a fraction of the steps, 0 to below 1, found 1.0"),
+        {"batch_tokens": 500},
+        {"schedule": "slow"},
+        {"steps": 0, "warmup": "long"},
+        {"relative_lr": 3.0},
+        {"distill_weight": 0.5},
+        {"teacher": "x", "distill_weight": 1.5},
+        {"temperature": 0.0},
+        {"max_shard_size": "5"},
+        {"warmup": 1.0},
+        {"seed": 2**32},
     ],
+    ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
 )
-def test_requests_that_cannot_be(options, message):
+def test_requests_that_cannot_be(options, told):
     with pytest.raises(InputError) as raised:
         UptrainRequest(model="a", out="b", text="c", **{**QUICK, **options})
-    assert str(raised.value) == message
+    told(raised.value)
 
 
 def command(*arguments, start=("-m", "kvfold.convert.uptrain"), **environment):
@@ -339,7 +341,7 @@ def test_errors_name_what_to_do(converted, text, tmp_path, tiny_family, fails):
         (
             *both,
             *options_of(precision="float16"),
-        ): "error: --precision float16: trains on a GPU only, found none in use",
+        ): "error: --precision float16 trains on a GPU only",
         (*both, "--plot", "x.gif"): "error: --plot x.gif: expected a file that ends in .png, .svg, .pdf",
     }
     for arguments, message in expected.items():
