@@ -20,8 +20,8 @@ from kvfold.convert.checkpoint.formats import (
     stored_weights,
 )
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES, TensorInfo, tensor_bytes
-from kvfold.convert.checkpoint.json_text import dtype_changes
-from kvfold.convert.checkpoint.reader import Reader, Weights, flat_chunks
+from kvfold.convert.checkpoint.json_text import with_dtype
+from kvfold.convert.checkpoint.reader import Reader, Weights
 from kvfold.convert.errors import InputError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def dequantized(weights: Weights, dtype: str, where: str) -> Weights:
     config = {name: value for name, value in weights.config.items() if name not in _KEYS}
     labels = [weight.format.label for weight in stored.values()]
     return Weights(
-        config | dtype_changes(config, TORCH_NAMES[dtype]),
+        with_dtype(config, TORCH_NAMES[dtype]),
         dict(sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start))),
         DequantizingReader(weights.reader, stored, plain, settings),
         tuple(
@@ -153,6 +153,8 @@ class DequantizingReader:
             raise InputError(f"{info.file}: tensor {weight.root.name!r} is quantized: {error}") from error
 
     def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]":
+        from kvfold.convert.checkpoint.tensors import flat_chunks
+
         return flat_chunks(self.read(info), elements) if info.made else self.stored.chunks(info, elements)
 
     def raw_path(self, info: TensorInfo) -> Path | None:

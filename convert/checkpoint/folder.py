@@ -209,7 +209,7 @@ def read_header(path: Path, file: str) -> Header:
 
 
 class FileState(NamedTuple):
-    """What changes when a file is replaced or rewritten.
+    """Stat fields that change when a file is replaced or rewritten.
 
     A run reads headers first and weights over hours. A file that changes meanwhile would give a result that belongs to
     neither version.

@@ -1,7 +1,7 @@
-"""SHA-256 of files, or of ranges of them: what ``kvfold.json``, ``kvfold verify`` and every ``--resume`` compare.
+"""SHA-256 of files and of ranges of them, for ``kvfold.json``, ``kvfold verify`` and ``--resume``.
 
 Shards are hashed while they are written: a thread follows the tensors in the order of the file. What was just written
-is in the page cache, so that a finished output need not be read from the disk once more.
+is still in the page cache, so that a finished output need not be read from the disk once more.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _POLL = 0.05  # seconds: a tensor is written in less, or takes far longer
 
 
 class _StoppedError(Exception):
-    """Whoever wanted the hashes has gone."""
+    """Nobody waits for the hashes any more."""
 
 
 def file_sha256(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> str:
@@ -43,9 +43,10 @@ def file_sha256(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> 
 
 @contextmanager
 def hashing(folder: Path, shards: Sequence[Shard], written: Container[str]) -> Iterator[Callable[[], dict[str, str]]]:
-    """Hash the files of ``shards`` beside the block, each tensor once its name is in ``written``.
+    """Hash the files of ``shards`` while the block writes them, each tensor once its name is in ``written``.
 
-    Yields what waits for the hashes, by file; to be called when everything is written. OSError when one cannot be read.
+    Yields a function that waits for the hashes and returns them by file; call it when everything is written. It raises
+    OSError if a file cannot be read.
     """
     stopped = threading.Event()
     with ThreadPoolExecutor(1, "kvfold-hash") as pool:

@@ -51,8 +51,8 @@ PREFIX = 8
 class TensorInfo:
     """One stored tensor. ``start`` and ``end`` are absolute byte positions in ``file`` (a name relative to the folder).
 
-    In a legacy pickle, whose layout is torch's business, and for a tensor that is ``made`` (``dequantized``,
-    ``cast``) of what the files hold, they only give the order of the tensors.
+    ``made`` is ``dequantized`` or ``cast`` if the tensor differs from the stored bytes. For such tensors, and in a
+    legacy pickle, the positions only give the order.
     """
 
     name: str
@@ -75,10 +75,6 @@ class Header:
     tensors: list[TensorInfo] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     digest: str = ""
-
-
-class _Duplicate(ValueError):
-    pass
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -164,12 +160,12 @@ def _layout_problems(file: str, tensors: list[TensorInfo], base: int, size: int)
 
 
 def _counts(value: Any) -> bool:
-    """Whether a JSON value is a list of non-negative whole numbers."""
+    """True if a JSON value is a list of non-negative whole numbers."""
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 def _possible(shape: list[int]) -> bool:
-    """Whether a tensor can have this shape. Stops multiplying where it cannot: products of large numbers are slow."""
+    """True if a tensor can have this shape. Stops multiplying early: products of huge numbers are slow."""
     elements = 1
     for size in () if 0 in shape else shape:
         elements *= size
@@ -183,5 +179,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         counts = Counter(name for name, _ in pairs)
         twice = next(name for name, _ in pairs if counts[name] > 1)
-        raise _Duplicate(f"the name {short(twice)} twice")
+        raise ValueError(f"the name {short(twice)} twice")
     return result

@@ -58,13 +58,13 @@ class RemoteFiles:
 
 
 def parse_hub_id(text: str) -> HubModel | None:
-    """The hub id in ``text``, or None when it has not the form of one."""
+    """The hub id in ``text``, or None or None if it does not have that form."""
     match = _ID.fullmatch(text)
     return HubModel(match["id"], match["revision"]) if match else None
 
 
 def download(model: HubModel) -> Path:
-    """The folder of the snapshot in the hub's cache; what is not there yet is downloaded. InputError otherwise."""
+    """The folder of the snapshot in the hub's cache, downloaded as far as it is missing. InputError if that fails."""
     import huggingface_hub
 
     def fetch(patterns: list[str]) -> Path:
@@ -80,12 +80,13 @@ def download(model: HubModel) -> Path:
         config = huggingface_hub.try_to_load_from_cache(model.id, CONFIG, revision=model.revision)
         if not isinstance(config, str):
             raise
-        folder = Path(config).parent  # incomplete in the hub's eyes; that of the weights is checked by whoever opens it
+        # the hub's library calls a partial snapshot incomplete; its weights may still be whole: opening it will tell
+        folder = Path(config).parent
     return folder
 
 
 def is_offline() -> bool:
-    """Whether the hub's library may not use the network (HF_HUB_OFFLINE)."""
+    """True if the hub's library may not use the network (HF_HUB_OFFLINE)."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)

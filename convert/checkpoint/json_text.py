@@ -1,4 +1,4 @@
-"""JSON whose strings are text: JSON can spell half of a surrogate pair, which can be neither printed nor written."""
+"""JSON of configs, indices and records. No torch."""
 
 import json
 import os
@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # how JSON spells half of a pair, or both halves
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a surrogate pair as JSON spells it
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def load_json(data: bytes, **options: Any) -> Any:
-    """A JSON value out of a file's bytes: UTF-8 text in which every string is Unicode text too.
+    """The JSON value in a file's bytes: UTF-8 in which every string is Unicode text too.
 
-    Raises ValueError or RecursionError saying why it is none. Half of a surrogate pair, which JSON can spell and
-    Python reads, could be neither printed nor written to a file later.
+    Raises ValueError or RecursionError with the reason. JSON can spell half of a surrogate pair, and Python reads it,
+    but such a string could be neither printed nor written to a file later.
     """
     value = json.loads(data.decode("utf-8"), **options)
     if _SURROGATE.search(data):
@@ -24,7 +24,7 @@ def load_json(data: bytes, **options: Any) -> Any:
 
 
 def check_unicode(text: str) -> None:
-    """ValueError when a string holds half of a surrogate pair."""
+    """Raises ValueError if a string holds half of a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -33,30 +33,22 @@ def check_unicode(text: str) -> None:
 
 
 def portable_name(path: Path) -> str:
-    """The last part of a path for records: a name whose bytes are not UTF-8 has a replacement character for each."""
+    """The last part of a path for records, with a replacement character for each byte that is not UTF-8."""
     return os.fsencode(path.name).decode("utf-8", "replace")
 
 
-def edit_config(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` with ``changes``, every other key as it was and in its old place; new keys come last.
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """``config`` with ``dtype`` under the keys that it has for that (older and newer readers know one each).
 
-    Working on the JSON rather than through transformers' classes keeps older spellings that other readers need.
+    Configs within the config that state a dtype are changed too. Every other key stays as it was, in its old place.
     """
-    return {**config, **changes}
-
-
-def dtype_changes(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The dtype keys to set so that readers of either spelling find ``dtype`` (those present, else the new one).
-
-    Configs within the config that state one are set too.
-    """
-    present = [key for key in _DTYPE_KEYS if key in config]
-    inner = {
-        name: {**value, **dtype_changes(value, dtype)}
+    changed = {
+        name: with_dtype(value, dtype)
         for name, value in config.items()
         if isinstance(value, Mapping) and any(key in value for key in _DTYPE_KEYS)
     }
-    return {**inner, **dict.fromkeys(present or ["dtype"], dtype)}
+    present = [key for key in _DTYPE_KEYS if key in config] or ["dtype"]
+    return {**config, **changed, **dict.fromkeys(present, dtype)}
 
 
 def dump(value: Mapping[str, Any]) -> str:

@@ -183,7 +183,7 @@ def _open_folder(folder: Path, dtype: str, origin: str = "") -> Checkpoint:
             paths[file] = folders.resolve_member(folder, file)
             states |= folders.file_states([paths[file]])
             if legacy:
-                from kvfold.convert.checkpoint.legacy import read_legacy_header
+                from kvfold.convert.checkpoint.tensors import read_legacy_header
 
                 headers[file] = read_legacy_header(paths[file], file, aliases)
             else:
@@ -192,7 +192,7 @@ def _open_folder(folder: Path, dtype: str, origin: str = "") -> Checkpoint:
             headers[file] = Header(problems=[error.message])
     reader: Reader = SafetensorsReader(paths)
     if legacy:
-        from kvfold.convert.checkpoint.legacy import LegacyReader
+        from kvfold.convert.checkpoint.tensors import LegacyReader
 
         reader = LegacyReader(paths)
     stored = Weights(config, _checked(config, entry, weight_map, headers, problems), reader)

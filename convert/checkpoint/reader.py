@@ -1,4 +1,4 @@
-"""Readers of tensors: from safetensors files, and the one that stands for weights that are still on the hub."""
+"""Readers of tensors from safetensors files, and for weights that stay on the hub. No torch until one is read."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Reader(Protocol):
-    """The reader of tensors. ``raw_path`` is None when the tensor's bytes are not in a file at ``start`` .. ``end``."""
+    """Reads tensors. ``raw_path`` is None if no file holds the tensor's bytes at ``start`` .. ``end``."""
 
     def read(self, info: TensorInfo) -> "torch.Tensor": ...
 
@@ -25,7 +25,7 @@ class Reader(Protocol):
 
 
 class SafetensorsReader:
-    """Tensors of local safetensors files, read by position; ``paths`` by the names of the files."""
+    """Reads local safetensors files by position; ``paths`` maps file names to real paths."""
 
     def __init__(self, paths: dict[str, Path]) -> None:
         self._paths = paths
@@ -48,7 +48,7 @@ class SafetensorsReader:
 
 
 class NoReader:
-    """Stands for weights that are still on the hub."""
+    """For weights of which only headers were fetched from the hub: reading one is an error."""
 
     def read(self, info: TensorInfo) -> "torch.Tensor":
         raise KvfoldError(f"tensor {info.name!r}: expected local weights to read it from, found headers only")
@@ -61,12 +61,6 @@ class NoReader:
 
     def close(self) -> None:
         pass
-
-
-def flat_chunks(tensor: "torch.Tensor", elements: int) -> "Iterator[torch.Tensor]":
-    """The elements of ``tensor`` in order, flat, at most ``elements`` at a time."""
-    flat = tensor.detach().reshape(-1)
-    return (flat[start : start + elements] for start in range(0, flat.numel(), elements))
 
 
 @dataclass(frozen=True)

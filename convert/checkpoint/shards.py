@@ -1,4 +1,4 @@
-"""The place of every tensor, shard and offset, fixed before the first byte is written."""
+"""The plan of a checkpoint's files: every tensor's shard and offset, fixed before the first byte is written."""
 
 import json
 import struct
@@ -18,9 +18,9 @@ _TIGHT = (",", ":")
 class OutputTensor:
     """A tensor to be written.
 
-    ``source`` names the source tensor whose bytes are copied, or cast when the dtype differs; None when the tensor is
-    computed. Of several names the bytes follow one another, as experts do that the source stores one by one; without
-    any, ``()``, the tensor is zero. ``kept``: the source is a part of a quantized weight, as the files hold it.
+    ``source`` names the source tensor whose bytes are copied, or cast if the dtype differs; None if the tensor is
+    computed by a transform. Several names are concatenated, such as experts that the source stores one by one; none,
+    ``()``, makes a tensor of zeros. ``kept``: the stored part of a quantized weight that is copied as it is.
     """
 
     name: str
@@ -36,7 +36,7 @@ class OutputTensor:
 
     @property
     def computed(self) -> bool:
-        """Whether it is made by a transform, not copied."""
+        """True if a transform makes it: it is not copied."""
         return self.source is None
 
     @property
@@ -53,8 +53,8 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor's bytes go: ``start`` and ``end`` in the file ``shard``."""
+class TensorPlace:
+    """The bytes ``start`` .. ``end`` of the file ``shard`` that a tensor takes."""
 
     tensor: OutputTensor
     shard: str
@@ -78,11 +78,10 @@ def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard
         used += cost
     count = len(groups)
     names = [SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    return [Shard(name, tuple(sorted(group, key=_width))) for name, group in zip(names, groups, strict=True)]
-
-
-def _width(tensor: OutputTensor) -> int:
-    return -DTYPE_BITS[tensor.dtype]
+    return [
+        Shard(name, tuple(sorted(group, key=lambda tensor: -DTYPE_BITS[tensor.dtype])))
+        for name, group in zip(names, groups, strict=True)
+    ]
 
 
 def shard_header(shard: Shard) -> bytes:
@@ -96,15 +95,15 @@ def shard_header(shard: Shard) -> bytes:
     return struct.pack("<Q", len(header)) + header
 
 
-def tensor_places(shards: Sequence[Shard]) -> dict[str, Place]:
-    """The place of every tensor by name. KvfoldError when the plan names one twice."""
-    places: dict[str, Place] = {}
+def tensor_places(shards: Sequence[Shard]) -> dict[str, TensorPlace]:
+    """The place of every tensor by name. KvfoldError if the plan names one twice."""
+    places: dict[str, TensorPlace] = {}
     for shard in shards:
         position = len(shard_header(shard))
         for tensor in shard.tensors:
             if tensor.name in places:
                 raise KvfoldError(f"tensor {tensor.name!r}: expected once in the plan, found twice")
-            places[tensor.name] = Place(tensor, shard.file, position, position + tensor.nbytes)
+            places[tensor.name] = TensorPlace(tensor, shard.file, position, position + tensor.nbytes)
             position += tensor.nbytes
     return places
 

@@ -1,14 +1,19 @@
-"""Between torch tensors and bytes in files. Of this package only this module and ``legacy`` import torch."""
+"""torch tensors and their bytes in files: safetensors by position, ``pytorch_model*.bin`` by torch.
 
+The only module of this package that imports torch at its top.
+"""
+
+import hashlib
 import os
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from kvfold.convert.checkpoint.file_bytes import open_source
-from kvfold.convert.checkpoint.headers import TensorInfo
-from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.checkpoint.headers import Header, TensorInfo
+from kvfold.convert.errors import InputError, KvfoldError, first_line
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,
@@ -65,6 +70,12 @@ def read_chunks(path: Path, info: TensorInfo, elements: int) -> Iterator[torch.T
             yield read_elements(file.fileno(), info, start, min(start + step, info.end))
 
 
+def flat_chunks(tensor: torch.Tensor, elements: int) -> Iterator[torch.Tensor]:
+    """The elements of ``tensor`` in order, flat, at most ``elements`` at a time."""
+    flat = tensor.detach().reshape(-1)
+    return (flat[start : start + elements] for start in range(0, flat.numel(), elements))
+
+
 def read_elements(file: int, info: TensorInfo, start: int, end: int) -> torch.Tensor:
     """The elements of ``info`` that lie in bytes ``start`` .. ``end`` of the open file, flat, owning their memory."""
     buffer = torch.empty(end - start, dtype=torch.uint8)
@@ -105,3 +116,88 @@ def cast_chunk(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
             "choose bfloat16 or float32 as the stored dtype"
         )
     return cast
+
+
+class LegacyReader:
+    """Reads legacy files with ``weights_only=True``, one at a time and mapped into memory.
+
+    A file of a torch before 1.6 cannot be mapped: it is in memory while in use.
+    """
+
+    def __init__(self, paths: dict[str, Path]) -> None:
+        self._paths = paths
+        self._file = ""
+        self._state: dict[str, torch.Tensor] = {}
+
+    def read(self, info: TensorInfo) -> torch.Tensor:
+        return self._tensor(info).detach().clone(memory_format=torch.contiguous_format)
+
+    def chunks(self, info: TensorInfo, elements: int) -> Iterator[torch.Tensor]:
+        return flat_chunks(self._tensor(info), elements)
+
+    def raw_path(self, info: TensorInfo) -> Path | None:
+        return None
+
+    def close(self) -> None:
+        self._file, self._state = "", {}
+
+    def _tensor(self, info: TensorInfo) -> torch.Tensor:
+        if info.file != self._file:
+            self.close()
+            self._file, self._state = info.file, load_state(self._paths[info.file])
+        return self._state[info.name]
+
+
+def load_state(path: Path) -> dict[str, torch.Tensor]:
+    """The pickled mapping. Raises ValueError with one line if it is not a plain mapping of names to tensors."""
+    try:
+        with path.open("rb") as file:
+            zipped = file.read(4) == b"PK\x03\x04"  # an archive of torch 1.6 or newer can be mapped
+        if zipped:
+            with zipfile.ZipFile(path) as archive:
+                unpacked, size = sum(entry.file_size for entry in archive.infolist()), path.stat().st_size
+            if unpacked > size:  # torch.save compresses nothing: this one would fill the memory
+                raise ValueError(f"an archive of {size} bytes that unpacks to {unpacked}")
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except Exception as error:  # torch lets every kind of error of its unpickler and of its archive reader through
+        raise ValueError(f"expected a whole file of plain tensors, found: {first_line(error)}") from None
+    if not isinstance(state, dict):
+        raise ValueError(f"expected a mapping of names to tensors, found {type(state).__name__}")
+    return state
+
+
+def read_legacy_header(path: Path, file: str, aliases: dict[str, str]) -> Header:
+    """The tensors of a legacy file. Tensors that share storage and shape with an earlier one go to ``aliases``."""
+    try:
+        state = load_state(path)
+    except ValueError as error:
+        return Header(problems=[f"{file}: {error}; fetch it again, or save the model with save_pretrained"])
+    header, position, storages = Header(), 0, dict[tuple[object, ...], str]()
+    for name, tensor in state.items():
+        problem = _legacy_problem(name, tensor)
+        if problem:
+            header.problems.append(f"{file}: {problem}")
+            continue
+        length = tensor.numel() * tensor.element_size()
+        info = TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape), file, position, position + length)
+        header.tensors.append(info)
+        position += length
+        first = storages.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), name)
+        if first != name and length:
+            aliases[name] = first
+    # what a safetensors header would hold, and the file's size
+    entries = [f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}" for tensor in header.tensors]
+    header.digest = hashlib.sha256("\n".join([*entries, str(path.stat().st_size)]).encode()).hexdigest()
+    return header
+
+
+def _legacy_problem(name: object, tensor: object) -> str:
+    if not isinstance(name, str):
+        return f"expected names as keys, found {name!r}"
+    if not isinstance(tensor, torch.Tensor):
+        return f"{name!r}: expected a tensor, found {type(tensor).__name__}"
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return f"tensor {name!r}: expected a dense tensor, found {'meta' if tensor.is_meta else tensor.layout}"
+    if tensor.dtype not in TORCH_DTYPES.values():
+        return f"tensor {name!r}: expected a plain dtype, found {tensor.dtype}"
+    return ""

@@ -17,7 +17,7 @@ from kvfold.convert.checkpoint.file_bytes import SourceEnded, copy_range, open_s
 from kvfold.convert.checkpoint.folder import INDEX
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TensorInfo, tensor_bytes
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.shards import Place, Shard, shard_header, shard_index, tensor_places
+from kvfold.convert.checkpoint.shards import Shard, TensorPlace, shard_header, shard_index, tensor_places
 from kvfold.convert.errors import InputError, KvfoldError
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class ShardWriter:
             raise KvfoldError(f"{self._folder}: expected {len(self._places)} tensors, {len(missing)} missing", details)
         self.sync()
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str) -> TensorPlace:
         if name not in self._places:
             raise KvfoldError(f"tensor {name!r}: expected a tensor of the plan, found none of that name")
         return self._places[name]
@@ -215,7 +215,7 @@ class _Move:
     ``raw`` is the file whose bytes are copied, None if there is none: the tensor is cast, or made in memory.
     """
 
-    place: Place
+    place: TensorPlace
     info: TensorInfo
     start: int
     cast: bool
@@ -226,7 +226,7 @@ class _Move:
         return self.start + tensor_bytes(self.place.tensor.dtype, self.info.shape)
 
 
-def _moves(place: Place, checkpoint: Checkpoint) -> list[_Move]:
+def _moves(place: TensorPlace, checkpoint: Checkpoint) -> list[_Move]:
     """One move for each source of a tensor: a single source fills all of it, several fill one part each in order."""
     tensor = place.tensor
     moves, start = [], place.start

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
-from kvfold.convert.checkpoint.json_text import dtype_changes, edit_config
+from kvfold.convert.checkpoint.json_text import with_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.geometry import Layer
@@ -117,9 +117,9 @@ def own_config(
         "auto_map": {auto: f"{file}.Kvfold{stock}" for auto, stock in classes.items()},
         BLOCK: {**facts, **_facts(source, layer_facts)},
     }
-    config = edit_config(checkpoint.config, changes)
+    config = {**checkpoint.config, **changes}
     stored = dtype or TORCH_NAMES[_computed_dtype(source, checkpoint)]
-    return edit_config(config, dtype_changes(config, stored))
+    return with_dtype(config, stored)
 
 
 def _facts(source: Model, layer_facts: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES
-from kvfold.convert.checkpoint.json_text import dtype_changes, edit_config
+from kvfold.convert.checkpoint.json_text import with_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.geometry import Geometry
@@ -33,9 +33,9 @@ def folded_layout(
     ``dtype`` is the stored dtype in torch's spelling, or None to keep each tensor's own.
     """
     target = Model(source.family, {**source.config, **source.kv_config(kv_heads)}, source.tower)
-    config = edit_config(checkpoint.config, _changes(source, checkpoint, kv_heads))
+    config = {**checkpoint.config, **_changes(source, checkpoint, kv_heads)}
     if dtype is not None:
-        config = edit_config(config, dtype_changes(config, dtype))
+        config = with_dtype(config, dtype)
     computed = tuple(target.attention_names(layer, roles) for layer in range(target.geometry.layers))
     tensors = _output_tensors(source, target, checkpoint, {name for names in computed for name in names}, dtype)
 

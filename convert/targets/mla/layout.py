@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
-from kvfold.convert.checkpoint.json_text import dtype_changes, edit_config
+from kvfold.convert.checkpoint.json_text import with_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.model import Model
@@ -48,8 +48,8 @@ def latent_layout(
     )
     config = mla_config(model, target, theta, dtype=dtype or TORCH_NAMES[computed_dtype], positions=context(model))
     if model.tower is not None:
-        config = edit_config(checkpoint.config, {"text_config": config})
-        config = config if dtype is None else edit_config(config, dtype_changes(config, dtype))
+        config = {**checkpoint.config, "text_config": config}
+        config = config if dtype is None else with_dtype(config, dtype)
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
         from kvfold.convert.targets.mla.tensors import mla_tensors, mlp_tensors
