@@ -179,8 +179,8 @@ def eval_checkpoints(
         for task, length in [key]
     ]
     scored = [
-        {"task": task, "metric": metric, **paired(*both)}
-        for task, metric, *both in eval_tasks.paired_scores(before.scores, after.scores)
+        {"task": task, "metric": metric, **paired(one, other)}
+        for task, metric, one, other in eval_tasks.paired_scores(before.scores, after.scores)
     ]
     return Evaluation(str(model), str(out), name, samples, asked, by_position(before.losses, after.losses), scored)
 
