@@ -161,16 +161,14 @@ def drift(request: DriftRequest, json_file: str | None, report: str | None) -> N
         check_report(report)
     click.echo(f"reading {request.model} and {request.out}", err=True)
     check_opens(request.model, request.out)
-    from kvfold.convert.measure.drift import drift_checkpoints
-    from kvfold.convert.measure.table import drift_table
+    from kvfold.convert.measure.drift import drift_checkpoints, drift_table, heading
 
     measured = drift_checkpoints(replace(request, quiet=False))
     if json_file is not None:
         write_text(json_file, measured.to_json())
-    text = drift_table(measured)
     if report is not None:
-        write_report(drift_page(measured.to_dict(), text.split("\n\n")[0].splitlines()), report)
-    click.echo(text, err=json_file == STDOUT)
+        write_report(drift_page(measured.to_dict(), heading(measured)), report)
+    click.echo(drift_table(measured), err=json_file == STDOUT)
 
 
 @kvfold.command(short_help="Whether OUT is what was written: hashes, shapes, finite numbers.")

@@ -228,15 +228,15 @@ def check_writable(path: str, option: str = "json") -> None:
         raise _unwritable(path, option, "permission denied")
 
 
-def check_matplotlib(option: str) -> None:
+def check_matplotlib(option: str, value: str) -> None:
     """Raise InputError if matplotlib, with which ``option`` draws, is not installed."""
     if find_spec("matplotlib") is None:
-        raise InputError(f"{option}: matplotlib is not installed; install it with: pip install 'kvfold[report]'")
+        raise InputError(f"{opt(option, value)} draws with matplotlib; install it: pip install 'kvfold[report]'")
 
 
 def check_plot(path: str) -> None:
     """Raise InputError if ``--plot path`` cannot be drawn: no matplotlib, an unknown kind of file, not writable."""
-    check_matplotlib(f"--plot {path}")
+    check_matplotlib("plot", path)
     if Path(path).suffix not in _PLOT_KINDS:
         raise InputError(f"{opt('plot', path)} must end in {', '.join(_PLOT_KINDS)}")
     check_writable(path, "plot")

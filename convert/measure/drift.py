@@ -1,14 +1,22 @@
-"""``kvfold drift``: two checkpoints side by side, one layer of each in memory."""
+"""``kvfold drift``: compare two checkpoints, one layer of each in memory, and show the report as a table."""
 
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from kvfold.attention.drift.report import DriftReport, floor_count, measure_drift
+from kvfold.attention.drift.report import (
+    DriftReport,
+    HeadDrift,
+    LayerDrift,
+    floor_count,
+    measure_drift,
+    perplexity,
+)
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
@@ -19,6 +27,23 @@ from kvfold.convert.stream.fits import check_fits
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
+
+_COLUMNS = (
+    ("attention_local", "attention,", "local"),
+    ("attention_propagated", "attention,", "propagated"),
+    ("residual_local", "residual,", "local"),
+    ("residual_propagated", "residual,", "propagated"),
+    ("row_kl", "attention", "rows, KL"),
+)
+_WIDTH = 15
+_LEGEND = (
+    "attention, residual: distance of the attention's output, and of the residual stream after the",
+    "  layer, from the source's, as a share of its size; local: given the source's inputs;",
+    "  propagated: given the converted model's own",
+    "attention rows, KL: between attention weights in nats, mean over heads and positions",
+    "worst head: whose part of the attention's output differs most, and its relative error",
+    "second numbers: the floor, what rounding alone gives; -: not to be compared",
+)
 
 
 @takes(DriftRequest)
@@ -105,3 +130,113 @@ def _stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> Checkpo
 def drift_tokens(text: str | None, tokenizer: Any, samples: int, seq_len: int, seed: int) -> CalibrationTokens:
     """``[samples, seq_len]`` tokens to measure on, as ``calibration``."""
     return load_calibration(text, tokenizer, samples, seq_len, seed, held_out=0, split="held_out", option="--text")
+
+
+def drift_table(report: DriftReport) -> str:
+    """Totals first, then one line per layer, at most 100 columns wide; each number with its rounding floor."""
+    return "\n".join([*heading(report), "", *_totals(report), "", *_layers(report), "", *_LEGEND])
+
+
+def heading(report: DriftReport) -> list[str]:
+    """Lines on the text, the rounding floor and the models."""
+    dtype, floor = report.source_dtype, report.floor
+    if report.student_dtype != dtype:
+        dtype = f"{dtype} (converted: {report.student_dtype})"
+    sequences = _count(report.sequences, "sequence")
+    lines = [f"drift over {sequences} of {report.length} tokens, {dtype} on {report.device}", "floor: not measured"]
+    if floor is not None:
+        some = _count(floor.sequences, "sequence")
+        lines[1] = f"floor: the source in {floor.dtype} against itself in {floor.reference_dtype}, over {some}"
+    for name, values in report.about.items():
+        others = "".join(f", {key} {value}" for key, value in values.items() if key not in ("name", "sha256"))
+        lines.append(f"{name}: {values['name']} (sha256 {values['sha256'][:12]}{others})")
+    if report.identical:
+        lines.append("the two are identical: every drift is exactly 0")
+    return lines
+
+
+def _totals(report: DriftReport) -> list[str]:
+    measured, floor = report.measured, None if report.floor is None else report.floor.measured
+    ratio = report.student_cache_bytes / report.source_cache_bytes if report.source_cache_bytes else math.nan
+    losses = measured.teacher_loss, measured.student_loss
+    rows = [
+        ("", "source", "converted", "drift", "floor"),
+        (
+            "perplexity",
+            *(_value(perplexity(loss)) for loss in losses),
+            _percent(measured.excess),
+            floor and _percent(abs(floor.excess)),
+        ),
+        (
+            "loss, nats per token",
+            *map(_value, losses),
+            _signed(measured.excess),
+            floor and _value(abs(floor.excess)),
+        ),
+        ("KL of next-token distributions, nats", "", "", _value(measured.kl), floor and _value(floor.kl)),
+        ("top-1 agreement", "", "", f"{measured.agreement:.2%}", floor and f"{floor.agreement:.2%}"),
+        (
+            "cache, bytes per token",
+            f"{report.source_cache_bytes}",
+            f"{report.student_cache_bytes}",
+            f"x {ratio:.3g}",
+            "exact",
+        ),
+    ]
+    lines = [f"{name:<36} {a:>12} {b:>12} {drift:>12} {low or '-':>12}".rstrip() for name, a, b, drift, low in rows]
+    if measured.excess_margin is not None:
+        least, most = (_percent(measured.excess + side * measured.excess_margin) for side in (-1, 1))
+        lines.append(f"95 % interval of the perplexity's drift, by sequence: {least} to {most}")
+    return lines
+
+
+def _layers(report: DriftReport) -> list[str]:
+    """Relative errors per layer, each before its floor, and the head that differs most."""
+    layers = report.measured.layers
+    floors: Sequence[LayerDrift | None] = [None] * len(layers) if report.floor is None else report.floor.measured.layers
+    lines = [
+        "layer" + "".join(f"{first:>{_WIDTH}}" for _, first, _ in _COLUMNS) + "    worst head",
+        "     " + "".join(f"{second:>{_WIDTH}}" for _, _, second in _COLUMNS) + "    and its error",
+    ]
+    for layer, floor in zip(layers, floors, strict=True):
+        cells = [f"{_value(getattr(layer, name))} {_short(getattr(floor, name, None)):>6}" for name, *_ in _COLUMNS]
+        worst = max(layer.heads, key=lambda head: head.error, default=None)
+        shown = "".join(f"{cell:>{_WIDTH}}" for cell in cells)
+        lines.append(f"{layer.layer:>5}{shown}  {'' if worst is None else _worst(worst)}".rstrip())
+    return lines
+
+
+def _worst(head: HeadDrift) -> str:
+    return f"{head.head:>5} {_value(head.error):>7}" if head.error > 0 else f"{'none':>5}"
+
+
+def _value(value: float | None) -> str:
+    """At most 8 characters: five digits, or an exponent for the very small and large; an exact zero is a bare 0."""
+    if value is None:
+        return "-"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
+    size = abs(value)
+    if not 1e-3 <= size < 1e5:
+        return f"{value:.1e}"
+    return f"{value:.{max(0, 4 - int(math.log10(max(size, 1))))}f}"
+
+
+def _short(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return "0" if value == 0 else f"{value:.0e}" if math.isfinite(value) else f"{value:.0f}"
+
+
+def _signed(value: float) -> str:
+    return ("+" if value > 0 else "") + _value(value)
+
+
+def _percent(excess: float) -> str:
+    """The perplexity that ``excess`` nats of loss add, in percent."""
+    added = 100 * math.expm1(excess) if excess < 700 else math.inf  # exp overflows a float beyond 709
+    return f"{_signed(added)} %"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.console import check_matplotlib
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.measure import figures
 from kvfold.convert.measure.figures import ELEMENTS, Chart, Values
 
@@ -73,10 +73,10 @@ def _text(line: str) -> str:
 
 def check_report(folder: str) -> None:
     """Raise InputError if ``--report folder`` cannot be drawn or written."""
-    check_matplotlib(f"--report {folder}")
+    check_matplotlib("report", folder)
     path = Path(folder)
     if path.exists() and not path.is_dir():
-        raise InputError(f"--report {folder}: expected a folder, found a file; name another")
+        raise InputError(f"{opt('report', folder)} is a file; name a folder")
 
 
 def write_report(page: Page, folder: str, quiet: bool = False) -> Path:
@@ -89,7 +89,9 @@ def write_report(page: Page, folder: str, quiet: bool = False) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(page.html(), encoding="utf-8")
     except OSError as error:
-        raise InputError(f"--report {folder}: cannot be written ({error.strerror}): name another folder") from error
+        raise InputError(
+            f"{opt('report', folder)} cannot be written ({error.strerror}); name another folder"
+        ) from error
     if not quiet:
         print(f"wrote {file}: open it in a browser", file=sys.stderr)
     return file
@@ -97,7 +99,7 @@ def write_report(page: Page, folder: str, quiet: bool = False) -> Path:
 
 def drift_page(drift: Values, lines: Sequence[str]) -> Page:
     """``drift`` as ``kvfold drift --json`` has it; ``lines`` say what was compared, and on which text."""
-    return Page("kvfold drift", lines, totals(drift), _drift_charts(drift))
+    return Page("kvfold drift", lines, _totals(drift), _drift_charts(drift))
 
 
 def conversion_page(result: Values, lines: Sequence[str]) -> Page:
@@ -110,7 +112,7 @@ def conversion_page(result: Values, lines: Sequence[str]) -> Page:
         charts.append(figures.latent_spectrum(spectrum))
     if splits := result.get("splits"):
         charts.append(figures.budget_splits(splits, "kl", "KL, nats"))
-    return Page("kvfold convert", lines, totals(drift) if drift else [], charts)
+    return Page("kvfold convert", lines, _totals(drift) if drift else [], charts)
 
 
 def sweep_page(sweep: Values, lines: Sequence[str]) -> Page:
@@ -154,7 +156,7 @@ def _target_row(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def totals(drift: Values) -> list[tuple[str, ...]]:
+def _totals(drift: Values) -> list[tuple[str, ...]]:
     """The numbers at the end of a comparison, as rows of a table."""
     excess, cache, both = drift["excess"], drift["cache_bytes_per_token"], drift["perplexity"]
     margin = "" if excess["margin"] is None else f" ± {excess['margin']:.4f}"

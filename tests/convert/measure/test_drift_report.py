@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kvfold.attention.drift.report import DriftReport, Floor, HeadDrift, LayerDrift, Measurement
-from kvfold.convert.measure.table import drift_table
+from kvfold.convert.measure.drift import drift_table
 
 HEADS = (HeadDrift(0, 1, 0.01, 0.002), HeadDrift(1, 0, 0.4, 0.03))
 LAYERS = (

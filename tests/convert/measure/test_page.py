@@ -125,7 +125,7 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is_read(tmp_path, monke
         monkeypatch.setattr(console, "find_spec", lambda name: None)
     done = CliRunner().invoke(kvfold, ["drift", "nothing", "nothing", *options])
     expected = {
-        "FOLDER": "--report FOLDER: matplotlib is not installed; install it with: pip install 'kvfold[report]'",
-        "FILE": "--report FILE: expected a folder, found a file; name another",
+        "FOLDER": "--report FOLDER draws with matplotlib; install it: pip install 'kvfold[report]'",
+        "FILE": "--report FILE is a file; name a folder",
     }
     assert done.exception.message == expected[options[1]]
