@@ -47,14 +47,18 @@ class Block:
     last: int
     low: int
     high: int
+    whole: bool = False  # all queries of all heads against all keys, as in short decoding steps: nothing is sliced
 
     def rows(self, tensor: Tensor) -> Tensor:
         """``[B, G, M, T, D]`` -> ``[n, M * rows, D]``."""
-        return fast(tensor[self.batch, self.groups, :, self.first : self.last].flatten(2, 3).flatten(0, 1))
+        part = tensor if self.whole else tensor[self.batch, self.groups, :, self.first : self.last]
+        shape = part.shape
+        return fast(part.reshape(shape[0] * shape[1], shape[2] * shape[3], shape[4]))
 
     def keys(self, tensor: Tensor) -> Tensor:
         """``[B, G, S, D]`` -> ``[n, width, D]``, a view when the heads can be walked in one stride."""
-        return fast(tensor[self.batch, self.groups, self.low : self.high].flatten(0, 1))
+        part = tensor if self.whole else tensor[self.batch, self.groups, self.low : self.high]
+        return fast(part.flatten(0, 1))
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,9 @@ class Scores:
             if low == high:
                 continue
             pairs = max(1, budget // (max(members * (last - first), widened) * (high - low)))
+            if pairs >= batch * groups and one_stride and (low, high, last - first) == (0, keys, queries):
+                yield Block(slice(0, batch), slice(0, groups), first, last, low, high, whole=True)
+                continue
             for part in _parts(batch, groups, pairs, one_stride):
                 yield Block(*part, first, last, low, high)
 
@@ -111,7 +118,9 @@ class Scores:
 
     def room(self, blocks: Iterable[Block]) -> Tensor:
         """Memory for the scores of the largest block, which all blocks share."""
-        return fast(self.queries[0].new_empty(0)).new_empty(max(map(self.size, blocks), default=0))
+        query = self.queries[0]
+        largest = max(map(self.size, blocks), default=0)
+        return query.new_empty(largest, dtype=torch.float32 if is_slow(query) else query.dtype)
 
     def size(self, block: Block) -> int:
         """The number of scores in a block."""
@@ -188,8 +197,8 @@ class Scores:
             seen = ruled if seen is None else seen & ruled
         if seen is None:
             return None
-        # added, because filling through a mask takes three times as long in bfloat16
-        parts[..., low - block.low :] += torch.where(seen, 0.0, -torch.inf).to(parts.dtype)
+        # log(0) = -inf is added, because filling through a mask takes three times as long in bfloat16
+        parts[..., low - block.low :] += seen.to(parts.dtype).log_()
         return ~seen.any(-1, keepdim=True) if sparse else None
 
 
@@ -212,9 +221,12 @@ def weighted_values(scores: Scores, value: Tensor, kept: Tensor | None = None) -
     ``kept`` is filled with the weights of all blocks, one after the other.
     """
     query = scores.queries[0]
-    result = query.new_zeros(*query.shape[:-1], value.shape[-1])
     blocks = list(scores.blocks(value))
     room = scores.room(blocks) if kept is None else kept
+    if len(blocks) == 1 and blocks[0].whole:
+        z = mix(scores.weights(blocks[0], room), blocks[0].keys(value))
+        return z.to(query.dtype).view(*query.shape[:-1], -1)
+    result = query.new_zeros(*query.shape[:-1], value.shape[-1])
     for block in blocks:
         weights = scores.weights(block, room)
         room = room if kept is None else room[scores.size(block) :]

@@ -57,7 +57,7 @@ def mix(weights: Tensor, values: Tensor, scale: float = 1.0) -> Tensor:
     """``scale * weights values``: ``[n, r, w]``, ``[n, w, d]`` -> ``[n, r, d]``, ``values``' dtype or wider."""
     even = _even(values, values.shape[1])
     if even == values.shape[1]:
-        return torch.baddbmm(values[:, :1], weights, values, beta=0, alpha=scale)
+        return torch.bmm(weights, values) if scale == 1 else torch.bmm(weights, values).mul_(scale)
     rest = torch.bmm(weights[..., even:].float(), values[:, even:].float())
     if even:
         rest.add_(torch.bmm(weights[..., :even].contiguous(), values[:, :even]))
