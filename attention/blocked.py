@@ -12,8 +12,9 @@ block and nothing has to be merged; memory is linear in ``S``. For the backward 
 are few, and made again block by block otherwise. Queries that see no key give zeros.
 
 ``blocked_attention`` is this as a pair of registered operators, so that a traced graph holds one node whatever the
-number of blocks. ``Scores`` is the same without values, for callers that need the weights themselves: attention sums
-and the divergence of two attentions (``drift/profile.py``), and decoding over a latent cache (``latent.py``).
+number of blocks. ``AttentionScores`` is the same without values, for callers that need the weights themselves:
+attention sums and the divergence of two attentions (``drift/profile.py``),
+and decoding over a latent cache (``latent.py``).
 """
 
 from collections.abc import Iterable, Iterator
@@ -38,7 +39,7 @@ _MOST_ROWS = 128
 
 
 @dataclass(frozen=True)
-class Block:
+class QueryBlock:
     """Queries ``first .. last - 1`` against keys ``low .. high - 1``, for some sequences and some key heads."""
 
     batch: slice
@@ -62,7 +63,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Scores:
+class AttentionScores:
     """The scores of one call and their softmax, made block by block; names and shapes as at the top of this file.
 
     ``queries`` and ``keys`` are parts whose products add up: one, or for a latent cache two (latent and rotary key).
@@ -77,7 +78,7 @@ class Scores:
     softcap: float | None = None
     sinks: Tensor | None = None
 
-    def blocks(self, *others: Tensor, buffers: int = 1) -> Iterator[Block]:
+    def blocks(self, *others: Tensor, buffers: int = 1) -> Iterator[QueryBlock]:
         """All blocks with keys to see; each keeps to the budget of scores unless one key head alone exceeds it.
 
         ``others`` are more tensors ``[B, G, S, ...]`` that the caller reads by blocks; ``buffers``: how many tensors as
@@ -91,48 +92,36 @@ class Scores:
         # float32 copies of keys count like scores
         widened = sum(key.shape[-1] for key in self.keys) if is_slow(self.keys[0]) else 0
         one_stride = groups == 1 or all(x.stride(0) == groups * x.stride(1) for x in (*self.keys, *others))
+        # where every width costs a compilation ranges are widened to few widths; the mask hides the keys too many
+        grain = shape_step(keys) if compiles_shapes(self.keys[0]) else 1
         for first in range(0, queries, step):
             last = min(first + step, queries)
-            low, high = self._key_range(first, last)
+            low, high = self.rule.key_range(first, last, keys)
             if low == high:
                 continue
+            low, high = low // grain * grain, min(keys, -(-high // grain) * grain)
             pairs = max(1, budget // (max(members * (last - first), widened) * (high - low)))
-            if pairs >= batch * groups and one_stride and (low, high, last - first) == (0, keys, queries):
-                yield Block(slice(0, batch), slice(0, groups), first, last, low, high, whole=True)
-                continue
+            whole = pairs >= batch * groups and one_stride and (low, high, last - first) == (0, keys, queries)
             for part in _parts(batch, groups, pairs, one_stride):
-                yield Block(*part, first, last, low, high)
+                yield QueryBlock(*part, first, last, low, high, whole)
 
-    def _key_range(self, first: int, last: int) -> tuple[int, int]:
-        """The keys ``low .. high - 1`` that queries ``first .. last - 1`` may see.
-
-        Where every width costs a compilation, the range is widened to multiples of ``shape_step``; the mask hides the
-        keys that are too many.
-        """
-        keys = self.keys[0].shape[2]
-        low, high = self.rule.key_range(first, last, keys)
-        if low == high or not compiles_shapes(self.keys[0]):
-            return low, high
-        step = shape_step(keys)
-        return low // step * step, min(keys, -(-high // step) * step)
-
-    def room(self, blocks: Iterable[Block]) -> Tensor:
+    def room(self, blocks: Iterable[QueryBlock]) -> Tensor:
         """Memory for the scores of the largest block, which all blocks share."""
         query = self.queries[0]
         largest = max(map(self.size, blocks), default=0)
         return query.new_empty(largest, dtype=torch.float32 if is_slow(query) else query.dtype)
 
-    def size(self, block: Block) -> int:
+    def size(self, block: QueryBlock) -> int:
         """The number of scores in a block."""
         pairs: int = (block.batch.stop - block.batch.start) * (block.groups.stop - block.groups.start)
         return pairs * self.queries[0].shape[2] * (block.last - block.first) * (block.high - block.low)
 
-    def masked(self, block: Block, room: Tensor) -> tuple[Tensor, Tensor | None]:
+    def masked(self, block: QueryBlock, room: Tensor) -> tuple[Tensor, Tensor | None]:
         """The scores of a block in ``room``, ``[n, M * rows, width]``, ``-inf`` where hidden.
 
         Also the rows that see nothing, as booleans, or None where every row sees a key.
         """
-        scores = self._products(block, room)
+        scores = self.products(block, room)
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
         parts = self.unflatten(scores, block)
@@ -142,7 +131,7 @@ class Scores:
             seen = None
         return scores, self._hide(parts, block, seen)
 
-    def weights(self, block: Block, room: Tensor) -> Tensor:
+    def weights(self, block: QueryBlock, room: Tensor) -> Tensor:
         """The attention weights of a block in ``room``: ``[n, M * rows, width]``; zeros where a query sees nothing."""
         scores, blind = self.masked(block, room)
         if self.sinks is None:
@@ -157,13 +146,13 @@ class Scores:
             self.unflatten(scores, block).masked_fill_(blind, 0.0)
         return scores
 
-    def unflatten(self, scores: Tensor, block: Block) -> Tensor:
+    def unflatten(self, scores: Tensor, block: QueryBlock) -> Tensor:
         """``[n, M * rows, width]`` -> ``[b, g, M, rows, width]``."""
         groups = block.groups.stop - block.groups.start
         members, rows = self.queries[0].shape[2], block.last - block.first
         return scores.view(-1, groups, members, rows, scores.shape[-1])
 
-    def part_of(self, bias: Tensor, block: Block) -> Tensor:
+    def part_of(self, bias: Tensor, block: QueryBlock) -> Tensor:
         """The part of ``bias`` (or of a tensor shaped like it) that a block reads: ``[1|b, 1|g, 1|M, rows, width]``."""
         members = self.queries[0].shape[2]
         bias = bias[:, :, None] if bias.shape[1] == 1 else torch.unflatten(bias, 1, (-1, members))
@@ -171,12 +160,7 @@ class Scores:
         bias = bias if bias.shape[1] == 1 else bias[:, block.groups]
         return bias[..., block.first : block.last, block.low : block.high]
 
-    def softcap_slope(self, block: Block, room: Tensor) -> Tensor:
-        """``1 - tanh(scale * query . key / softcap)^2``, the derivative of capped scores: ``[n, M * rows, width]``."""
-        ratio = self._products(block, room).div_(self.softcap or 1.0).tanh_()
-        return ratio.square_().neg_().add_(1)
-
-    def _products(self, block: Block, room: Tensor) -> Tensor:
+    def products(self, block: QueryBlock, room: Tensor) -> Tensor:
         """``scale * query . key`` of a block, in ``room``: ``[n, M * rows, width]``."""
         rows = [block.rows(query) for query in self.queries]
         scores = room[: self.size(block)].view(*rows[0].shape[:2], -1)
@@ -184,7 +168,7 @@ class Scores:
             row_products(rows[part], block.keys(key), self.scale, scores, add=part > 0)
         return scores
 
-    def _hide(self, parts: Tensor, block: Block, seen: Tensor | None) -> Tensor | None:
+    def _hide(self, parts: Tensor, block: QueryBlock, seen: Tensor | None) -> Tensor | None:
         """Set hidden keys to ``-inf`` in ``parts``; return which rows see nothing, or None where all see a key."""
         rule, low = self.rule, block.low
         sparse = seen is not None or rule.ragged  # a row may then see nothing
@@ -204,7 +188,7 @@ class Scores:
 
 def _parts(batch: int, groups: int, pairs: int, one_stride: bool) -> Iterator[tuple[slice, slice]]:
     """Sequences and key heads in parts of at most ``pairs`` pairs: all heads of several sequences, or some of one."""
-    if pairs >= 2 * groups and one_stride:
+    if (pairs >= 2 * groups or pairs >= batch * groups) and one_stride:
         count = min(batch, pairs // groups)
         for start in range(0, batch, count):
             yield slice(start, min(start + count, batch)), slice(0, groups)
@@ -215,7 +199,7 @@ def _parts(batch: int, groups: int, pairs: int, one_stride: bool) -> Iterator[tu
             yield slice(sequence, sequence + 1), slice(start, min(start + count, groups))
 
 
-def weighted_values(scores: Scores, value: Tensor, kept: Tensor | None = None) -> Tensor:
+def weighted_values(scores: AttentionScores, value: Tensor, kept: Tensor | None = None) -> Tensor:
     """``value [B, G, S, Dv]`` weighted by the softmax of ``scores``: ``[B, G, M, T, Dv]``. No gradients.
 
     ``kept`` is filled with the weights of all blocks, one after the other.
@@ -236,7 +220,7 @@ def weighted_values(scores: Scores, value: Tensor, kept: Tensor | None = None) -
     return result
 
 
-def all_weights(scores: Scores) -> Tensor:
+def all_weights(scores: AttentionScores) -> Tensor:
     """The attention weights of every head and query at once, for callers that show them: ``[B, G, M, T, S]``."""
     query, keys = scores.queries[0], scores.keys[0].shape[2]
     result = query.new_zeros(*query.shape[:-1], keys)
@@ -248,7 +232,7 @@ def all_weights(scores: Scores) -> Tensor:
     return result
 
 
-def _gradients(scores: Scores, value: Tensor, grad: Tensor, kept: Tensor) -> tuple[Tensor, ...]:
+def _gradients(scores: AttentionScores, value: Tensor, grad: Tensor, kept: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, bias and sinks (empty without them); sums over blocks in at least float32.
 
     ``kept``: the weights of all blocks, or empty.
@@ -281,7 +265,8 @@ def _gradients(scores: Scores, value: Tensor, grad: Tensor, kept: Tensor) -> tup
             part = scores.part_of(bias_grad, block)
             part += scores.unflatten(change, block).sum_to_size(part.shape)
         if scores.softcap is not None:
-            change *= scores.softcap_slope(block, room)
+            # of softcap * tanh(x / softcap): 1 - tanh^2
+            change *= 1 - scores.products(block, room).div_(scores.softcap).tanh_().square_()
         part = query_grad[block.batch, block.groups, :, block.first : block.last]
         part.copy_(mix(change, block.keys(key), scores.scale).view(part.shape))
         add_spread(block.keys(key_grad), change, rows, scores.scale)
@@ -298,10 +283,10 @@ _ARGUMENTS = (
 _TENSORS = 8  # the first arguments
 
 
-def _unpack(arguments: tuple[Any, ...]) -> tuple[Scores, Tensor]:
+def _unpack(arguments: tuple[Any, ...]) -> tuple[AttentionScores, Tensor]:
     query, key, value, bias, sinks, offsets, starts, lengths, scale, softcap, causal, offset, window, _ = arguments
     rule = Visibility(causal, offset if offsets is None else offsets, window, starts, lengths)
-    return Scores((query,), (key,), scale, rule, bias, softcap, sinks), value
+    return AttentionScores((query,), (key,), scale, rule, bias, softcap, sinks), value
 
 
 @torch.library.custom_op("kvfold::blocked_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
@@ -376,7 +361,7 @@ def blocked_attention(
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if not (learns or shapes_only or torch.compiler.is_compiling()):
         # calling an operator takes longer than a short decoding step
-        return weighted_values(Scores((query,), (key,), scale, rule, bias, softcap, sinks), value)
+        return weighted_values(AttentionScores((query,), (key,), scale, rule, bias, softcap, sinks), value)
     offset, offsets = (0, rule.offset) if isinstance(rule.offset, Tensor) else (rule.offset, None)
     counts = (offsets, rule.starts, rule.lengths)
     result: Tensor = _operator(*tensors, *counts, scale, softcap, rule.causal, offset, rule.window, learns)[0]

@@ -52,11 +52,6 @@ class SlotCache:
         steps = torch.arange(count, device=self.buffers[0].device)
         return steps + (self.length if self.lengths is None else self.lengths[:, None])
 
-    def _lengths(self) -> Tensor:
-        if self.lengths is not None:
-            return self.lengths
-        return torch.full((self.batch,), self.length, device=self.buffers[0].device)
-
     def _append(self, names: tuple[str, ...], tokens: tuple[Tensor, ...], counts: Tensor | None) -> tuple[Tensor, ...]:
         """Write ``tokens``, each ``[B, ..., T, width]``; return the slots in use, ``[B, ..., length, width]``."""
         for name, token, buffer in zip(names, tokens, self.buffers, strict=True):
@@ -79,7 +74,8 @@ class SlotCache:
         """Append at the end of each sequence; of the new tokens of sequence ``b`` the first ``counts[b]`` are real."""
         expect_counts("counts", counts, self.batch, "the cache", self.buffers[0])
         added = tokens[0].shape[-2]
-        before = self._lengths()
+        before = torch.full((self.batch,), self.length, device=self.buffers[0].device)
+        before = before if self.lengths is None else self.lengths
         slots = before[:, None] + torch.arange(added, device=before.device)
         for token, buffer in zip(tokens, self.buffers, strict=True):
             index = slots.view(self.batch, *([1] * (token.dim() - 3)), added, 1).expand_as(token)
@@ -181,15 +177,26 @@ def cache_numbers(
 
     ``value_dim`` defaults to ``head_dim``. Raises ValueError when a size that the variant needs is missing.
     """
-    if variant == "mla":
-        return _need("kv_rank", kv_rank, variant) + _need("rope_dim", rope_dim, variant)
-    if variant not in ("mha", "gqa", "mqa"):
+    variants = {
+        "mha": ("heads", "head_dim"),
+        "gqa": ("kv_heads", "head_dim"),
+        "mqa": ("head_dim",),
+        "mla": ("kv_rank", "rope_dim"),
+    }
+    if variant not in variants:
         raise ValueError(f"variant: expected 'mha', 'gqa', 'mqa' or 'mla', found {variant!r}")
-    width = _need("head_dim", head_dim, variant)
-    width += width if value_dim is None else value_dim
-    if variant == "mha":
-        return width * _need("heads", heads, variant)
-    return width * (1 if variant == "mqa" else _need("kv_heads", kv_heads, variant))
+    given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "kv_rank": kv_rank, "rope_dim": rope_dim}
+    sizes: dict[str, int] = {}
+    for name in variants[variant]:
+        size = given[name]
+        if size is None:
+            raise ValueError(f"{name}: expected a number, which {variant} needs, found None")
+        expect_at_least(name, size, 0)
+        sizes[name] = size
+    if variant == "mla":
+        return sum(sizes.values())
+    width = sizes.pop("head_dim")
+    return math.prod(sizes.values()) * (width + (width if value_dim is None else value_dim))
 
 
 def cache_bytes(
@@ -199,28 +206,7 @@ def cache_bytes(
     dtype: torch.dtype,
     *,
     batch: int = 1,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    value_dim: int | None = None,
-    kv_rank: int | None = None,
-    rope_dim: int | None = None,
+    **sizes: int | None,
 ) -> int:
     """KV-cache bytes of ``batch`` sequences of ``context`` tokens in all ``layers``; sizes as in ``cache_numbers``."""
-    numbers = cache_numbers(
-        variant,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        kv_rank=kv_rank,
-        rope_dim=rope_dim,
-    )
-    return numbers * batch * layers * context * dtype.itemsize
-
-
-def _need(name: str, size: int | None, variant: str) -> int:
-    if size is None:
-        raise ValueError(f"{name}: expected a number, which {variant} needs, found None")
-    expect_at_least(name, size, 0)
-    return size
+    return cache_numbers(variant, **sizes) * batch * layers * context * dtype.itemsize

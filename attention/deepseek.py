@@ -48,12 +48,18 @@ class _Absorbed(nn.Module):
     ) -> Context:
         """As the stock modules: output ``[B, T, E]`` and, with eager attention, the attention weights."""
         this = cast(Any, self)
-        nope, rope = _query(this, hidden_states)
-        latent, key_rope = _latent(this, hidden_states)
+        q_latent = hidden_states if this.q_lora_rank is None else this.q_a_layernorm(this.q_a_proj(hidden_states))
+        query = this.q_proj(q_latent) if this.q_lora_rank is None else this.q_b_proj(q_latent)
+        query = query.view(*hidden_states.shape[:-1], -1, this.qk_head_dim).transpose(1, 2)
+        nope, rope = torch.split(query, [this.qk_nope_head_dim, this.qk_rope_head_dim], -1)  # [B, H, T, Dn | P]
+        down = this.kv_a_proj_with_mqa(hidden_states)
+        latent, key_rope = torch.split(down, [this.kv_lora_rank, this.qk_rope_head_dim], -1)
+        latent, key_rope = this.kv_a_layernorm(latent)[:, None], key_rope[:, None]  # [B, 1, T, R | P]
         rope, key_rope = _rotate(this, rope, key_rope, position_embeddings)
         nope, rope = self.scaled(nope, rope, kwargs.get("position_ids"))
         if past_key_values is not None:
             latent, key_rope = past_key_values.update(latent, key_rope, this.layer_idx)
+        # without a past there is nothing to expand again: prefill and training stay explicit
         has_past = latent.shape[2] > hidden_states.shape[1]
         if has_past and _absorbs(this, nope, attention_mask):
             z, weights = _absorbed(this, nope, rope, latent, key_rope, attention_mask)
@@ -145,24 +151,6 @@ def _become(module: nn.Module, form: type[nn.Module]) -> None:
             module.__dict__[name] = MethodType(form.forward, module)
 
 
-def _query(this: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """``[B, H, T, Dn]`` and ``[B, H, T, P]``, not yet rotated."""
-    if this.q_lora_rank is None:
-        query = this.q_proj(hidden)
-    else:
-        query = this.q_b_proj(this.q_a_layernorm(this.q_a_proj(hidden)))
-    query = query.view(*hidden.shape[:-1], -1, this.qk_head_dim).transpose(1, 2)
-    nope, rope = torch.split(query, [this.qk_nope_head_dim, this.qk_rope_head_dim], -1)
-    return nope, rope
-
-
-def _latent(this: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The normed latent ``[B, 1, T, R]`` and the rotary key ``[B, 1, T, P]``, not yet rotated."""
-    down = this.kv_a_proj_with_mqa(hidden)
-    latent, rope = torch.split(down, [this.kv_lora_rank, this.qk_rope_head_dim], -1)
-    return this.kv_a_layernorm(latent)[:, None], rope[:, None]
-
-
 def _rotate(this: Any, query: Tensor, key: Tensor, embeddings: Any) -> tuple[Tensor, Tensor]:
     """By the functions of the stock file, so that every version's conventions hold: V2 multiplies complex numbers."""
     if isinstance(embeddings, Tensor):
@@ -190,11 +178,14 @@ def _absorbs(this: Any, nope: Tensor, mask: Any) -> bool:
 
 
 def _absorbed(this: Any, nope: Tensor, rope: Tensor, latent: Tensor, key_rope: Tensor, mask: Tensor | None) -> Context:
+    """Attention over the cached latents and rotary keys themselves; eager attention shows its weights."""
     heads = this.kv_b_proj.weight.view(-1, this.qk_nope_head_dim + this.v_head_dim, this.kv_lora_rank)
-    up_key, up_value = heads[:, : this.qk_nope_head_dim], heads[:, this.qk_nope_head_dim :]  # views: nothing is copied
+    # views: nothing is copied
+    up_key, up_value = heads[:, : this.qk_nope_head_dim], heads[:, this.qk_nope_head_dim :]
     query = absorb_query(nope, up_key)
     if mask is not None and mask.dim() == 2:
-        mask = mask[:, None, None].bool()  # flash attention's mask: true for real tokens
+        # flash attention's mask: true for real tokens
+        mask = mask[:, None, None].bool()
     mask = None if mask is None else mask[..., : latent.shape[2]]
     c, arguments = latent[:, 0], (query, rope, latent[:, 0], key_rope[:, 0], this.scaling, mask)
     if this.config._attn_implementation != "eager":

@@ -10,6 +10,8 @@ Shazeer 2019; Ainslie et al. 2023). No kernel makes a ``T x S`` matrix of scores
 * anything else (cached prefixes, windows, padding, biases; half precision on a CPU): blocks of queries, ``blocked.py``.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -60,7 +62,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rule: Visibility, scale: f
     groups, keys = key.shape[1:3]
     shared = torch.unflatten(query, 1, (groups, heads // groups))
     fused = bias is None and key.shape[-1] == value.shape[-1] and min(batch, queries) > 0 and keys > _FEW_KEYS
-    fused = fused and not _slow_in_sdpa(query)
+    # in half precision on a CPU the fused kernel loses to blocks of matrix products at any length
+    fused = fused and not (query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16))
     if fused and rule.sees_all(queries, keys):
         rows = shared.flatten(2, 3)
         z: Tensor = scaled_dot_product_attention(rows, key, value, scale=scale)
@@ -81,12 +84,7 @@ def _seen_by_any(
     if (low, high) == (0, keys):
         return key, value, rule, bias
     bias = None if bias is None else bias[..., low:high]
-    return key[:, :, low:high], value[:, :, low:high], rule.shifted(low), bias
-
-
-def _slow_in_sdpa(query: Tensor) -> bool:
-    """Whether torch's fused kernel loses to blocks of matrix products: half precision on a CPU, at any length."""
-    return query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)
+    return key[:, :, low:high], value[:, :, low:high], replace(rule, offset=rule.offset - low), bias
 
 
 def _triangle(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

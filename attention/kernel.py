@@ -12,7 +12,7 @@ log-sum-exp. More than 64 heads take turns over the same slots.
 # ruff: noqa: ANN001, ANN202 -- a kernel's annotations are Triton's: they mark what is constant when it is compiled
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,26 +150,36 @@ def decode_latent(
     """
     batch, heads, _, rank = query.shape
     slots, rope = latent.shape[1], query_rope.shape[-1]
-    query, query_rope, latent, key_rope = (_rows(tensor) for tensor in (query, query_rope, latent, key_rope))
+    # the kernel takes strides of all dims but the last
+    query, query_rope, latent, key_rope = (
+        tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, query_rope, latent, key_rope)
+    )
     tiles = _tiles(heads, rank)
     blocks = triton.cdiv(heads, tiles.heads)
-    parts = splits or _parts(batch * blocks, slots, query.device)
+    on_gpu = query.device.type == "cuda"
+    # enough parts for two waves of programs, one per multiprocessor at a time, none under the fewest slots
+    busy = 2 * torch.cuda.get_device_properties(query.device).multi_processor_count if on_gpu else batch * blocks
+    parts = splits or max(1, min(-(-busy // (batch * blocks)), -(-slots // _FEWEST_SLOTS)))
     part = triton.cdiv(triton.cdiv(slots, parts), tiles.slots) * tiles.slots
     parts = max(1, triton.cdiv(slots, part))
     z = torch.empty(batch, heads, parts, rank, dtype=torch.float32, device=query.device)
     log_sums = torch.empty(batch, heads, parts, dtype=torch.float32, device=query.device)
-    seen, strides = _mask(mask, batch)
+    seen = None if mask is None else mask.expand(batch, -1).view(torch.uint8)
+    strides = (0, 0) if seen is None else seen.stride()
+    # Triton's interpreter treats bfloat16 numbers as their integer bits
+    widen = os.environ.get("TRITON_INTERPRET") == "1" and query.dtype == torch.bfloat16
     options: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     result = torch.empty(batch, heads, 1, rank, dtype=query.dtype, device=query.device)
     channels = min(_MERGED, _dot_width(rank))
-    with _on(query.device):
+    # Triton launches on the current device, wherever its arguments are
+    with torch.cuda.device(query.device) if on_gpu else nullcontext():
         _part_kernel[(batch, blocks, parts)](
             query, query_rope, latent, key_rope, lengths, seen, z, log_sums,
             scale * _LOG2_E, heads, slots, part, parts,
             *query.stride()[:2], *query_rope.stride()[:2], *latent.stride()[:2], *key_rope.stride()[:2], *strides,
             R=rank, P=rope, RANK=_dot_width(rank), ROPE=_dot_width(rope),
             HEADS=tiles.heads, SLOTS=tiles.slots, HAS_LENGTHS=lengths is not None, HAS_MASK=mask is not None,
-            WIDEN=_interpreted() and query.dtype == torch.bfloat16, **options,
+            WIDEN=widen, **options,
         )  # fmt: skip
         _merge_kernel[(batch * heads, triton.cdiv(rank, channels))](
             z, log_sums, result, parts, R=rank, PARTS=triton.next_power_of_2(parts), CHANNELS=channels
@@ -177,32 +187,5 @@ def decode_latent(
     return result
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes ``device`` the current one: Triton launches there, wherever its arguments are."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, which treats bfloat16 numbers as their integer bits."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def _dot_width(width: int) -> int:
     return max(16, int(triton.next_power_of_2(width)))
-
-
-def _mask(mask: Tensor | None, batch: int) -> tuple[Tensor | None, tuple[int, int]]:
-    if mask is None:
-        return None, (0, 0)
-    mask = mask.expand(batch, -1)
-    return mask.view(torch.uint8), (mask.stride(0), mask.stride(1))
-
-
-def _parts(programs: int, slots: int, device: torch.device) -> int:
-    """Enough parts for two waves of programs, one per multiprocessor at a time, none under ``_FEWEST_SLOTS``."""
-    busy = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else programs
-    return max(1, min(-(-busy // programs), -(-slots // _FEWEST_SLOTS)))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kvfold.attention.blocked import Scores, all_weights, weighted_values
+from kvfold.attention.blocked import AttentionScores, all_weights, weighted_values
 from kvfold.attention.checks import expect_alike, expect_shape
 from kvfold.attention.grouped import attend
 from kvfold.attention.mask import Visibility, visibility
@@ -139,10 +139,10 @@ def _decode(
 
 def _scores(
     query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None
-) -> Scores:
+) -> AttentionScores:
     """All heads as members of one key head, whose keys stay in two tensors: nothing of the cache is copied."""
     queries, keys = (query[:, None], query_rope[:, None]), (latent[:, None], key_rope[:, None])
-    return Scores(queries, keys, scale, _EVERYTHING, mask)
+    return AttentionScores(queries, keys, scale, _EVERYTHING, mask)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ query's position ``p = offset[b] + t`` counted in key slots:
 Booleans are made for blocks of rows only, so memory is linear in ``S``.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,11 +30,11 @@ class Visibility:
 
     @property
     def ragged(self) -> bool:
-        """Whether sequences of the batch differ: then a query may also see nothing at all."""
+        """True if sequences of the batch differ: then a query may also see nothing at all."""
         return self.starts is not None or self.lengths is not None or isinstance(self.offset, Tensor)
 
     def sees_all(self, queries: int, keys: int) -> bool:
-        """Whether every query sees every key."""
+        """True if every query sees every key."""
         if self.ragged or isinstance(self.offset, Tensor):
             return False
         first, last = self.offset, self.offset + queries - 1
@@ -43,7 +43,7 @@ class Visibility:
         return near and far
 
     def is_lower_triangle(self, queries: int, keys: int) -> bool:
-        """Whether this is the plain causal mask of a sequence on itself."""
+        """True if this is the plain causal mask of a sequence on itself."""
         if self.ragged or isinstance(self.offset, Tensor):
             return False
         return self.causal and self.offset == 0 and queries == keys and (self.window is None or self.window >= keys)
@@ -78,12 +78,6 @@ class Visibility:
         if self.lengths is not None:
             seen = seen & (keys < self.lengths[:, None, None])
         return seen
-
-    def shifted(self, low: int) -> "Visibility":
-        """The same rule without the first ``low`` keys."""
-        if low == 0 or isinstance(self.offset, Tensor):
-            return self
-        return replace(self, offset=self.offset - low)
 
 
 def visibility(

@@ -26,11 +26,11 @@ class Rotation(nn.Module):
         # module.to(dtype) casts floating-point buffers only: as int64 the bits of the frequencies survive it
         self.register_buffer("bits", frequencies.double().view(torch.int64), persistent=False)
 
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return rotary_tables(positions, self.bits.view(torch.float64), torch.promote_types(dtype, torch.float32))
-
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        return apply_rotary(x, tables, self.layout)
+    def forward(self, positions: Tensor, *tensors: Tensor) -> list[Tensor]:
+        """Each of ``tensors [B, heads, T, D]``, rotated by ``positions [T]`` or ``[B, T]``."""
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        tables = rotary_tables(positions.to(tensors[0].device), self.bits.view(torch.float64), dtype)
+        return [apply_rotary(x, tables, self.layout) for x in tensors]
 
 
 class GroupedAttention(nn.Module):
@@ -96,17 +96,15 @@ class GroupedAttention(nn.Module):
         ``positions [T]`` or ``[B, T]`` are those of the rotary embedding; by default they count the slots. Cross
         attention reads ``memory [B, S, E']``; with a cache it is needed the first time only.
         """
-        _expect_tokens(x)
+        offset, slots = _place(x, cache)
         query = self.query_norm(_heads(self.query(x), self.heads))
-        offset: int | Tensor | None = None
         if self.cross:
+            offset = None
             key, value = self._memory(x, memory, cache, counts)
         else:
             key, value = self._project(x)
-            offset, slots = _place(cache, x.shape[1])
             if self.rotation is not None:
-                tables = self.rotation.tables(slots.to(x.device) if positions is None else positions, query.dtype)
-                query, key = self.rotation(query, tables), self.rotation(key, tables)
+                query, key = self.rotation(slots if positions is None else positions, query, key)
             if cache is not None:
                 key, value = cache.append(key, value, counts)
         lengths = cache.lengths if cache is not None and lengths is None else lengths
@@ -122,7 +120,8 @@ class GroupedAttention(nn.Module):
             bias=bias,
             scale=self.scale,
         )
-        return _output(self.output, z)
+        result: Tensor = self.output(z.transpose(1, 2).flatten(2))
+        return result
 
     def _project(self, source: Tensor) -> tuple[Tensor, Tensor]:
         """Keys ``[B, G, S, D]``, not yet rotated, and values ``[B, G, S, Dv]``."""
@@ -187,15 +186,6 @@ class LatentAttention(nn.Module):
         """An empty cache for this layer; ``options`` are those of ``LatentCache``."""
         return LatentCache(batch, self.kv_rank, self.rope_dim, capacity, **options)  # type: ignore[arg-type]
 
-    def ups(self) -> tuple[Tensor, Tensor]:
-        """``W_uk [H, Dn, R]`` and ``W_uv [H, Dv, R]``, views of ``up``'s weight."""
-        weight = self.up.weight.view(self.heads, self.nope_dim + self.value_dim, self.kv_rank)
-        return weight[:, : self.nope_dim], weight[:, self.nope_dim :]
-
-    def absorbs(self, queries: int) -> bool:
-        """Whether absorption takes fewer multiplications for this many queries (``absorption_pays``)."""
-        return absorption_pays(queries, self.nope_dim, self.value_dim, self.kv_rank)
-
     def forward(
         self,
         x: Tensor,
@@ -209,24 +199,32 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """``x [B, T, E]`` to ``[B, T, E]``; arguments as in ``GroupedAttention``.
 
-        ``absorbed`` ``None``: explicit without a cache (training, encoding), with one as ``absorbs`` decides.
+        ``absorbed`` ``None``: explicit without a cache (training, encoding), with one as ``absorption_pays`` decides.
         """
-        _expect_tokens(x)
-        offset, slots = _place(cache, x.shape[1])
+        offset, slots = _place(x, cache)
         query = _heads(self.query(x), self.heads)
         expect_shape("query(x)", query, "B H T Dn+P", {"Dn+P": self.nope_dim + self.rope_dim})
         nope, rope = torch.split(query, [self.nope_dim, self.rope_dim], -1)
-        tables = self.rotation.tables(slots.to(x.device) if positions is None else positions, x.dtype)
-        latent = self._latent(x, tables)
+        down: Tensor = self.down(x)
+        expect_shape("down(x)", down, "B T R+P", {"R+P": self.kv_rank + self.rope_dim})
+        c, key_rope = torch.split(down, [self.kv_rank, self.rope_dim], -1)
+        rope, key_rope = self.rotation(slots if positions is None else positions, rope, key_rope[:, None])
+        latent = torch.cat([self.latent_norm(c), key_rope[:, 0]], -1)
         if cache is not None:
             latent = cache.append(latent, counts)
             lengths = cache.lengths if lengths is None else lengths
+        if absorbed is None:
+            # training and encoding have gradients or many queries for each slot
+            pays = absorption_pays(x.shape[1], self.nope_dim, self.value_dim, self.kv_rank)
+            absorbed = cache is not None and pays
+        ups = self.up.weight.view(self.heads, self.nope_dim + self.value_dim, self.kv_rank)
         z = latent_attention(
             nope,
-            self.rotation(rope, tables),
+            rope,
             latent,
-            *self.ups(),
-            absorbed=cache is not None and self.absorbs(x.shape[1]) if absorbed is None else absorbed,
+            ups[:, : self.nope_dim],
+            ups[:, self.nope_dim :],
+            absorbed=absorbed,
             causal=self.causal,
             offset=offset,
             window=self.window,
@@ -234,19 +232,8 @@ class LatentAttention(nn.Module):
             lengths=lengths,
             scale=self.scale,
         )
-        return _output(self.output, z)
-
-    def _latent(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """The cache entries of ``x``: normed latent and rotated key, ``[B, T, R + P]``."""
-        down: Tensor = self.down(x)
-        expect_shape("down(x)", down, "B T R+P", {"R+P": self.kv_rank + self.rope_dim})
-        c, rope = torch.split(down, [self.kv_rank, self.rope_dim], -1)
-        return torch.cat([self.latent_norm(c), self.rotation(rope[:, None], tables)[:, 0]], -1)
-
-
-def _expect_tokens(x: Tensor) -> None:
-    expect_shape("x", x, "B T E", {})
-    expect_at_least("x: number of tokens T", x.shape[1], 1)
+        result: Tensor = self.output(z.transpose(1, 2).flatten(2))
+        return result
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
@@ -255,14 +242,13 @@ def _heads(x: Tensor, heads: int) -> Tensor:
     return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
-def _place(cache: SlotCache | None, queries: int) -> tuple[int | Tensor | None, Tensor]:
-    """The first new token's slot (``None`` without a cache) and the positions that follow from it."""
+def _place(x: Tensor, cache: SlotCache | None) -> tuple[int | Tensor | None, Tensor]:
+    """The slot of the first token of ``x [B, T, E]`` (``None`` without a cache) and the positions that follow from it.
+
+    Raises ValueError for other shapes and for no tokens.
+    """
+    expect_shape("x", x, "B T E", {})
+    expect_at_least("x: number of tokens T", x.shape[1], 1)
     if cache is None:
-        return None, torch.arange(queries)
-    return cache.length if cache.lengths is None else cache.lengths, cache.positions(queries)
-
-
-def _output(projection: nn.Module, z: Tensor) -> Tensor:
-    """The attention context ``z [B, H, T, Dv]`` through ``H Dv -> E``: ``[B, T, E]``."""
-    result: Tensor = projection(z.transpose(1, 2).flatten(2))
-    return result
+        return None, torch.arange(x.shape[1], device=x.device)
+    return cache.length if cache.lengths is None else cache.lengths, cache.positions(x.shape[1])

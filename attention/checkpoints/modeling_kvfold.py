@@ -95,10 +95,30 @@ class GroupedSelfAttention(nn.Module):
         return projected if self.clip is None else projected.clamp(-self.clip, self.clip)
 
 
+class QueryNorm(nn.Module):
+    """The source's norm on queries: of each head's ``D`` dims, or of all heads together (``flat``)."""
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        super().__init__()
+        self.facts = facts["norm"]
+        self.weight = nn.Parameter(torch.ones(facts["heads"], facts["head_dim"]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x [B, T, H, D]``."""
+        centered, inverse = divided(x, self.facts)
+        normed: Tensor = centered * inverse * (self.weight.float() + self.facts["offset"])
+        return normed.to(x.dtype)
+
+
 class LatentSelfAttention(nn.Module):
     """MLA: keys and values of all heads are read from one latent, beside one rotary key (DeepSeek-V2, 2024).
 
     The cache holds the latents ``[B, 1, S, R]`` as its keys and the rotary keys ``[B, 1, S, P]`` as its values.
+
+    Where the source norms queries and keys, both norms are exact, whatever the size of the latent, which holds keys
+    before their norm. The source's ``k_proj`` only tells what the norm divides each key/value head of a token by;
+    scores are divided by that, those of latent and rotary key alike. The cache has its inverse behind the rotary key:
+    ``[B, 1, S, P + G]``, one number in place of ``G`` for a norm of all heads together.
     """
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -109,12 +129,21 @@ class LatentSelfAttention(nn.Module):
             raise ValueError("attn_implementation: expected sdpa or eager, found one whose keys and values are as wide")
         width, self.heads, self.head_dim = facts["model_dim"], facts["heads"], facts["head_dim"]
         self.rank, self.rope_dim = facts["kv_rank"], facts["rope_dim"]
+        self.norm: dict[str, Any] | None = facts.get("norm")
         outer = self.heads * self.head_dim
-        self.q_proj = nn.Linear(width, outer + self.rope_queries(), bias=facts["qkv_bias"])
+        # with a norm, rotary queries are made of the normed queries
+        rope_queries = 0 if self.norm else self.heads * self.rope_dim
+        self.q_proj = nn.Linear(width, outer + rope_queries, bias=facts["qkv_bias"])
         self.kv_down_proj = nn.Linear(width, self.rank + self.rope_dim, bias=True)
-        self.k_up_proj = nn.Linear(self.rank, outer, bias=False)
+        # with a norm, a constant key does not move all scores of a query alike: divisors make it differ by token
+        self.k_up_proj = nn.Linear(self.rank, outer, bias=self.norm is not None)
         self.v_up_proj = nn.Linear(self.rank, outer, bias=False)
         self.o_proj = nn.Linear(outer, width, bias=facts["o_bias"])
+        if self.norm:
+            self.q_norm = QueryNorm(facts)
+            self.k_proj = nn.Linear(width, facts["kv_heads"] * self.head_dim, bias=facts["qkv_bias"])
+            if self.rope_dim:  # each head reads its normed query in its own way
+                self.q_rope_proj = nn.Linear(self.head_dim, self.heads * self.rope_dim, bias=False)
         self.rotation = FixedRotation(facts["frequencies"], 1.0) if self.rope_dim else None
         self.num_key_value_groups = 1
         self.scaling: float = facts["scale"]
@@ -140,124 +169,68 @@ class LatentSelfAttention(nn.Module):
         if self.rotation is not None:
             positions = positions_of(hidden_states, position_ids, cache, self.layer_idx)
             turning, rope = self.rotation(turning, positions), self.rotation(rope, positions)
-        rope = self.with_scales(rope, hidden_states)
+        if self.norm is not None:
+            _, inverse = divided(self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)), self.norm)
+            rope = torch.cat([rope, inverse.flatten(2)[:, None].to(rope.dtype)], -1)
         if cache is not None:
             latent, rope = cache.update(latent, rope, self.layer_idx)
+        scales, rope = rope[:, 0, :, self.rope_dim :].transpose(1, 2), rope[..., : self.rope_dim]
+        if self.norm is not None:
+            scales = scales.repeat_interleave(self.heads // scales.shape[1], 1)  # [B, H, S]
         attention_mask = with_alibi(attention_mask, plain, options)
         if cache is not None and hidden_states.shape[1] == 1:
-            context, weights = self.over_latents(plain, turning, latent, rope, attention_mask, options)
+            context, weights = self.over_latents(plain, turning, latent, rope, scales, attention_mask, options)
         else:
             key, value = (
                 projection(latent[:, 0]).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, S, D]
                 for projection in (self.k_up_proj, self.v_up_proj)
             )
-            key = torch.cat([key, rope[..., : self.rope_dim].expand(-1, self.heads, -1, -1)], -1)
-            key = self.scaled_keys(key, rope)
+            key = torch.cat([key, rope.expand(-1, self.heads, -1, -1)], -1)
+            key = key if self.norm is None else key * scales[..., None]
             context, weights = attend(self, torch.cat([plain, turning], -1), key, value, attention_mask, **options)
         result = self.output_dropout(self.o_proj(context.flatten(2)))
         return result if residual is None else residual + result, weights
 
-    def rope_queries(self) -> int:
-        """Outputs of ``q_proj`` beside the plain queries."""
-        outputs: int = self.heads * self.rope_dim
-        return outputs
-
     def queries(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Those that meet latents ``[B, H, T, N]`` and, before they rotate, rotary keys ``[B, H, T, P]``."""
-        query = self.q_proj(hidden_states).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return query[..., : self.head_dim], query[..., self.head_dim :]
-
-    def with_scales(self, rope: Tensor, hidden_states: Tensor) -> Tensor:
-        """What the cache holds beside latents: rotary keys ``[B, 1, T, P]`` and what else a subclass needs."""
-        return rope
-
-    def scaled_keys(self, key: Tensor, rope: Tensor) -> Tensor:
-        """``key [B, H, S, N + P]`` as scores need it, by what ``with_scales`` has put behind the rotary keys."""
-        return key
+        query = self.q_proj(hidden_states).unflatten(-1, (self.heads, -1))
+        if self.norm is None:
+            query = query.transpose(1, 2)
+            return query[..., : self.head_dim], query[..., self.head_dim :]
+        plain: Tensor = self.q_norm(query).transpose(1, 2)
+        if not self.rope_dim:
+            return plain, plain[..., :0]
+        return plain, plain @ self.q_rope_proj.weight.view(self.heads, self.rope_dim, self.head_dim).mT
 
     def over_latents(
-        self, plain: Tensor, turning: Tensor, latent: Tensor, rope: Tensor, mask: Tensor | None, options: dict[str, Any]
+        self,
+        plain: Tensor,
+        turning: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+        scales: Tensor,
+        mask: Tensor | None,
+        options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """One step, ``T = 1``, without keys or values of ``S`` tokens: the up-projections move to query and result.
 
         All heads are queries of one key/value head, whose values are the latents: ``[B, 1, H, R + P]``.
         """
+        options = {**options, "is_causal": False}
+        if self.norm is not None:
+            constant = torch.einsum("bhtn,hn->bht", plain, self.k_up_proj.bias.view(self.heads, -1))
+            # the constant key meets one more element of each cached key, which is 1
+            turning, rope = torch.cat([turning, constant[..., None]], -1), nn.functional.pad(rope, (0, 1), value=1.0)
+            options["key_scales"] = scales[:, None]
         up_key, up_value = (part.weight.view(self.heads, -1, self.rank) for part in (self.k_up_proj, self.v_up_proj))
         query = torch.cat([torch.einsum("bhtn,hnr->bhtr", plain, up_key), turning], -1).transpose(1, 2)
         mask = mask if mask is None else mask.transpose(1, 2)
-        options = {**options, "is_causal": False}
         context, weights = attend(self, query, torch.cat([latent, rope], -1), latent, mask, **options)
         weights = weights if weights is None else weights.transpose(1, 2)
         return torch.einsum("bhtr,hdr->bthd", context, up_value), weights
 
 
-class QueryNorm(nn.Module):
-    """The source's norm on queries: of each head's ``D`` dims, or of all heads together (``flat``)."""
-
-    def __init__(self, facts: dict[str, Any]) -> None:
-        super().__init__()
-        self.facts = facts["norm"]
-        self.weight = nn.Parameter(torch.ones(facts["heads"], facts["head_dim"]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x [B, T, H, D]``."""
-        centered, inverse = divided(x, self.facts)
-        normed: Tensor = centered * inverse * (self.weight.float() + self.facts["offset"])
-        return normed.to(x.dtype)
-
-
-class NormedLatentSelfAttention(LatentSelfAttention):
-    """MLA of a source that norms queries and keys. Both norms are exact, whatever the size of the latent.
-
-    The latent holds keys before their norm. ``k_proj``, the source's own, only tells what the norm divides each
-    key/value head of a token by; scores are divided by that, those of latent and rotary key alike. The cache has its
-    inverse behind the rotary key: ``[B, 1, S, P + G]``, one number in place of ``G`` for a norm of all heads together.
-    """
-
-    def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        facts = facts_of(config, layer_idx)
-        width, keys, outer = facts["model_dim"], facts["kv_heads"] * self.head_dim, self.heads * self.head_dim
-        self.norm: dict[str, Any] = facts["norm"]
-        self.q_norm = QueryNorm(facts)
-        self.k_proj = nn.Linear(width, keys, bias=facts["qkv_bias"])
-        self.k_up_proj = nn.Linear(self.rank, outer, bias=True)  # a constant key: divisors make it differ by token
-        if self.rope_dim:
-            self.q_rope_proj = nn.Linear(self.head_dim, self.heads * self.rope_dim, bias=False)  # of each head its own
-
-    def rope_queries(self) -> int:
-        return 0  # they are made of the normed queries
-
-    def queries(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        plain = self.q_norm(self.q_proj(hidden_states).unflatten(-1, (self.heads, -1))).transpose(1, 2)
-        if not self.rope_dim:
-            return plain, plain[..., :0]
-        reading = self.q_rope_proj.weight.view(self.heads, self.rope_dim, self.head_dim)
-        return plain, plain @ reading.mT
-
-    def with_scales(self, rope: Tensor, hidden_states: Tensor) -> Tensor:
-        _, inverse = divided(self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)), self.norm)
-        return torch.cat([rope, inverse.flatten(2)[:, None].to(rope.dtype)], -1)
-
-    def scaled_keys(self, key: Tensor, rope: Tensor) -> Tensor:
-        return key * self._scales(rope)[..., None]
-
-    def over_latents(
-        self, plain: Tensor, turning: Tensor, latent: Tensor, rope: Tensor, mask: Tensor | None, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
-        constant = torch.einsum("bhtn,hn->bht", plain, self.k_up_proj.bias.view(self.heads, -1))
-        turning = torch.cat([turning, constant[..., None]], -1)  # meets one more element of each cached key, which is 1
-        options = {**options, "key_scales": self._scales(rope)[:, None]}
-        rope = nn.functional.pad(rope[..., : self.rope_dim], (0, 1), value=1.0)
-        return super().over_latents(plain, turning, latent, rope, mask, options)
-
-    def _scales(self, rope: Tensor) -> Tensor:
-        """``[B, H, S]``, from the cache."""
-        scales = rope[:, 0, :, self.rope_dim :].transpose(1, 2)
-        return scales.repeat_interleave(self.heads // scales.shape[1], 1)
-
-
-VARIANTS = {"grouped": GroupedSelfAttention, "latent": LatentSelfAttention, "normed_latent": NormedLatentSelfAttention}
+VARIANTS = {"grouped": GroupedSelfAttention, "latent": LatentSelfAttention, "normed_latent": LatentSelfAttention}
 
 
 def divided(x: Tensor, norm: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ that memory is ``O(T)`` and not ``O(T^2)``. Arithmetic is float32 (float64 for f
 import torch
 from torch import Tensor
 
-from kvfold.attention.blocked import Scores
+from kvfold.attention.blocked import AttentionScores
 from kvfold.attention.checks import expect_alike, expect_at_least, expect_divides, expect_shape
 from kvfold.attention.mask import Visibility
 
@@ -132,7 +132,7 @@ def _scores(
     sinks: Tensor | None = None,
     *,
     expand: bool = False,
-) -> Scores:
+) -> AttentionScores:
     """The scores of checked inputs, in float32 or wider; ``expand``: a key head for each query head."""
     expect_shape("query", query, "B H T D", {})
     batch, heads, length, dim = query.shape
@@ -145,7 +145,7 @@ def _scores(
     query, key = query.to(wide), key.to(wide)
     key = key.repeat_interleave(heads // key.shape[1], 1) if expand else key
     grouped = torch.unflatten(query, 1, (key.shape[1], -1))
-    return Scores((grouped,), (key,), scale, Visibility(causal, 0, window), None, softcap, sinks)
+    return AttentionScores((grouped,), (key,), scale, Visibility(causal, 0, window), None, softcap, sinks)
 
 
 def sum_by_distance(weights: Tensor, first: int, low: int, total: Tensor) -> None:

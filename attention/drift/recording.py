@@ -66,15 +66,13 @@ class OpenLayer:
 
     def __call__(self, hidden: Tensor) -> LayerOutput:
         """Run the whole layer on ``hidden [B, T, E]``."""
-        return self._run(hidden, whole=True)
+        arguments = self.arguments(hidden)
+        return run_layer(self.module, hidden, arguments.args, arguments.kwargs, self.tensors)
 
     def attend(self, hidden: Tensor) -> LayerOutput:
         """Run the layer up to its attention's output only: ``hidden`` of the result is None."""
-        return self._run(hidden, whole=False)
-
-    def _run(self, hidden: Tensor, whole: bool) -> LayerOutput:
         arguments = self.arguments(hidden)
-        return run_layer(self.module, hidden, arguments.args, arguments.kwargs, self.tensors, whole=whole)
+        return run_layer(self.module, hidden, arguments.args, arguments.kwargs, self.tensors, whole=False)
 
     def run_submodule(self, name: str, inputs: Tensor) -> Tensor:
         """The output of the layer's module ``name`` for ``inputs``."""
@@ -140,27 +138,20 @@ def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
         attention.register_forward_hook(note_output),
     )
     token = _current.set(recording)
-    if _dispatches(attention):
-        name_implementation(config, RECORDER)
+    files = (sys.modules.get(kind.__module__) for kind in type(attention).__mro__)
+    # others may read the name of the function for rules of theirs
+    dispatches = any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
+    if config is not None and dispatches and hasattr(config, "_attn_implementation"):
+        # the public setter also rewrites every sub-config
+        config._attn_implementation_internal = RECORDER
     try:
         yield recording
     finally:
-        name_implementation(config, implementation)
+        if config is not None and dispatches and hasattr(config, "_attn_implementation"):
+            config._attn_implementation_internal = implementation
         _current.reset(token)
         for hook in hooks:
             hook.remove()
-
-
-def _dispatches(attention: nn.Module) -> bool:
-    """Whether the attention calls the function that its config names: others may read that name for rules of theirs."""
-    files = (sys.modules.get(kind.__module__) for kind in type(attention).__mro__)
-    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
-
-
-def name_implementation(config: Any, name: str) -> None:
-    """Have the modules of ``config`` use the attention function that is registered as ``name``."""
-    if config is not None and hasattr(config, "_attn_implementation"):
-        config._attn_implementation_internal = name  # the public setter also rewrites every sub-config
 
 
 def _record(
@@ -216,7 +207,7 @@ def _details(recording: _Recording) -> dict[str, Any]:
 
 
 def _mask_rule(call: _Call, window: int | None) -> tuple[bool, bool]:
-    """Whether queries see only the keys before them, and whether that and ``window`` are all that the mask says.
+    """True if queries see only the keys before them, and True if that and ``window`` are all that the mask says.
 
     Without a mask the attention function goes by ``is_causal``; a mask outweighs it: the first query of a causal mask
     sees itself alone, and every query that has ``window`` keys behind it sees those.

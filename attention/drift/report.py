@@ -4,6 +4,7 @@ Every number has its *floor* beside it: the same number for the source in its dt
 (float32 for 16-bit dtypes, float64 for float32). A drift near its floor is rounding; above it, conversion.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -142,7 +143,12 @@ def measure_drift(
     )
     size = batch or max(1, _TOKENS_AT_ONCE // tokens.shape[1])
     some = tokens[:floor_sequences] if floor and _floor_dtypes(teacher, compared)[1] is not None else None
-    step = _counter(progress, (1 if some is None else 2) * teacher.layers)
+    total, done = (1 if some is None else 2) * teacher.layers, itertools.count(1)
+
+    def step() -> None:
+        if progress is not None:
+            progress(next(done), total)
+
     with torch.no_grad():
         measured = compare(teacher, compared, tokens, size, step)
     lowest = None if some is None else rounding_floor(teacher, compared, some, size, step)
@@ -224,18 +230,6 @@ def _check_tokens(tokens: Tensor, batch: int | None, floor_sequences: int) -> No
         raise ValueError(f"batch: expected at least 1 sequence, found {batch}")
     if floor_sequences < 1:
         raise ValueError(f"floor_sequences: expected at least 1 (floor=False measures none), found {floor_sequences}")
-
-
-def _counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[], None]:
-    done = 0
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, total)
-
-    return step
 
 
 def _layer(layer: LayerDrift, floor: LayerDrift | None) -> dict[str, Any]:
