@@ -46,7 +46,7 @@ class Reference:
     def __init__(self, checkpoint: Path) -> None:
         from transformers import AutoTokenizer
 
-        from kvfold.convert.stream.auto import AutoModelForCausalLM
+        from kvfold.convert.stream.stock import AutoModelForCausalLM
 
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).float().eval()

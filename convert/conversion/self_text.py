@@ -12,7 +12,7 @@ from kvfold.convert.device import choose_device, compute_dtype, training_autocas
 from kvfold.convert.errors import InputError
 from kvfold.convert.progress import Stages
 from kvfold.convert.request import SELF, held_out_count
-from kvfold.convert.stream.loading import hide_bars, load_model
+from kvfold.convert.stream.stock import hide_bars, load_model
 from kvfold.convert.text.self_written import digest, first_tokens, write_sequences
 from kvfold.convert.text.windows import CalibrationTokens
 

@@ -24,8 +24,7 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import free_memory
 from kvfold.convert.measure.bench_models import BenchTask, ParameterCount, Subject, step_costs
 from kvfold.convert.measure.machine import Clock, peak_memory, processor, repeat, reset_peak
-from kvfold.convert.stream.auto import AutoModelForCausalLM
-from kvfold.convert.stream.loading import load_model
+from kvfold.convert.stream.stock import AutoModelForCausalLM, load_model
 
 _SEED = 0
 _ROOM = 64  # slots of a static cache beyond the context, for the timed steps

@@ -23,8 +23,8 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.options import takes
 from kvfold.convert.progress import stage
 from kvfold.convert.request import DriftRequest
-from kvfold.convert.stream.fits import check_fits
 from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.stream.weights import check_fits
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
 

@@ -18,7 +18,7 @@ from kvfold.convert.measure import eval_tasks
 from kvfold.convert.measure.eval_tasks import CHOICES, TASKS, Question, QuestionMaker, Scores, answers
 from kvfold.convert.measure.losses import stretches, token_losses
 from kvfold.convert.progress import Stages
-from kvfold.convert.stream.loading import hide_bars, load_model
+from kvfold.convert.stream.stock import hide_bars, load_model
 from kvfold.convert.text.documents import open_corpus
 from kvfold.convert.text.sources import check_sources
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer, prefix_tokens, renderer, tokenize

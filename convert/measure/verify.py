@@ -65,7 +65,7 @@ def check_verified(done: Verification) -> None:
 
 def content_problems(checkpoint: Checkpoint) -> list[str]:
     """A line for every tensor that the class of config.json does not take as it is, or that is not finite."""
-    from kvfold.convert.stream.fits import misfits
+    from kvfold.convert.stream.weights import misfits
 
     return [*misfits(checkpoint.config, checkpoint.tensors), *non_finite(checkpoint, checkpoint.tensors)]
 

@@ -22,9 +22,8 @@ from torch import Tensor
 from kvfold.attention.drift.frame import Arguments, Frame, attention_name, cache_bytes_per_token
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert.errors import InputError
-from kvfold.convert.stream.parameters import Parameters
-from kvfold.convert.stream.skeleton import empty_model, unusable
-from kvfold.convert.stream.weight_map import Read, WeightSource
+from kvfold.convert.stream.stock import empty_model, unusable
+from kvfold.convert.stream.weights import Parameters, Read, WeightSource
 
 
 class CheckpointStream:
@@ -34,8 +33,7 @@ class CheckpointStream:
     converted model is the same class with its own config and a ``read`` that looks among the new tensors first.
     ``teacher`` is a stream over the same files: tensors that its open layer has in memory are shared, but for those
     named in ``changed``, which ``read`` gives otherwise; ``origins`` names what those are made of that ``read`` renames
-    or puts together. Raises InputError for a config that transformers cannot
-    build a decoder of.
+    or puts together. Raises InputError for a config that transformers cannot build a decoder of.
     """
 
     def __init__(
@@ -76,7 +74,8 @@ class CheckpointStream:
         Only the rows of tokens that occur are converted; the stored table stays for the next call until ``release``.
         """
         rows, local = torch.unique(tokens.to(self.device), return_inverse=True)
-        tensors = {**self._ends(head=False), self._embedding: self.parameters.rows(self._embedding, rows)}
+        ends = self.parameters.named(self._end_names(head=False))
+        tensors = {**ends, self._embedding: self.parameters.rows(self._embedding, rows)}
         return self._enter(tensors, input_ids=local)[0]
 
     @contextmanager
@@ -96,9 +95,10 @@ class CheckpointStream:
 
         The output head stays loaded until ``release``.
         """
+        ends = self.parameters.named(self._end_names(head=True))
         with _blaming_config():
             blank = self._blank(hidden.shape[1]).expand(len(hidden), -1, -1)
-            return self._frame.logits(hidden, self._ends(head=True), inputs_embeds=blank)
+            return self._frame.logits(hidden, ends, inputs_embeds=blank)
 
     def arguments(self, tokens: int) -> list[Arguments]:
         """The arguments of each layer beside the hidden states, for unpadded sequences of ``tokens``.
@@ -110,11 +110,20 @@ class CheckpointStream:
         return self._recorded[1]
 
     def _enter_blank(self, tokens: int, **options: Any) -> tuple[Tensor, list[Arguments]]:
-        """What the layers are called with for ``tokens`` of nothing."""
-        return self._enter(self._blank_ends(), inputs_embeds=self._blank(tokens), **options)
+        """The arguments of the layers for ``tokens`` of zeros.
+
+        The parameters outside the layers, such as embeddings of positions, are zeros too: no argument depends on them.
+        """
+        ends = {name: self.parameters.map.expected[name] for name in self._end_names(head=False)}
+        zeros = {
+            name: torch.zeros_like(tensor, dtype=self.dtype, device=self.device)
+            for name, tensor in ends.items()
+            if tensor.is_floating_point()
+        }
+        return self._enter(zeros, inputs_embeds=self._blank(tokens), **options)
 
     def _arguments_of(self, index: int, hidden: Tensor) -> Arguments:
-        """Those of a layer for ``hidden [B, T, E]``: biases of scores that are not broadcast (bloom) are repeated."""
+        """The arguments of a layer for ``hidden [B, T, E]``: biases of scores that do not broadcast (bloom) repeat."""
         recorded = self.arguments(hidden.shape[1])[index]
         biases = recorded.kwargs.get("alibi")
         if biases is None or biases.dim() != 3:  # [H, 1, T]
@@ -127,7 +136,7 @@ class CheckpointStream:
         return self.parameters.map.under(f"{self._prefix(index)}{name}.")
 
     def reload(self, layer: OpenLayer, sources: Iterable[WeightSource]) -> None:
-        """Make parameters of an open layer of what ``read`` gives now; gradients flow back to that."""
+        """Make parameters of an open layer of the tensors that ``read`` gives now; gradients flow back to these."""
         prefix = self._prefix(layer.index)
         assert layer.tensors is not None  # as open_layer makes it
         for source in sources:
@@ -135,7 +144,7 @@ class CheckpointStream:
             layer.tensors.update({name.removeprefix(prefix): tensor for name, tensor in made.items()})
 
     def stored_names(self, index: int | None) -> list[str]:
-        """The stored tensors that a layer is made of, or for None those outside the layers."""
+        """The stored tensors of a layer, or for None of the model outside its layers."""
         inside = f"{self._frame.path}." if index is None else self._prefix(index)
         sources = self.parameters.map.sources.items()
         selected = [source for target, source in sources if target.startswith(inside) != (index is None)]
@@ -177,20 +186,8 @@ class CheckpointStream:
         with _blaming_config():
             return self._frame.enter(tensors, **inputs)
 
-    def _ends(self, head: bool) -> dict[str, Tensor]:
-        """The decoder's parameters outside its layers but for the embeddings: with the output head, or without."""
-        return self.parameters.named(self._end_names(head))
-
-    def _blank_ends(self) -> dict[str, Tensor]:
-        """Zeros in place of ``_ends``, such as embeddings of positions: what a layer is called with is not in them."""
-        ends = {name: self.parameters.map.expected[name] for name in self._end_names(head=False)}
-        return {
-            name: torch.zeros_like(tensor, dtype=self.dtype, device=self.device)
-            for name, tensor in ends.items()
-            if tensor.is_floating_point()
-        }
-
     def _end_names(self, head: bool) -> list[str]:
+        """The decoder's parameters outside its layers but for the embeddings: with the output head, or without."""
         base, decoder = f"{self._frame.model.base_model_prefix}.", f"{self._frame.path.rpartition('.')[0]}."
         outside = [name for name in self.parameters.map.expected if not name.startswith(f"{self._frame.path}.")]
         wanted = [name for name in outside if name.startswith(decoder) or (head and not name.startswith(base))]
@@ -199,7 +196,7 @@ class CheckpointStream:
 
 @contextmanager
 def _blaming_config() -> Iterator[None]:
-    """The stock forward without its layers fails on nothing but its config: an InputError says so."""
+    """Turns an error of the stock forward without its layers, which only the config can cause, into an InputError."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -207,7 +204,7 @@ def _blaming_config() -> Iterator[None]:
 
 
 def _to_meta(value: Any) -> Any:
-    """Tensors within tuples and dicts on the meta device; a cache stays as it is."""
+    """``value`` with the tensors in it, also in tuples and dicts, on the meta device; a cache stays as it is."""
     if isinstance(value, Tensor):
         return value.to("meta")
     if isinstance(value, tuple):

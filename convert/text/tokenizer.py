@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, one_line
-from kvfold.convert.stream.skeleton import empty_model
+from kvfold.convert.stream.stock import empty_model
 from kvfold.convert.text.documents import Document, Render
 
 _BLOCK = 1 << 16  # characters

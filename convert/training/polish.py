@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from kvfold.attention.drift.frame import Arguments, Frame, Stop
-from kvfold.convert.stream.skeleton import empty_model
-from kvfold.convert.stream.weight_map import Read, WeightMap
+from kvfold.convert.stream.stock import empty_model
+from kvfold.convert.stream.weights import Read, WeightMap
 from kvfold.convert.training.budget import ROUND, batch_size
 from kvfold.convert.training.fit import Fitted, fit, random_batches
 from kvfold.convert.training.loss import divergence

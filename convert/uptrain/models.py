@@ -7,7 +7,7 @@ import torch
 from kvfold.attention.drift.frame import attention_name, layer_list
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError
-from kvfold.convert.stream.loading import load_model
+from kvfold.convert.stream.stock import load_model
 from kvfold.convert.targets.mla.constant import HeldSlice
 from kvfold.convert.training.constant import has_constant, hold_constant
 from kvfold.convert.uptrain.arguments import compute_dtype

@@ -14,7 +14,7 @@ from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoin
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.families.model import model_of
-from kvfold.convert.stream.auto import AutoModelForCausalLM as CompletedAuto
+from kvfold.convert.stream.stock import AutoModelForCausalLM as CompletedAuto
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.targets.engines import alternatives, verdicts
 from kvfold.convert.targets.mla.config import LatentTarget, mla_config, mla_shapes

@@ -28,7 +28,7 @@ from kvfold.convert.families.family import load_family, supported
 from kvfold.convert.families.layout import read_layer, write_layer
 from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.verify import verify_checkpoint
-from kvfold.convert.stream.loading import load_model
+from kvfold.convert.stream.stock import load_model
 from kvfold.convert.targets.own_code import CODE
 from kvfold.convert.transforms.fold import pool
 from kvfold.convert.uptrain.models import prepare_model
@@ -407,7 +407,7 @@ def test_other_layouts_name_this_one(tiny_family, tmp_path):
 FRESH = """
 import sys
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.stream.loading import load_config
+from kvfold.convert.stream.stock import load_config
 print(type(load_config(open_checkpoint(sys.argv[1]), False)).__module__)
 """
 

@@ -9,9 +9,9 @@ from transformers import LlamaConfig
 from transformers.core_model_loading import Chunk, Concatenate, WeightConverter, WeightRenaming
 
 from kvfold.convert.errors import InputError, KvfoldError
-from kvfold.convert.stream import weight_map
-from kvfold.convert.stream.skeleton import empty_model
-from kvfold.convert.stream.weight_map import WeightMap
+from kvfold.convert.stream import weights as weights_of
+from kvfold.convert.stream.stock import empty_model
+from kvfold.convert.stream.weights import WeightMap
 
 CONFIG = LlamaConfig(
     vocab_size=7,
@@ -39,7 +39,7 @@ def model() -> Any:
 
 
 def conversions(monkeypatch: pytest.MonkeyPatch, *entries: Any) -> None:
-    monkeypatch.setattr(weight_map, "get_model_conversion_mapping", lambda model: list(entries))
+    monkeypatch.setattr(weights_of, "get_model_conversion_mapping", lambda model: list(entries))
 
 
 def stored(model: Any) -> dict[str, Tensor]:

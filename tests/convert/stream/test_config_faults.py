@@ -59,7 +59,7 @@ def rope(**values):
         (rope(rope_type=["x"]), r"rope_type must be a string, found \['x'\]"),
         (rope(rope_type="x"), "rope_parameters must be a value that a llama model takes, found {.*'rope_type': 'x'"),
         ({"dtype": "x"}, "dtype must be a value that a llama model takes, found 'x'"),
-        ({"attention_dropout": "x"}, "attention_dropout must be a value that a llama model takes, found 'x'"),
+        ({"attention_dropout": "x"}, "attention_dropout must be a number, found 'x'"),
         ({"pad_token_id": 10**6}, "pad_token_id must be a value that a llama model takes, found 1000000"),
     ],
 )

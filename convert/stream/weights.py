@@ -1,0 +1,254 @@
+"""The parameters of a stock model, made of the tensors that a checkpoint stores.
+
+Files and modules do not always agree: mixtral stores one tensor per expert where the module holds them fused.
+transformers keeps the conversions as data (``conversion_mapping``); a ``WeightMap`` applies them to a few parameters at
+a time, reading only the tensors that those need, from whatever shards hold them::
+
+    checkpoint's names --read--> stored tensors --converter--> parameter --dtype, device--> the module's tensor
+
+Every step is differentiable, ``read`` included if it gives tensors that require gradients. So refinement trains a
+tensor of the file: the loss of a step reaches the float32 master behind a name by the same way that loading takes.
+
+``Parameters`` keeps what is loaded while a layer is open; ``check_fits`` tries the map on the meta device, where
+nothing is read.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from kvfold.convert.checkpoint.headers import TensorInfo
+from kvfold.convert.checkpoint.tensors import torch_dtype
+from kvfold.convert.errors import InputError, KvfoldError, one_line
+from kvfold.convert.stream.stock import empty_model
+
+Read = Callable[[str], Tensor]
+_LONGEST = 200  # characters of another library's error text
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """The stored tensors ``names``, in order, that make the parameter ``target`` (where a converter splits: the first).
+
+    ``converter`` is None when the file holds the parameter itself; ``patterns[i]`` is its name for ``names[i]``.
+    Sources that read the same tensors for the same parameter are equal, also of different models.
+    """
+
+    target: str
+    names: tuple[str, ...]
+    patterns: tuple[str, ...] = ()
+    converter: WeightConverter | None = field(default=None, compare=False)
+
+    def make(self, read: Read, model: Any) -> dict[str, Tensor]:
+        """Read the tensors and convert them, in the dtype that they are stored in."""
+        if self.converter is None:
+            return {self.target: read(self.names[0])}
+        converter = deepcopy(self.converter)
+        for name, pattern in zip(self.names, self.patterns, strict=True):
+            converter.add_tensor(self.target, name, pattern, read(name))
+        made = converter.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+class WeightMap:
+    """The sources of every parameter and persistent buffer of ``model`` among the stored tensors ``names``."""
+
+    def __init__(self, model: Any, names: Iterable[str]) -> None:
+        self.model = model
+        self.expected: dict[str, Tensor] = dict(model.state_dict())
+        self.tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        self.sources = _sources(model, self.expected, names)
+        self._kept_in_float32 = {
+            *(getattr(model, "_keep_in_fp32_modules", None) or ()),
+            *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
+        }
+
+    def under(self, prefix: str) -> list[WeightSource]:
+        """The sources of the parameters whose names begin with ``prefix``. Raises InputError if some have none."""
+        self._refuse_missing(target for target in self.expected if target.startswith(prefix))
+        return [source for target, source in self.sources.items() if target.startswith(prefix)]
+
+    def source_of(self, target: str) -> WeightSource:
+        """The source of one parameter, or of the one that it is tied to. Raises InputError without any."""
+        tied_to = self.tied.get(target)
+        if target not in self.sources and tied_to is not None:
+            target = tied_to
+        self._refuse_missing([target])
+        return self.sources[target]
+
+    def load(
+        self, source: WeightSource, read: Read, dtype: torch.dtype, device: torch.device | str
+    ) -> dict[str, Tensor]:
+        """The parameters that ``source`` makes: full names, checked shapes, ``dtype`` (integers keep theirs)."""
+        made = source.make(read, self.model)
+        for name in list(made):
+            tensor, expected = made.pop(name), self.expected.get(name)
+            if expected is not None and expected.shape != tensor.shape:
+                raise InputError(
+                    f"the model's {name} has shape {list(expected.shape)} by config.json, "
+                    f"but {', '.join(source.names[:3])} gives {list(tensor.shape)}"
+                )
+            keeps_float32 = not self._kept_in_float32.isdisjoint(name.split("."))
+            loaded = torch.float32 if keeps_float32 else dtype
+            made[name] = tensor.to(device, loaded if tensor.is_floating_point() else None)
+        return made
+
+    def _refuse_missing(self, targets: Iterable[str]) -> None:
+        covered = self._covered
+        missing = [target for target in targets if target not in covered and target not in self.tied]
+        if missing:
+            raise InputError(
+                f"the checkpoint lacks tensors for {len(missing)} parameters of {type(self.model).__name__}",
+                missing,
+            )
+
+    @cached_property
+    def _covered(self) -> set[str]:
+        """The parameters with a source: a converter that splits covers several."""
+        covered = set(self.sources)
+        for source in self.sources.values():
+            if source.converter is not None and len(source.converter.target_patterns) > 1:
+                first, *others = source.converter.target_patterns
+                covered.update(source.target.replace(first, other) for other in others)
+        return covered
+
+
+def _sources(model: Any, expected: dict[str, Tensor], names: Iterable[str]) -> dict[str, WeightSource]:
+    """The sources by parameter. Raises KvfoldError where stored tensors contradict each other."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    gathered: dict[str, list[tuple[str, str | None]]] = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
+        if target not in expected and name in expected:
+            target, pattern = name, None
+        if target in expected:
+            gathered.setdefault(target, []).append((name, pattern))
+    sources = {}
+    for target, parts in gathered.items():
+        stored = tuple(name for name, _ in parts)
+        patterns = tuple(pattern for _, pattern in parts if pattern is not None)
+        if not patterns and len(stored) > 1:
+            raise KvfoldError(f"{len(stored)} tensors of the checkpoint are all {target}: {', '.join(stored)}")
+        if patterns and len(patterns) < len(stored):
+            raise KvfoldError(f"{target} is stored both whole and in parts: {', '.join(stored[:4])}")
+        converter = by_pattern[patterns[0]] if patterns else None
+        sources[target] = WeightSource(target, stored, patterns, converter)
+    return sources
+
+
+class Parameters:
+    """The tensors of ``model`` (on the meta device) from the checkpoint that ``read`` and ``names`` stand for.
+
+    Parameters stay loaded until ``release``. ``teacher`` are those of a model over the same files: what it has
+    loaded is shared, but for what is made of stored tensors named in ``changed``, which ``read`` gives otherwise.
+    ``origins``: what ``read`` puts together or renames, with the teacher's stored tensors that it is made of.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        read: Read,
+        names: Iterable[str],
+        device: torch.device,
+        dtype: torch.dtype,
+        teacher: "Parameters | None" = None,
+        changed: Collection[str] = (),
+        origins: Mapping[str, Collection[str]] | None = None,
+    ) -> None:
+        self.map = WeightMap(model, names)
+        self.read, self.device, self.dtype = read, device, dtype
+        self._teacher = teacher if teacher is not None and teacher.dtype == dtype else None
+        self._changed, self._origins = changed, origins or {}
+        self._loaded: dict[WeightSource, dict[str, Tensor]] = {}
+        self._tables: dict[str, Tensor] = {}
+
+    def under(self, prefix: str) -> dict[str, Tensor]:
+        """The parameters whose names begin with ``prefix``, under what is left of their names."""
+        loaded: dict[str, Tensor] = {}
+        for source in self.map.under(prefix):
+            loaded.update(self._load(source))
+        return {name.removeprefix(prefix): tensor for name, tensor in loaded.items()}
+
+    def named(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The parameters ``names``; tied ones come from each other."""
+        sources = {name: self.map.source_of(name) for name in names}
+        return {name: self._load(source)[source.target] for name, source in sources.items()}
+
+    def rows(self, name: str, rows: Tensor) -> Tensor:
+        """Some ``rows [n]`` of a table ``[V, E]``: of the table itself only the stored tensor stays in memory."""
+        if name not in self._tables:
+            source = self.map.source_of(name)
+            if source.converter is not None:
+                raise InputError(
+                    f"{name} is stored in parts ({', '.join(source.names[:3])}); embeddings must be one tensor"
+                )
+            self._tables[name] = self.read(source.names[0])
+        table = self._tables[name]
+        return table[rows.to(table.device)].to(self.device, self.dtype)
+
+    def load(self, source: WeightSource) -> dict[str, Tensor]:
+        """The parameters of ``source`` from the tensors that ``read`` returns now, neither shared nor cached."""
+        return self.map.load(source, self.read, self.dtype, self.device)
+
+    def release(self) -> None:
+        """Drop what has been loaded."""
+        self._loaded.clear()
+        self._tables.clear()
+
+    def _load(self, source: WeightSource) -> dict[str, Tensor]:
+        """The parameters of ``source``, those of the teacher where both are made of the same stored tensors."""
+        if source in self._loaded:
+            return self._loaded[source]
+        made_of = {origin for name in source.names for origin in self._origins.get(name, (name,))}
+        shares = self._teacher is not None and not any(name in self._changed for name in source.names)
+        for other, loaded in self._teacher._loaded.items() if self._teacher is not None and shares else ():
+            same = other.target == source.target and made_of == set(other.names)
+            if same and all(tensor.shape == self.map.expected[name].shape for name, tensor in loaded.items()):
+                self._loaded[source] = loaded
+                return loaded
+        self._loaded[source] = self.load(source)
+        return self._loaded[source]
+
+
+def check_fits(weights: WeightMap, stored: Mapping[str, TensorInfo], origin: str) -> None:
+    """Raises InputError when ``stored`` lacks a parameter of ``weights``, or makes one of another shape."""
+    if problems := _misfits(weights, stored):
+        raise InputError(f"{origin}: its tensors are not those of its config.json", problems)
+
+
+def misfits(config: dict[str, object], stored: Mapping[str, TensorInfo]) -> list[str]:
+    """A line for every parameter of the stock class of ``config`` that ``stored`` lacks or has in another shape.
+
+    Raises InputError when transformers cannot build the class.
+    """
+    return _misfits(WeightMap(empty_model(config, torch.float32), stored), stored)
+
+
+def _misfits(weights: WeightMap, stored: Mapping[str, TensorInfo]) -> list[str]:
+    def read(name: str) -> Tensor:
+        return torch.empty(stored[name].shape, dtype=torch_dtype(stored[name].dtype), device="meta")
+
+    problems = []
+    try:
+        weights.under("")
+    except InputError as error:
+        problems += [f"missing: {name}" for name in error.details]
+    for source in weights.sources.values():
+        try:
+            weights.load(source, read, torch.float32, "meta")
+        except InputError as error:
+            problems.append(error.message)
+        except (RuntimeError, ValueError, IndexError) as error:  # of a converter that joins what does not go together
+            joined, reason = ", ".join(source.names[:3]), one_line(error)[:_LONGEST]
+            problems.append(f"{joined}: do not make {source.target}: {reason}")
+    return problems
