@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.errors import InputError, as_keyword, did_you_mean, one_line, opt, worded
+from kvfold.convert.methods.registry import methods_of
 from kvfold.convert.options import Spec, run_only, specs, value_problems
-from kvfold.convert.request import ConvertRequest, methods_of
+from kvfold.convert.request import ConvertRequest
 
 _FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 _LARGEST = 1 << 20  # bytes

@@ -1,23 +1,22 @@
 """The options of a conversion and the values that they take. No checkpoint is opened, torch is not imported."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from kvfold.convert.errors import opt
+from kvfold.convert.errors import InputError, did_you_mean, opt
+from kvfold.convert.methods.registry import DEFAULT, Method, find_method, find_objective, methods_of, objectives
 from kvfold.convert.options import Request, option, run_only, specs
 from kvfold.convert.sizes import parse_size, size_expected
 
 Target = Literal["gqa", "mqa", "mla"]
-MethodName = Literal["principal", "mean", "first", "random", "svd"]
 Grouping = Literal["similar", "contiguous"]
 Layout = Literal["free", "engine", "kvfold"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 TARGETS: tuple[str, ...] = get_args(Target)
-METHODS: tuple[str, ...] = get_args(MethodName)
 GROUPINGS: tuple[str, ...] = get_args(Grouping)
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 DEVICES: tuple[str, ...] = get_args(Device)
@@ -26,7 +25,6 @@ DTYPES: tuple[str, ...] = get_args(Dtype)
 DEFAULT_LAYOUT: Layout = "free"
 
 SELF = "self"  # --calibration: the source writes the text
-WEIGHTS_ONLY = frozenset({"mean", "first", "random", "svd"})
 
 
 def held_out_count(samples: int) -> int:
@@ -43,6 +41,17 @@ def _folder_named(text: str) -> str | None:
     return None if text.strip() else "a folder to write (is a shell variable unset?)"
 
 
+def _registered(known: Callable[[], tuple[str, ...]]) -> Callable[[str], str | None]:
+    """The rule for a name that ``known`` lists, or one of a module, which is imported when the request is complete."""
+
+    def rule(name: str) -> str | None:
+        if ":" in name or name in known():
+            return None
+        return f"one of {', '.join(known())}, or MODULE:NAME{did_you_mean(name, known())}"
+
+    return rule
+
+
 def _texts_rule(names: str | tuple[Any, ...]) -> str | None:
     each = names if isinstance(names, tuple) else (names,)
     if not all(isinstance(name, str) and name.strip() for name in each):
@@ -56,8 +65,9 @@ def _texts_rule(names: str | tuple[Any, ...]) -> str | None:
 class ConvertRequest(Request):
     """One conversion. Field names are the options of ``kvfold convert`` with underscores; its ``--help`` explains them.
 
-    ``method`` and ``group`` left at None take the best there is for the target (see ``resolved_method``). Paths may be
-    path objects; they become text. Raises InputError, with every problem at once.
+    ``method`` and ``group`` left at None take the best there is for the target (see ``resolved_method``). ``method``
+    and ``objective`` are registered names, or ``MODULE:NAME`` of a module that registers one (`methods.registry`).
+    Paths may be path objects; they become text. Raises InputError, with every problem at once.
 
     >>> ConvertRequest(model="MODEL", out="OUT", to="gqa", kv_heads=8)
     ConvertRequest(model='MODEL', out='OUT', to='gqa', kv_heads=8)
@@ -96,11 +106,20 @@ class ConvertRequest(Request):
         least=1,
         targets=("mla",),
     )
-    method: MethodName | None = option(
+    method: str | None = option(
         None,
-        help="principal (calibrated; default), mean, first, random; mla: principal, svd.",
+        help="principal (calibrated; default), mean, first, random; mla: principal, svd; or MODULE:NAME.",
         panel="Target",
         metavar="NAME",
+        check=_registered(methods_of),
+    )
+    objective: str | None = option(
+        None,
+        help="Error that a fold minimizes (gqa, mqa): scores (default), or MODULE:NAME.",
+        panel="Target",
+        metavar="NAME",
+        check=_registered(objectives),
+        targets=("gqa", "mqa"),
     )
     group: Grouping | None = option(
         None, help="Heads that share: similar ones, or neighbors.", panel="Target", targets=("gqa", "mqa")
@@ -181,18 +200,23 @@ class ConvertRequest(Request):
     trust_remote_code: bool = option(False, help="Allow code in the checkpoint to run.", panel="Running", runs=True)
 
     @property
-    def resolved_method(self) -> MethodName:
-        return self.method or "principal"
+    def resolved_method(self) -> str:
+        return self.method or DEFAULT
+
+    @property
+    def chosen_method(self) -> Method:
+        """The registered method. Raises InputError for a name that the target has no method of."""
+        return find_method(self.resolved_method, self.to)
 
     @property
     def resolved_layout(self) -> Layout:
         """The layout of an MLA result. Without text there is nothing to calibrate layout ``engine`` on."""
-        return self.layout or ("free" if self.method == "svd" else DEFAULT_LAYOUT)
+        return self.layout or (DEFAULT_LAYOUT if self.chosen_method.reads_text else "free")
 
     @property
     def calibrated(self) -> bool:
         """Whether the conversion runs the model over calibration text."""
-        return self.resolved_method not in WEIGHTS_ONLY or bool(self.refine) or bool(self.polish)
+        return self.chosen_method.reads_text or bool(self.refine) or bool(self.polish)
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -210,7 +234,7 @@ class ConvertRequest(Request):
         left_out = {"calibration", *run_only(ConvertRequest)}
         if not self.calibrated:
             left_out |= {"samples", "seq_len", "refine", "polish"}
-            if self.resolved_method != "random":
+            if not self.chosen_method.seeded:
                 left_out.add("seed")
         given = {name: value for name, value in vars(self).items() if name not in left_out}
         given["max_shard_size"] = self.shard_bytes
@@ -219,11 +243,7 @@ class ConvertRequest(Request):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Values that do not go together, and methods that the target does not have."""
-        to, method = self.to, self.resolved_method
-        principal = opt("method", "principal")
-        if to in TARGETS and self.method in METHODS and self.method not in methods_of(to):
-            allowed = ", ".join(methods_of(to))
-            yield "method", f"{opt('method', self.method)} does not go with {opt('to', to)}; use one of {allowed}"
+        to, principal = self.to, opt("method", DEFAULT)
         if to == "gqa" and self.kv_heads is None:
             heads = "the number of key/value heads to keep; `kvfold inspect` lists them"
             yield "kv_heads", f"{opt('to', to)} needs {opt('kv_heads')}, {heads}"
@@ -240,47 +260,59 @@ class ConvertRequest(Request):
             ):
                 some = " or ".join(opt("to", target) for target in targets)
                 yield name, f"{opt(name)} needs {some}, not {opt('to', to)}; leave it out"
+        if to not in TARGETS:
+            return
+        method = find_method(DEFAULT, to)
+        try:
+            if isinstance(self.method, str) and (":" in self.method or self.method in methods_of()):
+                method = self.chosen_method
+        except InputError as error:
+            yield "method", error.message
+        named = opt("method", self.resolved_method)
+        calibrated = method.reads_text or bool(self.refine) or bool(self.polish)
+        if self.objective is not None and to != "mla" and not method.takes_objective:
+            yield "objective", f"{opt('objective')}: {named} minimizes none; leave it out, or use {principal}"
+        if isinstance(self.objective, str) and ":" in self.objective:
+            try:
+                find_objective(self.objective)
+            except InputError as error:
+                yield "objective", error.message
         if to == "mla":
-            yield from self._latent_problems()
-        elif self.group == "similar" and method in WEIGHTS_ONLY:
-            unread = f"compares heads on text, which {opt('method', method)} does not read"
+            yield from self._latent_problems(method)
+        elif self.group == "similar" and not method.reads_text:
+            unread = f"compares heads on text, which {named} does not read"
             yield "group", f"{opt('group', 'similar')} {unread}; leave it out, or use {principal}"
         if self.keep_quantized and self.dtype not in ("auto", "bfloat16"):
             either = f"{opt('keep_quantized', True)} needs {opt('dtype', 'bfloat16')} or auto"
             yield "keep_quantized", f"{either}, not {self.dtype}; leave one of the two out"
-        if not self.calibrated:
-            without = f"{opt('method', method)} without {opt('refine')} or {opt('polish')}"
+        if not calibrated:
+            without = f"{named} without {opt('refine')} or {opt('polish')}"
             if self.calibration is not None:
                 yield "calibration", f"{opt('calibration')}: {without} reads no text; leave it out, or use {principal}"
             if self.spill is not None:
                 yield "spill", f"{opt('spill')}: {without} has no hidden states to keep; leave it out"
 
-    def _latent_problems(self) -> Iterator[tuple[str, str]]:
+    def _latent_problems(self, method: Method) -> Iterator[tuple[str, str]]:
         split = (self.kv_rank is not None, self.rope_dim is not None)
         both = f"{opt('kv_rank')} and {opt('rope_dim')}"
-        svd, principal = opt("method", "svd"), opt("method", "principal")
+        named, principal = opt("method", self.resolved_method), opt("method", DEFAULT)
         if self.budget is not None and any(split):
             yield "budget", f"{opt('budget')} chooses {both} itself; give either it or the two"
         if self.budget is None and not all(split):
             elements = "(KV-cache elements per token per layer)"
             yield "kv_rank", f"{opt('to', 'mla')} needs {both} {elements}, or {opt('budget')}"
-        if self.layout == "engine" and self.method == "svd":
+        if self.layout == "engine" and not method.reads_text:
             calibrates = f"{opt('layout', 'engine')} calibrates the latent's norm on text"
-            yield "layout", f"{calibrates}, which {svd} does not read; use {principal}"
-        if self.rotate_latent and self.resolved_layout == "engine":
+            yield "layout", f"{calibrates}, which {named} does not read; use {principal}"
+        if self.rotate_latent and (self.layout or DEFAULT_LAYOUT) == "engine":
             larger = "increases the error of an FP8 cache with"
             way_out = f"leave it out, or use {opt('layout', 'free')}"
             yield "rotate_latent", f"{opt('rotate_latent', True)} {larger} {opt('layout', 'engine')}; {way_out}"
-        if self.budget is not None and self.method == "svd":
+        if self.budget is not None and not method.reads_text:
             yield (
                 "budget",
-                f"{opt('budget')} chooses by measured drift, and {svd} reads no text; use {principal}",
+                f"{opt('budget')} chooses by measured drift, and {named} reads no text; use {principal}",
             )
-
-
-def methods_of(to: str | None) -> tuple[str, ...]:
-    """The methods of a target."""
-    return ("principal", "svd") if to == "mla" else ("principal", "mean", "first", "random")
 
 
 @dataclass(frozen=True, repr=False)

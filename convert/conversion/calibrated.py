@@ -13,8 +13,8 @@ from kvfold.attention.drift.compare import compare_predictions
 from kvfold.attention.drift.report import DriftReport
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import hidden_states
-from kvfold.convert.conversion.method import Measured, Notes
 from kvfold.convert.errors import KvfoldError
+from kvfold.convert.methods.registry import Notes
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.walk.passes import chunk_size, last_states
@@ -23,7 +23,7 @@ _AGREE = 1e-3  # relative; what is written was rounded in memory too, so only th
 
 
 @dataclass(frozen=True)
-class Calibrated(Measured):
+class Calibrated:
     """The measurements of a calibrated run. ``stream`` is the source's, ``spill`` the folder for hidden states."""
 
     tokens: CalibrationTokens

@@ -11,6 +11,7 @@ from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.self_text import write_tokens
 from kvfold.convert.device import choose_device, compute_dtype
+from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.progress import Stages
 from kvfold.convert.request import SELF
 from kvfold.convert.stream.stream import CheckpointStream
@@ -45,7 +46,7 @@ def print_start(plan: Plan, tokens: CalibrationTokens) -> None:
     text = "text that the source wrote itself" if tokens.source == SELF else tokens.source
     print(
         f"calibrating on {count} x {length} tokens of {text} "
-        f"(--method {quick_method(plan)} needs no text and is faster, but worse)",
+        f"(--method {quick_method(plan.request.to)} needs no text and is faster, but worse)",
         file=sys.stderr,
     )
     if tokens.source == BUILT_IN:
@@ -64,7 +65,7 @@ def _load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | Non
     request = plan.request
     check_seq_len(request.seq_len, plan.geometry.positions, plan.source_name)
     if otherwise is None:
-        otherwise = f", or use --method {quick_method(plan)}, which reads no text"
+        otherwise = f", or use --method {quick_method(plan.request.to)}, which reads no text"
     tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration", otherwise)
     if request.calibration == SELF:
         tokens = write_tokens(plan, tokenizer, scratch, stages)
@@ -86,8 +87,3 @@ def hidden_states(folder: str | None) -> Iterator[Keep]:
         return
     with Spill(folder) as spill:
         yield spill
-
-
-def quick_method(plan: Plan) -> str:
-    """The method that reads no text."""
-    return "svd" if plan.request.to == "mla" else "mean"

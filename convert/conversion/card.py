@@ -52,15 +52,6 @@ _TRAINED_ALL = "Everything else was the source's before the uptraining, which ch
 _TRAINED_ATTENTION = "Everything else was the source's before the uptraining, which trained the attention alone."
 _BEFORE = "## Before the uptraining"
 
-_METHODS = {
-    "mean": "Keys and values are the mean of the heads that they replace (Ainslie et al., 2023); it needs uptraining",
-    "first": "Each group keeps its first head (a baseline of Ainslie et al., 2023); it needs uptraining",
-    "random": "Keys and values are drawn at random (a baseline of Ainslie et al., 2023); it must be trained before use",
-    "principal": "Shared keys and values are principal components over text; queries and the output absorb the change",
-    "svd": "Keys and values were factored by a singular value decomposition of their weights; it needs uptraining",
-}
-
-
 _REFINED = """
 Then each layer's attention was refined to reproduce the source's residual stream on the calibration text, no labels."""
 _POLISHED = """
@@ -125,7 +116,7 @@ def model_card(plan: Plan, record: Mapping[str, Any]) -> str:
         ranks=_rank_table(record),
         usage=usage(plan),
         engines="\n".join(map(_engine_row, plan.engines)),
-        method=_METHODS[plan.request.resolved_method],
+        method=plan.request.chosen_method.card,
         refined=_REFINED if plan.request.refine else "",
         polished=_POLISHED.format(steps=record["polish"]["kept"]) if record.get("polish", {}).get("kept") else "",
         made_of="".join(f"\nThe source: {line}." for line in plan.checkpoint.made_of),

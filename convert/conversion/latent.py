@@ -1,97 +1,87 @@
-"""Calibrated conversions to latent attention (MLA).
+"""Latent attention (MLA) in a conversion: the survey of all layers, candidates for the split, the fit of each layer."""
 
-All layers share their rotary frequencies, so every layer is surveyed before any is converted. The survey's statistics
-are in a scratch folder beside the shards; in memory are small tables only.
-"""
-
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvfold.convert import processes
-from kvfold.convert.conversion.calibrated import Calibrated
-from kvfold.convert.conversion.calibration import (
-    hidden_states,
-    load_tokens,
-    own_sequences,
-    print_start,
-    source_stream,
-)
-from kvfold.convert.conversion.journal import Journal
-from kvfold.convert.conversion.latent_layer import (
-    DAMPERS,
-    SHARE,
-    Candidate,
-    Survey,
-    latent_layer,
-    spectrum_note,
-    spectrum_record,
-)
-from kvfold.convert.conversion.method import Converted, Method, Notes
-from kvfold.convert.conversion.norms import NORMS
-from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.refinement import refinement_record
+from kvfold.convert.conversion.calibration import load_tokens, own_sequences, print_start, source_stream
+from kvfold.convert.conversion.plan import Plan, resolved
 from kvfold.convert.conversion.source import source_heads, source_layer, source_rotary
-from kvfold.convert.conversion.student_walk import StudentWalk
-from kvfold.convert.conversion.trials import resolve
+from kvfold.convert.methods.registry import Fitted, LatentLayer, Notes
 from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.head_norms import linear_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
-from kvfold.convert.transforms.latent.slots import LayerSurvey
+from kvfold.convert.transforms.latent.latent import latent_spectrum
+from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots
 from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.hidden import Keep
 from kvfold.convert.walk.passes import survey
 from kvfold.convert.walk.walk import Step
 
+SPECTRUM = "latent_spectrum"
+_SHOWN_CHANNELS = 3  # of the spectrum that is recorded, relative to the channels
 
-class Latent(Method):
-    """Layers fitted to the statistics of a survey, for the split and frequencies that the survey shows to be best."""
 
-    def __init__(self, chosen: Candidate, surveyed: Survey, choices: Notes, keep: Keep) -> None:
-        super().__init__(chosen.plan)
-        self._chosen, self._survey, self._choices = chosen, surveyed, choices
-        self._walk = StudentWalk(chosen.plan, surveyed.source, surveyed.tokens, statistics=False, keep=keep)
+@dataclass(frozen=True)
+class Survey:
+    """A surveyed model: the tables of its layers, and the folder that holds what does not fit into memory."""
 
-    @classmethod
-    @contextmanager
-    def begin(cls, plan: Plan, scratch: Path, stages: Stages) -> Iterator[Self]:
-        folder = scratch / ".survey"
-        folder.mkdir(exist_ok=True)
-        try:
-            with hidden_states(plan.request.spill) as keep:
-                surveyed = survey_source(plan, folder, stages, keep)
-                chosen, choices = resolve(plan, surveyed, stages)
-                yield cls(chosen, surveyed, choices, keep)
-        finally:
-            if processes.is_first():  # which alone reads it
-                shutil.rmtree(folder)
+    source: CheckpointStream
+    tokens: CalibrationTokens
+    layers: tuple[LayerSurvey, ...]
+    folder: Path
 
-    def walk_again(self, journal: Journal, stages: Stages) -> None:
-        self._walk.walk_again(journal, stages)
+    def notes(self, layer: int) -> tuple[LayerStatistics, Tensor]:
+        """The statistics of ``layer``, and its attention's inputs for some tokens ``[n, E]``."""
+        saved = torch.load(self.folder / f"{layer}.pt", weights_only=True, mmap=True)
+        return LayerStatistics(**saved["statistics"]), saved["inputs"]
 
-    def layers(self, journal: Journal) -> Iterator[Converted]:
-        for step in self._walk.steps():
-            latent, notes = processes.from_first(partial(self._fitted, step))
-            yield self._walk.convert(step, latent, notes)
 
-    def _fitted(self, step: Step) -> tuple[LatentWeights, Notes]:
-        latent, notes = latent_layer(self._chosen, step, self._survey)
-        return latent, {**notes, **spectrum_note(self._chosen, step.index, self._survey)}
+@dataclass(frozen=True)
+class Candidate:
+    """A way to store the model: its plan, the rotary slots of each layer, and after a trial its drift, KL in nats.
 
-    def measured(self, notes: Sequence[Notes]) -> Calibrated:
-        fits = {name: [note[name] for note in notes if name in note] for name in (SHARE, DAMPERS, NORMS)}
-        fits = {name: values for name, values in fits.items() if values}
-        fits |= spectrum_record(notes, self._chosen.target.channels)
-        return self._walk.measured({**self._choices, **fits, **refinement_record(notes)})
+    ``kl`` is that as fitted, ``refined_kl`` that after a few steps of refinement.
+    """
+
+    plan: Plan
+    slots: tuple[Slots, ...]
+    kl: float = math.nan
+    refined_kl: float = math.nan
+
+    @property
+    def refined(self) -> bool:
+        return not math.isnan(self.refined_kl)
+
+    @property
+    def drift(self) -> float:
+        """The KL by which it is judged: refined where it was."""
+        return self.refined_kl if self.refined else self.kl
+
+    @property
+    def judged(self) -> tuple[bool, float]:
+        """Lower is better: any refined drift before one as fitted."""
+        return not self.refined, self.drift
+
+    @property
+    def target(self) -> LatentTarget:
+        return self.plan.latent_target()
+
+    @property
+    def served_by(self) -> tuple[str, ...]:
+        """The engines that serve its output."""
+        return tuple(verdict.engine for verdict in self.plan.engines if verdict.serves)
 
 
 def survey_source(plan: Plan, folder: Path, stages: Stages, keep: Keep = list) -> Survey:
@@ -109,16 +99,91 @@ def survey_layers(
 
     ``keep`` says where hidden states are.
     """
-    layers = []
+
+    def note(index: int, statistics: LayerStatistics, inputs: Tensor) -> LayerSurvey:
+        weights = linear_heads(source_layer(plan, index), statistics)
+        torch.save({"statistics": vars(statistics), "inputs": inputs}, folder / f"{index}.pt")
+        return rope_slots.survey_layer(weights, statistics, source_rotary(plan, index), plan.geometry.positions)
+
     surveyed = survey(source, own_sequences(tokens.calibration), heads=source_heads(plan), keep=keep)
-    calibrated = stages.over("survey", surveyed, plan.geometry.layers, "layer")
-    for index, statistics, inputs in calibrated:
-        layers.append(processes.from_first(partial(_note, plan, folder, index, statistics, inputs)))
-    return Survey(source, tokens, tuple(layers), folder)
+    walked = stages.over("survey", surveyed, plan.geometry.layers, "layer")
+    layers = tuple(processes.from_first(partial(note, *each)) for each in walked)
+    return Survey(source, tokens, layers, folder)
 
 
-def _note(plan: Plan, folder: Path, index: int, statistics: LayerStatistics, inputs: Tensor) -> LayerSurvey:
-    """Save the statistics of a layer; returns its tables."""
-    weights = linear_heads(source_layer(plan, index), statistics)
-    torch.save({"statistics": vars(statistics), "inputs": inputs}, folder / f"{index}.pt")
-    return rope_slots.survey_layer(weights, statistics, source_rotary(plan, index), plan.geometry.positions)
+def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -> Candidate:
+    """``target`` with the rotary slots that suit the surveyed ``layers`` best; for engines the best of plain RoPE.
+
+    A method that reads no text gets a uniform stride over the source's frequencies.
+    """
+    if plan.request.chosen_method.reads_text:
+        choose = rope_slots.plain_slots if target.layout == "engine" else rope_slots.choose_slots
+        kept, thetas = target.rope_kept(plan.geometry.rotary_dims), [layer.theta for layer in layers]
+        slots = rope_slots.slots_by_layer(thetas, lambda alike: choose([layers[layer] for layer in alike], kept))
+    else:
+        thetas = [source_rotary(plan, layer).theta for layer in range(plan.geometry.layers)]
+
+        def stride(alike: list[int]) -> Slots:
+            theta = next((thetas[layer] for layer in alike if thetas[layer].numel()), None)
+            if theta is None:
+                return rope_slots.NO_SLOTS
+            return rope_slots.stride_slots(theta, plan.geometry.kv_heads, target.rope_dim)
+
+        slots = rope_slots.slots_by_layer(thetas, stride)
+    return Candidate(resolved(plan, target, [each.theta.tolist() for each in slots]), slots)
+
+
+def fitted_latent(chosen: Candidate, index: int, step: Step | None = None, surveyed: Survey | None = None) -> Fitted:
+    """The layer ``index`` as latent attention. ``step`` and ``surveyed`` are None without text."""
+    plan, target = chosen.plan, chosen.target
+    method, rank = plan.request.chosen_method, plan.query_rank()
+    weights, norms = source_layer(plan, index), plan.model.names.get(("attention_norm", index))
+    statistics, inputs = None, torch.empty(0, weights.model_dim)
+    if surveyed is not None and method.reads_text:
+        statistics, inputs = surveyed.notes(index)
+
+    def error(latent: LatentWeights) -> float:
+        if step is None:
+            raise ValueError("layer: no text to measure an error on; register the method with reads_text=True")
+        return step.attention_error(plan.layout.encode(index, latent))
+
+    return method.fit(
+        LatentLayer(
+            index=index,
+            weights=weights,
+            channels=target.channels,
+            slots=chosen.slots[index],
+            rotary=source_rotary(plan, index),
+            context=plan.geometry.positions,
+            scale=plan.model.layers[index].scale,
+            query_channels=None if rank is None else rank - target.constant,
+            centered=target.centered,
+            keeps_norms=target.keeps_norms,
+            gain=plan.checkpoint.read(norms[0]) if norms else None,
+            statistics=statistics,
+            inputs=inputs,
+            error=error,
+        )
+    )
+
+
+def spectrum_note(chosen: Candidate, layer: int, surveyed: Survey) -> Notes:
+    """How much energy each principal component of the latent has, a few times as many as there are channels.
+
+    ``lost`` is the share of those beyond the channels. Nothing for a layer that was not fitted to statistics.
+    """
+    plan, target = chosen.plan, chosen.target
+    if not plan.request.chosen_method.reads_text:
+        return {}
+    statistics, _ = surveyed.notes(layer)
+    weights = linear_heads(source_layer(plan, layer), statistics, key_constant=target.centered)
+    rotary, slots, context = source_rotary(plan, layer), chosen.slots[layer], plan.geometry.positions
+    shares = latent_spectrum(weights, statistics, rotary, slots, context=context, centered=target.centered)
+    shown = shares[: _SHOWN_CHANNELS * target.channels].tolist()
+    return {SPECTRUM: {"sorted": shown, "lost": float(shares[target.channels :].sum())}}
+
+
+def spectrum_record(notes: Sequence[Notes], channels: int) -> dict[str, Any]:
+    """The layers' spectra for ``kvfold.json``: the mean spectrum, and what each layer loses."""
+    mean = torch.tensor([each["sorted"] for each in notes], dtype=torch.float64).mean(0)
+    return {"channels": channels, "sorted": mean.tolist(), "lost": [each["lost"] for each in notes]}

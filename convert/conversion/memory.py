@@ -58,7 +58,7 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
     tokens, held_out = ceil(request.samples / processes) * request.seq_len, _held_out(plan)
     # Calibration states before and after the source's layer, the student's, the targets of refinement; held-out states
     # once more, because the drift takes a copy further.
-    fitted, refined = request.resolved_method == "principal", int(bool(request.refine))
+    fitted, refined = request.chosen_method.reads_text, int(bool(request.refine))
     learned = 3 + refined if fitted or refined else 0
     states = width * (learned * tokens + (4 + refined) * held_out) + refined * (tokens + held_out)
     outputs = held_out * (2 * width + (2 * shape.heads + shape.kv_heads) * shape.head_dim)  # of the source's attention

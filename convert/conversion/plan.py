@@ -14,10 +14,11 @@ from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.reader import NoReader
 from kvfold.convert.checkpoint.shards import OutputTensor, Shard, assign_shards
 from kvfold.convert.conversion.possible import check_kv_heads, dtype_problems, latent_targets
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.schema import Role
+from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.targets.engines import Verdict, alternatives, verdicts
 from kvfold.convert.targets.kept import keepable, kept_config, kept_tensors
@@ -90,6 +91,12 @@ class Plan:
     def kv_heads(self) -> int:
         """Key/value heads of a GQA or MQA target."""
         return 1 if self.request.kv_heads is None else self.request.kv_heads
+
+    @property
+    def grouping(self) -> str:
+        """The request's grouping; by default ``similar`` for MHA sources (heads that share already were trained to)."""
+        shares = self.geometry.kv_heads < self.geometry.heads
+        return self.request.group or ("contiguous" if shares else "similar")
 
     @property
     def source_kind(self) -> str:
@@ -264,11 +271,11 @@ def _latent_plan(
 
 
 def _fold_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
-    if model.qk_norm is not None and model.qk_norm.after_rotary and request.resolved_method == "principal":
+    if model.qk_norm is not None and model.qk_norm.after_rotary and request.chosen_method.needs_linear_keys:
         raise InputError(
-            f"{'--method principal' if request.method else 'the default method, principal'}: "
-            f"{model.family.model_type} normalizes queries and keys after their rotary embedding, "
-            "where keys of two heads cannot be weighed against each other; use --method mean, with --refine auto"
+            f"{opt('method', request.resolved_method)} does not support {model.family.model_type}, which normalizes "
+            f"queries and keys after their rotary embedding; use {opt('method', quick_method(request.to))} with "
+            f"{opt('refine', 'auto')}"
         )
     kv_heads = 1 if request.kv_heads is None else request.kv_heads
     check_kv_heads(kv_heads, model.geometry, request.allow_growth)
@@ -302,4 +309,5 @@ def _stored_dtype(request: ConvertRequest) -> str | None:
 
 
 def _roles(request: ConvertRequest, model: Model) -> tuple[Role, ...]:
-    return ABSORBED if request.calibrated or needs_own_code(model) else POOLED
+    stays = request.chosen_method.pools and not request.calibrated
+    return POOLED if stays and not needs_own_code(model) else ABSORBED

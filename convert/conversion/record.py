@@ -12,7 +12,7 @@ from typing import Any
 from kvfold.convert import processes
 from kvfold.convert.conversion.memory import free_bytes, needs_of
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.request import SELF, WEIGHTS_ONLY
+from kvfold.convert.request import SELF
 from kvfold.convert.sizes import bytes_text
 from kvfold.convert.targets.results import folded_result
 
@@ -130,7 +130,7 @@ def _why_neighbors(plan: Plan) -> str:
     request = plan.request
     if request.group == "contiguous":
         return "as --group contiguous asks"
-    if request.resolved_method in WEIGHTS_ONLY:
+    if not request.chosen_method.reads_text:
         return f"as --method {request.resolved_method} joins them"
     if request.group is None and plan.geometry.kv_heads < plan.geometry.heads:
         return "for heads that share already were trained to (--group similar compares others)"

@@ -6,10 +6,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import check_output, free_space_check, output_folder
@@ -23,7 +22,6 @@ from kvfold.convert.console import append_line
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, resumable
 from kvfold.convert.conversion.memory import check_memory, check_spill, needs_of
-from kvfold.convert.conversion.method import Measured, Method
 from kvfold.convert.conversion.plan import Plan, check_processes, dense_dtype, described, make_plan
 from kvfold.convert.conversion.record import (
     chosen_text,
@@ -45,12 +43,8 @@ from kvfold.convert.request import SELF, ConvertRequest
 from kvfold.convert.sizes import bytes_text
 from kvfold.convert.text.sources import check_sources
 
-_METHODS = {  # (to MLA, reads text) -> module and class; imported when used: torch and transformers take seconds
-    (False, False): ("pooled", "Pooled"),
-    (False, True): ("fold", "Fold"),
-    (True, False): ("svd", "Svd"),
-    (True, True): ("latent", "Latent"),
-}
+if TYPE_CHECKING:
+    from kvfold.convert.conversion.calibrated import Calibrated
 
 
 @dataclass(frozen=True)
@@ -182,13 +176,16 @@ def _shared_folder(plan: Plan) -> Iterator[Path]:
 
 
 def _complete(
-    plan: Plan, measured: Measured | None, hashes: Mapping[str, str], folder: Path, stages: Stages
+    plan: Plan, measured: "Calibrated | None", hashes: Mapping[str, str], folder: Path, stages: Stages
 ) -> dict[str, Any]:
     """Everything beside the weights, once these are in ``folder`` with ``hashes``; returns the record."""
     write_index(folder, plan.shards)
     write_file(folder / "config.json", dump(plan.config))
     if plan.request.polish:
-        measured, hashes = _polished(plan, measured, folder, stages), {}
+        from kvfold.convert.conversion.polishing import polish
+
+        assert measured is not None  # a request to polish is calibrated
+        measured, hashes = polish(plan, measured, folder, stages), {}
     with stages("checking what was written"):
         record = _write_side_files(plan, measured, hashes, folder)
     forget(folder)
@@ -221,20 +218,15 @@ def _log(done: Conversion) -> None:
         print(f"warning: {path}: the log was not written ({error.strerror})", file=sys.stderr)
 
 
-def method_of(request: ConvertRequest) -> type[Method]:
-    """The method that makes the layers of ``request``."""
-    module, name = _METHODS[request.to == "mla", request.calibrated]
-    method: type[Method] = getattr(import_module(f"{__package__}.{module}"), name)
-    return method
-
-
-def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Measured | None, dict[str, str]]:
+def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Calibrated | None", dict[str, str]]:
     """All shards, of several processes each its own: converted layers, and beside them a copy of the other tensors.
 
     Returns the plan as the method resolved it, what it measured, and the hashes of all shards.
     """
-    with stages("reading the text and the model"), method_of(plan.request).begin(plan, folder, stages) as method:
-        plan = method.plan
+    from kvfold.convert.conversion.layers import maker_of  # imports torch and transformers, which takes seconds
+
+    with stages("reading the text and the model"), maker_of(plan.request).begin(plan, folder, stages) as maker:
+        plan = maker.plan
         journal = Journal(folder, plan)
         done, layers = len(journal.notes), plan.geometry.layers
         if done and not plan.request.quiet:
@@ -247,8 +239,8 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Meas
             stages("write", sum(sizes.values()), "B", resumed) as wrote,
         ):
             with writer.copying_rest(plan.checkpoint, wrote):
-                method.walk_again(journal, stages)
-                for layer in stages.over("convert", method.layers(journal), layers, "layer", done):
+                maker.walk_again(journal, stages)
+                for layer in stages.over("convert", maker.layers(journal), layers, "layer", done):
                     wrote(writer.write_own(layer.tensors))
                     if plan.request.calibrated:  # the others start over: they take as long as a copy of the model
                         writer.sync()
@@ -257,17 +249,8 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, Meas
             writer.finish()
             made = processes.gathered(hashes())
         with stages("measuring"):
-            measured = method.measured(journal.notes) if processes.is_first() else None
+            measured = maker.measured(journal.notes) if processes.is_first() else None
         return plan, measured, {file: digest for each in made for file, digest in each.items()}
-
-
-def _polished(plan: Plan, measured: Measured | None, folder: Path, stages: Stages) -> Measured:
-    """Train all converted attention in ``folder`` together; returns what is measured after it."""
-    from kvfold.convert.conversion.calibrated import Calibrated
-    from kvfold.convert.conversion.polishing import polish
-
-    assert isinstance(measured, Calibrated)  # a request to polish is calibrated
-    return polish(plan, measured, folder, stages)
 
 
 def _code_path(module: str) -> Path:
@@ -278,7 +261,9 @@ def _code_path(module: str) -> Path:
     return Path(spec.origin)
 
 
-def _write_side_files(plan: Plan, measured: Measured | None, hashes: Mapping[str, str], folder: Path) -> dict[str, Any]:
+def _write_side_files(
+    plan: Plan, measured: "Calibrated | None", hashes: Mapping[str, str], folder: Path
+) -> dict[str, Any]:
     """Tokenizer and license files, modeling code, the model card and ``kvfold.json``, whose content is returned.
 
     A calibrated conversion is read back first: its record holds the loss of the files on disk too.

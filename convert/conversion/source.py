@@ -8,7 +8,9 @@ from torch import Tensor
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.tensors import refuse_non_finite, torch_dtype
 from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.errors import InputError
 from kvfold.convert.families.layout import layer_rotary, read_layer
+from kvfold.convert.families.model import Model
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary
 from kvfold.convert.walk.statistics import ReadHeads, SourceHeads
 
@@ -38,6 +40,28 @@ def source_heads(plan: Plan) -> ReadHeads | None:
 def source_rotary(plan: Plan, layer: int) -> Rotary:
     """Frequencies of ``layer``; those of the short range where longrope has two sets (the context is cut to it)."""
     return layer_rotary(plan.model, layer, "short")
+
+
+def fold_rotary(plan: Plan, layer: int) -> Rotary:
+    """The frequencies that a fold is fitted to. They only guide the fit: the model keeps its own rotation.
+
+    Rope types whose frequencies depend on the length of the text (dynamic) count as those of short texts.
+    """
+    try:
+        return source_rotary(plan, layer)
+    except InputError:
+        model = plan.model
+        kind = model.layers[layer].type
+        table = {**model.rope_table(kind), "rope_type": "default"}
+        tables = {kind: table} if kind in (model.family.rotary.by_type or {}) else table
+        plain = Model(model.family, {**model.config, "rope_scaling": None, "rope_parameters": tables})
+        return layer_rotary(plain, layer)
+
+
+def fold_context(plan: Plan, layer: int) -> int:
+    """The number of positions back that ``layer`` has to see."""
+    window = plan.model.layers[layer].window
+    return min(plan.geometry.positions, window or plan.geometry.positions)
 
 
 def reader(plan: Plan, layer: int) -> Callable[[str], Tensor]:

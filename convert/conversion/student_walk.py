@@ -8,6 +8,7 @@ and the drift measured on exactly what a reader of the checkpoint will load.
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,16 +19,25 @@ from kvfold.convert import processes
 from kvfold.convert.conversion.calibrated import Calibrated
 from kvfold.convert.conversion.calibration import own_sequences
 from kvfold.convert.conversion.journal import Journal
-from kvfold.convert.conversion.method import Converted, Notes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.refinement import OUTPUT_FIT, Refiner, attention_update
 from kvfold.convert.conversion.source import source_heads
+from kvfold.convert.methods.registry import Notes
 from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.walk.hidden import Keep
 from kvfold.convert.walk.output_fit import refit_output
 from kvfold.convert.walk.walk import Step, Student, Teacher, TeacherLayer, Walk
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A converted layer: its tensors, named and shaped as in the output's files, and notes for ``kvfold.json``."""
+
+    index: int
+    tensors: Mapping[str, Tensor]
+    notes: Notes
 
 
 class StudentWalk:
@@ -51,7 +61,7 @@ class StudentWalk:
     ) -> None:
         self._plan, self._source, self._tokens = plan, source, tokens
         self._refine = Refiner(plan, trial_steps)
-        self._refits = plan.request.resolved_method == "principal"
+        self._refits = plan.request.chosen_method.reads_text
         trains = self._refits or self._refine.enabled
         self._student = Student(source, plan.layout.config, plan.layout.tensors, recast=plan.request.dtype != "auto")
         teacher = teacher or Teacher(

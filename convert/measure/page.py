@@ -135,9 +135,7 @@ def sweep_page(sweep: Values, lines: Sequence[str]) -> Page:
         figures.residual_by_layer(targets),
         figures.cache_by_context(caches, ", at 2 bytes per element"),
     ]
-    charts += [
-        figures.budget_splits(row["splits"], "error", "relative squared error") for row in targets if "splits" in row
-    ]
+    charts += [figures.budget_splits(row["splits"], "kl", "KL, nats") for row in targets if "splits" in row]
     head = ("target", "elements", "saving", "excess loss, nats", "KL", "top-1", "time")
     return Page("kvfold sweep", lines, [head, *map(_target_row, targets)], charts)
 

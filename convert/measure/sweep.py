@@ -3,7 +3,7 @@
 ::
 
     survey     source alone over the calibration text: statistics, rotary slots    (only where a target is MLA)
-    splits     of budgets, in a few layers                                         splits.py
+    splits     of budgets, by trials in a few layers               conversion/splits.py
     sweep      for lesson in teacher.layers():        one layer of the source, its attention's results kept
                    for each target:                    fit, output fit, --refine: as in `kvfold convert`
                        its student passes the layer
@@ -25,12 +25,12 @@ from typing import Any
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.conversion.calibration import load_tokens, source_stream
-from kvfold.convert.conversion.fold import fold_layer
-from kvfold.convert.conversion.latent import survey_layers
-from kvfold.convert.conversion.latent_layer import Survey, latent_layer
+from kvfold.convert.conversion.latent import Survey, fitted_latent, survey_layers
+from kvfold.convert.conversion.layers import fitted_fold
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
 from kvfold.convert.conversion.source import source_heads
+from kvfold.convert.conversion.splits import Split, choose_split, split_record
 from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
@@ -39,7 +39,6 @@ from kvfold.convert.measure.sweep_result import Row, Source, Sweep
 from kvfold.convert.measure.sweep_targets import Options, in_words, parse_targets, spelled
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, Layout
-from kvfold.convert.sweep.splits import Split, choose_splits
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.walk.walk import Step, Teacher
@@ -92,7 +91,7 @@ def sweep_checkpoint(
         print(found.table())
         found.smallest(0.01)        # the smallest within 1 % of the source's perplexity, None when there is none
 
-    Without ``targets``: a few folds and latents that suit the model. A budget ``mla:N`` gets its split by the errors of
+    Without ``targets``: a few folds and latents that suit the model. A budget ``mla:N`` gets its split by trials in
     a few layers. The other options are those of `ConvertRequest`; ``out`` is only checked, for `Sweep.convert` to write
     into. ``progress`` as in `convert_checkpoint`, with the stages ``survey``, ``splits`` (splits times layers) and
     ``sweep`` (layers times targets). In memory are the residual streams of all calibration tokens, once for the source
@@ -148,7 +147,7 @@ def _sweep(chosen: Sequence[Options], plans: Sequence[Plan], scratch: Path, stag
         _print_start(plans, tokens)
     latent = [plan for plan in plans if plan.latent is not None]
     surveyed = survey_layers(latent[0], source, tokens, scratch, stages) if latent else None
-    splits = iter(choose_splits(latent, surveyed, stages) if surveyed else ())
+    splits = iter([choose_split(plan, surveyed, stages) for plan in latent] if surveyed else ())
     teacher = Teacher(
         source,
         tokens.held_out,
@@ -187,8 +186,8 @@ def _learn(students: Sequence[_Student], teacher: Teacher, surveyed: Survey | No
 def _fitted(student: _Student, step: Step, surveyed: Survey | None, shared: dict[bool, Pairs]) -> Any:
     """The layer's weights for a target; ``shared`` among those of the layer."""
     if student.split is None or surveyed is None:
-        return fold_layer(student.plan, step, shared)[0]
-    return latent_layer(student.split.option, step, surveyed)[0]
+        return fitted_fold(student.plan, step.index, step, shared).weights
+    return fitted_latent(student.split.option, step.index, step, surveyed).weights
 
 
 def _measured(students: Sequence[_Student], tokens: CalibrationTokens) -> Sweep:
@@ -197,7 +196,7 @@ def _measured(students: Sequence[_Student], tokens: CalibrationTokens) -> Sweep:
         with student.clock():
             measured = student.walk.measurement()
         layout, request, target = student.plan.layout, _explicit(student.plan), spelled(student.options)
-        tried = [] if student.split is None else student.split.tried
+        tried = [] if student.split is None else [split_record(each) for each in student.split.tried]
         size, distances = layout.cache_elements, tuple(student.distances)
         rows.append(Row(target, request, layout.kind, size, measured, student.seconds, tried, distances))
     return Sweep(_source(students[0].plan, tokens), tuple(rows))

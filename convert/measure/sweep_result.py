@@ -47,7 +47,7 @@ class Row:
     """One target: as ``--targets`` spells it, the request that converts to it, and what it costs.
 
     ``kind`` is such as ``MLA 32+32``; ``elements`` are cached per token per layer; ``seconds`` were spent on this
-    target alone. ``splits`` are those of a budget that were compared, with the error that decided. ``distances`` are
+    target alone. ``splits`` are those of a budget that were compared, with the KL that decided. ``distances`` are
     those of its residual stream from the source's after every layer, relative to the size of that.
     """
 

@@ -11,6 +11,7 @@ where ``d`` does not vary. Where it does, most of the variation follows the inpu
 """
 
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,6 +159,15 @@ class NormFit:
     def record(self) -> dict[str, float]:
         """For ``kvfold.json``."""
         return asdict(self)
+
+
+def norms_note(weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False) -> dict[str, Any]:
+    """For ``kvfold.json``: how much the divisors of norms on queries and keys vary, and what linear maps miss.
+
+    Empty for a layer without such norms.
+    """
+    fit = norm_fit(weights, linear_heads(weights, statistics, key_constant=key_constant), statistics)
+    return {} if fit is None else {"head_norms": fit.record()}
 
 
 def norm_fit(weights: AttentionWeights, linear: AttentionWeights, statistics: LayerStatistics) -> NormFit | None:

@@ -34,9 +34,8 @@ from kvfold.attention.drift.streams import LayerOutput
 from kvfold.convert import ConvertRequest
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import load_tokens, source_stream
-from kvfold.convert.conversion.fold import fold_context, fold_rotary
 from kvfold.convert.conversion.plan import make_plan
-from kvfold.convert.conversion.source import source_layer, source_rotary
+from kvfold.convert.conversion.source import fold_context, fold_rotary, source_layer, source_rotary
 from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.families.layout import read_layer
 from kvfold.convert.families.model import model_of

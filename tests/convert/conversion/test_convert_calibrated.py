@@ -13,12 +13,13 @@ from helpers.checkpoints import stock_model, tensors
 from transformers import AutoTokenizer
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.conversion import trials
+from kvfold.convert.conversion import splits
 from kvfold.convert.conversion.record import headline, preference_text
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
+from kvfold.convert.methods.registry import Fitted
 from kvfold.convert.progress import Stages
 from kvfold.convert.targets.engines import verdicts
 from kvfold.convert.targets.mla.config import LatentTarget
@@ -162,7 +163,7 @@ def test_progress_of_a_survey_and_of_the_splits_of_a_budget(split):
 
 @pytest.mark.slow
 def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, split, monkeypatch):
-    monkeypatch.setattr(trials, "_TRIAL_STEPS", 4)
+    monkeypatch.setattr(splits, "_TRIAL_STEPS", 4)
     plain = json.loads((split[0] / "kvfold.json").read_text())["splits"]
     refined = convert(tmp_path / "refined", **BUDGET, refine=4).record["splits"]
     assert [each["kl"] for each in refined] == [each["kl"] for each in plain]
@@ -179,7 +180,7 @@ def tried(rank, rope, kl, layout="free", dim=128):
     config |= {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 99, "head_dim": dim}
     model, target = model_of(config), LatentTarget(rank, rope, layout=layout)
     plan = Mock(**{"latent_target.return_value": target, "engines": verdicts(target_result(model.geometry, target))})
-    return trials.Candidate(plan, Mock(), kl)
+    return splits.Candidate(plan, Mock(), kl)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def tried(rank, rope, kl, layout="free", dim=128):
 )
 def test_a_split_that_more_engines_serve_is_taken_where_it_costs_at_most_5_percent(served, best, taken):
     candidates = [tried(448, 128, best), tried(384, 192, 0.02), tried(512, 64, served)]
-    target = trials.preferred(candidates).target
+    target = splits.preferred(candidates).target
     assert (target.kv_rank, target.rope_dim) == taken
 
 
@@ -207,15 +208,15 @@ def test_a_split_that_more_engines_serve_is_taken_where_it_costs_at_most_5_perce
 )
 def test_a_split_is_preferred_by_the_verdict_on_it(rank, dim, layout, preferred, monkeypatch):
     other, size = tried(rank - 64, 128, 0.01, layout, dim), tried(rank, 64, 0.0101, layout, dim)
-    assert (trials.preferred([other, size]) is size) is preferred
+    assert (splits.preferred([other, size]) is size) is preferred
     better = [tried(40 - rope, rope, 0.001 * rope, layout, dim) for rope in (2, 4, 6, 8)]
     for each in (*better, size):
         each.plan.request = Mock(refine=1, quiet=True)
         each.plan.geometry.layers = 2
     monkeypatch.setattr(
-        trials, "trial", lambda each, surveyed, refine=False: replace(each, refined_kl=1.0) if refine else each
+        splits, "trial", lambda each, surveyed, refine=False: replace(each, refined_kl=1.0) if refine else each
     )
-    compared = trials.compare_splits([size, *better], Mock(), Stages(None, quiet=True))
+    compared = splits.compare_splits([size, *better], Mock(), Stages(None, quiet=True))
     assert compared[0].refined is preferred
 
 
@@ -238,13 +239,13 @@ def trial_walk(monkeypatch):
     """The class of the walks of trials, which find 6 layers to convert and a KL of 0.5."""
     steps = [Mock(index=index) for index in range(6)]
     walk = Mock(**{"return_value.steps.return_value": steps, "return_value.kl.return_value": 0.5})
-    monkeypatch.setattr(trials, "StudentWalk", walk)
-    monkeypatch.setattr(trials, "latent_layer", lambda option, step, surveyed: (step.index, {}))
+    monkeypatch.setattr(splits, "StudentWalk", walk)
+    monkeypatch.setattr(splits, "fitted_latent", lambda option, index, step, surveyed: Fitted(index))
     return walk
 
 
 def option_of(layers):
-    return trials.Candidate(Mock(**{"geometry.layers": layers}), Mock())
+    return splits.Candidate(Mock(**{"geometry.layers": layers}), Mock())
 
 
 def surveyed_tokens(sequences, length):
@@ -253,30 +254,30 @@ def surveyed_tokens(sequences, length):
 
 
 def test_trials_refine_each_layer_for_20_steps_where_they_refine(trial_walk):
-    tried = trials.trial(option_of(6), surveyed_tokens(8, 8), refine=True)
+    tried = splits.trial(option_of(6), surveyed_tokens(8, 8), refine=True)
     assert (tried.refined_kl, tried.kl) == (0.5, pytest.approx(math.nan, nan_ok=True))
     assert trial_walk.call_args.kwargs["trial_steps"] == 20
-    assert trials.trial(option_of(6), surveyed_tokens(8, 8)).kl == 0.5
+    assert splits.trial(option_of(6), surveyed_tokens(8, 8)).kl == 0.5
     assert trial_walk.call_args.kwargs["trial_steps"] == 0
 
 
 def test_trials_convert_a_few_layers_and_keep_the_others(trial_walk):
-    trials.trial(option_of(6), surveyed_tokens(8, 8))
+    splits.trial(option_of(6), surveyed_tokens(8, 8))
     steps = trial_walk.return_value.steps.return_value
     converted = [call.args[1] for call in trial_walk.return_value.convert.call_args_list]
     assert converted == [0, 2, 3, 5]
-    assert [step.keep.called for step in steps] == [False, True, False, False, True, False]
+    assert [step.skip.called for step in steps] == [False, True, False, False, True, False]
 
 
 def test_trials_use_a_few_sequences(trial_walk):
-    trials.trial(option_of(6), surveyed_tokens(100, 256))
+    splits.trial(option_of(6), surveyed_tokens(100, 256))
     tokens = trial_walk.call_args.args[2]
     assert (len(tokens.held_out), len(tokens.calibration)) == (8, 32)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4, 5, 30, 80])
 def test_the_layers_of_trials_are_spread_over_the_model(layers):
-    found = sorted(trials.probed_layers(layers))
+    found = sorted(splits.probed_layers(layers))
     assert len(found) == min(layers, 4)
     gaps = [after - before for before, after in pairwise([-found[0] - 1, *found, 2 * layers - 1 - found[-1]])]
     assert max(gaps) - min(gaps) <= 2
@@ -284,14 +285,14 @@ def test_the_layers_of_trials_are_spread_over_the_model(layers):
 
 def test_a_refined_drift_comes_before_one_as_fitted():
     low, refined, lower = (Mock() for _ in range(3))
-    made = [trials.Candidate(low, Mock(), 0.1), trials.Candidate(refined, Mock(), 0.5, 0.4)]
-    made.append(trials.Candidate(lower, Mock(), 0.6, 0.3))
+    made = [splits.Candidate(low, Mock(), 0.1), splits.Candidate(refined, Mock(), 0.5, 0.4)]
+    made.append(splits.Candidate(lower, Mock(), 0.6, 0.3))
     assert [each.plan for each in sorted(made, key=lambda each: each.judged)] == [lower, refined, low]
 
 
 @pytest.mark.slow
 def test_layouts_are_compared_after_equally_many_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(trials, "_TRIAL_STEPS", 2)
+    monkeypatch.setattr(splits, "_TRIAL_STEPS", 2)
     options = {"to": "mla", "kv_rank": 32, "rope_dim": 32, "layout": "engine", "samples": 8, "seq_len": 64}
     record = convert(tmp_path / "out", **options, refine=8).record
     found = record["free_layout"]

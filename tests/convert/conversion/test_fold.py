@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion.fold import fold_rotary
 from kvfold.convert.conversion.plan import make_plan
+from kvfold.convert.conversion.source import fold_rotary
 from kvfold.convert.data import demo_folder
 
 ROPE = {"rope_theta": 700.0}

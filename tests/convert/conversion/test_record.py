@@ -44,7 +44,7 @@ def test_the_split_of_a_budget_is_told():
 
 def test_the_groups_of_heads_are_told_and_why():
     def told(groups, **request):
-        given = {"group": None, "resolved_method": "principal", **request}
+        given = {"group": None, "resolved_method": "principal", "chosen_method.reads_text": True, **request}
         plan = Mock(**{f"request.{name}": value for name, value in given.items()})
         plan.geometry.heads, plan.geometry.kv_heads = 8, 4
         return groups_text(plan, {"groups": groups})
@@ -56,7 +56,8 @@ def test_the_groups_of_heads_are_told_and_why():
     assert told([neighbors]).endswith("trained to (--group similar compares others)")
     assert told([neighbors], group="similar").endswith("where no other grouping tried errs less on held-out text")
     assert told([neighbors], group="contiguous").endswith("in every layer, as --group contiguous asks")
-    assert told([neighbors], resolved_method="mean").endswith("as --method mean joins them")
+    pooled = {"resolved_method": "mean", "chosen_method.reads_text": False}
+    assert told([neighbors], **pooled).endswith("as --method mean joins them")
     assert told([[[0, 1, 2, 3]]]) == groups_text(Mock(), {}) == ""
 
 

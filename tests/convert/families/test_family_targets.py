@@ -108,8 +108,8 @@ def test_keys_normalized_behind_their_rotation_are_pooled_only(tiny_family, tmp_
     with pytest.raises(InputError) as caught:
         convert(source, tmp_path / "out", to="gqa", kv_heads=4, method="principal")
     assert str(caught.value) == (
-        "--method principal: hunyuan_v1_dense normalizes queries and keys after their rotary embedding, where keys of "
-        "two heads cannot be weighed against each other; use --method mean, with --refine auto"
+        "--method principal does not support hunyuan_v1_dense, which normalizes queries and keys after their rotary "
+        "embedding; use --method mean with --refine auto"
     )
 
 

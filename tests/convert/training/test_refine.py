@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 from kvfold.convert import ConvertRequest
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import source_stream
+from kvfold.convert.conversion.layers import fitted_fold
 from kvfold.convert.conversion.plan import make_plan
-from kvfold.convert.conversion.pooled import pooled_layer
 from kvfold.convert.conversion.refinement import refinement
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.training import refine as refining
@@ -54,7 +54,7 @@ def first_step(plan, tokens=None):
     walk = Walk(Teacher(source, tokens[:4], tokens[4:], keep_calibration=True), student)
     steps = iter(walk)
     step = next(steps)
-    return steps, step, plan.layout.encode(0, pooled_layer(plan, 0))
+    return steps, step, plan.layout.encode(0, fitted_fold(plan, 0).weights)
 
 
 def task_of(plan, **changes):

@@ -1,14 +1,17 @@
-"""Splits of a budget and layouts compared by trials, which convert a few layers; the choice among them."""
+"""The split of a budget into rank and rotary dims, chosen by trials that convert a few layers.
+
+`choose_split` is the one chooser: of ``kvfold convert --budget N`` and of ``kvfold sweep --targets mla:N``.
+"""
 
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from kvfold.convert import processes
-from kvfold.convert.conversion.latent_layer import Candidate, Survey, candidate, latent_layer
+from kvfold.convert.conversion.latent import Candidate, Survey, candidate, fitted_latent
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.possible import latent_targets
 from kvfold.convert.conversion.student_walk import StudentWalk
@@ -27,19 +30,27 @@ _TRIAL_HELD_OUT = 2048  # tokens
 _TRIAL_CALIBRATION = 8192  # tokens, for refinement
 
 
-def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, dict[str, Any]]:
-    """The split and frequencies to convert to, and what ``kvfold.json`` says of the choice.
+@dataclass(frozen=True)
+class Split:
+    """The split that a request named or that its budget got, and the splits that were ``tried`` for a budget."""
 
-    A budget leaves several splits: each is tried, and ``preferred`` takes one.
-    """
-    targets = latent_targets(plan.request, plan.model)
-    candidates = [candidate(plan, target, surveyed.layers) for target in targets]
-    record: dict[str, Any] = {}
-    if plan.request.budget is not None:
-        candidates = compare_splits(candidates, surveyed, stages)
-        record["splits"] = [split_record(each) for each in candidates]
-    best = preferred(candidates)
-    if (least := min(candidates, key=lambda each: each.judged)) is not best:
+    option: Candidate
+    tried: Sequence[Candidate] = ()
+
+
+def choose_split(plan: Plan, surveyed: Survey, stages: Stages) -> Split:
+    """The split and frequencies to convert to. A budget leaves several splits: each is tried, `preferred` takes one."""
+    candidates = [candidate(plan, target, surveyed.layers) for target in latent_targets(plan.request, plan.model)]
+    tried = [] if plan.request.budget is None else compare_splits(candidates, surveyed, stages)
+    return Split(preferred(tried or candidates), tried)
+
+
+def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, dict[str, Any]]:
+    """The split and frequencies to convert to, and what ``kvfold.json`` says of the choice."""
+    split = choose_split(plan, surveyed, stages)
+    best = split.option
+    record: dict[str, Any] = {"splits": [split_record(each) for each in split.tried]} if split.tried else {}
+    if split.tried and (least := min(split.tried, key=lambda each: each.judged)) is not best:
         gained = [engine for engine in best.served_by if engine not in least.served_by]
         other = {**_split(least), "kl": least.drift}
         record["preferred_for_engines"] = {"engines": gained, "kl": best.drift, "instead_of": other}
@@ -123,7 +134,7 @@ def trial(option: Candidate, surveyed: Survey, *, refine: bool = False) -> Candi
     walk = StudentWalk(option.plan, surveyed.source, tokens, statistics=False, trial_steps=steps)
     for step in walk.steps():
         if step.index in probed:
-            walk.convert(step, processes.from_first(partial(latent_layer, option, step, surveyed))[0])
+            walk.convert(step, processes.from_first(partial(fitted_latent, option, step.index, step, surveyed)).weights)
         else:
             step.skip()
     kl = walk.kl()

@@ -1,0 +1,1 @@
+"""Conversion methods and fold objectives, one file each; `registry` lists them."""

@@ -1,0 +1,65 @@
+"""``principal`` for MLA: a joint latent of keys and values, fitted to calibration text."""
+
+from typing import TYPE_CHECKING
+
+from kvfold.convert.methods.registry import DEFAULT, Fitted, LatentLayer, method
+
+if TYPE_CHECKING:
+    from kvfold.convert.transforms.latent.weights import LatentWeights
+    from kvfold.convert.transforms.weights import LayerStatistics
+
+
+@method(
+    DEFAULT,
+    targets=("mla",),
+    reads_text=True,
+    card="Shared keys and values are principal components over text; queries and the output absorb the change",
+)
+def principal(layer: LatentLayer) -> Fitted:
+    """The latent with the smallest error on held-out text: among ways to count tokens, with and without a damper.
+
+    Noted are the share of received attention in a token's weight, the dampers of a live norm, and what linear maps miss
+    of norms on queries and keys where these do not stay.
+    """
+    from kvfold.convert.transforms.head_norms import norms_note
+    from kvfold.convert.transforms.latent.norm import live_norm
+    from kvfold.convert.transforms.sinks import judged, with_damper
+
+    statistics = layer.known()
+
+    def error(option: "tuple[LatentWeights, int]") -> float:
+        return layer.error(option[0])
+
+    def fitted(counted: "LayerStatistics") -> "tuple[LatentWeights, int]":
+        if layer.centered:
+            return fit_latent(layer, counted, layer.channels), 0
+        plain = live_norm(fit_latent(layer, counted, layer.channels), layer.inputs), 0
+        if counted is statistics or layer.channels < 2:  # no sinks, nothing to damp
+            return plain
+        damped = with_damper(fit_latent(layer, counted, layer.channels - 1), statistics)
+        return min(plain, (live_norm(damped, layer.inputs), 1), key=error)
+
+    best = judged(statistics, fitted, error)
+    latent, dampers = best.weights
+    notes = {"received_attention_share": best.share, **({} if layer.centered else {"damper_channels": dampers})}
+    if not layer.keeps_norms:
+        notes |= norms_note(layer.weights, statistics, key_constant=layer.centered)
+    return Fitted(latent, notes)
+
+
+def fit_latent(layer: LatentLayer, statistics: "LayerStatistics", channels: int) -> "LatentWeights":
+    """``layer`` as latent attention of ``channels`` channels, before any norm of the latent.
+
+    Norms on queries and keys stay where the layout has a place for them; else linear maps stand in.
+    """
+    from kvfold.convert.transforms.head_norms import has_norms, linear_heads
+    from kvfold.convert.transforms.latent.latent import to_latent
+    from kvfold.convert.transforms.latent.normed import to_normed_latent
+    from kvfold.convert.transforms.latent.queries import query_latent
+
+    weights, place, context, scale = layer.weights, (layer.rotary, layer.slots, channels), layer.context, layer.scale
+    if layer.keeps_norms and has_norms(weights):
+        return to_normed_latent(weights, statistics, *place, context=context, scale=scale)
+    linear = linear_heads(weights, statistics, key_constant=layer.centered)
+    latent = to_latent(linear, statistics, *place, context=context, scale=scale, centered=layer.centered)
+    return latent if layer.query_channels is None else query_latent(latent, statistics, layer.query_channels)

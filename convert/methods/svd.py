@@ -1,0 +1,29 @@
+"""``svd``: keys and values factored by their weights alone, the baseline of MLA without calibration."""
+
+from kvfold.convert.methods.registry import Fitted, LatentLayer, method
+
+
+@method(
+    "svd",
+    targets=("mla",),
+    reads_text=False,
+    card="Keys and values were factored by a singular value decomposition of their weights; it needs uptraining",
+)
+def svd(layer: LatentLayer) -> Fitted:
+    """Singular vectors of ``[W_k; W_v]``, inputs taken as white behind the gain of the attention's norm."""
+    from kvfold.convert.transforms.head_norms import has_norms, linear_heads
+    from kvfold.convert.transforms.latent.normed import svd_normed_latent
+    from kvfold.convert.transforms.latent.queries import query_latent
+    from kvfold.convert.transforms.latent.svd import svd_latent
+    from kvfold.convert.transforms.weights import blank_statistics
+
+    weights, gain = layer.weights, layer.gain
+    place, scale = (layer.rotary, layer.slots, layer.channels), layer.scale
+    blank = blank_statistics(weights.model_dim, weights.heads, scales=gain)
+    if layer.keeps_norms and has_norms(weights):
+        return Fitted(svd_normed_latent(weights, blank, *place, scale=scale, gain=gain))
+    latent = svd_latent(linear_heads(weights, blank), *place, scale=scale, gain=gain)
+    if layer.query_channels is None:
+        return Fitted(latent)
+    plain = blank_statistics(latent.model_dim, latent.heads)
+    return Fitted(query_latent(latent, plain, layer.query_channels))

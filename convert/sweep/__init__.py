@@ -1,1 +1,0 @@
-"""The split of a budget that a sweep takes."""

@@ -1,0 +1,110 @@
+"""Methods and objectives plug in: one new file each, from the command line and from Python."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from helpers.checkpoints import tensors
+
+from kvfold.convert import ConvertRequest, InputError, cli, convert_checkpoint
+from kvfold.convert.data import demo_folder
+from kvfold.convert.methods import registry
+from kvfold.convert.methods.registry import methods_of, objectives, quick_method
+
+TEXT = ("--samples", "8", "--seq-len", "64", "--group", "contiguous", "--quiet")
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The folder of the toys on the path, as PYTHONPATH puts it, and what they register gone after a test."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    methods_of()
+    for names in ("_methods", "_objectives"):
+        monkeypatch.setattr(registry, names, dict(getattr(registry, names)))
+    yield
+    for module in ("toy_method", "toy_objective"):
+        sys.modules.pop(module, None)
+
+
+def kvfold(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.kvfold, list(map(str, arguments)), catch_exceptions=False)
+
+
+def record(out: Path) -> dict[str, Any]:
+    return json.loads((out / "kvfold.json").read_text())
+
+
+def test_the_methods_that_ship() -> None:
+    assert methods_of("gqa") == methods_of("mqa") == ("principal", "mean", "first", "random")
+    assert methods_of("mla") == ("principal", "svd")
+    assert [quick_method(to) for to in ("gqa", "mla")] == ["mean", "svd"]
+    assert "scores" in objectives()
+
+
+def test_a_method_from_the_command_line(tmp_path) -> None:
+    out, name = tmp_path / "out", "toy_method:loudest"
+    done = kvfold("convert", demo_folder(), out, "--to", "gqa", "--kv-heads", "2", "--method", name)
+    assert done.exit_code == 0, done.output
+    assert "method toy_method:loudest" in done.stdout
+    assert record(out)["request"]["method"] == name
+    card = (out / "README.md").read_text()
+    assert "Each group keeps its loudest head." in card
+    assert f"--method {name}" in card
+    keys = [tensors(folder)["model.layers.0.self_attn.k_proj.weight"].float() for folder in (demo_folder(), out)]
+    heads = keys[0].view(2, 4, 32, -1)
+    loudest = torch.stack([group[group.norm(dim=(1, 2)).argmax()] for group in heads])
+    torch.testing.assert_close(keys[1].view(2, 32, -1), loudest)
+
+
+def test_a_method_from_python_may_start_a_refinement(tmp_path) -> None:
+    import toy_method  # noqa: F401  # registers its name
+
+    text = {"samples": 4, "seq_len": 32, "refine": 2, "quiet": True}
+    done = convert_checkpoint(ConvertRequest(demo_folder(), tmp_path / "out", to="mqa", method="loudest", **text))
+    assert done.record["groups"] == [[list(range(8))]] * 4
+    assert len(done.record["refinement"]) == 4
+
+
+def test_an_objective_from_the_command_line_and_from_python(tmp_path) -> None:
+    import toy_objective  # noqa: F401
+
+    plain = ("convert", demo_folder(), tmp_path / "plain", "--to", "mqa", *TEXT)
+    named = ("convert", demo_folder(), tmp_path / "named", "--to", "mqa", *TEXT)
+    assert kvfold(*plain).exit_code == 0
+    done = kvfold(*named, "--objective", "toy_objective:nearest-keys")
+    assert done.exit_code == 0, done.output
+    options = {"samples": 8, "seq_len": 64, "group": "contiguous", "quiet": True}
+    request = ConvertRequest(demo_folder(), tmp_path / "python", to="mqa", objective="nearest-keys", **options)
+    convert_checkpoint(request)
+    usual, named, python = (tensors(tmp_path / name) for name in ("plain", "named", "python"))
+    assert all(torch.equal(named[name], python[name]) for name in named)
+    keys, values = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "kv")
+    assert not torch.equal(named[keys], usual[keys])
+    torch.testing.assert_close(named[values], usual[values])
+    losses = [record(tmp_path / name)["drift"]["excess"]["value"] for name in ("plain", "named")]
+    assert losses[0] < losses[1]
+    assert "objective" not in record(tmp_path / "plain")["request"]
+    assert record(tmp_path / "named")["request"]["objective"] == "toy_objective:nearest-keys"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "no_such_file:toy"}, "--method no_such_file:toy: cannot import no_such_file"),
+        (
+            {"method": "toy_method:loudly"},
+            r"does not go with --to mqa; use one of .*did you mean loudest",
+        ),
+        ({"objective": "score"}, r"--objective must be one of scores, or MODULE:NAME .did you mean scores"),
+        ({"objective": "scores", "method": "mean"}, "--objective: --method mean minimizes none"),
+        ({"objective": "scores", "to": "mla", "budget": 48}, "--objective needs --to gqa or --to mqa"),
+    ],
+)
+def test_names_are_checked_with_the_request(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ConvertRequest("MODEL", "OUT", **{"to": "mqa", **options})

@@ -1,0 +1,15 @@
+"""An objective in one file: shared keys that are near the members' keys, whatever the queries read of them."""
+
+import torch
+
+from kvfold.convert.methods.registry import objective
+from kvfold.convert.transforms.fold.heads import GroupMoments, SharedHead, share_keys
+from kvfold.convert.transforms.fold.score_fit import Scores
+
+
+@objective("nearest-keys")
+class NearestKeys(Scores):
+    def key_head(self, group: GroupMoments) -> SharedHead:
+        members, dims = group.keys.shape[:2]
+        alike = torch.eye(dims).to(group.keys).expand(members, dims, dims)
+        return share_keys(group.keys, alike, group.pairs).repeat_decode(group.readers)
