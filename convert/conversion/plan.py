@@ -22,8 +22,9 @@ from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.targets.engines import Verdict, alternatives, verdicts
 from kvfold.convert.targets.kept import keepable, kept_config, kept_tensors
-from kvfold.convert.targets.mla.config import LatentTarget, padding, query_rank
+from kvfold.convert.targets.mla.config import LatentTarget, query_rank
 from kvfold.convert.targets.mla.layout import latent_layout, latent_reads
+from kvfold.convert.targets.mla.shapes import padding
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout
 from kvfold.convert.targets.own_latent import own_latent_layout
 from kvfold.convert.targets.results import Result, folded_result, latent_result, latent_result_of

@@ -8,9 +8,7 @@ from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import older_rope_keys
 from kvfold.convert.families.wrappers import WRAPPERS
-from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
-from kvfold.convert.targets.mla.experts import EXPERT_TYPE
-from kvfold.convert.targets.mla.rope import changes_no_frequency
+from kvfold.convert.targets.mla.config import EXPERT_TYPE, LatentTarget, cached_divisors, changes_no_frequency
 
 RANKS = (1, 2, 4, 8)  # of tensor parallelism
 

@@ -8,51 +8,38 @@ names.
 Layout ``engine`` is the ``DeepseekV3ForCausalLM`` that those loaders read right: no bias, plain RoPE, a head of its
 own, every layer dense (``first_k_dense_replace`` is the number of layers).
 
-A model with experts is a ``Mistral4ForCausalLM`` in both layouts (``experts.py``).
+A model with experts is a ``Mistral4ForCausalLM`` in both layouts. Its router takes the softmax of all logits, the
+largest few of it, and divides them by their sum or not, as mixtral, qwen3_moe and the like do (DeepSeek-V3 weights by a
+sigmoid, DeepSeek-V2 never divides).
+
+`mla_config` decides all of ``config.json`` for these three classes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
-from kvfold.convert.targets.mla.experts import (
-    EXPERT_CLASS,
-    EXPERT_TYPE,
-    Source,
-    dense_config,
-    expert_config,
-    expert_shapes,
-)
-from kvfold.convert.targets.mla.rope import engine_rope, expert_rope, part_of_head, rope_config
 
 NORM_EPS = 1e-6  # of both latent norms, as the stock class hard-codes it
-_NAMES = {
-    "embedding": "model.embed_tokens.weight",
-    "final_norm": "model.norm.weight",
-    "head": "lm_head.weight",
-    "attention_norm": "model.layers.{layer}.input_layernorm.weight",
-    "mlp_norm": "model.layers.{layer}.post_attention_layernorm.weight",
-    "gate": "model.layers.{layer}.mlp.gate_proj.weight",
-    "up": "model.layers.{layer}.mlp.up_proj.weight",
-    "down": "model.layers.{layer}.mlp.down_proj.weight",
-}
 
 # Sizes that vLLM's MLA kernels take: cached elements R + P, and dims of a head (unrotated, rotary, value).
 KERNEL_CACHES = (576, 512, 320)
 KERNEL_HEADS = ((128, 64, 128), (64, 64, 128), (192, 64, 256), (256, 0, 256))
+EXPERT_TYPE = "mistral4"
 LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "youtu", EXPERT_TYPE)
 _CLASSES: dict[str, dict[str, Any]] = {
     "free": {"architectures": ["YoutuForCausalLM"], "model_type": "youtu"},
     "engine": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+    "experts": {"architectures": ["Mistral4ForCausalLM"], "model_type": EXPERT_TYPE},
 }
-
-Shape = tuple[int, ...]
+_ROPE_BASE = 10000.0  # of the standard frequencies that longrope's factors divide
 
 
 def is_latent(config: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` is that of a model whose attention is latent (MLA) already."""
+    """True if ``config`` describes a model with latent attention (MLA)."""
     return config.get("model_type") in LATENT_TYPES
 
 
@@ -72,17 +59,17 @@ class LatentTarget:
 
     @property
     def constant(self) -> bool:
-        """Whether one channel of each latent is constant, which is 1 channel as a number."""
+        """True if one latent channel is constant."""
         return self.layout == "free"
 
     @property
     def centered(self) -> bool:
-        """Whether biases have a place, which take the means."""
+        """True if the layout has biases, which hold the means of the latent."""
         return self.layout != "engine"
 
     @property
     def keeps_norms(self) -> bool:
-        """Whether norms on queries and keys have a place; elsewhere linear maps stand in."""
+        """True if the layout has norms on queries and keys; otherwise linear maps approximate them."""
         return self.layout == "kvfold"
 
     @property
@@ -92,21 +79,21 @@ class LatentTarget:
 
     @property
     def shared_experts(self) -> int:
-        """Shared experts of zeros beside the routed ones: as many as the loaders of engines expect."""
+        """Number of shared experts, all zeros; the loaders of engines expect one."""
         return int(self.layout == "engine")
 
     @property
     def has_kernels(self) -> bool:
-        """Whether the MLA kernels of engines take this cache."""
+        """True if the MLA kernels of engines support this cache size."""
         return self.rope_dim in {rope for _, rope, _ in KERNEL_HEADS} and self.kv_rank + self.rope_dim in KERNEL_CACHES
 
     @property
     def padded(self) -> bool:
-        """Whether heads get zeros until kernels take them: where these take the cache."""
+        """True if heads are padded with zeros to sizes that MLA kernels support."""
         return self.layout == "engine" and self.has_kernels
 
     def head_dims(self, dim: int) -> tuple[int, int]:
-        """Unrotated dims and value dims of a head in the files, for heads of ``dim`` dims: the nearest that fit.
+        """Unrotated dims and value dims of a stored head of ``dim`` dims: the smallest sizes that fit.
 
         Zeros change nothing: the scale of the scores is in the queries, and the cache holds no heads.
         """
@@ -114,28 +101,23 @@ class LatentTarget:
         return min(sizes, key=sum, default=(dim, dim)) if self.padded else (dim, dim)
 
     def rope_kept(self, rotary_dims: int) -> int:
-        """Rotary dims of the files that hold keys; the rest are zero where only ``P / k`` dims of a head rotate."""
+        """Stored rotary dims that hold keys; the others are zero if only ``P / k`` dims of a head rotate."""
         fills = not self.padded or rotary_dims == 0 or self.rope_dim % rotary_dims
         return self.rope_dim if fills else rotary_dims
 
 
 def cached_divisors(model: Model, target: LatentTarget) -> int:
-    """KV-cache elements per token per layer beside R + P: what the norm of keys divides by, where it is kept.
+    """KV-cache elements per token per layer for the divisors of kept key norms, in addition to R + P.
 
-    One for each key/value head, or for all of them together.
+    One per key/value head, or one for a norm over all heads.
     """
     if model.qk_norm is None or not target.keeps_norms:
         return 0
     return 1 if model.qk_norm.extent == "flat" else model.geometry.kv_heads
 
 
-def attention_module(layer: int) -> str:
-    """Name of the attention of ``layer``."""
-    return f"model.layers.{layer}.self_attn"
-
-
 def full_query_rank(geometry: Geometry, target: LatentTarget) -> int:
-    """The ``q_rank`` that is exact: no smaller latent holds all queries."""
+    """The smallest ``q_rank`` with which the query latent is exact."""
     rows = geometry.heads * (geometry.head_dim + target.rope_dim)
     return min(geometry.model_dim, rows) + target.constant
 
@@ -143,89 +125,11 @@ def full_query_rank(geometry: Geometry, target: LatentTarget) -> int:
 def query_rank(model: Model, target: LatentTarget) -> int | None:
     """``q_lora_rank`` of the output.
 
-    In stock classes only a query latent can store a bias on queries, which forces an exact one.
+    Stock classes can store a query bias only in a query latent, so a bias forces one of full rank.
     """
     if target.q_rank is None and model.has_bias("q") and target.layout != "kvfold":
         return full_query_rank(model.geometry, target)
     return target.q_rank
-
-
-def mla_shapes(model: Model, target: LatentTarget) -> dict[str, tuple[Shape, Source]]:
-    """Every output tensor: its shape, and the source tensors whose bytes it repeats, as an ``OutputTensor`` says."""
-    shapes = dict(_outer(model, target))
-    for layer in range(model.geometry.layers):
-        shapes |= layer_shapes(model, target, layer)
-    return shapes
-
-
-def layer_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, tuple[Shape, Source]]:
-    """The tensors of one layer, as ``mla_shapes`` gives them."""
-    attention = attention_shapes(model, target, layer)
-    experts = expert_shapes(model, layer, target.shared_experts) if model.layers[layer].sparse else ()
-    return {name: (shape, None) for name, shape in attention.items()} | dict(_block(model, layer)) | dict(experts)
-
-
-def attention_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, Shape]:
-    """The attention tensors of ``layer``, all of them computed."""
-    size, module = model.geometry, attention_module(layer)
-    heads, width, rank = size.heads, size.model_dim, target.kv_rank
-    nope, value = target.head_dims(size.head_dim)
-    queries, q_rank = heads * (nope + target.rope_dim), query_rank(model, target)
-    if q_rank is None:
-        shapes: dict[str, Shape] = {"q_proj.weight": (queries, width)}
-    else:
-        shapes = {
-            "q_a_proj.weight": (q_rank, width),
-            "q_a_layernorm.weight": (q_rank,),
-            "q_b_proj.weight": (queries, q_rank),
-        }
-    shapes["kv_a_proj_with_mqa.weight"] = (rank + target.rope_dim, width)
-    shapes["kv_a_layernorm.weight"] = (rank,)
-    shapes["kv_b_proj.weight"] = (heads * (nope + value), rank)
-    shapes["o_proj.weight"] = (width, heads * value)
-    if target.constant:
-        biased = {"kv_a_proj_with_mqa": rank + target.rope_dim, "o_proj": width}
-        biased |= {} if q_rank is None else {"q_a_proj": q_rank}
-        shapes |= {f"{name}.bias": (rows,) for name, rows in biased.items()}
-    return {f"{module}.{name}": shape for name, shape in shapes.items()}
-
-
-def padding(model: Model, target: LatentTarget) -> int:
-    """Parameters that are zero because heads are padded."""
-    size = model.geometry
-    nope, value = (padded - size.head_dim for padded in target.head_dims(size.head_dim))
-    rope, inputs = target.rope_dim - target.rope_kept(size.rotary_dims), query_rank(model, target) or size.model_dim
-    heads = (nope + rope) * inputs + (nope + value) * target.kv_rank + value * size.model_dim
-    return size.layers * (size.heads * heads + rope * size.model_dim)
-
-
-def split_gate_up(model: Model, layer: int) -> tuple[str, str, str] | None:
-    """For a source with one gate-and-up tensor: its name, and the names of gate and up in the output."""
-    source = model.names.get(("gate_up", layer))
-    return None if source is None else (source[0], _name("gate", layer), _name("up", layer))
-
-
-def _outer(model: Model, target: LatentTarget) -> Iterator[tuple[str, tuple[Shape, Source]]]:
-    (embedding,), (norm,) = model.names["embedding", None], model.names["final_norm", None]
-    (head,) = model.names.get(("head", None), (embedding,))
-    yield _NAMES["embedding"], (model.tensors[embedding].shape, embedding)
-    yield _NAMES["final_norm"], (model.tensors[norm].shape, norm)
-    if head != embedding or target.layout == "engine":
-        yield _NAMES["head"], (model.tensors[head].shape, head)
-
-
-def _block(model: Model, layer: int) -> Iterator[tuple[str, tuple[Shape, Source]]]:
-    fused = split_gate_up(model, layer)
-    if fused is not None:
-        rows, width = model.tensors[fused[0]].shape
-        yield from ((name, ((rows // 2, width), None)) for name in fused[1:])
-    for role in ("attention_norm", "mlp_norm", "gate", "up", "down"):
-        for source in model.names.get((role, layer), ()):
-            yield _name(role, layer), (model.tensors[source].shape, source)
-
-
-def _name(role: str, layer: int) -> str:
-    return _NAMES[role].replace("{layer}", str(layer))
 
 
 def mla_config(
@@ -248,7 +152,7 @@ def mla_config(
     if target.layout == "free":  # transformers 5.23: loading a Youtu model zeroes the embedding of its pad token
         special["pad_token_id"] = None
     return {
-        **(EXPERT_CLASS if block.sparse else _CLASSES[target.layout]),
+        **(_CLASSES["experts" if block.sparse else target.layout]),
         "attention_bias": target.constant,
         "attention_dropout": config.get("attention_dropout", 0.0),
         **special,
@@ -305,3 +209,139 @@ def _expert_keys(model: Model, target: LatentTarget) -> dict[str, Any]:
     if model.block.sparse:
         return expert_config(model, target.shared_experts)
     return dense_config(model.geometry.layers, _intermediate(model)) if target.layout == "engine" else {}
+
+
+def expert_config(model: Model, shared: int) -> dict[str, Any]:
+    """The keys of ``config.json`` about experts."""
+    routing, first = model.block.routing, dense_layers(model)
+    assert routing is not None  # expert_problems refuses models without
+    downs = model.names["expert_down", first]
+    return {
+        "first_k_dense_replace": first,
+        "moe_intermediate_size": model.tensors[downs[0]].shape[1],
+        "n_routed_experts": len(downs),
+        "n_shared_experts": shared,
+        "num_experts_per_tok": routing.per_token,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": routing.renormalized,
+        "routed_scaling_factor": 1.0,
+    }
+
+
+def dense_config(layers: int, intermediate: int) -> dict[str, Any]:
+    """The keys about experts of a DeepSeek model that has none: the smallest numbers that their readers accept.
+
+    Two experts: llama.cpp refuses a model with as many groups of experts as experts.
+    """
+    return {
+        "first_k_dense_replace": layers,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": intermediate,
+        "n_routed_experts": 2,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def dense_layers(model: Model) -> int:
+    """Layers before the first with experts."""
+    return next(layer.index for layer in model.layers if layer.sparse)
+
+
+def rope_config(theta: Sequence[float], positions: int) -> dict[str, Any]:
+    """``rope_parameters`` for these frequencies: plain RoPE where it has them, else ``longrope``."""
+    base = plain_base(theta)
+    return {
+        "rope_parameters": _longrope(theta, positions) if base is None else {"rope_type": "default", "rope_theta": base}
+    }
+
+
+def part_of_head(theta: Sequence[float], positions: int, head_dim: int) -> dict[str, Any]:
+    """The same for a reader that rotates the fraction ``partial_rotary_factor`` of ``head_dim`` dims, rounded down."""
+    part = _part(2 * len(theta), head_dim)
+    return {"rope_parameters": {**_longrope(theta, positions), "partial_rotary_factor": part}}
+
+
+def engine_rope(theta: Sequence[float], positions: int) -> dict[str, Any]:
+    """Plain RoPE as DeepSeek's YaRN of factor 1, which changes no frequency and no scale.
+
+    In the newer spelling and in that of transformers before 5, which engines have read longer. YaRN is the way of
+    DeepSeek-V3 itself; for plain interleaved RoPE vLLM 0.32 has a kernel on CPUs that rotates several heads wrongly.
+    """
+    table = _scaled(theta, positions)
+    scaling = {name: value for name, value in table.items() if name != "rope_theta"}
+    return {
+        "rope_theta": table["rope_theta"],
+        "rope_scaling": {**scaling, "type": table["rope_type"]},
+        "rope_parameters": table,
+    }
+
+
+def expert_rope(theta: Sequence[float], positions: int, rope_dim: int, head_dim: int) -> dict[str, Any]:
+    """For Mistral4, which rotates ``rope_dim`` of ``head_dim`` dims, but not by plain RoPE; it scales no queries."""
+    table = _scaled(theta, positions)
+    return {
+        "rope_parameters": {**table, "partial_rotary_factor": _part(rope_dim, head_dim), "llama_4_scaling_beta": 0.0}
+    }
+
+
+def changes_no_frequency(table: Mapping[str, Any]) -> bool:
+    """True if ``table`` is plain RoPE, as ``default`` or as the YaRN of factor 1 that ``engine_rope`` writes."""
+    kind = table.get("rope_type", "default")
+    return kind == "default" or (kind == "yarn" and table.get("factor") == 1.0)
+
+
+def _part(rope_dim: int, head_dim: int) -> float:
+    """The fraction of ``head_dim`` that readers round down to ``rope_dim``."""
+    return (rope_dim + 0.5) / head_dim
+
+
+def _scaled(theta: Sequence[float], positions: int) -> dict[str, Any]:
+    """YaRN of factor 1 where ``theta`` is plain RoPE, else longrope."""
+    base = plain_base(theta)
+    return _longrope(theta, positions) if base is None else _yarn(base, positions)
+
+
+def _yarn(base: float, positions: int) -> dict[str, Any]:
+    return {
+        "rope_type": "yarn",
+        "rope_theta": base,
+        "factor": 1.0,
+        "original_max_position_embeddings": positions,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+
+
+def _longrope(theta: Sequence[float], positions: int) -> dict[str, Any]:
+    """Its factors divide the standard frequencies one by one, here by the same for every length of text."""
+    factors = [_ROPE_BASE ** (-index / len(theta)) / angle for index, angle in enumerate(theta)]
+    return {
+        "rope_type": "longrope",
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "short_factor": factors,
+        "long_factor": factors,
+        "original_max_position_embeddings": positions,
+        "rope_theta": _ROPE_BASE,
+    }
+
+
+def plain_base(theta: Sequence[float]) -> float | None:
+    """``base`` where ``theta_i = base^(-2i/P)`` for all ``P/2`` of them (to float32's precision), else None."""
+    if not math.isclose(theta[0], 1.0, rel_tol=1e-7):
+        return None
+    base = 10000.0 if len(theta) == 1 else theta[-1] ** (-len(theta) / (len(theta) - 1))
+    base = float(round(base)) if math.isclose(base, round(base), rel_tol=1e-6) else base
+    plain = (base ** (-index / len(theta)) for index in range(len(theta)))
+    return base if all(math.isclose(a, b, rel_tol=3e-7) for a, b in zip(theta, plain, strict=True)) else None

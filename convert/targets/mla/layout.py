@@ -9,15 +9,9 @@ from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.wrappers import names_in_files
-from kvfold.convert.targets.mla.config import (
-    LatentTarget,
-    layer_shapes,
-    mla_config,
-    mla_shapes,
-    split_gate_up,
-)
-from kvfold.convert.targets.mla.experts import Source
+from kvfold.convert.targets.mla.config import LatentTarget, mla_config
 from kvfold.convert.targets.mla.problems import context
+from kvfold.convert.targets.mla.shapes import Source, layer_shapes, mla_shapes, split_gate_up
 from kvfold.convert.targets.same_family import stored_dtype
 from kvfold.convert.targets.target import TargetLayout
 

@@ -10,13 +10,15 @@ from kvfold.convert.families.geometry import Block, Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.wrappers import WRAPPERS
-from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors, full_query_rank
-from kvfold.convert.targets.mla.experts import EXPERT_ROLES, expert_problems, is_shared
+from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors, dense_layers, full_query_rank
 from kvfold.convert.targets.same_family import cache_elements
 
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
 _OUTER = frozenset({"embedding", "final_norm", "head"})
-_ROLES = _OUTER | EXPERT_ROLES | {"attention_norm", "mlp_norm", "gate", "up", "gate_up", "down"}
+_EXPERTS = frozenset({"router", "expert_gate", "expert_up", "expert_down"})
+_SHARED = "shared_"  # prefix of the roles of a shared expert's tensors
+_LEAST_EXPERTS = 2  # the router adds up the best two of each group, and there is one group
+_ROLES = _OUTER | _EXPERTS | {"attention_norm", "mlp_norm", "gate", "up", "gate_up", "down"}
 _MLP_BIASES = frozenset({"gate_bias", "up_bias", "gate_up_bias", "down_bias"})
 _INSTEAD = "--to gqa works"
 _UNHELD = "which rotate with the keys but are not divided by the norm: no projection can hold them"
@@ -40,7 +42,7 @@ def model_problems(model: Model) -> list[str]:
     problems = [
         *_block_problems(model.block),
         *_tensor_problems(model),
-        *(expert_problems(model) if model.block.sparse else ()),
+        *(_expert_problems(model) if model.block.sparse else ()),
         *_attention_problems(model),
         *_stock_attention_problems(model),
         *_rope_problems(model),
@@ -95,11 +97,32 @@ def _block_problems(block: Block) -> Iterator[str]:
 
 
 def _tensor_problems(model: Model) -> Iterator[str]:
-    roles = {role for role, _ in model.names if not is_shared(role)} - {*ROLES}
+    roles = {role for role, _ in model.names if not role.startswith(_SHARED)} - {*ROLES}
     if biases := sorted(roles & _MLP_BIASES):
         yield f"has biases in its MLPs ({', '.join(biases)}), the stock MLA class has none"
     if other := sorted(roles - _ROLES - _MLP_BIASES):
         yield f"has tensors that the stock MLA class lacks ({', '.join(other)})"
+
+
+def _expert_problems(model: Model) -> Iterator[str]:
+    """What the class cannot express of a model with experts."""
+    roles = {role for role, _ in model.names}
+    if model.block.routing is None:
+        yield "routes tokens to experts in another way than by softmax, as the stock MLA class with experts does"
+    if any(role.startswith(_SHARED) for role in roles):
+        gate = f"{_SHARED}router" in roles
+        how = "weighs its shared expert by a gate of its own" if gate else "has shared experts"
+        yield f"{how}, the stock MLA class with experts adds them as they are"
+    if _EXPERTS - roles:
+        yield "stores its experts in another form than one gate, up and down projection each"
+        return
+    if mixed := [layer.index for layer in model.layers[dense_layers(model) :] if not layer.sparse]:
+        yield (
+            f"has no experts in layer {mixed[0]}, after layers that have some; the stock MLA class has layers without "
+            "experts before all others only"
+        )
+    if any(len(names) < _LEAST_EXPERTS for (role, _), names in model.names.items() if role == "expert_down"):
+        yield f"has layers with one expert, the stock MLA class routes to {_LEAST_EXPERTS} at least"
 
 
 def _attention_problems(model: Model) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 In layout ``free`` a constant channel makes the norm of each latent a known factor (``constant.py``). In layout
 ``engine`` the norm stays live, with weights of one: the latent must come in a scale in which its rms usually is one
-(``transforms/latent/norm.py``). Its heads may be padded with zeros (``padding.py``).
+(``transforms/latent/norm.py``). Its heads may be padded with zeros to the sizes that kernels take (`padded`).
 
 A rotated latent (``transforms/latent/rotation.py``) is meant for a quantized cache, which has no place for the constant
 either: it is a thousand times larger than the other channels. A weight of zero in the norm takes it out of the cache.
@@ -11,20 +11,22 @@ Nothing is lost, since the bias of the output projection holds constant values, 
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvfold.convert.families.model import Model
-from kvfold.convert.targets.mla.config import LatentTarget, attention_module, split_gate_up
+from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.targets.mla.constant import CONSTANT, norm_remainder, norm_weight, with_constant
-from kvfold.convert.targets.mla.padding import padded
+from kvfold.convert.targets.mla.shapes import attention_module, split_gate_up
 from kvfold.convert.transforms.latent.rotation import rotated
 from kvfold.convert.transforms.latent.weights import LatentWeights
 
 
 def mla_tensors(latent: LatentWeights, layer: int, target: LatentTarget) -> dict[str, Tensor]:
-    """The attention tensors of ``layer`` by name, as ``config.attention_shapes`` lists them.
+    """The attention tensors of ``layer`` by name, as ``shapes.attention_shapes`` lists them.
 
     Raises ``ValueError`` when ``latent`` does not fit ``target`` or has a bias for which the layout has no place.
     """
@@ -101,7 +103,7 @@ def _keys_and_values(latent: LatentWeights, target: LatentTarget) -> dict[str, T
         "kv_a_proj_with_mqa.weight": torch.cat([latent.down, torch.zeros_like(latent.down[:1]), rope_key]),
         "kv_a_proj_with_mqa.bias": torch.cat([with_constant(down_bias), rope_bias]),
         "kv_a_layernorm.weight": weight,
-        "kv_b_proj.weight": torch.nn.functional.pad(read, (0, 1)) * norm_remainder(rank),
+        "kv_b_proj.weight": pad(read, (0, 1)) * norm_remainder(rank),
     }
 
 
@@ -121,3 +123,39 @@ def mlp_tensors(model: Model, layer: int, read: Callable[[str], Tensor]) -> dict
         return {}
     gate, up = read(names[0]).chunk(2)
     return {names[1]: gate.contiguous(), names[2]: up.contiguous()}
+
+
+def padded(latent: LatentWeights, target: LatentTarget) -> LatentWeights:
+    """``latent`` with heads and rotary keys of the sizes in the files; itself where they have them."""
+    nope, value = target.head_dims(latent.value_dim)
+    rope = target.rope_dim
+    if (latent.nope_dim, latent.value_dim, latent.rope_dim) == (nope, value, rope):
+        return latent
+    query = latent.query
+    if query is not None:
+        query = replace(query, q_nope=_grown(query.q_nope, nope), q_rope=spread(query.q_rope, 1, rope))
+    return replace(
+        latent,
+        rope_key=spread(latent.rope_key, 0, rope),
+        q_nope=_grown(latent.q_nope, nope),
+        q_rope=spread(latent.q_rope, 1, rope),
+        uk=_grown(latent.uk, nope),
+        uv=_grown(latent.uv, value),
+        o=pad(latent.o, (0, value - latent.value_dim)),
+        query=query,
+    )
+
+
+def spread(rows: Tensor, dim: int, size: int) -> Tensor:
+    """Half-split rotary dims of ``rows`` along ``dim``, as every ``k``-th pair of ``size`` dims; the others are zero.
+
+    Plain RoPE of ``size`` dims turns its pair ``k i`` as plain RoPE of ``size / k`` dims turns pair ``i``.
+    """
+    step = size // rows.shape[dim]
+    halves = torch.unflatten(rows.movedim(dim, -1), -1, (2, -1, 1))
+    return pad(halves, (0, step - 1)).flatten(-3).movedim(-1, dim)
+
+
+def _grown(rows: Tensor, size: int) -> Tensor:
+    """``rows [H, n, ...]`` with zeros behind them: ``[H, size, ...]``."""
+    return pad(rows, (0, 0, 0, size - rows.shape[1]))

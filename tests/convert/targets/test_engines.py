@@ -13,7 +13,7 @@ from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import model_of
 from kvfold.convert.targets import engines as en
 from kvfold.convert.targets import results as res
-from kvfold.convert.targets.answers import WAYS
+from kvfold.convert.targets.engines import WAYS
 from kvfold.convert.targets.mla.config import LatentTarget, mla_config
 
 LLAMA = {

@@ -7,16 +7,11 @@ import torch
 from transformers import AutoConfig
 
 from kvfold.convert.families.model import model_of
-from kvfold.convert.targets.mla.config import (
-    LatentTarget,
-    mla_config,
-    mla_shapes,
-)
+from kvfold.convert.targets.mla.config import LatentTarget, mla_config, plain_base, rope_config
 from kvfold.convert.targets.mla.constant import CONSTANT, norm_weight
-from kvfold.convert.targets.mla.padding import spread
 from kvfold.convert.targets.mla.problems import context, latent_problems, model_problems
-from kvfold.convert.targets.mla.rope import plain_base, rope_config
-from kvfold.convert.targets.mla.tensors import interleave, mla_tensors
+from kvfold.convert.targets.mla.shapes import mla_shapes
+from kvfold.convert.targets.mla.tensors import interleave, mla_tensors, spread
 from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
 
 SIZES = {

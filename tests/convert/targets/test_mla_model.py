@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Trainer
 
 from kvfold.convert.families.layout import layer_rotary, read_layer
 from kvfold.convert.families.model import model_of
-from kvfold.convert.targets.mla.config import NORM_EPS, LatentTarget, mla_config, mla_shapes, padding, query_rank
+from kvfold.convert.targets.mla.config import NORM_EPS, LatentTarget, changes_no_frequency, mla_config, query_rank
 from kvfold.convert.targets.mla.problems import context, latent_problems
-from kvfold.convert.targets.mla.rope import changes_no_frequency
+from kvfold.convert.targets.mla.shapes import mla_shapes, padding
 from kvfold.convert.targets.mla.tensors import mla_tensors, mlp_tensors
 from kvfold.convert.transforms.latent.latent import to_latent
 from kvfold.convert.transforms.latent.norm import live_norm

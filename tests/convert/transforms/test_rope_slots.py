@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvfold.convert.targets.mla.rope import plain_base
+from kvfold.convert.targets.mla.config import plain_base
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.slots import LayerSurvey
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
