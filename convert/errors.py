@@ -133,7 +133,7 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def system_failure(error: Exception) -> str | None:
-    """What the system refused, when ``error`` of a library is such a refusal: disk, memory, files; None otherwise."""
+    """A sentence on the disk, memory or file that the system refused, if that is what ``error`` says; else None."""
     text, code = one_line(error), error.errno if isinstance(error, OSError) else None
     if stated := re.search(r"\(os error (\d+)\)", text):  # safetensors and tokenizers, which are written in Rust
         code = int(stated[1])

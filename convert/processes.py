@@ -49,7 +49,7 @@ def is_first() -> bool:
 
 
 def started_first() -> bool:
-    """Whether ``torchrun`` started this process as the first, or none did: known before they are connected."""
+    """True if ``torchrun`` started this process as the first, or did not start it: known before they connect."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -203,9 +203,9 @@ def first_rows(rows: "Tensor", limit: int) -> "Tensor":
         return rows[:limit]
     lengths = gathered(min(len(rows), limit))
     start = min(limit, sum(lengths[: rank()]))
-    own = rows[: limit - start]
+    mine = rows[: limit - start]
     together = rows.new_zeros(min(limit, sum(lengths)), *rows.shape[1:])
-    together[start : start + len(own)] = own
+    together[start : start + len(mine)] = mine
     add_up([together])
     return together
 

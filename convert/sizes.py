@@ -29,7 +29,7 @@ def parse_size(text: str | int) -> int | None:
 
 
 def size_expected(value: Any) -> str | None:
-    """What is expected in place of ``value`` for the size of a file, in words; None where it is one."""
+    """The rule that ``value`` breaks as the size of a file, in words; None for a valid size."""
     if isinstance(value, str) and value.strip().isdigit() and 0 < int(value) < _LEAST_BARE:
         return f"a size with its unit (did you mean {value.strip()}GB?)"
     return None if parse_size(value) else "a size such as 5GB, 500MB or 2GiB"

@@ -1,1 +1,1 @@
-"""What the commands that measure do and print: inspect, drift, verify, sweep, eval, bench; charts and reports."""
+"""The commands that measure: inspect, drift, verify, sweep, eval and bench, with their tables, charts and reports."""

@@ -31,7 +31,7 @@ _NORM_FACTS = ("query_spread", "key_spread", "query_missed", "key_missed")
 
 @dataclass(frozen=True)
 class LatentLimits:
-    """Whether MLA is possible: within these limits, or not for these reasons."""
+    """MLA of a model is possible within these limits, or not at all for the reasons in ``because``."""
 
     because: tuple[str, ...] = ()
     numbers_below: int | None = None

@@ -34,9 +34,8 @@ from kvfold.convert.conversion.splits import Split, choose_split, split_record
 from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
-from kvfold.convert.measure.default_targets import default_targets
 from kvfold.convert.measure.sweep_result import Row, Source, Sweep
-from kvfold.convert.measure.sweep_targets import Options, in_words, parse_targets, spelled
+from kvfold.convert.measure.sweep_targets import TargetOptions, default_targets, in_words, parse_targets, spelled
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, Layout
 from kvfold.convert.text.windows import CalibrationTokens
@@ -53,7 +52,7 @@ class _Student:
     ``distances`` are those of its residual stream from the source's, layer by layer.
     """
 
-    options: Options
+    options: TargetOptions
     plan: Plan
     walk: StudentWalk
     split: Split | None
@@ -102,7 +101,7 @@ def sweep_checkpoint(
     [('GQA-4', 256), ('MQA', 64)]
     """
     named = None if targets is None else parse_targets(targets)
-    common: Options = {
+    common: TargetOptions = {
         "model": model,
         "out": out or _PLACEHOLDER,
         "calibration": calibration,
@@ -131,7 +130,7 @@ def sweep_checkpoint(
     return replace(found, seconds=time.monotonic() - started)
 
 
-def _plan(options: Options, common: Options, layout: Layout | None, checkpoint: Checkpoint) -> Plan:
+def _plan(options: TargetOptions, common: TargetOptions, layout: Layout | None, checkpoint: Checkpoint) -> Plan:
     try:
         request = ConvertRequest(**common, **options, layout=layout if options["to"] == "mla" else None)
         return make_plan(request, checkpoint)
@@ -140,7 +139,7 @@ def _plan(options: Options, common: Options, layout: Layout | None, checkpoint: 
         raise InputError(found, [in_words(detail) for detail in error.details]) from error
 
 
-def _sweep(chosen: Sequence[Options], plans: Sequence[Plan], scratch: Path, stages: Stages, quiet: bool) -> Sweep:
+def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path, stages: Stages, quiet: bool) -> Sweep:
     with stages("reading the text and the model"):
         tokens, source = load_tokens(plans[0], scratch, stages, ""), source_stream(plans[0])
     if not quiet:

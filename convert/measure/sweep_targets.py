@@ -1,26 +1,35 @@
-"""What ``--targets`` spells, as options of conversions. Nothing heavy is imported."""
+"""The targets of a sweep: as ``--targets`` spells them, and the default ones of a model. No torch here."""
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
+from kvfold.convert.conversion.possible import possible_kv_heads
 from kvfold.convert.errors import InputError, did_you_mean
-from kvfold.convert.request import TARGETS
+from kvfold.convert.families.model import Model
+from kvfold.convert.request import TARGETS, Layout
+from kvfold.convert.targets.mla.config import LatentTarget
+from kvfold.convert.targets.mla.problems import latent_problems, model_problems
+from kvfold.convert.targets.same_family import cache_elements
 
-WITHIN = 0.01  # of the perplexity, where nobody said otherwise
-Options = dict[str, Any]  # of a ConvertRequest: those that name a target
+WITHIN = 0.01  # share of perplexity that may be lost by default
+TargetOptions = dict[str, Any]  # the options of a ConvertRequest that name its target
 
 _WORDS = {"--kv-heads": "heads", "--kv-rank": "channels", "--rope-dim": "rotary dims", "--budget": "elements"}
 _SIZE = re.compile(r"(\d{1,9})(?:\+(\d{1,9}))?")
+_FOLDS = 3  # the largest numbers of key/value heads, and MQA
+_SERVED = ((512, 64), (256, 64))  # splits that MLA kernels are written for ...
+_SERVED_FROM = 1024  # ... for sources that cache at least as many elements: they would save smaller ones too little
+_PARTS = (4, 8)  # divisors of smaller caches
 
 
-def parse_targets(words: str | Sequence[str]) -> list[Options]:
+def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
     """``"gqa:4,2 mqa mla:576,512+64"`` as the options of one request each, without repetitions.
 
     Commas or blanks separate; a bare number belongs to the kind before it. ``words`` may be a list too. Raises
     InputError.
     """
-    found: list[Options] = []
+    targets: list[TargetOptions] = []
     kind: str | None = None
     for item in re.split(r"[\s,]+", (words if isinstance(words, str) else " ".join(words)).strip()):
         name, colon, size = item.partition(":")
@@ -29,12 +38,12 @@ def parse_targets(words: str | Sequence[str]) -> list[Options]:
         else:
             size = item
         options = _options(kind, size, item)
-        if options not in found:
-            found.append(options)
-    return found
+        if options not in targets:
+            targets.append(options)
+    return targets
 
 
-def _options(kind: str | None, size: str, item: str) -> Options:
+def _options(kind: str | None, size: str, item: str) -> TargetOptions:
     number = _SIZE.fullmatch(size)
     match kind:
         case "mqa" if not size:
@@ -52,14 +61,7 @@ def _options(kind: str | None, size: str, item: str) -> Options:
     )
 
 
-def in_words(message: str) -> str:
-    """An error of a conversion without the options that a target stands for, and without those that a sweep lacks."""
-    for option, word in _WORDS.items():
-        message = re.sub(rf"{option} (\d+)", rf"\1 {word}", message).replace(option, word)
-    return re.sub(r" \(--allow-growth [^)]*\)", "", message)
-
-
-def spelled(options: Options) -> str:
+def spelled(options: TargetOptions) -> str:
     """The target of ``options`` as ``--targets`` spells it."""
     match options:
         case {"to": "gqa", "kv_heads": heads}:
@@ -69,3 +71,37 @@ def spelled(options: Options) -> str:
         case {"to": "mla", "kv_rank": rank, "rope_dim": rope}:
             return f"mla:{rank}+{rope}"
     return str(options["to"])
+
+
+def in_words(message: str) -> str:
+    """A conversion's error without the options that a target stands for, and without advice that a sweep lacks."""
+    for option, word in _WORDS.items():
+        message = re.sub(rf"{option} (\d+)", rf"\1 {word}", message).replace(option, word)
+    return re.sub(r" \(--allow-growth [^)]*\)", "", message)
+
+
+def default_targets(model: Model, layout: Layout) -> list[TargetOptions]:
+    """A few folds, and latents of the sizes that kernels take or of parts of a small cache, largest cache first.
+
+    Raises InputError for a model that nothing can be made of.
+    """
+    heads = [count for count in possible_kv_heads(model.geometry) if count > 1]
+    targets: list[TargetOptions] = [{"to": "gqa", "kv_heads": count} for count in heads[:_FOLDS]]
+    targets += [{"to": "mqa"}] if model.geometry.kv_heads > 1 else []
+    present = cache_elements(model.geometry)
+    if model_problems(model):
+        pass
+    elif present < _SERVED_FROM:
+        targets += [{"to": "mla", "budget": present // part} for part in _PARTS if present // part >= 4]
+    else:
+        targets += [
+            {"to": "mla", "kv_rank": rank, "rope_dim": rope}
+            for rank, rope in _SERVED
+            if not latent_problems(model, LatentTarget(rank, rope, layout=layout))
+        ]
+    if not targets:
+        raise InputError(
+            "expected a model that GQA, MQA or MLA could be made of, found one whose cache cannot shrink: "
+            "`kvfold inspect` says why"
+        )
+    return targets

@@ -36,7 +36,7 @@ class CacheSize:
 class TargetSize(CacheSize):
     """The cache of a target, the ``options`` of ``kvfold convert`` that make it, and the part of the cache it saves.
 
-    ``engines``: what each engine makes of it.
+    ``engines``: the verdict of each engine.
     """
 
     options: str
@@ -77,7 +77,7 @@ def target_sizes(model: Model, windows: list[int | None], dtype: str) -> list[Ta
 
 
 def _instead(model: Model, options: str, result: Result) -> dict[str, Result]:
-    """What could be made in place of ``result``: the same in layout ``engine`` first, where the model can have that."""
+    """Alternatives to ``result`` by their options: the same in layout ``engine`` first, if the model can have that."""
     same = LatentTarget(*result.split, layout="engine")
     engine = result.kind == "free" and not latent_problems(model, same)
     return ({f"{options} --layout engine": replace(result, kind="engine")} if engine else {}) | alternatives(model)

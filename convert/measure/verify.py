@@ -1,7 +1,7 @@
-"""``kvfold verify``: whether a checkpoint is what was written, complete, loadable and finite.
+"""``kvfold verify``: is a checkpoint as it was written, complete, loadable and finite?
 
-``kvfold.json`` holds the SHA-256 of every other file. What a checkpoint without it can be asked is whether its tensors
-are those of its config's class, and whether they are finite.
+``kvfold.json`` holds the SHA-256 of every other file. Without it only the tensors can be checked: they must have the
+names and shapes that the class of config.json expects, and finite numbers.
 """
 
 import math
@@ -20,7 +20,7 @@ _ELEMENTS = 1 << 24  # of a tensor at once
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared: files by hash (0 where no record has hashes), tensors and their elements; and what differs."""
+    """The numbers of files compared by hash (0 without a record), tensors and elements; and all differences."""
 
     origin: str
     files: int
@@ -80,7 +80,7 @@ def non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
 
 
 def recorded_problems(folder: Path) -> tuple[int, list[str]]:
-    """How many files the record has hashes of, and what differs from them."""
+    """The number of files that the record has hashes of, and the differences from them."""
     if not (folder / RECORD).exists():
         return 0, []
     record = parse_json(folder / RECORD, read_bytes(resolve_member(folder, RECORD)))

@@ -22,8 +22,7 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.cli import kvfold
 from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import model_of
-from kvfold.convert.measure.default_targets import default_targets
-from kvfold.convert.measure.sweep_targets import parse_targets, spelled
+from kvfold.convert.measure.sweep_targets import default_targets, parse_targets, spelled
 
 TEXT = {"samples": 4, "seq_len": 24, "quiet": True}
 
