@@ -3,57 +3,30 @@
 import copy
 import json
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvfold.attention.drift.compare import margin
-from kvfold.attention.drift.loaded import as_stream
+from kvfold.attention.drift.loaded import LoadedStream
 from kvfold.attention.drift.report import measure_drift
+from tests.attention.drift.test_drift_streams import some_tokens as random_tokens
+from tests.attention.drift.test_drift_streams import tiny as tiny_model
 
 VOCABULARY = 61
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GEMMA = SHAPE | {"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0}
-MLA = SHAPE | {
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "kv_lora_rank": 12,
-    "q_lora_rank": None,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 3,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-}
-FAMILIES = {"llama": SHAPE, "gemma2": GEMMA, "deepseek_v3": MLA}
+COMPARED = ("llama", "gemma2", "deepseek_v3")
 
 
-def tiny(family: str = "llama", seed: int = 0, **changes) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **(FAMILIES[family] | changes))
-    return AutoModelForCausalLM.from_config(config).eval()
+def tiny(family: str = "llama", **changes) -> PreTrainedModel:
+    return tiny_model(family, **changes)
 
 
-def some_tokens(rows: int = 5, length: int = 12) -> Tensor:
-    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(0))
+def some_tokens() -> Tensor:
+    return random_tokens(5, 12)
 
 
 def disturbed(model: PreTrainedModel, scale: float = 0.1, layers: tuple[int, ...] = (0, 1, 2)) -> PreTrainedModel:
@@ -66,7 +39,7 @@ def disturbed(model: PreTrainedModel, scale: float = 0.1, layers: tuple[int, ...
     return other
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", COMPARED)
 def test_a_model_against_itself_is_exactly_zero_and_the_floor_is_not(family):
     model = tiny(family)
     report = measure_drift(model, copy.deepcopy(model), some_tokens(), batch=2)
@@ -162,7 +135,7 @@ def relative(expected: Tensor, found: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", COMPARED)
 @torch.no_grad()
 def test_numbers_are_those_of_two_stock_models_with_hooks(family):
     source, tokens = tiny(family, attn_implementation="eager").double(), some_tokens()
@@ -198,15 +171,8 @@ def test_numbers_are_those_of_two_stock_models_with_hooks(family):
     assert report.measured.agreement == pytest.approx(agreement)
     for model, loss in ((source, report.measured.teacher_loss), (student, report.measured.student_loss)):
         assert loss == pytest.approx(model(tokens, labels=tokens).loss.item(), rel=1e-6)
-
-
-def test_perplexity_is_that_of_the_stock_forward():
-    source, tokens = tiny(), some_tokens()
-    student = disturbed(source)
-    found = measure_drift(source, student, tokens, floor=False).to_dict()["perplexity"]
-    with torch.no_grad():
-        expected = [math.exp(model(tokens, labels=tokens).loss.item()) for model in (source, student)]
-    assert [found["source"], found["student"]] == pytest.approx(expected, rel=1e-6)
+    perplexity = report.to_dict()["perplexity"]["student"]
+    assert perplexity == pytest.approx(math.exp(report.measured.student_loss), rel=1e-9)
 
 
 def test_contributions_of_heads_are_measured_through_the_output_projection():
@@ -229,26 +195,22 @@ def test_contributions_of_heads_are_measured_through_the_output_projection():
         assert head.error == pytest.approx(relative(mine, theirs), rel=1e-4)
 
 
-def test_a_folded_model_has_half_the_cache_and_the_same_heads():
-    source = tiny(num_key_value_heads=4)
-    student = tiny(num_key_value_heads=2)
-    report = measure_drift(source, student, some_tokens(), floor=False)
-    assert (report.source_cache_bytes, report.student_cache_bytes) == (2 * 3 * 4 * 8 * 4, 2 * 3 * 2 * 8 * 4)
-    assert [head.head for head in report.measured.layers[0].heads] == [0, 1, 2, 3]
-    assert report.measured.layers[0].row_kl > 0
-
-
-def test_a_latent_model_is_compared_with_a_plain_one():
-    report = measure_drift(tiny(num_key_value_heads=4), tiny("deepseek_v3"), some_tokens(), floor=False)
-    assert report.measured.layers[1].row_kl > 0
-    assert len(report.measured.layers[1].heads) == 4
-
-
-def test_models_with_other_head_counts_have_no_heads_to_compare():
-    student = tiny(num_attention_heads=2, head_dim=16)
-    layer = measure_drift(tiny(), student, some_tokens(), floor=False).measured.layers[0]
-    assert layer.heads == ()
-    assert layer.row_kl is None
+@pytest.mark.parametrize(
+    ("student", "cache", "comparable"),
+    [
+        ({"num_key_value_heads": 2}, 2 * 3 * 2 * 8 * 4, True),
+        ({"num_attention_heads": 2, "head_dim": 16}, 2 * 3 * 2 * 16 * 4, False),
+        ({"family": "deepseek_v3"}, None, True),
+    ],
+    ids=["folded", "other heads", "latent"],
+)
+def test_heads_are_compared_where_their_number_is_the_same(student, cache, comparable):
+    report = measure_drift(tiny(num_key_value_heads=4), tiny(**student), some_tokens(), floor=False)
+    assert report.source_cache_bytes == 2 * 3 * 4 * 8 * 4
+    assert cache in (None, report.student_cache_bytes)
+    layer = report.measured.layers[1]
+    assert [head.head for head in layer.heads] == ([0, 1, 2, 3] if comparable else [])
+    assert layer.row_kl > 0 if comparable else layer.row_kl is None
     assert layer.attention_local > 0
 
 
@@ -259,7 +221,7 @@ def test_models_that_see_other_positions_have_no_rows_to_compare():
     assert [layer.row_kl is None for layer in layers] == [True, False, True]  # every other layer has a window
 
 
-def test_the_floor_of_a_16_bit_run_is_float32_and_tells_rounding_from_conversion():
+def test_the_floor_is_that_of_the_coarser_dtype_and_tells_rounding_from_conversion(tmp_path):
     source = tiny()
     report = measure_drift(source, disturbed(source, 0.3), some_tokens(), dtype=torch.bfloat16, floor_sequences=2)
     assert (report.source_dtype, report.floor.dtype, report.floor.reference_dtype) == (
@@ -270,10 +232,6 @@ def test_the_floor_of_a_16_bit_run_is_float32_and_tells_rounding_from_conversion
     assert report.floor.sequences == 2
     for layer, floor in zip(report.measured.layers, report.floor.measured.layers, strict=True):
         assert 1e-3 < floor.attention_local < 0.05 < layer.attention_local
-
-
-def test_the_floor_is_that_of_the_coarser_model(tmp_path):
-    source = tiny()
     source.save_pretrained(tmp_path)
     student = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     report = measure_drift(source, student, some_tokens())
@@ -341,59 +299,39 @@ def test_a_margin_is_by_students_t(count, quantile):
     assert margin(values) == pytest.approx(quantile * values.std().item() / math.sqrt(count), rel=5e-3)
 
 
-def test_only_one_layer_of_each_model_is_open_at_a_time():
-    events = []
+def test_only_one_layer_of_each_model_is_open_at_a_time(monkeypatch):
+    open_now, most, steps = [], [], []
+    plain = LoadedStream.open_layer
 
-    class Watched:
-        def __init__(self, name: str, stream) -> None:
-            self.name, self.stream = name, stream
+    @contextmanager
+    def watched(stream, index):
+        with plain(stream, index) as layer:
+            open_now.append(index)
+            most.append(len(open_now))
+            yield layer
+            open_now.remove(index)
 
-        def __getattr__(self, name):
-            return getattr(self.stream, name)
-
-        def to(self, **changes):
-            return Watched(self.name + "'", self.stream.to(**changes))
-
-        def open_layer(self, index):
-            watched, inner = self, self.stream.open_layer(index)
-
-            class Context:
-                def __enter__(self):
-                    events.append((watched.name, index, "open"))
-                    return inner.__enter__()
-
-                def __exit__(self, *problem):
-                    events.append((watched.name, index, "close"))
-                    return inner.__exit__(*problem)
-
-            return Context()
-
-    source, student = Watched("a", as_stream(tiny())), Watched("b", as_stream(disturbed(tiny())))
-    steps = []
-    measure_drift(source, student, some_tokens(), progress=lambda done, total: steps.append((done, total)))
-    open_now, most = set(), 0
-    for name, index, what in events:
-        (open_now.add if what == "open" else open_now.remove)((name, index))
-        most = max(most, len(open_now))
-    assert most == 2
+    monkeypatch.setattr(LoadedStream, "open_layer", watched)
+    measure_drift(tiny(), disturbed(tiny()), some_tokens(), progress=lambda done, total: steps.append((done, total)))
+    assert max(most) == 2
     assert not open_now
     assert steps == [(done, 6) for done in range(1, 7)]
 
 
-def test_what_cannot_be_compared_is_named():
-    model, tokens = tiny(), some_tokens()
-    with pytest.raises(ValueError, match="student: expected the source's 3 layers, found 2"):
-        measure_drift(model, tiny(num_hidden_layers=2), tokens)
-    with pytest.raises(ValueError, match="student: expected logits over the source's 61 tokens, found 64"):
-        measure_drift(model, tiny(vocab_size=64), tokens)
-    with pytest.raises(ValueError, match=r"tokens: expected integers \[N, T\].*found \[12\] of torch.int64"):
-        measure_drift(model, model, tokens[0])
-    with pytest.raises(ValueError, match=r"tokens: expected integers \[N, T\].*found \[5, 12\] of torch.float32"):
-        measure_drift(model, model, tokens.float())
-    with pytest.raises(ValueError, match="batch: expected at least 1 sequence, found 0"):
-        measure_drift(model, model, tokens, batch=0)
-    with pytest.raises(ValueError, match="floor_sequences: expected at least 1"):
-        measure_drift(model, model, tokens, floor_sequences=0)
+@pytest.mark.parametrize(
+    ("student", "tokens", "options", "message"),
+    [
+        ({"num_hidden_layers": 2}, some_tokens(), {}, "student: expected the source's 3 layers, found 2"),
+        ({"vocab_size": 64}, some_tokens(), {}, "student: expected logits over the source's 61 tokens, found 64"),
+        ({}, some_tokens()[0], {}, r"tokens: expected integers \[N, T\].*found \[12\] of torch.int64"),
+        ({}, some_tokens().float(), {}, r"tokens: expected integers \[N, T\].*found \[5, 12\] of torch.float32"),
+        ({}, some_tokens(), {"batch": 0}, "batch: expected at least 1 sequence, found 0"),
+        ({}, some_tokens(), {"floor_sequences": 0}, "floor_sequences: expected at least 1"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(student, tokens, options, message):
+    with pytest.raises(ValueError, match=message):
+        measure_drift(tiny(), tiny(**student), tokens, **options)
 
 
 @pytest.mark.gpu
