@@ -156,7 +156,7 @@ def drift(request: DriftRequest, json_file: str | None, report: str | None) -> N
 
     if json_file is not None:
         check_writable(json_file)
-    check_sources(filter(None, [request.text]), "--text")
+    check_sources(filter(None, [request.text]), "text")
     if report is not None:
         check_report(report)
     click.echo(f"reading {request.model} and {request.out}", err=True)

@@ -9,7 +9,7 @@ import torch
 
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.host import host_memory
 
 _COMPUTED = ("F32", "BF16", "F16")
@@ -18,7 +18,9 @@ _COMPUTED = ("F32", "BF16", "F16")
 def choose_device(name: str) -> torch.device:
     """The device of that name; ``auto`` is the GPU where there is one. Raises InputError for ``cuda`` without one."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: torch finds no CUDA device on this machine; use --device cpu or auto")
+        raise InputError(
+            f"{opt('device', 'cuda')}: torch finds no CUDA device on this machine; use {opt('device', 'cpu')} or auto"
+        )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)

@@ -33,14 +33,16 @@ Wording = Callable[[str, Any], str]
 
 
 def as_option(field: str, value: Any = ALONE) -> str:
-    """``--kv-heads 5``, and ``--resume`` for a flag that is set."""
-    name = f"--{field.replace('_', '-')}"
-    return name if value is ALONE or value is True else f"{name} {value}"
+    """``--kv-heads 5``, ``--resume`` for a flag that is set, ``--no-retrieval`` for one that is not."""
+    name = field.replace("_", "-")
+    if value is False:
+        return f"--no-{name}"
+    return f"--{name}" if value is ALONE or value is True else f"--{name} {value}"
 
 
 def as_keyword(field: str, value: Any = ALONE) -> str:
     """``kv_heads=5``."""
-    return field if value is ALONE else f"{field}={value!r}"
+    return field if value is ALONE else f"{field}={os.fspath(value) if isinstance(value, os.PathLike) else value!r}"
 
 
 _wording: list[Wording] = [as_keyword]
@@ -49,6 +51,11 @@ _wording: list[Wording] = [as_keyword]
 def opt(field: str, value: Any = ALONE) -> str:
     """An option in a message: as the command line has it where a command runs, as a keyword elsewhere."""
     return _wording[-1](field, value)
+
+
+def current_wording() -> Wording:
+    """The wording that ``opt`` uses here."""
+    return _wording[-1]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.errors import InputError, KvfoldError, opt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,7 +91,7 @@ def _take_gpu(local: int, gpus: int) -> None:
     if local >= gpus:
         raise InputError(
             f"torchrun: expected a GPU for each process, found {gpus} for process {local + 1} of this machine; lower "
-            "--nproc-per-node, or use --device cpu"
+            f"--nproc-per-node, or use {opt('device', 'cpu')}"
         )
     torch.cuda.set_device(local)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvfold.convert.checkpoint.file_bytes import sync_path
 from kvfold.convert.checkpoint.replaceable import replaceable_problem
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.signals import DeferredSignals
 from kvfold.convert.sizes import bytes_text
 
@@ -72,7 +72,9 @@ def check_output(
 
 def _check_replaceable(target: Path, overwrite: bool) -> None:
     if not overwrite and not _is_empty_folder(target):
-        raise InputError(f"{target}: expected no such path, found that it exists; choose another OUT or --overwrite")
+        raise InputError(
+            f"{target}: expected no such path, found that it exists; choose another OUT or {opt('overwrite', True)}"
+        )
     if not target.is_dir():
         raise InputError(f"{target}: expected a folder to overwrite, found a file; choose another OUT")
     if os.path.ismount(target):

@@ -11,6 +11,7 @@ from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.self_text import write_tokens
 from kvfold.convert.device import choose_device, compute_dtype
+from kvfold.convert.errors import opt
 from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.progress import Stages
 from kvfold.convert.request import SELF
@@ -46,12 +47,13 @@ def print_start(plan: Plan, tokens: CalibrationTokens) -> None:
     text = "text that the source wrote itself" if tokens.source == SELF else tokens.source
     print(
         f"calibrating on {count} x {length} tokens of {text} "
-        f"(--method {quick_method(plan.request.to)} needs no text and is faster, but worse)",
+        f"({opt('method', quick_method(plan.request.to))} needs no text and is faster, but worse)",
         file=sys.stderr,
     )
     if tokens.source == BUILT_IN:
         print(
-            "text that resembles the model's use calibrates better: --calibration FILE.txt|FILE.jsonl", file=sys.stderr
+            f"text that resembles the model's use calibrates better: {opt('calibration', 'FILE')}.txt|FILE.jsonl",
+            file=sys.stderr,
         )
 
 
@@ -65,7 +67,7 @@ def _load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | Non
     request = plan.request
     check_seq_len(request.seq_len, plan.geometry.positions, plan.source_name)
     if otherwise is None:
-        otherwise = f", or use --method {quick_method(plan.request.to)}, which reads no text"
+        otherwise = f", or use {opt('method', quick_method(plan.request.to))}, which reads no text"
     tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration", otherwise)
     if request.calibration == SELF:
         tokens = write_tokens(plan, tokenizer, scratch, stages)

@@ -21,6 +21,7 @@ from kvfold.convert.checkpoint.shards import Shard, tensor_places
 from kvfold.convert.checkpoint.writer import is_laid_out
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import versions
+from kvfold.convert.errors import opt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,7 +92,10 @@ class Journal:
                     break
                 sound[name] = layer
         if len(sound) < len(layers):
-            print(f"--resume: {len(layers) - len(sound)} layers are damaged; they are made again", file=sys.stderr)
+            print(
+                f"{opt('resume', True)}: {len(layers) - len(sound)} layers are damaged; they are made again",
+                file=sys.stderr,
+            )
         if layers and not sound:
             for shard in self._shards:
                 (self._folder / shard.file).unlink(missing_ok=True)
@@ -116,7 +120,8 @@ def resumable(plan: Plan) -> Callable[[Path], bool]:
         layers = _layers(folder / _NAME, key)
         if layers is None and (folder / _NAME).is_file() and not plan.request.quiet:
             print(
-                "--resume: the interrupted run here used different options, files, device, threads or versions; "
+                f"{opt('resume', True)}: the interrupted run here used different options, files, device, threads or "
+                "versions; "
                 "starting over",
                 file=sys.stderr,
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.host import host_memory, may_have_gpu
 from kvfold.convert.request import SELF, held_out_count
 from kvfold.convert.sizes import bytes_text
@@ -102,8 +102,11 @@ def _polishing(plan: Plan) -> tuple[int, int]:
 def check_memory(plan: Plan) -> None:
     """Raise InputError when a request needs the whole model in memory and it does not fit."""
     whole = {
-        f"--calibration {SELF}": (plan.request.calibration == SELF, "give --calibration FILE"),
-        "--polish": (bool(plan.request.polish), "leave --polish out: --refine holds one layer at a time"),
+        f"{opt('calibration', SELF)}": (plan.request.calibration == SELF, f"give {opt('calibration', 'FILE')}"),
+        f"{opt('polish')}": (
+            bool(plan.request.polish),
+            f"leave {opt('polish')} out: {opt('refine')} holds one layer at a time",
+        ),
     }
     for option, (given, otherwise) in whole.items():
         if not given:
@@ -122,7 +125,7 @@ def check_spill(plan: Plan) -> None:
     if folder is None:
         return
     if not os.path.isdir(folder):
-        raise InputError(f"--spill {folder}: no such folder to keep hidden states in; make it first")
+        raise InputError(f"{opt('spill', folder)}: no such folder to keep hidden states in; make it first")
     needs = needs_of(plan, processes.count())
     needed, free = processes.on_this_machine() * needs.spilled, shutil.disk_usage(folder).free
     out = next(path for path in Path(plan.request.out).absolute().parents if path.exists())
@@ -130,8 +133,8 @@ def check_spill(plan: Plan) -> None:
         needed += plan.disk_bytes + needs.scratch
     if needed > free:
         raise InputError(
-            f"--spill {folder}: too little disk space: hidden states need {bytes_text(needed)}, found "
-            f"{bytes_text(free)} free; free some, choose a folder on another disk, or fewer --samples"
+            f"{opt('spill', folder)}: too little disk space: hidden states need {bytes_text(needed)}, found "
+            f"{bytes_text(free)} free; free some, choose a folder on another disk, or fewer {opt('samples')}"
         )
 
 

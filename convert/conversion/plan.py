@@ -241,12 +241,13 @@ def check_processes(plan: Plan) -> None:
         return
     if request.polish:
         raise InputError(
-            f"--polish: trains the whole model in one process, found {count}; run it without torchrun, or leave "
-            "--polish out: --refine is shared out"
+            f"{opt('polish')}: trains the whole model in one process, found {count}; run it without torchrun, or leave "
+            f"{opt('polish')} out: {opt('refine')} is shared out"
         )
     if request.calibrated and request.samples < count:
         raise InputError(
-            f"--samples: expected at least {count}, a sequence for each process, found {request.samples}; raise it, or "
+            f"{opt('samples')}: expected at least {count}, a sequence for each process, found {request.samples}; "
+            "raise it, or "
             "lower --nproc-per-node"
         )
 
@@ -285,8 +286,9 @@ def _fold_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
         layout = own_folded_layout(model, checkpoint, kv_heads, dtype)
     elif request.layout is not None:
         raise InputError(
-            f"--layout {request.layout}: the stock class of {model.family.model_type} holds --to {request.to}; leave "
-            "--layout out"
+            f"{opt('layout', request.layout)}: the stock class of {model.family.model_type} holds "
+            f"{opt('to', request.to)}; leave "
+            f"{opt('layout')} out"
         )
     else:
         layout = folded_layout(model, checkpoint, kv_heads, roles=_roles(request, model), dtype=dtype)
@@ -298,7 +300,8 @@ def _sharded(plan: Plan) -> Plan:
     if plan.request.keep_quantized and not plan.keepable:
         stored = "; ".join(plan.checkpoint.made_of) or "none that are quantized"
         raise InputError(
-            "--keep-quantized: expected weights outside the attention in FP8 with a scale per whole block, or MXFP4 "
+            f"{opt('keep_quantized', True)}: expected weights outside the attention in FP8 with a scale per whole "
+            "block, or MXFP4 "
             f"experts, which the class of the result stores alike, found {stored}; leave it out"
         )
     return replace(plan, shards=tuple(assign_shards(plan.tensors, plan.request.shard_bytes)))

@@ -2,7 +2,7 @@
 
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import ConvertRequest
@@ -55,8 +55,9 @@ def _check_budget(budget: int, present: int) -> None:
     """Raises InputError for a budget that is too large however it is split; a split's own problems would not say so."""
     if budget >= present:
         raise InputError(
-            f"--budget {budget}: expected fewer KV-cache elements per token per layer than the source's {present} "
-            "(--allow-growth converts anyway)"
+            f"{opt('budget', budget)}: expected fewer KV-cache elements per token per layer than the source's "
+            f"{present} "
+            f"({opt('allow_growth', True)} converts anyway)"
         )
 
 
@@ -70,22 +71,24 @@ def check_kv_heads(kv_heads: int, geometry: Geometry, allow_growth: bool) -> Non
     present = geometry.kv_heads
     choices = ", ".join(map(str, possible_kv_heads(geometry))) or "none: there is one head already"
     if kv_heads > geometry.heads:
-        raise InputError(f"--kv-heads {kv_heads}: more than the {geometry.heads} query heads; possible here: {choices}")
+        raise InputError(
+            f"{opt('kv_heads', kv_heads)}: more than the {geometry.heads} query heads; possible here: {choices}"
+        )
     if present == 1 and not allow_growth:
         raise InputError(
             "the model is MQA already, with one key/value head, so nothing would shrink; `kvfold inspect` lists what "
-            "it can become (--allow-growth converts all the same)"
+            f"it can become ({opt('allow_growth', True)} converts all the same)"
         )
     if kv_heads == present and not allow_growth:
         raise InputError(
-            f"--kv-heads {kv_heads}: the model has {present} key/value heads already, so nothing would shrink; "
-            f"possible here: {choices} (--allow-growth converts all the same)"
+            f"{opt('kv_heads', kv_heads)}: the model has {present} key/value heads already, so nothing would shrink; "
+            f"possible here: {choices} ({opt('allow_growth', True)} converts all the same)"
         )
     if kv_heads > present:
         raise InputError(
-            f"--kv-heads {kv_heads}: the model has only {present} key/value heads; possible here: {choices}"
+            f"{opt('kv_heads', kv_heads)}: the model has only {present} key/value heads; possible here: {choices}"
         )
     if present % kv_heads:
         raise InputError(
-            f"--kv-heads {kv_heads}: does not divide the {present} key/value heads; possible here: {choices}"
+            f"{opt('kv_heads', kv_heads)}: does not divide the {present} key/value heads; possible here: {choices}"
         )

@@ -37,7 +37,7 @@ from kvfold.convert.conversion.record import (
     ranks_text,
 )
 from kvfold.convert.conversion.record import record as record_of
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import SELF, ConvertRequest
 from kvfold.convert.sizes import bytes_text
@@ -200,7 +200,8 @@ def _resumes(request: ConvertRequest) -> bool:
     """
     if request.resume and not request.calibrated and not request.quiet:
         print(
-            f"--resume: --method {request.resolved_method} reads no text and keeps no finished layers to resume from; "
+            f"{opt('resume', True)}: {opt('method', request.resolved_method)} reads no text and keeps no finished "
+            "layers to resume from; "
             "starting over",
             file=sys.stderr,
         )

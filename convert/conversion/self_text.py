@@ -9,7 +9,7 @@ import torch
 from kvfold.convert.conversion.journal import SELF_TEXT
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.device import choose_device, compute_dtype, training_autocast
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.progress import Stages
 from kvfold.convert.request import SELF, held_out_count
 from kvfold.convert.stream.stock import hide_bars, load_model
@@ -26,7 +26,8 @@ def write_tokens(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages) -> C
     start = first_tokens(tokenizer, plan.source_name)
     if request.seq_len <= len(start):
         raise InputError(
-            f"--seq-len: expected more than the {len(start)} tokens that begin every text, found {request.seq_len}"
+            f"{opt('seq_len')}: expected more than the {len(start)} tokens that begin every text, found "
+            f"{request.seq_len}"
         )
     count = request.samples + held_out_count(request.samples)
     if saved.is_file():

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.errors import InputError, KvfoldError, opt
 from kvfold.convert.measure.bench_models import BenchOptions, BenchTask, Subject, checkpoint_subjects, shape_subjects
 from kvfold.convert.sizes import bytes_text
 
@@ -127,9 +127,9 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
 def subjects(models: Sequence[str], shape: str | None, layers: int | None, longest: int) -> list[Subject]:
     """The models to measure; ratios are to the first. Raises InputError for no model, or --layers without --shape."""
     if layers is not None and shape is None:
-        raise InputError("--layers: only with --shape; a checkpoint has its own number of layers")
+        raise InputError(f"{opt('layers')}: only with {opt('shape')}; a checkpoint has its own number of layers")
     if not models and shape is None:
-        raise InputError("kvfold bench: name at least one MODEL, or a --shape such as llama-2-7b")
+        raise InputError(f"kvfold bench: name at least one MODEL, or a {opt('shape')} such as llama-2-7b")
     return checkpoint_subjects(models) + (shape_subjects(shape, layers, longest) if shape else [])
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvfold.convert.errors import InputError, did_you_mean
+from kvfold.convert.errors import InputError, did_you_mean, opt
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.own_code import BLOCK, source_type
 
@@ -98,7 +98,9 @@ SHAPES = {
 def shape_subjects(name: str, layers: int | None, longest: int) -> list[Subject]:
     """MHA, GQA-8, and MLA 512 + 64 stock and absorbed, for ``longest`` positions. A tiny shape gets smaller ones."""
     if name not in SHAPES:
-        raise InputError(f"--shape {name}: unknown; expected one of {', '.join(SHAPES)}{did_you_mean(name, SHAPES)}")
+        raise InputError(
+            f"{opt('shape', name)}: unknown; expected one of {', '.join(SHAPES)}{did_you_mean(name, SHAPES)}"
+        )
     shape = SHAPES[name]
     dim = shape.model_dim // shape.heads
     kv_heads = min(_KV_HEADS, shape.heads // 4)

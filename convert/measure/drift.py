@@ -129,7 +129,7 @@ def _stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> Checkpo
 
 def drift_tokens(text: str | None, tokenizer: Any, samples: int, seq_len: int, seed: int) -> CalibrationTokens:
     """``[samples, seq_len]`` tokens to measure on, as ``calibration``."""
-    return load_calibration(text, tokenizer, samples, seq_len, seed, held_out=0, split="held_out", option="--text")
+    return load_calibration(text, tokenizer, samples, seq_len, seed, held_out=0, split="held_out", option="text")
 
 
 def drift_table(report: DriftReport) -> str:

@@ -13,7 +13,7 @@ from kvfold.attention.drift.compare import margin
 from kvfold.attention.drift.report import perplexity
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.measure import eval_tasks
 from kvfold.convert.measure.eval_tasks import CHOICES, TASKS, Question, QuestionMaker, Scores, answers
 from kvfold.convert.measure.losses import stretches, token_losses
@@ -111,7 +111,7 @@ class _Exam:
             lengths = ", ".join(str(length) for length in sorted({length for _, length in self.questions}))
             count = len(next(iter(self.questions.values())))
             parts.insert(0, f"{count} documents each of {', '.join(TASKS)} at {lengths} tokens")
-        return f"{'; '.join(parts)}, for each model (fewer: --lengths, --samples)"
+        return f"{'; '.join(parts)}, for each model (fewer: {opt('lengths')}, {opt('samples')})"
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def eval_checkpoints(
     if tasks:
         eval_tasks.check_harness()
     texts = [] if text is None else [os.fspath(text)]
-    check_sources(texts, "--text")
+    check_sources(texts, "text")
     source, place = open_checkpoint(model), choose_device(device)
     samples = samples or _SAMPLES[place.type]
     try:
@@ -190,13 +190,13 @@ def chosen_lengths(lengths: Sequence[int], context: int, origin: str, device: to
     longest = min(context, _LONGEST.get(device.type, context))
     chosen = sorted(set(lengths)) or sorted({max(_SHORTEST, longest // part) for part in (8, 4, 2, 1)})
     if lengths and chosen[-1] > context:
-        raise InputError(f"--lengths {chosen[-1]}: longer than the {context} positions that {origin} is made for")
+        raise InputError(f"{opt('lengths', chosen[-1])}: longer than the {context} positions that {origin} is made for")
     return [min(length, context) for length in chosen]
 
 
 def _tokens(tokenizer: Any, text: str | None, wanted: int) -> tuple[Tensor, str]:
     """Tokens of the text end to end, about as many as wanted or all there are, and its name."""
-    corpus = open_corpus(text, renderer(tokenizer), 0, "held_out", "--text")
+    corpus = open_corpus(text, renderer(tokenizer), 0, "held_out", "text")
     documents, _ = corpus.documents(wanted * _BYTES_PER_TOKEN)
     pieces = list(tokenize(tokenizer, prefix_tokens(tokenizer), documents))
     if not sum(map(len, pieces)):

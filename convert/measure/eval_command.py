@@ -48,7 +48,7 @@ def evaluate(
 
     if json_file is not None:
         check_writable(json_file)
-    check_sources(filter(None, [options["text"]]), "--text")
+    check_sources(filter(None, [options["text"]]), "text")
     chosen = numbers(lengths, "--lengths") if lengths else ()
     if not options["quiet"]:
         click.echo(f"reading {model}", err=True)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.errors import InputError, one_line
+from kvfold.convert.errors import InputError, one_line, opt
 
 TASKS = ("needle", "keys")
 CHOICES = 8
@@ -62,7 +62,7 @@ def single_words(encode: Encode) -> dict[str, int]:
     if len(set(found.values())) < CHOICES:
         raise InputError(
             f"evaluation: expected a tokenizer with {CHOICES} common English words of one token each for the retrieval "
-            f"tasks, found {len(found)}; leave them out with --no-retrieval"
+            f"tasks, found {len(found)}; leave them out with {opt('retrieval', False)}"
         )
     return found
 
@@ -98,7 +98,7 @@ class QuestionMaker:
         room = length - len(self.prefix) - sum(map(len, sentences)) - len(ending)
         if room < len(sentences):
             raise InputError(
-                f"--lengths {length}: too short for the sentences of the task {self.task}; give longer ones"
+                f"{opt('lengths', length)}: too short for the sentences of the task {self.task}; give longer ones"
             )
         text = self._stretch(room, order)
         depths = [depth, *torch.rand(hidden - 1, generator=generator).tolist()]
@@ -132,7 +132,8 @@ def check_harness() -> None:
     """Raises InputError when lm-evaluation-harness is not installed."""
     if find_spec("lm_eval") is None:
         raise InputError(
-            "--tasks: needs lm-evaluation-harness, which is not installed: pip install 'kvfold[eval]'; without --tasks "
+            f"{opt('tasks')}: needs lm-evaluation-harness, which is not installed: pip install 'kvfold[eval]'; "
+            f"without {opt('tasks')} "
             "the long-context checks run alone"
         )
 
@@ -152,7 +153,9 @@ def harness_scores(
             random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed,
         )  # fmt: skip
     except (KeyError, ValueError) as error:
-        raise InputError(f"--tasks {','.join(tasks)}: the harness refuses them: {one_line(error)[:300]}") from error
+        raise InputError(
+            f"{opt('tasks', ','.join(tasks))}: the harness refuses them: {one_line(error)[:300]}"
+        ) from error
     return document_scores(done["samples"])
 
 
@@ -165,9 +168,9 @@ def _task(name: str) -> str | dict[str, Any]:
     try:
         described = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"--tasks {name}: expected a task in YAML, found: {one_line(error)[:200]}") from error
+        raise InputError(f"{opt('tasks', name)}: expected a task in YAML, found: {one_line(error)[:200]}") from error
     if not isinstance(described, dict):
-        raise InputError(f"--tasks {name}: expected a task in YAML, found a {type(described).__name__}")
+        raise InputError(f"{opt('tasks', name)}: expected a task in YAML, found a {type(described).__name__}")
     return described
 
 

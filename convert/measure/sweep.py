@@ -32,10 +32,16 @@ from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
 from kvfold.convert.conversion.source import source_heads
 from kvfold.convert.conversion.splits import Split, choose_split, split_record
 from kvfold.convert.conversion.student_walk import StudentWalk
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.sweep_result import Row, Source, Sweep
-from kvfold.convert.measure.sweep_targets import TargetOptions, default_targets, in_words, parse_targets, spelled
+from kvfold.convert.measure.sweep_targets import (
+    TargetOptions,
+    default_targets,
+    parse_targets,
+    spelled,
+    worded_as_targets,
+)
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, Layout
 from kvfold.convert.text.windows import CalibrationTokens
@@ -132,11 +138,13 @@ def sweep_checkpoint(
 
 def _plan(options: TargetOptions, common: TargetOptions, layout: Layout | None, checkpoint: Checkpoint) -> Plan:
     try:
-        request = ConvertRequest(**common, **options, layout=layout if options["to"] == "mla" else None)
-        return make_plan(request, checkpoint)
+        with worded_as_targets():
+            request = ConvertRequest(**common, **options, layout=layout if options["to"] == "mla" else None)
+            return make_plan(request, checkpoint)
     except InputError as error:
-        found = f"--targets {spelled(options)}: {in_words(error.message)}"
-        raise InputError(found, [in_words(detail) for detail in error.details]) from error
+        raise InputError(
+            f"{opt('targets', spelled(options))}: {error.message}", error.details, error.problems
+        ) from error
 
 
 def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path, stages: Stages, quiet: bool) -> Sweep:

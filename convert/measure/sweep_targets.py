@@ -1,11 +1,12 @@
 """The targets of a sweep: as ``--targets`` spells them, and the default ones of a model. No torch here."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kvfold.convert.conversion.possible import possible_kv_heads
-from kvfold.convert.errors import InputError, did_you_mean
+from kvfold.convert.errors import ALONE, InputError, as_option, current_wording, did_you_mean, opt, worded
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import TARGETS, Layout
 from kvfold.convert.targets.mla.config import LatentTarget
@@ -15,7 +16,7 @@ from kvfold.convert.targets.same_family import cache_elements
 WITHIN = 0.01  # share of perplexity that may be lost by default
 TargetOptions = dict[str, Any]  # the options of a ConvertRequest that name its target
 
-_WORDS = {"--kv-heads": "heads", "--kv-rank": "channels", "--rope-dim": "rotary dims", "--budget": "elements"}
+_WORDS = {"kv_heads": "heads", "kv_rank": "channels", "rope_dim": "rotary dims", "budget": "elements"}
 _SIZE = re.compile(r"(\d{1,9})(?:\+(\d{1,9}))?")
 _FOLDS = 3  # the largest numbers of key/value heads, and MQA
 _SERVED = ((512, 64), (256, 64))  # splits that MLA kernels are written for ...
@@ -56,9 +57,26 @@ def _options(kind: str | None, size: str, item: str) -> TargetOptions:
             return {"to": "mla", "kv_rank": int(number[1]), "rope_dim": int(number[2])}
     meant = "" if kind in TARGETS else did_you_mean(kind, TARGETS)
     raise InputError(
-        f"--targets: expected gqa:HEADS, mqa, mla:ELEMENTS or mla:RANK+ROTARY, such as gqa:4,2 mqa mla:576,512+64, "
+        f"{opt('targets')}: expected gqa:HEADS, mqa, mla:ELEMENTS or mla:RANK+ROTARY, such as gqa:4,2 mqa "
+        "mla:576,512+64, "
         f"found {item!r}{meant}"
     )
+
+
+@contextmanager
+def worded_as_targets() -> Iterator[None]:
+    """Errors of conversions in the block say "4 heads" for ``--kv-heads 4``: a sweep has targets, not options."""
+    outer = current_wording()
+
+    def wording(field: str, value: Any = ALONE) -> str:
+        if field == "allow_growth":
+            return f"`kvfold convert {as_option(field)}`"  # a sweep has no such option
+        if field not in _WORDS:
+            return outer(field, value)
+        return _WORDS[field] if value is ALONE else f"{value} {_WORDS[field]}"
+
+    with worded(wording):
+        yield
 
 
 def spelled(options: TargetOptions) -> str:
@@ -71,13 +89,6 @@ def spelled(options: TargetOptions) -> str:
         case {"to": "mla", "kv_rank": rank, "rope_dim": rope}:
             return f"mla:{rank}+{rope}"
     return str(options["to"])
-
-
-def in_words(message: str) -> str:
-    """A conversion's error without the options that a target stands for, and without advice that a sweep lacks."""
-    for option, word in _WORDS.items():
-        message = re.sub(rf"{option} (\d+)", rf"\1 {word}", message).replace(option, word)
-    return re.sub(r" \(--allow-growth [^)]*\)", "", message)
 
 
 def default_targets(model: Model, layout: Layout) -> list[TargetOptions]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from kvfold.convert.errors import InputError, first_line
+from kvfold.convert.errors import InputError, first_line, opt
 from kvfold.convert.text.files import TextFile
 from kvfold.convert.text.rows import Document, Render, document_of
 from kvfold.convert.text.sources import ROWS, check_source, missing_library, wrong_source
@@ -52,7 +52,7 @@ class Corpus(Protocol):
 
 
 def open_corpus(
-    spec: str | None, render: Render, seed: int, split: Split = "calibration", option: str = "--calibration"
+    spec: str | None, render: Render, seed: int, split: Split = "calibration", option: str = "calibration"
 ) -> Corpus:
     """The corpus that ``option`` names; None is that split of the built-in text. Raises InputError for a bad name."""
     if spec is None:
@@ -130,7 +130,7 @@ class _Dataset:
             try:
                 yield document_of(row, self.render)
             except ValueError as error:
-                raise InputError(f"{self.option} {self.spec}, row {number}: {error}") from error
+                raise InputError(f"{opt(self.option, self.spec)}, row {number}: {error}") from error
 
     def _rows(self) -> Iterable[Any]:
         try:

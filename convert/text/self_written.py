@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, opt
 
 _AT_ONCE = 48  # sequences
 _MARK = "kvfold-mark"
@@ -30,8 +30,9 @@ def first_tokens(tokenizer: Any, model: str) -> list[int]:
     if tokenizer.bos_token_id is not None:
         return [int(tokenizer.bos_token_id)]
     raise InputError(
-        f"--calibration self: expected a tokenizer with a chat template or a BOS token to begin text with, found "
-        f"neither in {model}; give --calibration FILE"
+        f"{opt('calibration', 'self')}: expected a tokenizer with a chat template or a BOS token to begin text "
+        "with, found "
+        f"neither in {model}; give {opt('calibration', 'FILE')}"
     )
 
 
@@ -65,7 +66,9 @@ def write_sequences(
             cache = output.past_key_values
             predicted = output.logits[:, -1].float().softmax(-1).cpu()
             if not torch.isfinite(predicted).all():
-                raise InputError("--calibration self: expected finite predictions, found NaN: the model is damaged")
+                raise InputError(
+                    f"{opt('calibration', 'self')}: expected finite predictions, found NaN: the model is damaged"
+                )
             latest = torch.multinomial(predicted, 1, generator=generator)
             tokens = torch.cat([tokens, latest], dim=1)
             advance(rows)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.errors import InputError, one_line
+from kvfold.convert.errors import InputError, one_line, opt
 from kvfold.convert.stream.stock import empty_model
 from kvfold.convert.text.documents import Document, Render
 
@@ -31,7 +31,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str
         if not trust_remote_code and "trust_remote_code" in reason:
             raise InputError(
                 f"{checkpoint.origin}: {purpose} needs the model's tokenizer: refusing to run the tokenizer code in "
-                "this checkpoint; review it, then pass --trust-remote-code" + otherwise
+                f"this checkpoint; review it, then pass {opt('trust_remote_code', True)}" + otherwise
             ) from error
         raise InputError(
             f"{checkpoint.origin}: {purpose} needs the model's tokenizer, found none that loads ({reason[:200]}); "

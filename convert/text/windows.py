@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.request import held_out_count
 from kvfold.convert.text.documents import Corpus, Split, open_corpus
 from kvfold.convert.text.tokenizer import prefix_tokens, renderer, tokenize
@@ -45,7 +45,7 @@ def load_calibration(
     seed: int = 0,
     held_out: int | None = None,
     split: Split = "calibration",
-    option: str = "--calibration",
+    option: str = "calibration",
     further: int = 0,
 ) -> CalibrationTokens:
     """Draw ``samples`` calibration sequences of ``seq_len`` tokens and ``held_out`` others (``held_out_count``).
@@ -62,7 +62,7 @@ def load_calibration(
     if spec is None or isinstance(spec, str):
         return _load(spec, tokenizer, (samples, kept, further), seq_len, seed, split, option)
     if len(spec) > samples:
-        raise InputError(f"--samples: expected {len(spec)} or more, one for each {option}, found {samples}")
+        raise InputError(f"{opt('samples')}: expected {len(spec)} or more, one for each {opt(option)}, found {samples}")
     counts = zip(*(_shares(count, len(spec)) for count in (samples, kept, further)), strict=True)
     parts = [
         _load(each, tokenizer, count, seq_len, seed, split, option) for each, count in zip(spec, counts, strict=True)
@@ -105,7 +105,7 @@ def _load(
     prefix = prefix_tokens(tokenizer)
     if seq_len <= len(prefix):
         raise InputError(
-            f"--seq-len: expected more than the {len(prefix)} tokens that begin every text, found {seq_len}"
+            f"{opt('seq_len')}: expected more than the {len(prefix)} tokens that begin every text, found {seq_len}"
         )
     corpus = open_corpus(spec, renderer(tokenizer), seed, split, option)
     windows = _enough_windows(corpus, tokenizer, prefix, seq_len, count)
@@ -145,7 +145,8 @@ def check_seq_len(seq_len: int, positions: int, model: str) -> None:
     """Raise InputError when a sequence of ``seq_len`` tokens is longer than the ``positions`` of ``model``."""
     if seq_len > positions:
         raise InputError(
-            f"--seq-len {seq_len}: longer than the {positions} positions that {model} is made for; lower --seq-len"
+            f"{opt('seq_len', seq_len)}: longer than the {positions} positions that {model} is made for; lower "
+            f"{opt('seq_len')}"
         )
 
 
@@ -158,4 +159,4 @@ def _too_little(
     )
     if tokenizer.eos_token_id is None and documents > 1:
         message += " (short documents cannot be packed: the tokenizer has no EOS token)"
-    return InputError(f"{message}; give more text, or lower --samples or --seq-len")
+    return InputError(f"{message}; give more text, or lower {opt('samples')} or {opt('seq_len')}")

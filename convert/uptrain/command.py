@@ -53,8 +53,8 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     if json_file is not None:
         check_writable(json_file)
     check_output(request.out, overwrite=request.overwrite, model=request.model)
-    check_sources([request.text], "--text")
-    check_sources(filter(None, [request.eval_text]), "--eval-text")
+    check_sources([request.text], "text")
+    check_sources(filter(None, [request.eval_text]), "eval_text")
     if not request.quiet and started_first():
         click.echo(f"reading {request.model}", err=True)
     check_opens(*filter(None, [request.model, request.teacher]))

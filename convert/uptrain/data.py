@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.text.documents import Corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens, tokenize
 from kvfold.convert.text.windows import cut
@@ -136,8 +136,9 @@ def _held_out(plan: TokenPlan) -> tuple[Tensor, Iterator[Tensor]]:
     if len(held_out) < plan.held_out:
         raise InputError(
             f"{plan.text.name}: too little text to hold out {plan.held_out} sequences of {plan.length} tokens for the "
-            f"evaluation, found {len(held_out)}; give another text with --eval-text, lower --eval-sequences, or use "
-            "--eval-every 0"
+            f"evaluation, found {len(held_out)}; give another text with {opt('eval_text')}, lower "
+            f"{opt('eval_sequences')}, or use "
+            f"{opt('eval_every', 0)}"
         )
     return held_out, _sequences(plan, chain(first, others))
 
@@ -202,7 +203,9 @@ def _write(path: Path, sequences: Iterable[Tensor], most: int) -> int:
 
 def _too_short(text: Corpus, length: int, count: int) -> InputError:
     needed = f"{count} sequence{'s' * (count > 1)} of {length} tokens"
-    return InputError(f"{text.name}: too little text: expected at least {needed}; give more text or lower --seq-len")
+    return InputError(
+        f"{text.name}: too little text: expected at least {needed}; give more text or lower {opt('seq_len')}"
+    )
 
 
 def replace_file(path: Path, parts: Iterable[bytes]) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from kvfold.attention.drift.frame import attention_name, layer_list
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.stream.stock import load_model
 from kvfold.convert.targets.mla.constant import HeldSlice
 from kvfold.convert.training.constant import has_constant, hold_constant
@@ -47,7 +47,8 @@ def load_teacher(request: UptrainRequest, source: Checkpoint, device: torch.devi
         expected, tokens = source.config.get("vocab_size"), opened.config.get("vocab_size")
         if expected != tokens:
             raise InputError(
-                f"--teacher {request.teacher}: its vocabulary has {tokens} tokens, that of {request.model} {expected}; "
+                f"{opt('teacher', request.teacher)}: its vocabulary has {tokens} tokens, that of {request.model} "
+                f"{expected}; "
                 "expected the checkpoint that it was converted from"
             )
         # under FSDP transformers loads weights on the first process only; a teacher is not sharded

@@ -10,7 +10,7 @@ from typing import Any
 from kvfold.convert.checkpoint.atomic import free_space_check
 from kvfold.convert.checkpoint.folder import parse_json, read_bytes
 from kvfold.convert.checkpoint.hashing import file_hashes, file_problems
-from kvfold.convert.errors import InputError, one_line
+from kvfold.convert.errors import InputError, one_line, opt
 from kvfold.convert.processes import run_on_first
 from kvfold.convert.uptrain.data import RunTokens, TokenPlan, make_tokens, open_tokens, replace_file
 from kvfold.convert.uptrain.request import UptrainRequest, changed
@@ -33,11 +33,15 @@ def last_checkpoint(request: UptrainRequest) -> Path | None:
     if request.resume and (work / _REQUEST).is_file():
         difference = changed(parse_json(work / _REQUEST, read_bytes(work / _REQUEST)), request)
         if difference is not None:
-            raise InputError(f"--resume {work}: {difference}; give the same options, or --overwrite to start over")
+            raise InputError(
+                f"{opt('resume', True)} {work}: {difference}; give the same options, or {opt('overwrite', True)} to "
+                "start over"
+            )
         return _newest_sound(work)
     if not request.overwrite and any(work.glob("checkpoint-*")):
         raise InputError(
-            f"{work}: found checkpoints of an interrupted run; continue it with --resume, or use --overwrite"
+            f"{work}: found checkpoints of an interrupted run; continue it with {opt('resume', True)}, or use "
+            f"{opt('overwrite', True)}"
         )
     return None
 
@@ -54,7 +58,9 @@ def _newest_sound(work: Path) -> Path | None:
         problem = _damage(checkpoint)
         if problem is None:
             return checkpoint
-        print(f"--resume: {checkpoint.name} is damaged and left out ({problem})", file=sys.stderr, flush=True)
+        print(
+            f"{opt('resume', True)}: {checkpoint.name} is damaged and left out ({problem})", file=sys.stderr, flush=True
+        )
     return None
 
 
@@ -73,8 +79,9 @@ def prepare(request: UptrainRequest, checkpoint: Path | None, plan: TokenPlan, a
     """
     if checkpoint is not None and open_tokens(plan, request.work) is None:
         raise InputError(
-            f"--resume {request.work}: the text or the tokenizer is not the one that the run was started with, or its "
-            "tokens were damaged; give the same text, or --overwrite to start over"
+            f"{opt('resume', True)} {request.work}: the text or the tokenizer is not the one that the run was "
+            "started with, or its "
+            f"tokens were damaged; give the same text, or {opt('overwrite', True)} to start over"
         )
     arguments.distributed_state.wait_for_everyone()  # every process has looked
     run_on_first(lambda: _resume_or_start(request, checkpoint, plan))

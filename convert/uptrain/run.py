@@ -13,7 +13,7 @@ from torch import Tensor
 from kvfold.convert.checkpoint.atomic import check_output, output_lock
 from kvfold.convert.checkpoint.json_text import portable_name
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.families.wrappers import text_type
 from kvfold.convert.measure.figures import uptraining_curve
 from kvfold.convert.processes import run_on_first, started_first
@@ -66,7 +66,7 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
         if source.made_of:
             raise InputError(
                 f"{source.origin}: expected plain weights to train, found {source.made_of[0]}; convert it first, "
-                "without --keep-quantized"
+                f"without {opt('keep_quantized', True)}"
             )
         if (inner := text_type(source.config)) is not None:
             raise InputError(
@@ -161,11 +161,14 @@ def _token_plan(request: UptrainRequest, source: Checkpoint, vocabulary: int) ->
     def corpus(spec: str, option: str) -> Corpus:
         return open_corpus(spec, renderer(tokenizer), request.seed, option=option)
 
-    text, eval_text = corpus(request.text, "--text"), None
+    text, eval_text = corpus(request.text, "text"), None
     if request.eval_text is not None and request.eval_every:
-        eval_text = corpus(request.eval_text, "--eval-text")
+        eval_text = corpus(request.eval_text, "eval_text")
         if _same_text(request.text, request.eval_text):
-            raise InputError("--eval-text: expected another text than --text; without it some of --text is held out")
+            raise InputError(
+                f"{opt('eval_text')}: expected another text than {opt('text')}; without it some of {opt('text')} is "
+                "held out"
+            )
     return TokenPlan(
         text,
         eval_text,

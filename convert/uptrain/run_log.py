@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from kvfold.convert.errors import KvfoldError
+from kvfold.convert.errors import KvfoldError, opt
 from kvfold.convert.processes import started_first
 from kvfold.convert.progress import Stages
 from kvfold.convert.uptrain.request import UptrainRequest
@@ -56,8 +56,9 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
             return
         if not all(math.isfinite(value) for name, value in row.items() if name.endswith("loss")):
             raise KvfoldError(
-                f"step {state.global_step}: the loss is no longer a finite number; lower --relative-lr, or raise "
-                "--warmup"
+                f"step {state.global_step}: the loss is no longer a finite number; lower {opt('relative_lr')}, or "
+                "raise "
+                f"{opt('warmup')}"
             )
         if state.is_world_process_zero:
             row = {"step": state.global_step, "tokens": state.global_step * self._request.batch_tokens, **row}

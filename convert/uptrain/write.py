@@ -15,7 +15,7 @@ from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.conversion.card import trained_card
 from kvfold.convert.conversion.record import versions
-from kvfold.convert.errors import KvfoldError
+from kvfold.convert.errors import KvfoldError, opt
 from kvfold.convert.measure.verify import non_finite
 from kvfold.convert.sizes import parse_size
 from kvfold.convert.uptrain.request import UptrainRequest
@@ -72,7 +72,7 @@ def _check(source: Checkpoint, folder: Path, trained: Mapping[str, Tensor]) -> N
     finally:
         written.close()
     if damaged:
-        what = f"{len(damaged)} tensors with NaN or infinity; nothing was kept: lower --relative-lr"
+        what = f"{len(damaged)} tensors with NaN or infinity; nothing was kept: lower {opt('relative_lr')}"
         raise KvfoldError(f"{source.origin}: expected finite weights after the training, found {what}", damaged)
     for name in sorted(before.keys() | after.keys()):
         dropped = name not in after and (name == "lm_head.weight" or name not in trained)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.checkpoint.tensors import refuse_non_finite
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.stream.stream import CheckpointStream
 
 
@@ -25,5 +25,9 @@ def check_finite(states: Iterable[Tensor], stream: CheckpointStream, layer: int 
     raise InputError(
         f"expected finite activations of calibration text, found NaN or infinity {where}, although its weights are "
         f"finite: they outgrow {str(stream.dtype).removeprefix('torch.')}; "
-        + ("the model is damaged" if stream.dtype == torch.float32 else "use --device cpu, which computes in float32")
+        + (
+            "the model is damaged"
+            if stream.dtype == torch.float32
+            else f"use {opt('device', 'cpu')}, which computes in float32"
+        )
     )

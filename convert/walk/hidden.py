@@ -26,7 +26,7 @@ from kvfold.attention.drift.recording import OpenLayer
 from kvfold.attention.drift.streams import LayerOutput
 from kvfold.convert.checkpoint.file_bytes import write_all
 from kvfold.convert.checkpoint.tensors import tensor_memory
-from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.errors import InputError, KvfoldError, opt
 
 Hidden = MutableSequence[Tensor]
 Keep = Callable[[Iterable[Tensor]], Hidden]  # ``list``, or a ``Spill``
@@ -45,7 +45,7 @@ class Spill:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise InputError(
-                f"--spill {folder}: expected a folder to write to, found: {error.strerror}; choose another"
+                f"{opt('spill', folder)}: expected a folder to write to, found: {error.strerror}; choose another"
             ) from None
 
     def __enter__(self) -> Self:
@@ -69,7 +69,8 @@ class Spill:
             write_all(self._file.fileno(), tensor_memory(chunk.cpu()), start)
         except OSError as error:
             raise KvfoldError(
-                f"--spill {self._folder}: expected to be able to write hidden states, found: {error.strerror}; free "
+                f"{opt('spill', self._folder)}: expected to be able to write hidden states, found: "
+                f"{error.strerror}; free "
                 "some space, or choose a folder on another disk"
             ) from None
         return _Stored(start, chunk.nbytes, chunk.shape, chunk.dtype, chunk.device, self._free)
@@ -84,7 +85,7 @@ class Spill:
         while done < len(view):
             count = os.preadv(self._file.fileno(), [view[done : done + _READ_AT_ONCE]], start + done)
             if count == 0:
-                raise KvfoldError(f"--spill {self._folder}: expected {len(view)} bytes at {start}, found the end")
+                raise KvfoldError(f"{opt('spill', self._folder)}: expected {len(view)} bytes at {start}, found the end")
             done += count
         return tensor.to(stored.device)
 

@@ -6,6 +6,7 @@ Each is one line: the property of the model, and what would work.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kvfold.convert.errors import opt
 from kvfold.convert.families.geometry import Block, Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import ROLES
@@ -20,17 +21,19 @@ _SHARED = "shared_"  # prefix of the roles of a shared expert's tensors
 _LEAST_EXPERTS = 2  # the router adds up the best two of each group, and there is one group
 _ROLES = _OUTER | _EXPERTS | {"attention_norm", "mlp_norm", "gate", "up", "gate_up", "down"}
 _MLP_BIASES = frozenset({"gate_bias", "up_bias", "gate_up_bias", "down_bias"})
-_INSTEAD = "--to gqa works"
 _UNHELD = "which rotate with the keys but are not divided by the norm: no projection can hold them"
 
 
 def latent_problems(model: Model, target: LatentTarget, *, allow_growth: bool = False) -> list[str]:
     """All problems of this conversion, those of any target first. Empty when it is possible."""
     if target.layout == "kvfold":
-        own = [f"--layout kvfold: {model.family.model_type} {problem}" for problem in _own_problems(model, target)]
+        own = [
+            f"{opt('layout', 'kvfold')}: {model.family.model_type} {problem}"
+            for problem in _own_problems(model, target)
+        ]
         return [*own, *_size_problems(model, target, allow_growth)]
     engine = _engine_problems(model) if target.layout == "engine" else ()
-    advised = (f"--layout engine: {problem}; use --layout free" for problem in engine)
+    advised = (f"{opt('layout', 'engine')}: {problem}; use {opt('layout', 'free')}" for problem in engine)
     return [*model_problems(model), *advised, *_size_problems(model, target, allow_growth)]
 
 
@@ -38,7 +41,10 @@ def model_problems(model: Model) -> list[str]:
     """Properties of the model that no latent target of any size or layout can express."""
     if model.tower is not None and not WRAPPERS[model.family.model_type].any_text:
         kind = model.family.model_type
-        return [f"--to mla: {kind} wraps a language model, always one of a class that is not latent; {_INSTEAD}"]
+        return [
+            f"{opt('to', 'mla')}: {kind} wraps a language model, always one of a class that is not latent; "
+            f"{opt('to', 'gqa')} works"
+        ]
     problems = [
         *_block_problems(model.block),
         *_tensor_problems(model),
@@ -48,17 +54,17 @@ def model_problems(model: Model) -> list[str]:
         *_rope_problems(model),
     ]
     own = model.family.has_own_layout and not any(_own_attention_problems(model))
-    instead = "--layout kvfold works" if own else _INSTEAD
-    return [f"--to mla: {model.family.model_type} {problem}; {instead}" for problem in problems]
+    instead = f"{opt('layout', 'kvfold')} works" if own else f"{opt('to', 'gqa')} works"
+    return [f"{opt('to', 'mla')}: {model.family.model_type} {problem}; {instead}" for problem in problems]
 
 
 def _own_problems(model: Model, target: LatentTarget) -> Iterator[str]:
     """Properties of the model that latent attention of layout ``kvfold`` cannot express."""
-    attention = [f"{problem}; {_INSTEAD}" for problem in _own_attention_problems(model)]
+    attention = [f"{problem}; {opt('to', 'gqa')} works" for problem in _own_attention_problems(model)]
     if not attention and (not model.family.has_own_layout or model.tower is not None):
-        yield "has no such layout yet; its stock class or --to gqa work"
+        yield f"has no such layout yet; its stock class or {opt('to', 'gqa')} work"
     if target.q_rank is not None:
-        yield "would have queries without a latent in it; leave --q-rank out"
+        yield f"would have queries without a latent in it; leave {opt('q_rank')} out"
     yield from attention
 
 
@@ -189,17 +195,18 @@ def _size_problems(model: Model, target: LatentTarget, allow_growth: bool) -> It
     yield from _rope_size_problems(size, target)
     rank, rope, least = target.kv_rank, target.rope_dim, 1 + target.constant
     if rank < least:
-        yield f"--kv-rank {rank}: expected at least {least}{', one of them constant' if target.constant else ''}"
+        yield f"{opt('kv_rank', rank)}: expected at least {least}{', one of them constant' if target.constant else ''}"
     present = cache_elements(size)
     if rank + rope + divisors >= present and not allow_growth:
         kept, elements = f" ({divisors} of them divisors of norms)" if divisors else "", rank + rope + divisors
         yield (
-            f"--kv-rank {rank} --rope-dim {rope}: {elements} KV-cache elements per token per layer{kept}, the source "
-            f"has {present}; expected fewer (--allow-growth converts anyway)"
+            f"{opt('kv_rank', rank)} {opt('rope_dim', rope)}: {elements} KV-cache elements per token per "
+            f"layer{kept}, the source "
+            f"has {present}; expected fewer ({opt('allow_growth', True)} converts anyway)"
         )
     full = full_query_rank(size, target)
     if target.q_rank is not None and not least <= target.q_rank <= full:
-        yield f"--q-rank {target.q_rank}: expected {least} to {full} ({full} is exact)"
+        yield f"{opt('q_rank', target.q_rank)}: expected {least} to {full} ({full} is exact)"
 
 
 def _rope_size_problems(size: Geometry, target: LatentTarget) -> Iterator[str]:
@@ -207,11 +214,11 @@ def _rope_size_problems(size: Geometry, target: LatentTarget) -> Iterator[str]:
     most = size.rotary_dims * (1 if engine else size.kv_heads)
     if not most:
         if rope:
-            yield f"--rope-dim {rope}: the model has no rotary embedding; expected 0"
+            yield f"{opt('rope_dim', rope)}: the model has no rotary embedding; expected 0"
     elif rope < 2:
-        yield f"--rope-dim {rope}: MLA layouts need 2 at least; expected an even number from 2 to {most}"
+        yield f"{opt('rope_dim', rope)}: MLA layouts need 2 at least; expected an even number from 2 to {most}"
     elif target.rope_kept(size.rotary_dims) > most:
         heads = "one pair per frequency" if engine else f"{size.kv_heads} key/value heads"
-        yield f"--rope-dim {rope}: {size.rotary_dims} dims of a head rotate, {heads}; expected at most {most}"
+        yield f"{opt('rope_dim', rope)}: {size.rotary_dims} dims of a head rotate, {heads}; expected at most {most}"
     elif rope % 2:
-        yield f"--rope-dim {rope}: rotary dims come in pairs; expected an even number, such as {rope + 1}"
+        yield f"{opt('rope_dim', rope)}: rotary dims come in pairs; expected an even number, such as {rope + 1}"

@@ -327,7 +327,7 @@ def test_datasets_by_name_need_the_package(tokenizer: Any, monkeypatch: pytest.M
 def test_an_empty_file_is_refused_before_anything_is_loaded(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(InputError, match=f"^--text .*{name}: expected text, found an empty file$"):
-        check_sources([str(tmp_path / name)], "--text")
+        check_sources([str(tmp_path / name)], "text")
 
 
 @pytest.mark.parametrize("name", ["folder", "folder.txt"])
@@ -348,7 +348,7 @@ def test_errors_name_the_option_that_gave_the_text(
     (tmp_path / "some.csv").write_bytes(b"a,\0b")
     (tmp_path / "folder").mkdir()
     with pytest.raises(InputError) as caught:
-        load_calibration(name, tokenizer, 1, 8, split="held_out", option="--text")
+        load_calibration(name, tokenizer, 1, 8, split="held_out", option="text")
     assert str(caught.value).startswith("--text")
     assert "--calibration" not in str(caught.value)
 
