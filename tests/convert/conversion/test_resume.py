@@ -156,7 +156,7 @@ def test_a_method_without_layers_to_go_on_from_says_so_and_starts(tmp_path, caps
     left = tmp_path / ".out.kvfold-00000000"
     left.mkdir()
     convert_checkpoint(ConvertRequest(**options, out=str(tmp_path / "out")))
-    assert capsys.readouterr().err.startswith("--resume: --method mean reads no text")
+    assert "--resume: --method mean reads no text" in capsys.readouterr().err
     assert (tmp_path / "out" / "config.json").is_file()
     assert not left.exists()
     convert_checkpoint(ConvertRequest(**options, out=str(tmp_path / "quiet"), quiet=True))

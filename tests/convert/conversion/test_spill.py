@@ -66,7 +66,7 @@ def test_a_folder_without_room_is_told_before_any_work(tmp_path: Path, monkeypat
     assert f"--spill {tmp_path / 'none'}: no such folder to keep hidden states in" in refused(spill=tmp_path / "none")
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     assert "too little disk space: hidden states need" in refused(spill=tmp_path)
-    assert "runs no model and has no hidden states" in refused(spill=tmp_path, method="mean")
+    assert "has no hidden states to keep" in refused(spill=tmp_path, method="mean")
 
 
 def test_a_run_resumes_with_another_spill(tmp_path: Path) -> None:

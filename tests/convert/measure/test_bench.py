@@ -211,7 +211,7 @@ def test_the_plot_has_a_bar_of_the_right_height_for_every_row(report):
         (["--shape", "tiny", "--context", "8,x"], "--context 8,x: expected positive numbers separated by commas"),
         (["--shape", "tiny", "--batch", "0"], "--batch 0: expected positive numbers separated by commas"),
         (["m", "--layers", "2"], "--layers: only with --shape"),
-        (["--shape", "tiny", "--plot", "a.txt"], "--plot a.txt: expected a file that ends in .png, .svg, .pdf"),
+        (["--shape", "tiny", "--plot", "a.txt"], "--plot a.txt must end in .png, .svg, .pdf"),
     ],
 )
 def test_wrong_requests(arguments, message):

@@ -163,7 +163,8 @@ def test_an_impossible_target_ends_the_sweep_before_it_begins(model):
     for words in ("mla:9999", "mla:24+7", "mla:200+8", "gqa:8"):
         with pytest.raises(InputError, match=f"--targets {re.escape(words)}: ") as caught:
             sweep_checkpoint(str(model), words, **TEXT)
-        assert set(re.findall(r"--[a-z-]+", str(caught.value))) == {"--targets"}, str(caught.value)
+        named = set(re.findall(r"(?<!convert )--[a-z-]+", str(caught.value)))
+        assert named == {"--targets"}, str(caught.value)
 
 
 def test_a_budget_that_is_too_large_is_told_as_one_problem(model):

@@ -342,7 +342,7 @@ def test_errors_name_what_to_do(converted, text, tmp_path, tiny_family, fails):
             *both,
             *options_of(precision="float16"),
         ): "error: --precision float16 trains on a GPU only",
-        (*both, "--plot", "x.gif"): "error: --plot x.gif: expected a file that ends in .png, .svg, .pdf",
+        (*both, "--plot", "x.gif"): "error: --plot x.gif must end in .png, .svg, .pdf",
     }
     for arguments, message in expected.items():
         last = fails(*arguments)
