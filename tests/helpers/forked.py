@@ -106,13 +106,14 @@ def _become(folder: Path, work: Callable[[], object]) -> NoReturn:
 def at_call(
     number: int,
     action: Callable[[], object],
-    calls: tuple[str, ...] = CALLS,
+    calls: tuple[str | tuple[Any, str], ...] = CALLS,
     lasting: bool = False,
     after: bool = False,
 ) -> Callable[[], int]:
     """From now on do ``action`` before the ``number``-th of ``calls`` in this process; returns a count of them.
 
-    ``lasting``: before every later one too. ``after``: not before but after it.
+    ``calls`` are functions of ``os`` by name, or of another module as (module, name). ``lasting``: before every later
+    one too. ``after``: not before but after it.
     """
     count = 0
 
@@ -131,8 +132,9 @@ def at_call(
 
         return call
 
-    for name in calls:
-        setattr(os, name, counted(getattr(os, name)))
+    for call in calls:
+        module, name = (os, call) if isinstance(call, str) else call
+        setattr(module, name, counted(getattr(module, name)))
     return lambda: count
 
 

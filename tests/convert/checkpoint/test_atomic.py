@@ -1,15 +1,17 @@
 """Output folders: whole or absent, refusals, locks, what failures and interrupts leave behind."""
 
 import os
+import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
+from helpers import forked
 from helpers.processes import PATIENCE
 
 from kvfold.convert.checkpoint import atomic
@@ -35,6 +37,13 @@ def begin_and_raise(out: Path, error: type[BaseException], **options: bool) -> N
     with output_folder(out, **options) as folder:
         fill(folder, "new")
         raise error
+
+
+def failing(error: OSError) -> Callable[..., NoReturn]:
+    def fail(*arguments: object, **options: object) -> NoReturn:
+        raise error
+
+    return fail
 
 
 def names(folder: Path) -> list[str]:
@@ -174,28 +183,28 @@ def test_out_exists(tmp_path: Path) -> None:
     assert refusal(out, overwrite=True) == (f"{out}: expected a folder to overwrite, found a file; choose another OUT")
 
 
-def test_what_is_no_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
-    def refused(*names: str) -> str:
-        out = tmp_path / "out"
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir()
-        for name in names:
-            (out / name).mkdir() if name.endswith("/") else (out / name).write_text("{}")
-        found = refusal(out, overwrite=True).removeprefix(f"{out}: expected a checkpoint to overwrite, ")
-        found, _, rest = found.partition("; ")
-        assert rest == "remove it yourself if it can go"
-        return found
-
-    assert refused("llama/") == "found llama, which no checkpoint holds"
-    assert refused("notes.txt") == "found notes.txt, which no checkpoint holds"
-    assert refused("config.json") == "found no weights but config.json"
-    assert refused("config.json", "model.safetensors", "thesis.tex") == "found thesis.tex, which no checkpoint holds"
-    assert refused("config.json", "model.safetensors/") == "found model.safetensors, which no checkpoint holds"
-    assert refused("config.json", "model.safetensors", "modeling.py") == "found modeling.py, which no checkpoint holds"
-    own = ["trained.model", "training.py", "vocabulary of birds.txt"]  # a user's, however a checkpoint's are called
-    assert refused("config.json", "model.safetensors", *own) == f"found {', '.join(own)}, which no checkpoint holds"
-    many = "found a.jpg, b.jpg, c.jpg, ..., which no checkpoint holds"
-    assert refused("config.json", "model.safetensors", "a.jpg", "b.jpg", "c.jpg", "d.jpg") == many
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["llama/"], "found llama, which no checkpoint holds"),
+        (["notes.txt"], "found notes.txt, which no checkpoint holds"),
+        (["config.json"], "found no weights but config.json"),
+        (["config.json", WEIGHTS, "thesis.tex"], "found thesis.tex, which no checkpoint holds"),
+        (["config.json", f"{WEIGHTS}/"], "found model.safetensors, which no checkpoint holds"),
+        (["config.json", WEIGHTS, "modeling.py"], "found modeling.py, which no checkpoint holds"),
+        # a user's, though patterns of a checkpoint's files fit
+        ([WEIGHTS, "trained.model", "training.py", "vocabulary of birds.txt"], "found trained.model, training.py, voc"),
+        ([WEIGHTS, "a.jpg", "b.jpg", "c.jpg", "d.jpg"], "found a.jpg, b.jpg, c.jpg, ..., which no checkpoint holds"),
+    ],
+)
+def test_what_is_no_checkpoint_is_not_overwritten(tmp_path: Path, names: list[str], found: str) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in names:
+        (out / name).mkdir() if name.endswith("/") else (out / name).write_text("{}")
+    refused = refusal(out, overwrite=True)
+    assert refused.startswith(f"{out}: expected a checkpoint to overwrite, {found}")
+    assert refused.endswith("; remove it yourself if it can go")
 
 
 def test_checkpoints_and_empty_folders_are_overwritten(tmp_path: Path) -> None:
@@ -274,16 +283,10 @@ def test_a_parent_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_parent_on_a_file_system_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object, **options: object) -> int:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(atomic.os, "open", refuse)
-    with pytest.raises(InputError) as caught, output_folder(tmp_path / "out"):
+    monkeypatch.setattr(atomic.os, "open", failing(OSError(30, "Read-only file system")))
+    expected = f"{tmp_path / 'out'}: expected to be able to write in {tmp_path}, found: Read-only file system"
+    with pytest.raises(InputError, match=re.escape(expected)), output_folder(tmp_path / "out"):
         pytest.fail("the run must not begin")
-    assert (
-        str(caught.value)
-        == f"{tmp_path / 'out'}: expected to be able to write in {tmp_path}, found: Read-only file system"
-    )
 
 
 def test_a_name_that_is_too_long_or_leads_in_circles(tmp_path: Path) -> None:
@@ -322,54 +325,34 @@ def test_permissions_follow_the_umask(tmp_path: Path) -> None:
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
 
 
-# A shell's background job ignores Ctrl-C, and so would its children: the handler is set as a terminal has it.
-HOLDER = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from kvfold.convert.checkpoint.atomic import output_folder
-with output_folder(sys.argv[1]) as folder:
-    (folder / "begun").touch()
-    print(folder, flush=True)
-    sys.stdin.read()
-"""
-
-
-def hold(out: Path) -> tuple[subprocess.Popen[str], Path]:
-    command = [sys.executable, "-c", HOLDER, str(out)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, Path(process.stdout.readline().strip())
-
-
 def test_a_live_run_is_left_alone_and_a_killed_one_cleaned_up(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    process, theirs = hold(out)
+
+    def hold() -> None:
+        with output_folder(out) as folder:
+            (folder / "begun").touch()
+            time.sleep(PATIENCE)
+
+    child = forked.start(tmp_path, hold)
     try:
-        with pytest.raises(InputError) as caught, output_folder(out):
+        while not (begun := list(tmp_path.glob(".out.kvfold-*/begun"))):
+            time.sleep(0.01)
+        expected = f"{out}: expected no other run to write it, found one at work; wait for it"
+        with pytest.raises(InputError, match=re.escape(expected)), output_folder(out):
             pytest.fail("the run must not begin")
-        assert str(caught.value) == f"{out}: expected no other run to write it, found one at work; wait for it"
-        assert (theirs / "begun").exists()
-        with output_folder(tmp_path / "other") as folder:  # another OUT beside it is nobody's business
+        with output_folder(tmp_path / "other") as folder:  # locks are each for one OUT
             fill(folder, "other")
-        assert (theirs / "begun").exists()
+        assert begun[0].exists()
     finally:
-        process.kill()
-        process.communicate()
-    assert theirs.exists()
+        os.kill(child, signal.SIGKILL)
+        forked.ended(tmp_path, child)
     with output_folder(tmp_path / "other", overwrite=True) as folder:
         fill(folder, "other")
-    assert theirs.exists()
+    assert begun[0].exists()
     with output_folder(out) as folder:
-        assert not theirs.exists()
+        assert not begun[0].exists()
         fill(folder, "new")
-    assert names(tmp_path) == ["other", "out"]
-
-
-def test_interrupt_from_the_keyboard(tmp_path: Path) -> None:
-    process, _ = hold(tmp_path / "out")
-    process.send_signal(signal.SIGINT)
-    process.wait(PATIENCE)
-    assert names(tmp_path) == []
+    assert names(tmp_path) == ["other", "out", "stderr", "stdout"]
 
 
 def test_resuming_what_a_killed_run_left(tmp_path: Path) -> None:
@@ -410,34 +393,30 @@ def test_a_folder_stays_only_for_a_resume_that_takes_it(tmp_path: Path) -> None:
 
 
 def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(*_: object) -> None:
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(atomic.fcntl, "flock", unsupported)
+    monkeypatch.setattr(atomic.fcntl, "flock", failing(OSError(37, "No locks available")))
     left = tmp_path / ".out.kvfold-00000000"
     left.mkdir()
     with output_folder(tmp_path / "out") as folder:
         fill(folder, "new")
     assert content(tmp_path / "out") == "new"
-    assert left.exists()  # it might be in use: nothing says that it is not
+    assert left.exists()  # without a lock it may be in use
+
+
+def disk_with(free: int) -> Callable[[object], SimpleNamespace]:
+    return lambda path: SimpleNamespace(free=free)
 
 
 def test_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: usage(10**12, 0, 5 * 10**9))
+    monkeypatch.setattr(atomic.shutil, "disk_usage", disk_with(5 * 10**9))
     free_space_check(tmp_path / "out", 5 * 10**9)
-    with pytest.raises(InputError) as caught:
-        free_space_check(tmp_path / "none" / "out", 5 * 10**9 + 1)
-    figures = "expected 5.0 GB (5000000001 bytes) free, found 5.0 GB (5000000000 bytes)"
-    advice = "free some, or choose an OUT on another disk"
-    assert str(caught.value) == f"{tmp_path}: too little disk space: {figures}; {advice}"
-    with pytest.raises(InputError, match=r"expected 5.0 GB \(5000000001 bytes\) free for tokens, found 5.0 GB"):
-        free_space_check(tmp_path / "out", 5 * 10**9 + 1, "for tokens")
+    figures = "expected 5.0 GB (5000000001 bytes) free for tokens, found 5.0 GB (5000000000 bytes)"
+    expected = f"{tmp_path}: too little disk space: {figures}; free some, or choose an OUT on another disk"
+    with pytest.raises(InputError, match=f"^{re.escape(expected)}$"):
+        free_space_check(tmp_path / "none" / "out", 5 * 10**9 + 1, "for tokens")
 
 
 def test_what_a_resumed_folder_holds_counts_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: usage(10**12, 0, 1000))
+    monkeypatch.setattr(atomic.shutil, "disk_usage", disk_with(1000))
     folder = tmp_path / ".out.kvfold-00000000"
     folder.mkdir()
     (folder / "weights").write_bytes(bytes(1 << 20))

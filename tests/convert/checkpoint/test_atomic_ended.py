@@ -1,0 +1,181 @@
+"""SIGKILL and SIGTERM at every system call of an output folder's life, and SIGKILL at random moments of a real copy."""
+
+import fcntl
+import itertools
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from helpers import forked
+from safetensors.torch import save_file
+
+from kvfold.convert.checkpoint import atomic
+from kvfold.convert.checkpoint.atomic import output_folder
+from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.checkpoint.shards import OutputTensor, assign_shards
+from kvfold.convert.checkpoint.writer import ShardWriter, write_index
+from kvfold.convert.console import run_command
+from kvfold.convert.errors import InputError
+
+CALLS = (*forked.CALLS, "rmdir", "scandir", (fcntl, "flock"), (atomic, "_renameat2"))
+FILES = {"config.json": b"{}", "model.safetensors": b"new"}
+OLD = {"config.json": b"{}", "model.safetensors": b"old"}
+OVERWRITING = ("exchange", "aside")
+
+
+def fill(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def prepared(root: Path, kind: str) -> Path:
+    """OUT in an otherwise empty folder ``root``, old where the run is to overwrite it."""
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+    out = root / "some" / "parents" / "out" if kind == "missing parents" else root / "out"
+    if kind in OVERWRITING:
+        out.mkdir()
+        fill(out, OLD)
+    return out
+
+
+def ended(log: Path, out: Path, kind: str, number: int, ending: signal.Signals, after: bool) -> forked.Ended:
+    """A command that writes OUT, with a signal at its ``number``-th call."""
+
+    @click.command()
+    def command() -> None:
+        finished = (lambda folder: (folder / "config.json").exists()) if kind == "resumable" else None
+        with output_folder(out, overwrite=kind in OVERWRITING, resume=finished) as folder:
+            fill(folder, FILES)
+            if kind == "failing":
+                raise InputError("refused")
+
+    def work() -> None:
+        if kind in ("aside", "renamed"):  # a system without renameat2
+            atomic._renameat2 = lambda *arguments: False
+        forked.at_call(number, lambda: os.kill(os.getpid(), ending), CALLS, after=after)
+        run_command(command, "command", [])
+
+    return forked.run(log, work)
+
+
+@pytest.mark.parametrize("kind", ["new", "renamed", "exchange", "aside"])
+def test_killed_at_every_call(tmp_path: Path, kind: str) -> None:
+    """OUT is old, new or absent, never half; the next run cleans up. After a call is as before the next one here."""
+
+    def interrupted() -> None:
+        with output_folder(tmp_path / "root" / "out", overwrite=True):
+            assert forked.snapshot(out) == OLD
+            raise KeyboardInterrupt
+
+    seen = set()
+    for number in itertools.count(1):
+        out = prepared(tmp_path / "root", kind)
+        end = ended(tmp_path / "log", out, kind, number, signal.SIGKILL, after=False)
+        found = forked.snapshot(out) if out.exists() else None
+        assert found in (FILES, OLD if kind in OVERWRITING else None) or (kind == "aside" and found is None)
+        seen.add("absent" if found is None else found["model.safetensors"].decode())
+        if kind == "aside" and found is None:  # the old one lies aside: even a run that fails puts it back
+            with pytest.raises(KeyboardInterrupt):
+                interrupted()
+            assert forked.snapshot(out) == OLD
+        if end.status == 0:
+            assert found == FILES
+            break
+        assert end.status == -signal.SIGKILL
+        with output_folder(out, overwrite=True) as folder:
+            fill(folder, {"config.json": b"newer"})
+        assert forked.snapshot(out) == {"config.json": b"newer"}
+        assert os.listdir(tmp_path / "root") == ["out"]
+    assert number > 15
+    assert seen == {"new", *({"old"} if kind in OVERWRITING else {"absent"}), *({"absent"} if kind == "aside" else {})}
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("kind", ["new", "missing parents", "exchange", "aside", "failing", "resumable"])
+def test_terminated_at_every_call(tmp_path: Path, kind: str, after: bool) -> None:
+    """OUT is old or new, and nothing else is left."""
+    root = tmp_path / "root"
+    for number in itertools.count(1):
+        out = prepared(root, kind)
+        end = ended(tmp_path / "log", out, kind, number, signal.SIGTERM, after)
+        assert "Traceback" not in end.stderr
+        interrupted = "error: interrupted" in end.stderr
+        assert interrupted or end.status == (2 if kind == "failing" else 0)
+        left = [path for path in root.iterdir() if not out.is_relative_to(path)]
+        if kind == "resumable" and not out.exists():
+            assert all((path / "config.json").exists() for path in left), number
+            assert len(left) < 2
+        else:
+            assert not left, (number, left)
+        if out.exists():
+            assert forked.snapshot(out) in ([FILES, OLD] if interrupted else [FILES])
+        else:
+            assert kind == "failing" or interrupted
+            assert not (root / "some").exists()
+        if not interrupted:
+            break
+    assert number > 10
+
+
+def test_terminated_between_the_folder_and_the_block_that_uses_it(tmp_path: Path) -> None:
+    """The signal comes when the folder is made, but no ``with`` statement would remove it yet."""
+
+    @click.command()
+    def command() -> None:
+        entered = output_folder(tmp_path / "root" / "out")
+        entered.__enter__()
+        signal.raise_signal(signal.SIGTERM)
+
+    end = forked.run(tmp_path / "log", lambda: run_command(command, "command", []))
+    assert "error: interrupted" in end.stderr
+    assert not (tmp_path / "root").exists()
+
+
+def test_killed_at_random_moments_of_a_copy(tmp_path: Path) -> None:
+    """Each time OUT is as it was or as it should be; the run after the last kill cleans up."""
+    source, out = tmp_path / "source", tmp_path / "parent" / "out"
+    for folder in (source, out):
+        folder.mkdir(parents=True)
+    (source / "config.json").write_text("{}")
+    save_file({f"t{index}": torch.randn(1 << 18) for index in range(32)}, source / "model.safetensors")
+
+    def copy() -> None:
+        opened = open_checkpoint(source)
+        outputs = [OutputTensor(info.name, info.dtype, info.shape, info.name) for info in opened.tensors.values()]
+        shards = assign_shards(outputs, 8 << 20)
+        with output_folder(out, overwrite=True, model=source) as folder:
+            with ShardWriter(folder, shards) as writer:
+                writer.copy_rest(opened)
+                writer.finish()
+            write_index(folder, shards)
+            (folder / "config.json").write_text("{}")
+
+    began = time.monotonic()
+    assert forked.run(tmp_path / "log", copy).status == 0
+    duration = time.monotonic() - began
+    whole, old = forked.snapshot(out), {"kvfold.json": b"the old one"}
+    assert len(whole) > 3
+    shutil.rmtree(out)
+    out.mkdir()
+    fill(out, old)
+    generator, killed = random.Random(1), 0
+    for _ in range(10):
+        child = forked.start(tmp_path / "log", copy)
+        time.sleep(generator.uniform(0, duration))
+        os.kill(child, signal.SIGKILL)
+        if forked.ended(tmp_path / "log", child).status == -signal.SIGKILL:
+            killed += 1
+        else:
+            duration /= 2  # the first run was slower: the machine had other work
+        assert forked.snapshot(out) in (whole, old)
+    assert killed > 0
+    assert forked.run(tmp_path / "log", copy).status == 0
+    assert forked.snapshot(out) == whole
+    assert os.listdir(tmp_path / "parent") == ["out"]
