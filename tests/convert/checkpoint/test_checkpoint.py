@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from kvfold.convert.checkpoint.folder import DEQUANTIZE
 from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers
+from kvfold.convert.checkpoint.tensors import count_non_finite
 from kvfold.convert.errors import InputError, KvfoldError
 
 
@@ -62,22 +63,11 @@ def problems_of(model: Path | str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.int64,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-    ],
-)
-def test_reads_what_safetensors_reads(folder: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int64", "uint8", "bool", "complex64"])
+def test_reads_what_safetensors_reads(folder: Path, dtype: str) -> None:
     torch.manual_seed(1)
-    tensors = {"w": (torch.randn(3, 5) * 9).to(dtype), "scalar": torch.ones((), dtype=dtype), "none": torch.zeros(0, 4)}
+    made = (torch.randn(3, 5) * 9).to(getattr(torch, dtype))
+    tensors = {"w": made, "scalar": made[0, 0].clone(), "none": torch.zeros(0, 4)}
     save_file(tensors, folder / "model.safetensors")
     checkpoint = open_checkpoint(folder)
     for name, expected in tensors.items():
@@ -126,31 +116,11 @@ def test_source_hash_follows_config_and_headers(sharded: Path) -> None:
 
 
 def test_extra_files(sharded: Path) -> None:
-    passed_on = [
-        "LICENSE",
-        "LICENSE.txt",
-        "NOTICE.md",
-        "added_tokens.json",
-        "chat_template.jinja",
-        "generation_config.json",
-        "merges.txt",
-        "preprocessor_config.json",
-        "sentencepiece.bpe.model",
-        "special_tokens_map.json",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-        "vocab.json",
-    ]
-    for name in [
-        *passed_on,
-        "README.md",
-        "pytorch_model.bin",
-        "tokenizer.py",
-        "modeling_x.py",
-        "tf_model.h5",
-        "notes.txt",
-    ]:
+    tokenizers = "sentencepiece.bpe.model special_tokens_map.json tokenizer.json tokenizer.model tokenizer_config.json"
+    others = "LICENSE LICENSE.txt NOTICE.md added_tokens.json chat_template.jinja generation_config.json merges.txt"
+    passed_on = [*others.split(), "preprocessor_config.json", *tokenizers.split(), "vocab.json"]
+    left = "README.md pytorch_model.bin tokenizer.py modeling_x.py tf_model.h5 notes.txt"
+    for name in [*passed_on, *left.split()]:
         (sharded / name).write_text("x")
     checkpoint = open_checkpoint(sharded)
     assert [path.name for path in checkpoint.extra_files()] == passed_on
@@ -218,85 +188,52 @@ def test_folder_without_weights(folder: Path) -> None:
     assert problems_of(folder) == [f"{folder}: {wanted}, found consolidated.00.pth; {advice}"]
 
 
-HEADERS = {
-    "unknown dtype": ({"t": entry(0, 8, "F31")}, 8, ["tensor 't': unknown dtype 'F31'; expected one of BOOL"]),
-    "bytes against shape": (
-        {"t": entry(0, 8, shape=[3])},
-        8,
-        ["tensor 't': dtype F32 and shape [3] need 12 bytes, its data_offsets span 8"],
-    ),
-    "negative shape": (
-        {"t": entry(0, 8, shape=[-2])},
-        8,
-        ["tensor 't': expected a shape of whole numbers, found [-2]"],
-    ),
-    "boolean shape": ({"t": entry(0, 4, shape=[True])}, 4, ["tensor 't': expected a shape of whole numbers"]),
-    "backward offsets": (
-        {"t": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}},
-        8,
-        ["tensor 't': expected data_offsets [begin, end] with begin <= end, found [8, 0]"],
-    ),
-    "missing key": (
-        {"t": {"dtype": "F32", "shape": [2]}},
-        8,
-        ["tensor 't': expected exactly dtype, shape and data_offsets in its header entry"],
-    ),
-    "gap": (
-        {"t": entry(0, 8), "u": entry(12, 20)},
-        20,
-        ["tensor 'u' leaves a gap before it: expected to start at byte"],
-    ),
-    "overlap": (
-        {"t": entry(0, 8), "u": entry(4, 12)},
-        12,
-        ["tensor 'u' overlaps the tensor before it: expected to start at byte"],
-    ),
-    "beyond the file": ({"t": entry(0, 8)}, 7, ["truncated: expected 77 bytes, found 76; fetch it again"]),
-    "bytes left over": ({"t": entry(0, 8)}, 9, ["expected 77 bytes, found 78: 1 belong to no tensor"]),
-    "several": (
-        {"t": entry(0, 8, "F31"), "u": entry(8, 16, shape=[1]), "v": entry(16, 24)},
-        24,
-        ["tensor 't': unknown dtype 'F31'", "tensor 'u': dtype F32 and shape [1] need 4 bytes"],
-    ),
-    "not an object": (b"[1]", 0, ["expected the header to be a JSON object; fetch it again"]),
-    "not JSON": (b"{nope}", 0, ["expected a JSON header, found Expecting property name"]),
-    "the same name twice": (
-        b'{"t":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"t":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
-        8,
-        ["expected a JSON header, found the name 't' twice; fetch it again"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", HEADERS)
-def test_faulty_headers(folder: Path, case: str) -> None:
-    header, size, expected = HEADERS[case]
+@pytest.mark.parametrize(
+    ("header", "size", "expected"),
+    [
+        ({"t": entry(0, 8, "F31")}, 8, ["tensor 't': unknown dtype 'F31'; expected one of BOOL"]),
+        (
+            {"t": entry(0, 8, shape=[3])},
+            8,
+            ["tensor 't': dtype F32 and shape [3] need 12 bytes, its data_offsets span 8"],
+        ),
+        ({"t": entry(0, 8, shape=[-2])}, 8, ["tensor 't': expected a shape of whole numbers, found [-2]"]),
+        ({"t": entry(0, 4, shape=[True])}, 4, ["tensor 't': expected a shape of whole numbers"]),
+        ({"t": entry(8, 0, shape=[2])}, 8, ["tensor 't': expected data_offsets [begin, end] with begin <= end, found"]),
+        ({"t": {"dtype": "F32", "shape": [2]}}, 8, ["tensor 't': expected exactly dtype, shape and data_offsets"]),
+        ({"t": entry(0, 8), "u": entry(12, 20)}, 20, ["tensor 'u' leaves a gap before it: expected to start at byte"]),
+        ({"t": entry(0, 8), "u": entry(4, 12)}, 12, ["tensor 'u' overlaps the tensor before it: expected to start at"]),
+        ({"t": entry(0, 8)}, 7, ["truncated: expected 77 bytes, found 76; fetch it again"]),
+        ({"t": entry(0, 8)}, 9, ["expected 77 bytes, found 78: 1 belong to no tensor"]),
+        (
+            {"t": entry(0, 8, "F31"), "u": entry(8, 16, shape=[1]), "v": entry(16, 24)},
+            24,
+            ["tensor 't': unknown dtype 'F31'", "tensor 'u': dtype F32 and shape [1] need 4 bytes"],
+        ),
+        (b"[1]", 0, ["expected the header to be a JSON object; fetch it again"]),
+        (b"{nope}", 0, ["expected a JSON header, found Expecting property name"]),
+        (b'{"t":1,"t":1}', 8, ["expected a JSON header, found the name 't' twice; fetch it again"]),
+    ],
+)
+def test_faulty_headers(folder: Path, header: Any, size: int, expected: list[str]) -> None:
     raw_file(folder / "model.safetensors", header, bytes(size))
-    found = problems_of(folder)
-    assert len(found) == len(expected)
-    for problem, start in zip(found, expected, strict=True):
+    for problem, start in zip(problems_of(folder), expected, strict=True):
         assert problem.startswith(f"model.safetensors: {start}"), problem
 
 
-@pytest.mark.parametrize("kept", [0, 5])
-def test_file_without_room_for_a_header(folder: Path, kept: int) -> None:
-    (folder / "model.safetensors").write_bytes(b"12345"[:kept])
-    expected = f"model.safetensors: truncated: expected at least 8 bytes, found {kept}; fetch it again"
-    assert problems_of(folder) == [expected]
-
-
-def test_header_cut_short(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 500) + b"{")
-    expected = "model.safetensors: truncated inside its header: expected 508 bytes or more, found 9; fetch it again"
-    assert problems_of(folder) == [expected]
-
-
-def test_header_too_long(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "truncated: expected at least 8 bytes, found 0; fetch it again"),
+        (b"12345", "truncated: expected at least 8 bytes, found 5; fetch it again"),
+        (struct.pack("<Q", 500) + b"{", "truncated inside its header: expected 508 bytes or more, found 9; fetch it"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "expected a safetensors header of at most 100000000 bytes"),
+    ],
+)
+def test_files_without_a_header(folder: Path, content: bytes, expected: str) -> None:
+    (folder / "model.safetensors").write_bytes(content)
     (problem,) = problems_of(folder)
-    assert problem.startswith(
-        "model.safetensors: expected a safetensors header of at most 100000000 bytes, found a length"
-    )
+    assert problem.startswith(f"model.safetensors: {expected}")
 
 
 def test_header_without_metadata_and_with_padding(folder: Path) -> None:
@@ -339,19 +276,13 @@ def test_quantized_by_config(sharded: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("l.weight", torch.float8_e4m3fn),
-        ("scale", torch.float8_e5m2),
-        ("l.weight", torch.int8),
-        ("l.qweight", torch.int32),
-    ],
+    [("l.weight", "float8_e4m3fn"), ("x", "float8_e5m2"), ("l.weight", "int8"), ("l.qweight", "int32")],
 )
-def test_quantized_by_dtype(folder: Path, name: str, dtype: torch.dtype) -> None:
-    save_file({name: torch.zeros(4).to(dtype), "l.bias": torch.zeros(4)}, folder / "model.safetensors")
+def test_quantized_by_dtype(folder: Path, name: str, dtype: str) -> None:
+    tensors = {name: torch.zeros(4).to(getattr(torch, dtype)), "l.bias": torch.zeros(4)}
+    save_file(tensors, folder / "model.safetensors")
     (problem,) = problems_of(folder)
-    assert problem.startswith(
-        f"model.safetensors: tensor {name!r} is quantized: expected F16, BF16, F32 or F64, found "
-    )
+    assert problem.startswith(f"model.safetensors: tensor {name!r} is quantized: expected F16, BF16, F32 or F64, found")
 
 
 def test_integer_buffers_are_not_quantized_weights(folder: Path) -> None:
@@ -398,3 +329,24 @@ def test_headers_of_140_gb_in_a_fresh_process_without_torch(folder: Path) -> Non
     assert imported == []
     assert int(size) == total
     assert float(seconds) < 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_one_value_that_is_not_finite_is_counted_anywhere(dtype: torch.dtype, value: float) -> None:
+    for size in (1, 7, 64, 1001):
+        tensor = torch.linspace(-3, 3, size).to(dtype)
+        assert count_non_finite(tensor) == 0
+        for position in {0, size // 3, size // 2, size - 1}:
+            bad = tensor.clone()
+            bad[position] = value
+            assert count_non_finite(bad) == 1
+
+
+def test_values_that_are_not_finite_are_counted() -> None:
+    largest = torch.full((10,), torch.finfo(torch.float32).max)
+    assert count_non_finite(largest) == 0
+    largest[2:5] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    assert count_non_finite(largest.reshape(5, 2).T) == 3
+    for tensor in (torch.zeros(0), torch.arange(3), torch.ones(3, dtype=torch.bool)):
+        assert count_non_finite(tensor) == 0

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from kvfold.convert.checkpoint import writer as writing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor, Shard, assign_shards
-from kvfold.convert.checkpoint.tensors import torch_dtype
+from kvfold.convert.checkpoint.tensors import dtype_name, torch_dtype
 from kvfold.convert.checkpoint.writer import ShardWriter, write_index
 from kvfold.convert.errors import InputError, KvfoldError
 
@@ -55,18 +55,13 @@ def copies(checkpoint: Checkpoint, **dtypes: str) -> list[OutputTensor]:
     return [OutputTensor(info.name, dtypes.get(info.dtype, info.dtype), info.shape, info.name) for info in infos]
 
 
-def test_one_file_when_one_suffices(checkpoint: Checkpoint, out: Path) -> None:
-    (shard,) = assign_shards(copies(checkpoint), GB)
-    assert shard.file == "model.safetensors"
-    with ShardWriter(out, [shard]) as writer:
+def copied(checkpoint: Checkpoint, out: Path, outputs: list[OutputTensor]) -> dict[str, torch.Tensor]:
+    """The tensors of ``outputs``, written from ``checkpoint`` to one file."""
+    with ShardWriter(out, assign_shards(outputs, GB)) as writer:
         writer.copy_rest(checkpoint)
+        assert writer.written == {tensor.name for tensor in outputs}
         writer.finish()
-    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
-    with safe_open(out / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-    found = loaded(out)
-    assert found.keys() == checkpoint.tensors.keys()
-    assert all(torch.equal(tensor, checkpoint.read(name)) for name, tensor in found.items())
+    return loaded(out)
 
 
 def test_a_copy_of_everything_is_the_same_file_as_safetensors_makes(checkpoint: Checkpoint, out: Path) -> None:
@@ -89,7 +84,11 @@ def test_no_shard_exceeds_the_limit(checkpoint: Checkpoint, out: Path, limit: in
     write_index(out, shards)
     for shard in shards:
         assert (out / shard.file).stat().st_size <= limit or len(shard.tensors) == 1
-    if len(shards) > 1:
+        with safe_open(out / shard.file, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+    if len(shards) == 1:
+        assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+    else:
         assert [shard.file for shard in shards] == [
             f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)
         ]
@@ -162,31 +161,21 @@ def test_progress_counts_source_bytes(checkpoint: Checkpoint, out: Path, monkeyp
     assert torch.equal(loaded(out)["a"], checkpoint.read("a"))
 
 
-def test_renamed_tensors(checkpoint: Checkpoint, out: Path) -> None:
-    outputs = [OutputTensor("renamed", "BF16", (16, 8), "b"), OutputTensor("again", "BF16", (16, 8), "b")]
-    with ShardWriter(out, assign_shards(outputs, GB)) as writer:
-        writer.copy_rest(checkpoint)
-        writer.finish()
-    assert all(torch.equal(tensor, checkpoint.read("b")) for tensor in loaded(out).values())
-
-
-def test_tensors_put_together_of_several_and_zeros(checkpoint: Checkpoint, out: Path) -> None:
-    """Their parts are copied in the order of the source's bytes, in one run with what lies beside them or cast."""
+def test_tensors_renamed_and_put_together_of_several_and_zeros(checkpoint: Checkpoint, out: Path) -> None:
+    """Their parts are copied in the order of the source's bytes, in one run with their neighbors there, or cast."""
     outputs = [
         OutputTensor("stack", "BF16", (2, 16, 8), ("d", "a")),
         OutputTensor("cast", "F32", (3, 16, 8), ("b", "a", "c")),
-        OutputTensor("b", "BF16", (16, 8), "b"),
+        OutputTensor("renamed", "BF16", (16, 8), "b"),
+        OutputTensor("again", "BF16", (16, 8), "b"),
         OutputTensor("zeros", "BF16", (4, 4), ()),
         OutputTensor("empty", "BF16", (0, 8), ()),
     ]
-    with ShardWriter(out, assign_shards(outputs, GB)) as writer:
-        writer.copy_rest(checkpoint)
-        assert writer.written == {tensor.name for tensor in outputs}
-        writer.finish()
-    made, read = loaded(out), checkpoint.read
+    made, read = copied(checkpoint, out, outputs), checkpoint.read
     assert torch.equal(made["stack"], torch.stack([read("d"), read("a")]))
     assert torch.equal(made["cast"], torch.stack([read("b"), read("a"), read("c")]).float())
-    assert torch.equal(made["b"], read("b"))
+    assert torch.equal(made["renamed"], read("b"))
+    assert torch.equal(made["again"], read("b"))
     assert not made["zeros"].any()
     assert made["empty"].shape == (0, 8)
 
@@ -252,14 +241,11 @@ def test_an_error_of_the_copy_reaches_the_next_write_or_the_end(checkpoint: Chec
         run(writer)
 
 
-@pytest.mark.parametrize("dtype", ["F16", "F32", "F64"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_casts_in_chunks(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     monkeypatch.setattr(writing, "_CAST_ELEMENTS", 10)
-    with ShardWriter(out, assign_shards(copies(checkpoint, BF16=dtype), GB)) as writer:
-        writer.copy_rest(checkpoint)
-        writer.finish()
-    wanted = {"F16": torch.float16, "F32": torch.float32, "F64": torch.float64}[dtype]
-    for name, tensor in loaded(out).items():
+    wanted = getattr(torch, dtype)
+    for name, tensor in copied(checkpoint, out, copies(checkpoint, BF16=dtype_name(wanted))).items():
         original = checkpoint.read(name)
         expected = original.to(wanted) if original.dtype == torch.bfloat16 else original
         assert tensor.dtype == expected.dtype
@@ -267,21 +253,15 @@ def test_casts_in_chunks(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.
 
 
 def test_a_cast_that_overflows(tmp_path: Path, out: Path) -> None:
+    """Infinity stays infinity; a finite value must not become it."""
     values = torch.tensor([1.0, -70000.0, float("inf")])
-    checkpoint = source(tmp_path / "source", [{"w": values}])
-    shards = assign_shards(copies(checkpoint, F32="F16"), GB)
-    with ShardWriter(out, shards) as writer, pytest.raises(InputError) as caught:
-        writer.copy_rest(checkpoint)
-    expected = "tensor 'w': expected values up to 65504 to store it as F16, found 70000; "
-    assert str(caught.value) == expected + "choose bfloat16 or float32 as the stored dtype"
-
-
-def test_infinities_survive_a_cast(tmp_path: Path, out: Path) -> None:
-    checkpoint = source(tmp_path / "source", [{"w": torch.tensor([float("inf"), float("nan"), 1.0])}])
+    checkpoint = source(tmp_path / "source", [{"infinite": values[2:].clone(), "w": values}])
+    expected = "tensor 'w': expected values up to 65504 to store it as F16, found 70000; choose bfloat16 or float32 as"
     with ShardWriter(out, assign_shards(copies(checkpoint, F32="F16"), GB)) as writer:
-        writer.copy_rest(checkpoint)
-        writer.finish()
-    assert loaded(out)["w"].tolist()[0] == float("inf")
+        with pytest.raises(InputError, match=f"^{expected}"):
+            writer.copy_rest(checkpoint)
+        assert writer.written == {"infinite"}
+    assert loaded(out)["infinite"].tolist() == [float("inf")]
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
@@ -329,19 +309,18 @@ def test_writes_that_do_not_follow_the_plan(out: Path, name: str, tensor: torch.
     assert str(caught.value) == expected
 
 
-def test_missing_tensors_are_listed(out: Path) -> None:
+def test_plans_that_are_not_followed(out: Path) -> None:
     with plan_of_two(out) as writer:
         writer.write("a", torch.ones(2))
         with pytest.raises(KvfoldError) as caught:
             writer.finish()
     assert str(caught.value) == f"{out}: expected 2 tensors, 1 missing\n  tensor 'b' was not written"
-
-
-def test_a_plan_that_names_a_tensor_twice(out: Path) -> None:
+    with pytest.raises(FileExistsError):  # no existing file is overwritten
+        plan_of_two(out)
     tensor = OutputTensor("a", "F32", (2,), None)
     with pytest.raises(KvfoldError, match="tensor 'a': expected once in the plan, found twice"):
-        ShardWriter(out, [Shard("model.safetensors", (tensor, tensor))])
-    assert list(out.iterdir()) == []
+        ShardWriter(out, [Shard("other.safetensors", (tensor, tensor))])
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -363,10 +342,8 @@ def test_a_source_that_shrinks_meanwhile(checkpoint: Checkpoint, out: Path) -> N
     path = checkpoint.folder / "model-0.safetensors"
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 1)
-    shards, expected = (
-        assign_shards(copies(checkpoint), GB),
-        r"model-0.safetensors: expected \d+ bytes, found the end of",
-    )
+    shards = assign_shards(copies(checkpoint), GB)
+    expected = r"model-0.safetensors: expected \d+ bytes, found the end of"
     with ShardWriter(out, shards) as writer, pytest.raises(InputError, match=expected):
         writer.copy_rest(checkpoint)
 
@@ -415,12 +392,6 @@ def test_a_disk_that_fills_up(checkpoint: Checkpoint, out: Path, monkeypatch: py
             with pytest.raises(KvfoldError) as caught:
                 write()
             assert str(caught.value) == expected
-
-
-def test_existing_files_are_not_overwritten(out: Path) -> None:
-    plan_of_two(out)
-    with pytest.raises(FileExistsError):
-        plan_of_two(out)
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16"])
