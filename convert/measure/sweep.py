@@ -1,4 +1,4 @@
-"""A sweep: the source goes through its layers once, and a student of every target beside it.
+"""A sweep: the source goes through its layers once, together with a student of every target.
 
 ::
 
@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
@@ -34,7 +33,7 @@ from kvfold.convert.conversion.splits import Split, choose_split, split_record
 from kvfold.convert.conversion.student_walk import StudentWalk
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.families.model import model_of
-from kvfold.convert.measure.sweep_result import Row, Source, Sweep
+from kvfold.convert.measure.sweep_result import Sweep, SweptSource, SweptTarget
 from kvfold.convert.measure.sweep_targets import (
     TargetOptions,
     default_targets,
@@ -44,18 +43,17 @@ from kvfold.convert.measure.sweep_targets import (
 )
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, Layout
-from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.fold.grouping import Pairs
-from kvfold.convert.walk.walk import Step, Teacher
+from kvfold.convert.walk.walk import Teacher
 
-_PLACEHOLDER = "OUT"
+_PLACEHOLDER = "OUT"  # in requests that write nothing
 
 
 @dataclass
-class _Student:
-    """A target's student. ``seconds`` were spent on it alone; ``split`` is that of an MLA target.
+class _SweepStudent:
+    """The student of a target, with its ``split`` if it is MLA.
 
-    ``distances`` are those of its residual stream from the source's, layer by layer.
+    ``seconds``: spent on it alone; ``distances``: of its residual stream from the source's, layer by layer.
     """
 
     options: TargetOptions
@@ -71,6 +69,29 @@ class _Student:
         started = time.monotonic()
         yield
         self.seconds += time.monotonic() - started
+
+    def explicit_request(self) -> ConvertRequest:
+        """The request of the target, a budget replaced by the split that it got."""
+        request = self.plan.request
+        if request.budget is None:
+            return request
+        target = self.plan.latent_target()
+        return replace(request, budget=None, kv_rank=target.kv_rank, rope_dim=target.rope_dim)
+
+    def result(self) -> SweptTarget:
+        """The target with its loss on the held-out text."""
+        with self.clock():
+            measured = self.walk.measurement()
+        return SweptTarget(
+            target=spelled(self.options),
+            request=self.explicit_request(),
+            kind=self.plan.layout.kind,
+            elements=self.plan.layout.cache_elements,
+            measured=measured,
+            seconds=self.seconds,
+            splits=[] if self.split is None else [split_record(each) for each in self.split.tried],
+            distances=tuple(self.distances),
+        )
 
 
 def sweep_checkpoint(
@@ -148,92 +169,62 @@ def _plan(options: TargetOptions, common: TargetOptions, layout: Layout | None, 
 
 
 def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path, stages: Stages, quiet: bool) -> Sweep:
+    first = plans[0]
     with stages("reading the text and the model"):
-        tokens, source = load_tokens(plans[0], scratch, stages, ""), source_stream(plans[0])
-    if not quiet:
-        _print_start(plans, tokens)
-    latent = [plan for plan in plans if plan.latent is not None]
-    surveyed = survey_layers(latent[0], source, tokens, scratch, stages) if latent else None
-    splits = iter([choose_split(plan, surveyed, stages) for plan in latent] if surveyed else ())
-    teacher = Teacher(
-        source,
-        tokens.held_out,
-        tokens.calibration,
-        profile=True,
-        statistics=surveyed is None,
-        keep_calibration=True,
-        heads=source_heads(plans[0]),
-        remember=True,
-    )
-    students = []
-    for options, plan in zip(chosen, plans, strict=True):
-        split = next(splits) if plan.latent is not None else None
-        resolved = plan if split is None else split.option.plan
-        walk = StudentWalk(resolved, source, tokens, statistics=False, teacher=teacher)
-        students.append(_Student(options, resolved, walk, split))
-    _learn(students, teacher, surveyed, stages)
-    with stages("measuring"):
-        return _measured(students, tokens)
-
-
-def _learn(students: Sequence[_Student], teacher: Teacher, surveyed: Survey | None, stages: Stages) -> None:
-    """Fit every layer for every target, and take all students past it."""
-    with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
-        for lesson in teacher.layers():
-            if surveyed is not None:
-                lesson.statistics = surveyed.notes(lesson.index)[0]
-            shared: dict[bool, Pairs] = {}
-            for student in students:
-                with student.clock(), student.walk.step(lesson) as step:
-                    fitted = _fitted(student, step, surveyed, shared)
-                    student.distances.append(student.walk.follow(step, fitted))
-                advance(1)
-
-
-def _fitted(student: _Student, step: Step, surveyed: Survey | None, shared: dict[bool, Pairs]) -> Any:
-    """The layer's weights for a target; ``shared`` among those of the layer."""
-    if student.split is None or surveyed is None:
-        return fitted_fold(student.plan, step.index, step, shared).weights
-    return fitted_latent(student.split.option, step.index, step, surveyed).weights
-
-
-def _measured(students: Sequence[_Student], tokens: CalibrationTokens) -> Sweep:
-    rows = []
-    for student in students:
-        with student.clock():
-            measured = student.walk.measurement()
-        layout, request, target = student.plan.layout, _explicit(student.plan), spelled(student.options)
-        tried = [] if student.split is None else [split_record(each) for each in student.split.tried]
-        size, distances = layout.cache_elements, tuple(student.distances)
-        rows.append(Row(target, request, layout.kind, size, measured, student.seconds, tried, distances))
-    return Sweep(_source(students[0].plan, tokens), tuple(rows))
-
-
-def _source(plan: Plan, tokens: CalibrationTokens) -> Source:
-    return Source(
-        name=plan.request.model,
-        sha256=plan.checkpoint.source_hash(),
-        kind=plan.source_kind,
-        elements=plan.cache_elements,
-        layers=plan.geometry.layers,
+        tokens, stream = load_tokens(first, scratch, stages, ""), source_stream(first)
+    source = SweptSource(
+        name=first.request.model,
+        sha256=first.checkpoint.source_hash(),
+        kind=first.source_kind,
+        elements=first.cache_elements,
+        layers=first.geometry.layers,
         text=tokens.source,
         text_sha256=tokens.digest,
         calibration_sequences=len(tokens.calibration),
         sequences=len(tokens.held_out),
         length=tokens.held_out.shape[1],
     )
+    if not quiet:
+        count, length = tokens.calibration.shape
+        where = f"{count} x {length} tokens of {source.text_name}"
+        print(f"sweeping over {len(plans)} targets on {where}", file=sys.stderr)
+    latent = [plan for plan in plans if plan.latent is not None]
+    surveyed = survey_layers(latent[0], stream, tokens, scratch, stages) if latent else None
+    splits = iter([choose_split(plan, surveyed, stages) for plan in latent] if surveyed else ())
+    teacher = Teacher(
+        stream,
+        tokens.held_out,
+        tokens.calibration,
+        profile=True,
+        statistics=surveyed is None,  # a survey has collected them already
+        keep_calibration=True,
+        heads=source_heads(first),
+        remember=True,
+    )
+    students = []
+    for options, plan in zip(chosen, plans, strict=True):
+        split = next(splits) if plan.latent is not None else None
+        resolved = plan if split is None else split.option.plan
+        walk = StudentWalk(resolved, stream, tokens, statistics=False, teacher=teacher)
+        students.append(_SweepStudent(options, resolved, walk, split))
+    _fit_layers(students, teacher, surveyed, stages)
+    with stages("measuring"):
+        return Sweep(source, tuple(student.result() for student in students))
 
 
-def _explicit(plan: Plan) -> ConvertRequest:
-    """The request of ``plan``, a budget replaced by the split that it got."""
-    if plan.request.budget is None:
-        return plan.request
-    target = plan.latent_target()
-    return replace(plan.request, budget=None, kv_rank=target.kv_rank, rope_dim=target.rope_dim)
-
-
-def _print_start(plans: Sequence[Plan], tokens: CalibrationTokens) -> None:
-    """Print the calibration text and the number of targets to stderr."""
-    count, length = tokens.calibration.shape
-    text = _source(plans[0], tokens).text_name
-    print(f"sweeping over {len(plans)} targets on {count} x {length} tokens of {text}", file=sys.stderr)
+def _fit_layers(students: Sequence[_SweepStudent], teacher: Teacher, surveyed: Survey | None, stages: Stages) -> None:
+    """Fit every layer for every target, and take all students past it."""
+    with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
+        for lesson in teacher.layers():
+            if surveyed is not None:
+                lesson.statistics = surveyed.notes(lesson.index)[0]
+            # The loss of sharing a pair of heads depends on the layer alone, not on the number of heads that stay.
+            shared: dict[bool, Pairs] = {}
+            for student in students:
+                with student.clock(), student.walk.step(lesson) as step:
+                    if student.split is None or surveyed is None:
+                        fitted = fitted_fold(student.plan, step.index, step, shared)
+                    else:
+                        fitted = fitted_latent(student.split.option, step.index, step, surveyed)
+                    student.distances.append(student.walk.follow(step, fitted.weights))
+                advance(1)

@@ -3,7 +3,7 @@
 import json
 import math
 import shlex
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,17 @@ from kvfold.convert.conversion.record import versions
 from kvfold.convert.conversion.run import Conversion, convert_checkpoint
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.measure.sweep_targets import WITHIN
+from kvfold.convert.options import command_words
 from kvfold.convert.request import SELF, ConvertRequest
 
-_LOSSLESS = ("model", "out", "quiet", "max_shard_size")  # fields that a command does not repeat
+_NOT_REPEATED = ("model", "out", "quiet", "max_shard_size")  # fields that the command of a target leaves out
 
 
 @dataclass(frozen=True)
-class Source:
-    """The model of a sweep, ``elements`` it caches per token per layer, and the text.
+class SweptSource:
+    """The model of a sweep, the ``elements`` that it caches per token per layer, and the text.
 
-    Targets are measured on ``sequences`` held-out ones of ``length`` tokens.
+    Targets are measured on ``sequences`` held-out sequences of ``length`` tokens.
     """
 
     name: str
@@ -43,12 +44,12 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One target: as ``--targets`` spells it, the request that converts to it, and what it costs.
+class SweptTarget:
+    """One target as ``--targets`` spells it, the request that converts to it, and its cost.
 
-    ``kind`` is such as ``MLA 32+32``; ``elements`` are cached per token per layer; ``seconds`` were spent on this
-    target alone. ``splits`` are those of a budget that were compared, with the KL that decided. ``distances`` are
-    those of its residual stream from the source's after every layer, relative to the size of that.
+    ``kind``: for example ``MLA 32+32``; ``elements``: cached per token per layer; ``seconds``: spent on this target
+    alone; ``splits``: the splits of a budget that were compared, with the KL that decided; ``distances``: of its
+    residual stream from the source's after every layer, relative to the source's.
     """
 
     target: str
@@ -73,12 +74,10 @@ class Row:
 
     def command(self, model: str, out: str) -> str:
         """The command that converts to the target."""
-        default = {each.name: each.default for each in fields(ConvertRequest)}
-        given = {name: value for name, value in vars(self.request).items() if name not in _LOSSLESS}
-        options = [_option(name, value) for name, value in given.items() if value != default[name]]
-        return " ".join(["kvfold convert", shlex.quote(model), shlex.quote(out), *options])
+        given = {name: value for name, value in self.request.given().items() if name not in _NOT_REPEATED}
+        return shlex.join(["kvfold", "convert", model, out, *command_words(given)])
 
-    def to_dict(self, source: Source) -> dict[str, Any]:
+    def to_dict(self, source: SweptSource) -> dict[str, Any]:
         """Plain values; what is not finite becomes None."""
         low, high = self.interval or (None, None)
         return {
@@ -100,16 +99,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The targets of a sweep in the order in which they were named. ``seconds`` are those of the whole run."""
+    """The targets of a sweep in the order in which they were named. ``seconds``: of the whole run."""
 
-    source: Source
-    rows: tuple[Row, ...]
+    source: SweptSource
+    rows: tuple[SweptTarget, ...]
     seconds: float = 0.0
 
-    def smallest(self, within: float = WITHIN) -> Row | None:
+    def smallest(self, within: float = WITHIN) -> SweptTarget | None:
         """The target with the smallest cache whose perplexity is at most ``within`` higher (0.01: 1 %); or None.
 
-        Of equally small ones that with the least loss.
+        Among equally small ones the target with the least loss.
         """
         inside = [row for row in self.rows if row.excess <= math.log1p(within)]
         return min(inside, key=lambda row: (row.elements, row.excess), default=None)
@@ -144,10 +143,10 @@ class Sweep:
         ]
 
     def lines(self, within: float = WITHIN) -> list[str]:
-        """The source, the text, and the decision: what a report says in words."""
+        """The source, the text, and the decision: the words of a report."""
         return [*self._heading(), *self.decision(within).splitlines()]
 
-    def _line(self, row: Row, width: int) -> str:
+    def _line(self, row: SweptTarget, width: int) -> str:
         measured = row.measured
         interval = "-" if row.interval is None else "{:+.4f} to {:+.4f}".format(*row.interval)
         return (
@@ -197,17 +196,11 @@ class Sweep:
         return json.dumps(self.to_dict(within), indent=2, allow_nan=False) + "\n"
 
 
-def _option(name: str, value: Any) -> str:
-    option = "--" + name.replace("_", "-")
-    values = value if isinstance(value, tuple) else (value,)
-    return option if value is True else " ".join(f"{option} {shlex.quote(str(each))}" for each in values)
-
-
-def _percent(row: Row) -> str:
-    """What the target adds to the perplexity, with its interval."""
+def _percent(row: SweptTarget) -> str:
+    """The perplexity that the target adds, with its interval."""
 
     def text(excess: float) -> str:
-        return f"{100 * math.expm1(min(excess, 700)):+.1f}"
+        return f"{100 * math.expm1(min(excess, 700)):+.1f}"  # exp overflows a float beyond 709
 
     if row.interval is None:
         return f"{text(row.excess)} %"
