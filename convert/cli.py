@@ -152,7 +152,7 @@ kvfold.add_command(sweep)
 @request_options(DriftRequest, before={"trust_remote_code": [json_file_option, _report]})
 def drift(request: DriftRequest, json_file: str | None, report: str | None) -> None:
     """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and at the end."""
-    from kvfold.convert.text.sources import check_sources
+    from kvfold.convert.text.corpus import check_sources
 
     if json_file is not None:
         check_writable(json_file)

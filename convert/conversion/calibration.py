@@ -16,7 +16,7 @@ from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.progress import Stages
 from kvfold.convert.request import SELF
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.text.documents import BUILT_IN
+from kvfold.convert.text.corpus import BUILT_IN
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
 from kvfold.convert.training.budget import sequences_of

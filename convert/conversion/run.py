@@ -41,7 +41,7 @@ from kvfold.convert.errors import InputError, opt
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import SELF, ConvertRequest
 from kvfold.convert.sizes import bytes_text
-from kvfold.convert.text.sources import check_sources
+from kvfold.convert.text.corpus import check_sources
 
 if TYPE_CHECKING:
     from kvfold.convert.conversion.calibrated import Calibrated

@@ -26,8 +26,7 @@ def write_tokens(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages) -> C
     start = first_tokens(tokenizer, plan.source_name)
     if request.seq_len <= len(start):
         raise InputError(
-            f"{opt('seq_len')}: expected more than the {len(start)} tokens that begin every text, found "
-            f"{request.seq_len}"
+            f"{opt('seq_len', request.seq_len)}: must exceed the {len(start)} tokens that begin every text; raise it"
         )
     count = request.samples + held_out_count(request.samples)
     if saved.is_file():

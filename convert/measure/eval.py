@@ -19,8 +19,7 @@ from kvfold.convert.measure.eval_tasks import CHOICES, TASKS, Question, Question
 from kvfold.convert.measure.losses import stretches, token_losses
 from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stock import hide_bars, load_model
-from kvfold.convert.text.documents import open_corpus
-from kvfold.convert.text.sources import check_sources
+from kvfold.convert.text.corpus import check_sources, open_corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer, prefix_tokens, renderer, tokenize
 
 _SHORTEST = 256  # tokens of a default length

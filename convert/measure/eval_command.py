@@ -44,7 +44,7 @@ def evaluate(
     those of lm-evaluation-harness. Each model is in memory whole, one at a time.
     """
     from kvfold.convert.measure.bench import numbers
-    from kvfold.convert.text.sources import check_sources
+    from kvfold.convert.text.corpus import check_sources
 
     if json_file is not None:
         check_writable(json_file)

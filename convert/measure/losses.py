@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.text.documents import Document
+from kvfold.convert.text.corpus import Document
 from kvfold.convert.text.tokenizer import prefix_tokens, tokenize
 from kvfold.convert.text.windows import cut
 

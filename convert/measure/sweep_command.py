@@ -22,7 +22,7 @@ from kvfold.convert.console import (
 from kvfold.convert.measure.figures import excess_by_cache
 from kvfold.convert.measure.page import check_report, sweep_page, write_report
 from kvfold.convert.measure.sweep_targets import WITHIN, parse_targets
-from kvfold.convert.text.sources import check_sources
+from kvfold.convert.text.corpus import check_sources
 
 _TARGET = re.compile(r"[\w+]*[:,][\w:,+]*|\d[\d,+]*|gqa|mqa|mla", re.IGNORECASE)
 _option = partial(click.option, cls=PanelOption, show_default=True)

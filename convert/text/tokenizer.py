@@ -9,7 +9,7 @@ from torch import Tensor
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, one_line, opt
 from kvfold.convert.stream.stock import empty_model
-from kvfold.convert.text.documents import Document, Render
+from kvfold.convert.text.corpus import Document, Render
 
 _BLOCK = 1 << 16  # characters
 _BATCH = 8 * _BLOCK  # a tokenizer's records take many times the text's memory: small batches

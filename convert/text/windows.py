@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.request import held_out_count
-from kvfold.convert.text.documents import Corpus, Split, open_corpus
+from kvfold.convert.text.corpus import Split, open_corpus
 from kvfold.convert.text.tokenizer import prefix_tokens, renderer, tokenize
 
+# Bytes of a text that are read first: several times what most tokenizers need, as windows are drawn from all of it.
 _READ_AT_LEAST = 2 << 20
 _BYTES_PER_TOKEN = 16
 
@@ -63,70 +64,65 @@ def load_calibration(
         return _load(spec, tokenizer, (samples, kept, further), seq_len, seed, split, option)
     if len(spec) > samples:
         raise InputError(f"{opt('samples')}: expected {len(spec)} or more, one for each {opt(option)}, found {samples}")
-    counts = zip(*(_shares(count, len(spec)) for count in (samples, kept, further)), strict=True)
+    counts = [  # shares that differ by 1 at most
+        tuple(count // len(spec) + (number < count % len(spec)) for count in (samples, kept, further))
+        for number in range(len(spec))
+    ]
     parts = [
         _load(each, tokenizer, count, seq_len, seed, split, option) for each, count in zip(spec, counts, strict=True)
     ]
-    return _mixed(parts, seed)
 
-
-def _shares(count: int, texts: int) -> list[int]:
-    """``count`` as ``texts`` whole numbers that differ by 1 at most."""
-    return [count // texts + (number < count % texts) for number in range(texts)]
-
-
-def _mixed(parts: Sequence[CalibrationTokens], seed: int) -> CalibrationTokens:
-    """The sequences of several texts, shuffled within each part."""
-
-    def shuffled(tokens: Sequence[Tensor]) -> Tensor:
+    def mixed(tokens: Sequence[Tensor]) -> Tensor:
         joined = torch.cat(list(tokens))
         return joined[torch.randperm(len(joined), generator=torch.Generator().manual_seed(seed))]
 
     return CalibrationTokens(
-        shuffled([part.calibration for part in parts]),
-        shuffled([part.held_out for part in parts]),
+        mixed([part.calibration for part in parts]),
+        mixed([part.held_out for part in parts]),
         " + ".join(part.source for part in parts),
         hashlib.sha256(" ".join(part.digest for part in parts).encode()).hexdigest(),
-        shuffled([part.further for part in parts]),
+        mixed([part.further for part in parts]),
     )
 
 
 def _load(
     spec: str | None,
     tokenizer: Any,
-    counts: tuple[int, int, int],
+    counts: tuple[int, ...],
     seq_len: int,
     seed: int,
     split: Split,
     option: str,
 ) -> CalibrationTokens:
     """Sequences of one text; ``counts`` of calibration, held-out and further ones."""
-    samples, count = counts[0], counts[0] + counts[1]
+    samples, needed = counts[0], counts[0] + counts[1]
     prefix = prefix_tokens(tokenizer)
     if seq_len <= len(prefix):
         raise InputError(
-            f"{opt('seq_len')}: expected more than the {len(prefix)} tokens that begin every text, found {seq_len}"
+            f"{opt('seq_len', seq_len)}: must exceed the {len(prefix)} tokens that begin every text; raise it"
         )
     corpus = open_corpus(spec, renderer(tokenizer), seed, split, option)
-    windows = _enough_windows(corpus, tokenizer, prefix, seq_len, count)
-    drawn = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[: sum(counts)]]
-    tokens = torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(drawn), -1), drawn], dim=1)
-    parts = tokens[:samples], tokens[samples:count], tokens[count:]
-    return CalibrationTokens(parts[0], parts[1], corpus.name, corpus.digest(), parts[2])
-
-
-def _enough_windows(corpus: Corpus, tokenizer: Any, prefix: list[int], seq_len: int, needed: int) -> Tensor:
-    """At least ``needed`` windows ``[n, S]``, of ``seq_len`` tokens with ``prefix``; reads as needed."""
     limit = max(_READ_AT_LEAST, needed * seq_len * _BYTES_PER_TOKEN)
     while True:
         documents, complete = corpus.documents(limit)
         tokens = list(tokenize(tokenizer, prefix, documents))
         windows = cut(tokens, seq_len - len(prefix), tokenizer.eos_token_id)
         if len(windows) >= needed:
-            return windows
+            break
         if complete:
-            raise _too_little(corpus, tokenizer, sum(map(len, tokens)), len(tokens), len(windows), seq_len, needed)
+            found = f"{sum(map(len, tokens))} in {len(tokens)} document{'s' * (len(tokens) != 1)}"
+            message = (
+                f"{corpus.name}: too little text: {needed} sequences of {seq_len} tokens need {needed * seq_len} "
+                f"tokens, found {found}, enough for {len(windows)} sequences"
+            )
+            if tokenizer.eos_token_id is None and len(tokens) > 1:
+                message += " (short documents cannot be packed: the tokenizer has no EOS token)"
+            raise InputError(f"{message}; give more text, or lower {opt('samples')} or {opt('seq_len')}")
         limit *= 4
+    drawn = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[: sum(counts)]]
+    sequences = torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(drawn), -1), drawn], dim=1)
+    parts = sequences[:samples], sequences[samples:needed], sequences[needed:]
+    return CalibrationTokens(parts[0], parts[1], corpus.name, corpus.digest(), parts[2])
 
 
 def cut(documents: list[Tensor], length: int, eos: int | None) -> Tensor:
@@ -148,15 +144,3 @@ def check_seq_len(seq_len: int, positions: int, model: str) -> None:
             f"{opt('seq_len', seq_len)}: longer than the {positions} positions that {model} is made for; lower "
             f"{opt('seq_len')}"
         )
-
-
-def _too_little(
-    corpus: Corpus, tokenizer: Any, tokens: int, documents: int, windows: int, seq_len: int, needed: int
-) -> InputError:
-    message = (
-        f"{corpus.name}: too little text: {needed} sequences of {seq_len} tokens need {needed * seq_len} tokens, "
-        f"found {tokens} in {documents} document{'s' * (documents != 1)}, enough for {windows} sequences"
-    )
-    if tokenizer.eos_token_id is None and documents > 1:
-        message += " (short documents cannot be packed: the tokenizer has no EOS token)"
-    return InputError(f"{message}; give more text, or lower {opt('samples')} or {opt('seq_len')}")

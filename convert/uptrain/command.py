@@ -20,7 +20,7 @@ from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import PanelCommand, PanelOption, check_plot, check_writable, request_options
 from kvfold.convert.measure.options import tell
 from kvfold.convert.processes import leave_processes, started_first
-from kvfold.convert.text.sources import check_sources
+from kvfold.convert.text.corpus import check_sources
 from kvfold.convert.uptrain.request import UptrainRequest
 
 INTERRUPTED = "OUT was not written; continue with --resume"

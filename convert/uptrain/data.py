@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from kvfold.convert.errors import InputError, opt
-from kvfold.convert.text.documents import Corpus
+from kvfold.convert.text.corpus import Corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens, tokenize
 from kvfold.convert.text.windows import cut
 

@@ -18,7 +18,7 @@ from kvfold.convert.families.wrappers import text_type
 from kvfold.convert.measure.figures import uptraining_curve
 from kvfold.convert.processes import run_on_first, started_first
 from kvfold.convert.stream.stock import hide_bars, load_config, load_model
-from kvfold.convert.text.documents import Corpus, open_corpus
+from kvfold.convert.text.corpus import Corpus, open_corpus
 from kvfold.convert.text.tokenizer import load_tokenizer, renderer
 from kvfold.convert.text.windows import check_seq_len
 from kvfold.convert.training.constant import check_constant

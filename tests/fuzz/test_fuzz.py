@@ -26,7 +26,7 @@ from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.measure.inspect import inspect_checkpoint
 from kvfold.convert.recipes import read_recipe
-from kvfold.convert.text.documents import open_corpus
+from kvfold.convert.text.corpus import open_corpus
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")

@@ -20,7 +20,7 @@ from kvfold.convert.cli import main
 from kvfold.convert.console import append_line
 from kvfold.convert.errors import InputError, KvfoldError, short, system_failure
 from kvfold.convert.recipes import read_recipe
-from kvfold.convert.text.documents import open_corpus
+from kvfold.convert.text.corpus import open_corpus
 
 HALF = '"\\ud800"'  # half of a surrogate pair, as JSON spells it
 

@@ -64,7 +64,7 @@ def test_what_cannot_be_is_said_before_anything_is_written(tmp_path, monkeypatch
     with pytest.raises(InputError, match="--calibration self: expected a tokenizer with a chat template or a BOS"):
         convert(tmp_path / "out", model)
     monkeypatch.setattr(self_text, "first_tokens", lambda *_: [1, 2])
-    with pytest.raises(InputError, match="--seq-len: expected more than the 2 tokens that begin every text, found 2"):
+    with pytest.raises(InputError, match="--seq-len 2: must exceed the 2 tokens that begin every text; raise it"):
         convert(tmp_path / "out", seq_len=2)
     monkeypatch.setattr(memory, "free_bytes", lambda plan: 1 << 20)
     expected = "--calibration self needs the whole model in memory: about"

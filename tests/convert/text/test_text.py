@@ -16,11 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.losses import token_windows
 from kvfold.convert.request import held_out_count
-from kvfold.convert.text import files
+from kvfold.convert.text import corpus
 from kvfold.convert.text import tokenizer as tokens_of
 from kvfold.convert.text import windows as text
-from kvfold.convert.text.documents import BUILT_IN
-from kvfold.convert.text.sources import check_sources
+from kvfold.convert.text.corpus import BUILT_IN, check_sources
 from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens
 from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
 
@@ -226,7 +225,7 @@ def test_too_little_text_names_a_missing_eos_token(tmp_path: Path) -> None:
 
 
 def test_a_sequence_must_have_room_for_text(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(InputError, match="--seq-len: expected more than the 1 tokens that begin every text, found 1"):
+    with pytest.raises(InputError, match="--seq-len 1: must exceed the 1 tokens that begin every text; raise it"):
         load_calibration(None, tokenizer, 1, 1)
 
 
@@ -396,15 +395,15 @@ def test_a_dataset_that_is_not_there_or_has_other_fields(tokenizer: Any, monkeyp
 def test_a_big_file_is_read_in_parts_from_all_over(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(files, "_CELL", 4096)
+    monkeypatch.setattr(corpus, "_CELL", 4096)
     monkeypatch.setattr(text, "_READ_AT_LEAST", 1 << 14)
     path = tmp_path / name
     rows = [numbers(10, 10 * n) for n in range(4000)]
     path.write_text("".join(f"{row}\n" if name == "big.txt" else json.dumps({"text": row}) + "\n" for row in rows))
     seen = []
-    parse = files.TextFile._parse
+    parse = corpus.TextFile._parse
     monkeypatch.setattr(
-        files.TextFile, "_parse", lambda self, start, raw: seen.append(len(raw)) or parse(self, start, raw)
+        corpus.TextFile, "_parse", lambda self, start, raw: seen.append(len(raw)) or parse(self, start, raw)
     )
     found = load_calibration(str(path), tokenizer, 8, 61)
     assert sum(seen) <= 1 << 14 < path.stat().st_size / 10
@@ -420,7 +419,7 @@ def test_a_big_file_is_read_in_parts_from_all_over(
 def test_more_of_a_big_file_is_read_when_the_first_parts_are_too_little(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_CELL", 64)
+    monkeypatch.setattr(corpus, "_CELL", 64)
     monkeypatch.setattr(text, "_READ_AT_LEAST", 64)
     monkeypatch.setattr(text, "_BYTES_PER_TOKEN", 0)
     path = tmp_path / "big.txt"

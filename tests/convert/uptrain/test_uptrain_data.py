@@ -15,9 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from kvfold.convert.checkpoint import atomic
 from kvfold.convert.errors import InputError
-from kvfold.convert.text import documents as text_documents
-from kvfold.convert.text import files as text_files
-from kvfold.convert.text.documents import Document, open_corpus
+from kvfold.convert.text import corpus as texts
+from kvfold.convert.text.corpus import Document, open_corpus
 from kvfold.convert.text.tokenizer import tokenize
 from kvfold.convert.uptrain import resume
 from kvfold.convert.uptrain.arguments import divide_batch
@@ -128,9 +127,9 @@ def test_an_epoch_takes_every_sequence_once_and_the_next_one_in_another_order(tm
 def test_a_large_file_is_not_read_whole(tmp_path, monkeypatch):
     path = tmp_path / "long.txt"
     path.write_text("".join(f"{n:07d} " + "word " * 18 + "\n" for n in range(400_000)))
-    sizes, parse = [], text_files.TextFile._parse
+    sizes, parse = [], texts.TextFile._parse
     monkeypatch.setattr(
-        text_files.TextFile, "_parse", lambda self, start, raw: sizes.append(len(raw)) or parse(self, start, raw)
+        texts.TextFile, "_parse", lambda self, start, raw: sizes.append(len(raw)) or parse(self, start, raw)
     )
     tokens = made(tmp_path / "run", plan_of(path, training=30_000, length=64))
     assert len(tokens.training) == 30_000
@@ -253,7 +252,7 @@ def test_a_dataset_is_streamed_and_read_no_further_than_needed(tmp_path, monkeyp
             taken.append(n)
             yield Document(f"[{n:06d}]" * 8)
 
-    monkeypatch.setattr(text_documents._Dataset, "_documents", documents)
+    monkeypatch.setattr(texts._Dataset, "_documents", documents)
     monkeypatch.setattr("kvfold.convert.text.tokenizer._BATCH", 1000)
     plan = plan_of("some/name", training=200, held_out=10)
     assert plan.text.name == "dataset some/name"
@@ -268,7 +267,7 @@ def test_a_dataset_is_streamed_and_read_no_further_than_needed(tmp_path, monkeyp
 
 def test_a_dataset_that_ends_gives_what_it_has(tmp_path, monkeypatch):
     rows = [Document(f"[{n:06d}]" * 8) for n in range(20)]
-    monkeypatch.setattr(text_documents._Dataset, "_documents", lambda self: iter(rows))
+    monkeypatch.setattr(texts._Dataset, "_documents", lambda self: iter(rows))
     assert len(made(tmp_path / "run", plan_of("some/name", training=200)).training) == 20 * 66 // 32
 
 
@@ -306,8 +305,8 @@ def test_tokens_are_opened_only_for_the_run_they_were_made_for(tmp_path):
 
 @pytest.mark.parametrize("place", [0, 5_000_000, -1])
 def test_the_fingerprint_of_a_large_file_is_of_cells_from_its_first_to_its_last_byte(tmp_path, monkeypatch, place):
-    monkeypatch.setattr(text_files, "_CELL", 1000)
-    monkeypatch.setattr(text_files, "_LARGEST_WHOLE", 1 << 20)
+    monkeypatch.setattr(texts, "_CELL", 1000)
+    monkeypatch.setattr(texts, "_LARGEST_WHOLE", 1 << 20)
     path = tmp_path / "long.txt"
     content = bytearray(b"a" * 63 * 100_000 + b"a" * 1000)
     path.write_bytes(content)
