@@ -55,7 +55,7 @@ def fit_latent(layer: LatentLayer, statistics: "LayerStatistics", channels: int)
     from kvfold.convert.transforms.head_norms import has_norms, linear_heads
     from kvfold.convert.transforms.latent.latent import to_latent
     from kvfold.convert.transforms.latent.normed import to_normed_latent
-    from kvfold.convert.transforms.latent.queries import query_latent
+    from kvfold.convert.transforms.latent.variants import query_latent
 
     weights, place, context, scale = layer.weights, (layer.rotary, layer.slots, channels), layer.context, layer.scale
     if layer.keeps_norms and has_norms(weights):

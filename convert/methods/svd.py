@@ -13,8 +13,8 @@ def svd(layer: LatentLayer) -> Fitted:
     """Singular vectors of ``[W_k; W_v]``, inputs taken as white behind the gain of the attention's norm."""
     from kvfold.convert.transforms.head_norms import has_norms, linear_heads
     from kvfold.convert.transforms.latent.normed import svd_normed_latent
-    from kvfold.convert.transforms.latent.queries import query_latent
     from kvfold.convert.transforms.latent.svd import svd_latent
+    from kvfold.convert.transforms.latent.variants import query_latent
     from kvfold.convert.transforms.weights import blank_statistics
 
     weights, gain = layer.weights, layer.gain

@@ -37,7 +37,7 @@ def own_latent_layout(
     }
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
-        from kvfold.convert.transforms.latent.rotation import rotated  # needs torch
+        from kvfold.convert.transforms.latent.variants import rotated  # needs torch
 
         return _tensors(source, layer, rotated(weights) if target.rotated else weights)
 

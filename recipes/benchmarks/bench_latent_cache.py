@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvfold.convert.data import read_text
 from kvfold.convert.measure.losses import token_windows
 from kvfold.convert.measure.machine import conditions, continue_rows
-from kvfold.convert.transforms.latent.rotation import hartley
+from kvfold.convert.transforms.latent.variants import hartley
 
 WINDOWS, LENGTH, BATCH = 48, 256, 8
 FP8 = torch.float8_e4m3fn

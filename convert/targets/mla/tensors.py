@@ -4,7 +4,7 @@ In layout ``free`` a constant channel makes the norm of each latent a known fact
 ``engine`` the norm stays live, with weights of one: the latent must come in a scale in which its rms usually is one
 (``transforms/latent/norm.py``). Its heads may be padded with zeros to the sizes that kernels take (`padded`).
 
-A rotated latent (``transforms/latent/rotation.py``) is meant for a quantized cache, which has no place for the constant
+A rotated latent (``transforms/latent/variants.py``) is meant for a quantized cache, which has no place for the constant
 either: it is a thousand times larger than the other channels. A weight of zero in the norm takes it out of the cache.
 Nothing is lost, since the bias of the output projection holds constant values, and constant keys move no attention.
 """
@@ -21,7 +21,7 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.targets.mla.constant import CONSTANT, norm_remainder, norm_weight, with_constant
 from kvfold.convert.targets.mla.shapes import attention_module, split_gate_up
-from kvfold.convert.transforms.latent.rotation import rotated
+from kvfold.convert.transforms.latent.variants import rotated
 from kvfold.convert.transforms.latent.weights import LatentWeights
 
 
@@ -60,7 +60,7 @@ def _check(latent: LatentWeights, target: LatentTarget) -> None:
     if not target.constant and placeless:
         raise ValueError(f"latent: layout engine has no place for biases, found {', '.join(placeless)}")
     if latent.q_nope_bias is not None and latent.query is None:
-        raise ValueError("latent: a bias on queries needs a query latent (transforms/latent/queries.py), found none")
+        raise ValueError("latent: a bias on queries needs a query latent (transforms/latent/variants.py), found none")
 
 
 def _queries(latent: LatentWeights, target: LatentTarget) -> dict[str, Tensor]:

@@ -267,17 +267,14 @@ def _principal(problem: Problem, fit: Fit) -> Fit:
         latent = torch.cat([latent[:, :-1], -(latent[:, :-1] @ problem.mean[:-1])[:, None]], 1)
     mean = latent @ problem.mean
     moment = problem.value_moment(problem.times_covariance(latent) @ latent[:, :-1].mT, mean, mean)
-    forth, back = _principal_units(moment, _importance(problem, fit))
+    keys = fit.reading[..., -rank:]
+    importance = (fit.values.mT @ problem.value_weight @ fit.values).sum(0)
+    importance = (keys.mT @ problem.query_weight @ keys).sum(
+        0
+    ) + importance  # errors of channels, as output counts them
+    forth, back = _principal_units(moment, importance)
     reading = torch.cat([fit.reading[..., : 2 * pairs] * unit, fit.reading[..., 2 * pairs :] @ back], -1)
     return Fit(torch.cat([rotary / unit[:, None], forth @ latent]), reading, fit.values @ back)
-
-
-def _importance(problem: Problem, fit: Fit) -> Tensor:
-    """``[R, R]``: what an error of the latent counts in the output."""
-    rank = fit.values.shape[-1]
-    keys = fit.reading[..., -rank:]
-    values = (fit.values.mT @ problem.value_weight @ fit.values).sum(0)
-    return (keys.mT @ problem.query_weight @ keys).sum(0) + values
 
 
 def _principal_units(moment: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:

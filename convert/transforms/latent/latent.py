@@ -16,8 +16,7 @@ from torch import Tensor
 from kvfold.convert.transforms.distances import mixed_distances
 from kvfold.convert.transforms.latent import als
 from kvfold.convert.transforms.latent.als import Fit, LinearLayer
-from kvfold.convert.transforms.latent.linear import RotarySplit, apply_gains, linear_layer, split_rotary
-from kvfold.convert.transforms.latent.slots import Slots, pair_gains
+from kvfold.convert.transforms.latent.slots import Slots, amplified, components, pair_gains, pair_keys, query_scales
 from kvfold.convert.transforms.latent.units import Units, from_units, in_units, units_of
 from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.linalg import (
@@ -25,8 +24,19 @@ from kvfold.convert.transforms.linalg import (
     head_moments,
     input_moment,
     metric_root,
+    output_metric,
+    with_bias,
 )
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
+
+
+@dataclass(frozen=True)
+class RotarySplit:
+    """The slots' keys ``rows [P, E+1]``, each head's ``reading [H, D, P]`` of them, ``rest [G, D, E+1]`` of keys."""
+
+    rows: Tensor
+    reading: Tensor
+    rest: Tensor
 
 
 @dataclass(frozen=True)
@@ -42,8 +52,8 @@ class Basis:
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """A layer as linear maps, the mean ``[E+1]`` of its inputs ``[x; 1]``, and its fit."""
+class LatentFit:
+    """A layer as linear maps, the mean ``[E+1]`` of its inputs ``[x; 1]``, and the latent fitted to it."""
 
     layer: LinearLayer
     mean: Tensor
@@ -52,10 +62,10 @@ class Fitted:
 
 @dataclass(frozen=True)
 class FittedLayer:
-    """A fit in the ``units`` that the layer was brought to, beside its ``weights`` in these."""
+    """A fit, the ``units`` that it is in, and the layer's ``weights`` in these units."""
 
     weights: AttentionWeights
-    fitted: Fitted
+    fitted: LatentFit
     units: Units
 
 
@@ -111,7 +121,7 @@ def fit_layer(
         distances = mixed_distances(statistics.profile, context, als.UNIFORM, als.TAIL)
         inputs = layer, given.queries, given.moment, rotary, slots.theta, distances
         fit = als.alternate(als.make_problem(*inputs, rank, centered=centered), fit, rounds)
-    return FittedLayer(weights, Fitted(layer, given.moment[-1], fit), units)
+    return FittedLayer(weights, LatentFit(layer, given.moment[-1], fit), units)
 
 
 def assemble_layer(fitted: FittedLayer, slots: Slots, scale: float, *, centered: bool) -> LatentWeights:
@@ -168,8 +178,67 @@ def _given(
     queries = head_moments(layer.queries, moment)
     split = split_rotary(layer, rotary, slots, queries, moment)
     gains, root = pair_gains(statistics, rotary, context), moment_root(moment, centered)
-    rows = joint_rows(key_units(queries, rotary, gains, split.rest), value_units(layer), root)
+    in_output, _ = metric_root(layer.metric)  # M^{1/2}: values in units of the layer's output
+    rows = joint_rows(key_units(queries, rotary, gains, split.rest), in_output @ layer.values, root)
     return _Given(layer, moment, queries, split, gains, root, rows)
+
+
+def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float) -> LinearLayer:
+    """The layer as maps on ``[x; 1]``, the rotary amplitude multiplied into queries and keys."""
+    return LinearLayer(
+        queries=amplified(with_bias(weights.q, weights.q_bias), rotary),
+        keys=amplified(with_bias(weights.k, weights.k_bias), rotary),
+        values=with_bias(weights.v, weights.v_bias),
+        metric=output_metric(weights.o, weights.kv_heads),
+        scale=scale,
+    )
+
+
+def split_rotary(layer: LinearLayer, rotary: Rotary, slots: Slots, queries: Tensor, moment: Tensor) -> RotarySplit:
+    """The slots' rotary keys, how heads read them, and the keys without them.
+
+    ``queries [H, D, D]`` and ``moment [E+1, E+1]`` are the second moments of queries and of ``[x; 1]``.
+    """
+    half, keys = rotary.dims // 2, layer.keys
+    reading = keys.new_zeros(*layer.queries.shape[:2], slots.rope_dim)
+    if not half:
+        return RotarySplit(keys.new_zeros(slots.rope_dim, keys.shape[-1]), reading, keys)
+    pairs = pair_keys(keys, queries, moment, rotary)
+    scales = query_scales(pairs)
+    _, vectors = components(pairs)
+    shared: list[Tensor] = []
+    left_over: list[Tensor] = []
+    slot = 0
+    for pair, count in enumerate(slots.counts):
+        key, scale, basis = pairs.keys[:, pair], scales[:, pair], vectors[pair, :, :count]
+        top, factor = basis.mH @ (scale[:, None] * key), basis / scale[:, None]  # [count, E+1], [G, count]
+        left_over.append(key - factor @ top)
+        unit = scale.square().mean().sqrt()  # keeps the shared keys in the units of the source's
+        shared.append(top / unit)
+        _read_pair(reading, (factor * unit).repeat_interleave(layer.group, 0), pair, half, slot)
+        slot += count
+    left = torch.stack(left_over, 1)  # [G, L, E+1]
+    rest = torch.cat([left.real, left.imag, keys[:, rotary.dims :]], 1)
+    rows = torch.cat(shared)
+    return RotarySplit(torch.cat([rows.real, rows.imag]), reading, rest)
+
+
+def _read_pair(reading: Tensor, factor: Tensor, pair: int, half: int, slot: int) -> None:
+    """Enter complex factors ``[H, count]`` of ``pair`` on the slots from ``slot`` on into ``reading [H, D, P]``."""
+    slots = reading.shape[2] // 2
+    real, imaginary = slice(slot, slot + factor.shape[1]), slice(slots + slot, slots + slot + factor.shape[1])
+    reading[:, pair, real] = reading[:, half + pair, imaginary] = factor.real
+    reading[:, half + pair, real] = factor.imag
+    reading[:, pair, imaginary] = -factor.imag
+
+
+def apply_gains(keys: Tensor, gains: Tensor, rotary: Rotary) -> Tensor:
+    """``[G, D, n]`` as every query head's ``[H, D, n]``, the rotating pairs times their gain ``m_{h,l}``."""
+    half = rotary.dims // 2
+    per_head = keys.repeat_interleave(gains.shape[0] // keys.shape[0], 0)
+    real, imaginary, still = per_head[:, :half], per_head[:, half : 2 * half], per_head[:, 2 * half :]
+    a, b = gains.real[..., None], gains.imag[..., None]
+    return torch.cat([a * real - b * imaginary, a * imaginary + b * real, still], 1)
 
 
 def key_units(queries: Tensor, rotary: Rotary, gains: Tensor, keys: Tensor) -> Tensor:
@@ -179,12 +248,6 @@ def key_units(queries: Tensor, rotary: Rotary, gains: Tensor, keys: Tensor) -> T
     pair = (energy[:, :half] + energy[:, half : 2 * half]) * gains.abs().square() / 2
     energy = torch.cat([pair, pair, energy[:, 2 * half :]], 1)
     return keys * energy.reshape(len(keys), -1, energy.shape[1]).sum(1).sqrt()[..., None]
-
-
-def value_units(layer: LinearLayer) -> Tensor:
-    """Values ``[G, D, E+1]`` in units of the layer's output: ``M^{1/2} v``."""
-    root, _ = metric_root(layer.metric)
-    return root @ layer.values
 
 
 def joint_rows(keys: Tensor, values: Tensor, root: Tensor) -> Tensor:
@@ -224,7 +287,7 @@ def first_fit(split: RotarySplit, keys: Tensor, values: Tensor, basis: Basis) ->
     return Fit(torch.cat([split.rows, latent]), reading, basis.read(values[..., :-1]))
 
 
-def assemble(weights: AttentionWeights, fitted: Fitted, slots: Slots, *, centered: bool) -> LatentWeights:
+def assemble(weights: AttentionWeights, fitted: LatentFit, slots: Slots, *, centered: bool) -> LatentWeights:
     """Everything in the terms of ``LatentWeights``; constant values go into the output bias."""
     keep = torch.promote_types(weights.q.dtype, torch.float32)
     layer, mean, fit = fitted.layer, fitted.mean[:-1], fitted.fit
@@ -232,7 +295,11 @@ def assemble(weights: AttentionWeights, fitted: Fitted, slots: Slots, *, centere
     rope_key, down = fit.rows[:rope], fit.rows[rope:, :-1]
     rope_query = torch.einsum("hdp,hde->hpe", fit.reading[..., :rope], layer.queries)
     constant = layer.values[..., -1] + (layer.values[..., :-1] @ mean if centered else 0)
-    moved = centered or weights.v_bias is not None
+    o_bias = weights.o_bias
+    if centered or weights.v_bias is not None:
+        # Attention rows sum to one, so constant values reach the output whole.
+        moved = torch.einsum("ehd,hd->e", weights.o.double(), constant.repeat_interleave(group, 0))
+        o_bias = moved if o_bias is None else moved + o_bias.double()
     return LatentWeights(
         down=down,
         rope_key=rope_key[:, :-1],
@@ -247,10 +314,5 @@ def assemble(weights: AttentionWeights, fitted: Fitted, slots: Slots, *, centere
         rope_key_bias=rope_key[:, -1] if centered or weights.k_bias is not None else None,
         q_nope_bias=None if weights.q_bias is None else layer.queries[..., -1],
         q_rope_bias=None if weights.q_bias is None else rope_query[..., -1],
-        o_bias=_output_bias(weights, constant.repeat_interleave(group, 0)) if moved else weights.o_bias,
+        o_bias=o_bias,
     ).map(lambda tensor: tensor.to(keep).contiguous())
-
-
-def _output_bias(weights: AttentionWeights, constant: Tensor) -> Tensor:
-    bias = torch.einsum("ehd,hd->e", weights.o.double(), constant)
-    return bias if weights.o_bias is None else bias + weights.o_bias.double()

@@ -7,15 +7,15 @@ their projection and their norm.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.distances import mixed_distances, rotary_moments
+from kvfold.convert.transforms.distances import mixed_distances, rotation_gains
 from kvfold.convert.transforms.head_norms import divided_heads
 from kvfold.convert.transforms.latent import als
-from kvfold.convert.transforms.latent.latent import Fitted, assemble, assemble_layer, fit_layer
-from kvfold.convert.transforms.latent.linear import apply_gains
+from kvfold.convert.transforms.latent.latent import LatentFit, apply_gains, assemble, assemble_layer, fit_layer
 from kvfold.convert.transforms.latent.slots import Slots, amplified
 from kvfold.convert.transforms.latent.svd import svd_fit
 from kvfold.convert.transforms.latent.weights import KeptNorms, LatentWeights
@@ -42,11 +42,7 @@ def to_normed_latent(
     fitted = made.fitted
     profile = statistics.profile.to(fitted.mean.device)
     distances = mixed_distances(profile, context, als.UNIFORM, als.TAIL)
-
-    def gains(theta: Tensor) -> Tensor:
-        speeds = theta.double().to(profile.device)
-        return rotary_moments(distances, torch.cat([speeds, speeds.new_zeros(1)]))[:, :-1, -1]
-
+    gains = partial(rotation_gains, distances)
     missing = apply_gains((fitted.layer.keys @ fitted.mean)[..., None], gains(rotary.theta), rotary)[..., 0]
     if slots.rope_dim:
         rope = fitted.fit.rows[: slots.rope_dim] @ fitted.mean  # of the latent nothing: it is centered
@@ -75,7 +71,12 @@ def svd_normed_latent(
 
 
 def keep_norms(
-    weights: AttentionWeights, latent: LatentWeights, fitted: Fitted, missing: Tensor, divisors: Tensor, rotary: Rotary
+    weights: AttentionWeights,
+    latent: LatentWeights,
+    fitted: LatentFit,
+    missing: Tensor,
+    divisors: Tensor,
+    rotary: Rotary,
 ) -> LatentWeights:
     """``latent`` with the norms of ``weights``. ``fitted`` are keys over ``divisors [G]``.
 

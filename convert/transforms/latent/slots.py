@@ -12,16 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.distances import mixed_distances, rotary_moments
+from kvfold.convert.transforms.distances import mixed_distances, rotation_gains
 from kvfold.convert.transforms.linalg import head_moments, input_moment, symmetric_eig, with_bias
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
+# Share of distances drawn from the whole context in the gains. Excess loss of the reference MHA model at 48 + 16 after
+# the least squares, nats per token: 0: 0.0934, 0.25: 0.0937, 0.5: 0.0930, 0.75: 0.0927
+# (recipes/benchmarks/bench_constants.py).
 UNIFORM = 0.5
-"""Share of distances drawn from the context in the gains, where attention need not look.
-
-Excess loss of a trained model at 48 + 16 after the least squares, nats per token: 0: 0.0934, 0.25: 0.0937, 0.5: 0.0930,
-0.75: 0.0927 (recipes/benchmarks/bench_constants.py).
-"""
 
 
 @dataclass(frozen=True)
@@ -102,9 +100,7 @@ def pair_gains(statistics: LayerStatistics, rotary: Rotary, context: int) -> Ten
 
     ``m_{h,l} = sum_delta p_h(delta) e^{-i theta_l delta}`` over the distances that count, `UNIFORM` of them uniform.
     """
-    theta = rotary.theta.double().to(statistics.profile.device)
-    distances = mixed_distances(statistics.profile, context, UNIFORM)
-    return rotary_moments(distances, torch.cat([theta, theta.new_zeros(1)]))[:, :-1, -1]
+    return rotation_gains(mixed_distances(statistics.profile, context, UNIFORM), rotary.theta)
 
 
 def survey_layer(
@@ -171,7 +167,10 @@ def plain_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
     if slots > theta.numel():
         raise ValueError(f"rope_dim: at most {2 * theta.numel()}, one slot per frequency, found {rope_dim}")
     longest = max(1, (theta.numel() - 1) // max(1, slots - 1))
-    candidates = [_slots(_every(step, slots, theta.numel()), theta) for step in range(1, longest + 1)]
+    candidates = []
+    for step in range(1, longest + 1):
+        every = [int(pair % step == 0 and pair // step < slots) for pair in range(theta.numel())]
+        candidates.append(_slots(every, theta))
     return max(candidates, key=lambda candidate: slots_worth(surveys, candidate))
 
 
@@ -191,10 +190,6 @@ def slots_worth(surveys: Sequence[LayerSurvey], slots: Slots) -> float:
     """The sum over layers of the share of score energy that ``slots`` save."""
     rows = (item.worth for item in surveys if item.theta.numel())
     return float(sum(row[pair, :count].sum() for row in rows for pair, count in enumerate(slots.counts)))
-
-
-def _every(step: int, slots: int, pairs: int) -> list[int]:
-    return [int(pair % step == 0 and pair // step < slots) for pair in range(pairs)]
 
 
 def _slots(counts: Sequence[int], theta: Tensor) -> Slots:

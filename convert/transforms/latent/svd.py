@@ -6,8 +6,15 @@ the principal component over the heads' weights. What is left of the keys loses 
 
 import torch
 
-from kvfold.convert.transforms.latent.latent import Basis, Fitted, assemble, first_fit, principal_basis
-from kvfold.convert.transforms.latent.linear import linear_layer, split_rotary
+from kvfold.convert.transforms.latent.latent import (
+    Basis,
+    LatentFit,
+    assemble,
+    first_fit,
+    linear_layer,
+    principal_basis,
+    split_rotary,
+)
 from kvfold.convert.transforms.latent.slots import Slots
 from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.linalg import head_moments
@@ -38,7 +45,7 @@ def svd_fit(
     *,
     scale: float | None = None,
     gain: torch.Tensor | None = None,
-) -> Fitted:
+) -> LatentFit:
     """The fit of ``svd_latent``, before it is written as weights."""
     layer = linear_layer(weights, rotary, weights.head_dim**-0.5 if scale is None else scale)
     moment = torch.eye(weights.model_dim + 1, dtype=torch.float64, device=weights.q.device)  # nothing known of inputs
@@ -48,4 +55,4 @@ def svd_fit(
     norm = (basis.down if gain is None else basis.down * gain.to(basis.down)).norm().clamp_min(1e-30)
     basis = Basis(basis.down / norm, basis.readout * norm)
     per_head = split.rest.repeat_interleave(layer.group, 0)
-    return Fitted(layer, moment[-1], first_fit(split, per_head, layer.values, basis))
+    return LatentFit(layer, moment[-1], first_fit(split, per_head, layer.values, basis))

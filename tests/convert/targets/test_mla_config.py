@@ -336,7 +336,7 @@ def test_rotary_rows_are_stored_in_pairs():
         (
             LatentWeights(**{**vars(random_latent()), "q_nope_bias": torch.zeros(2, 8)}),
             LatentTarget(6, 4),
-            r"latent: a bias on queries needs a query latent \(transforms/latent/queries.py\), found none",
+            r"latent: a bias on queries needs a query latent \(transforms/latent/variants.py\), found none",
         ),
     ],
 )

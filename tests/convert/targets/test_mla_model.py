@@ -20,8 +20,8 @@ from kvfold.convert.targets.mla.shapes import mla_shapes, padding
 from kvfold.convert.targets.mla.tensors import mla_tensors, mlp_tensors
 from kvfold.convert.transforms.latent.latent import to_latent
 from kvfold.convert.transforms.latent.norm import live_norm
-from kvfold.convert.transforms.latent.queries import query_latent
 from kvfold.convert.transforms.latent.slots import choose_slots, plain_slots, survey_layer
+from kvfold.convert.transforms.latent.variants import query_latent
 from kvfold.convert.transforms.weights import LayerStatistics
 
 TINY = {

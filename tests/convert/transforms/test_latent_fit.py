@@ -12,8 +12,8 @@ from kvfold.convert.transforms.latent import als as latent_fit
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.kernels import RotaryRows, kernels, wave_moments
 from kvfold.convert.transforms.latent.latent import latent_spectrum, to_latent
-from kvfold.convert.transforms.latent.queries import query_latent
 from kvfold.convert.transforms.latent.svd import svd_latent
+from kvfold.convert.transforms.latent.variants import query_latent
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 THETA = torch.tensor([1.0, 0.3, 0.05, 0.01], dtype=torch.float64)

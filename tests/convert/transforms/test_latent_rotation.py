@@ -7,7 +7,7 @@ from helpers.checkpoints import stock_model
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
-from kvfold.convert.transforms.latent.rotation import hartley
+from kvfold.convert.transforms.latent.variants import hartley
 
 SPLIT = {"to": "mla", "kv_rank": 16, "rope_dim": 8, "method": "svd", "allow_growth": True, "quiet": True}
 
