@@ -86,7 +86,9 @@ class AttentionScores:
         """
         batch, groups, members, queries, _ = self.queries[0].shape
         keys, window = self.keys[0].shape[2], self.rule.window
+        # on a CPU scores should stay in its caches, a GPU needs enough of them to be busy
         budget = (_CPU_SCORES if self.queries[0].device.type == "cpu" else _GPU_SCORES) // buffers
+        # a window bounds what a block sees, so that more queries fit into the budget
         width = keys if window is None else min(keys, 2 * window + _FEWEST_ROWS)
         step = max(_FEWEST_ROWS, min(_MOST_ROWS, budget // max(1, members * width)))
         # float32 copies of keys count like scores
@@ -101,6 +103,7 @@ class AttentionScores:
                 continue
             low, high = low // grain * grain, min(keys, -(-high // grain) * grain)
             pairs = max(1, budget // (max(members * (last - first), widened) * (high - low)))
+            # short decoding steps are one such block, and slices cost as much as their products
             whole = pairs >= batch * groups and one_stride and (low, high, last - first) == (0, keys, queries)
             for part in _parts(batch, groups, pairs, one_stride):
                 yield QueryBlock(*part, first, last, low, high, whole)
@@ -171,11 +174,13 @@ class AttentionScores:
     def _hide(self, parts: Tensor, block: QueryBlock, seen: Tensor | None) -> Tensor | None:
         """Set hidden keys to ``-inf`` in ``parts``; return which rows see nothing, or None where all see a key."""
         rule, low = self.rule, block.low
-        sparse = seen is not None or rule.ragged  # a row may then see nothing
+        # a row may then see nothing
+        sparse = seen is not None or rule.ragged
         if rule.causal or rule.window is not None or rule.ragged:
             if rule.window is None and not sparse:
                 assert isinstance(rule.offset, int)
-                low = max(low, rule.offset + block.first + 1)  # every query of the block sees all that comes before
+                # every query of the block sees all that comes before
+                low = max(low, rule.offset + block.first + 1)
             ruled = rule.block(block.first, block.last, low, block.high, parts.device)
             ruled = (ruled[block.batch] if ruled.shape[0] > 1 else ruled)[:, None, None]
             seen = ruled if seen is None else seen & ruled
@@ -238,6 +243,7 @@ def _gradients(scores: AttentionScores, value: Tensor, grad: Tensor, kept: Tenso
     ``kept``: the weights of all blocks, or empty.
     """
     (query,), (key,), bias, sinks = scores.queries, scores.keys, scores.bias, scores.sinks
+    # keys and values collect gradients from many blocks: their sums need more digits than the result
     wide = torch.promote_types(grad.dtype, torch.float32)
     query_grad = torch.zeros_like(query, memory_format=torch.contiguous_format)
     key_grad = torch.zeros(key.shape, dtype=wide, device=grad.device)
@@ -251,11 +257,13 @@ def _gradients(scores: AttentionScores, value: Tensor, grad: Tensor, kept: Tenso
         if kept.numel():
             weights, kept = kept[: scores.size(block)].view(*rows.shape[:2], -1), kept[scores.size(block) :]
         else:
+            # made again: keeping them would take memory that is quadratic in the length
             weights = scores.weights(block, room)
         add_spread(block.keys(value_grad), weights, out)
         change = other[: weights.numel()].view(weights.shape)
         row_products(out, block.keys(value), 1.0, change)
-        if sinks is not None:  # a sink takes its share of each row and has no value
+        # a sink takes its share of each row and has no value
+        if sinks is not None:
             mean = (change * weights).sum(-1, keepdim=True, dtype=wide)
             taken = 1 - weights.sum(-1, keepdim=True, dtype=wide)
             sinks_grad[block.groups] -= scores.unflatten(taken * mean, block).sum((0, 3, 4))
@@ -280,7 +288,8 @@ _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sinks, Tensor? offsets, Tensor? starts, "
     "Tensor? lengths, float scale, float? softcap, bool causal, SymInt offset, SymInt? window, bool keeps"
 )
-_TENSORS = 8  # the first arguments
+# the first of the arguments, which autograd saves
+_TENSORS = 8
 
 
 def _unpack(arguments: tuple[Any, ...]) -> tuple[AttentionScores, Tensor]:
@@ -292,6 +301,7 @@ def _unpack(arguments: tuple[Any, ...]) -> tuple[AttentionScores, Tensor]:
 @torch.library.custom_op("kvfold::blocked_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
 def _operator(*arguments: Any) -> tuple[Tensor, Tensor]:
     """The result, and the weights of all blocks for the backward pass (empty where they are made again)."""
+    # what blocks leave out of it is never touched, and takes no memory
     kept = _room_for_all(*arguments)
     return weighted_values(*_unpack(arguments), kept if kept.numel() else None), kept
 
@@ -326,7 +336,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(output[1], *inputs[:_TENSORS])
     ctx.plain = inputs[_TENSORS:]
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # zeros for the weights' gradient would cost as much as a product
+    # zeros for the weights' gradient would cost as much as a product
+    ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -355,13 +366,16 @@ def blocked_attention(
     """Attention under ``rule``; formula and shapes as at the top of this file."""
     shapes_only = query.device.type == "meta"
     if not shapes_only and torch.is_autocast_enabled(query.device.type):
-        with torch.autocast(query.device.type, enabled=False):  # products below choose their dtypes themselves
+        # products below choose their dtypes themselves
+        with torch.autocast(query.device.type, enabled=False):
             return blocked_attention(query, key, value, rule, scale, bias, softcap, sinks)
     tensors = (query, key, value, bias, sinks)
+    # weights are kept only where a backward pass may follow
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if not (learns or shapes_only or torch.compiler.is_compiling()):
         # calling an operator takes longer than a short decoding step
         return weighted_values(AttentionScores((query,), (key,), scale, rule, bias, softcap, sinks), value)
+    # operators take numbers or tensors, not either
     offset, offsets = (0, rule.offset) if isinstance(rule.offset, Tensor) else (rule.offset, None)
     counts = (offsets, rule.starts, rule.lengths)
     result: Tensor = _operator(*tensors, *counts, scale, softcap, rule.causal, offset, rule.window, learns)[0]

@@ -18,7 +18,8 @@ from torch import Tensor
 from kvfold.attention.checks import expect_alike, expect_at_least, expect_counts, expect_shape
 
 Variant = Literal["mha", "gqa", "mqa", "mla"]
-_GROWTH = 1.5  # growing copies at most three tokens per token held, however long the cache becomes
+# growing copies at most three tokens per token held, however long the cache becomes
+_GROWTH = 1.5
 
 
 class SlotCache:
@@ -78,12 +79,14 @@ class SlotCache:
         before = before if self.lengths is None else self.lengths
         slots = before[:, None] + torch.arange(added, device=before.device)
         for token, buffer in zip(tokens, self.buffers, strict=True):
+            # padding of a shorter sequence is overwritten by its next tokens
             index = slots.view(self.batch, *([1] * (token.dim() - 3)), added, 1).expand_as(token)
             buffer.scatter_(-2, index, token)
         if counts is None:
             self.lengths, self.length = before + added, self.length + added
         else:
             self.lengths = before + counts
+            # slots in use are those of the longest sequence
             self.length = int(self.lengths.max())
 
     def _make_room(self, slots: int) -> None:

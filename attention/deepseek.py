@@ -96,7 +96,8 @@ FORMS: dict[type[nn.Module], type[nn.Module]] = {
     YoutuAttention: AbsorbedYoutuAttention,
 }
 
-if find_spec("transformers.models.mistral4"):  # transformers 5.4 on
+# transformers 5.4 on
+if find_spec("transformers.models.mistral4"):
     from transformers.models.mistral4 import modeling_mistral4
     from transformers.models.mistral4.modeling_mistral4 import Mistral4Attention
 
@@ -145,6 +146,7 @@ def unabsorb(model: Model) -> Model:
 def _become(module: nn.Module, form: type[nn.Module]) -> None:
     """Change a module's class; accelerate's hooks (``device_map``) keep the forward they wrap as a bound method."""
     module.__class__ = form
+    # a bound method would still run the forward of the other form
     for name in ("_old_forward", "forward"):
         bound = module.__dict__.get(name)
         if isinstance(bound, MethodType) and bound.__self__ is module:
@@ -170,6 +172,7 @@ def _absorbs(this: Any, nope: Tensor, mask: Any) -> bool:
     has no weight to absorb.
     """
     queries = nope.shape[2]
+    # several queries at once, as in speculative decoding, may be cheaper explicitly
     pays = absorption_pays(queries, this.qk_nope_head_dim, this.v_head_dim, this.kv_lora_rank)
     wants_gradient = torch.is_grad_enabled() and (this.training or nope.requires_grad)
     readable = queries == 1 if mask is None else isinstance(mask, Tensor) and (mask.dim() == 4 or queries == 1)
@@ -203,6 +206,7 @@ def _explicit(
     up = up.view(*up.shape[:2], -1, this.qk_nope_head_dim + this.v_head_dim).transpose(1, 2)
     key_nope, value = torch.split(up, [this.qk_nope_head_dim, this.v_head_dim], -1)
     key = torch.cat([key_nope, key_rope.expand(-1, key_nope.shape[1], -1, -1)], -1)
+    # each modeling file has an eager attention of its own
     eager = this.home.eager_attention_forward
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(this.config._attn_implementation, eager)
     dropout = this.attention_dropout if this.training else 0.0

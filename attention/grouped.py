@@ -58,6 +58,7 @@ def grouped_attention(
 def attend(query: Tensor, key: Tensor, value: Tensor, rule: Visibility, scale: float, bias: Tensor | None) -> Tensor:
     """``grouped_attention`` on checked arguments."""
     batch, heads, queries, _ = query.shape
+    # keys that no query sees are cut off first: a windowed decoding step then sees all that is left
     key, value, rule, bias = _seen_by_any(queries, key, value, rule, bias)
     groups, keys = key.shape[1:3]
     shared = torch.unflatten(query, 1, (groups, heads // groups))
@@ -65,6 +66,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rule: Visibility, scale: f
     # in half precision on a CPU the fused kernel loses to blocks of matrix products at any length
     fused = fused and not (query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16))
     if fused and rule.sees_all(queries, keys):
+        # query heads of a group become rows of one key head, which is then read once for all of them
         rows = shared.flatten(2, 3)
         z: Tensor = scaled_dot_product_attention(rows, key, value, scale=scale)
         return torch.unflatten(z, 2, (-1, queries)).flatten(1, 2)
@@ -77,6 +79,7 @@ def _seen_by_any(
     queries: int, key: Tensor, value: Tensor, rule: Visibility, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Visibility, Tensor | None]:
     """Cut off the keys that no query sees: after that a windowed decoding step sees all keys."""
+    # bounds in tensors would have to be read from the device
     if isinstance(rule.offset, Tensor) or rule.starts is not None or rule.lengths is not None:
         return key, value, rule, bias
     keys = key.shape[2]
@@ -95,6 +98,7 @@ def _triangle(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor
         z: Tensor = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)
         return z
     members = heads // groups
+    # on a CPU enable_gqa copies the keys for every head; a stride of zero repeats them in place
     query = torch.unflatten(query, 1, (groups, members)).flatten(0, 1)
     key, value = (tensor.flatten(0, 1)[:, None].expand(-1, members, -1, -1) for tensor in (key, value))
     z = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)

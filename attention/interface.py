@@ -47,10 +47,12 @@ def blockwise_attention(
     if not unfused and (more or not in_half):
         context, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
         return context, None
-    if in_half:  # rotary tables are float32 and widen queries and keys
+    # rotary tables are float32 and widen queries and keys
+    if in_half:
         query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
+    # a mask says all that there is to hide
     rule = Visibility(causal and attention_mask is None, key.shape[2] - query.shape[2])
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     grouped = torch.unflatten(query, 1, (key.shape[1], -1))
@@ -60,6 +62,7 @@ def blockwise_attention(
 
 def _mask(*args: Any, config: Any = None, allow_is_causal_skip: bool = True, **options: Any) -> Tensor | None:
     """The mask of ``scaled_dot_product_attention``, left out where causality says all, but never beside a softcap."""
+    # the softcap needs blocks anyway, and only the mask tells them what is causal
     skip = allow_is_causal_skip and getattr(config, "attn_logit_softcapping", None) is None
     mask: Tensor | None = sdpa_mask(*args, config=config, allow_is_causal_skip=skip, **options)
     return mask

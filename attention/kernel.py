@@ -22,9 +22,12 @@ import triton.language as tl
 from torch import Tensor
 
 _LOG2_E = 1.4426950408889634
-_HEADS_AT_ONCE = 64  # rows of a program; more would not fit the registers (see _tiles)
-_FEWEST_SLOTS = 256  # per part: below that a merge costs more than parallel reads gain
-_MERGED = 128  # channels of a merging program
+# rows of a program; more would not fit the registers (see _tiles)
+_HEADS_AT_ONCE = 64
+# per part: below that a merge costs more than parallel reads gain
+_FEWEST_SLOTS = 256
+# channels of a merging program
+_MERGED = 128
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ def _part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton'
             seen = seen & (tl.load(mask + b * m_b + s * m_s, mask=inside, other=0) != 0)
         score = tl.where(seen[None, :], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
+        # a part that sees nothing yet has no maximum: exp2(-inf - -inf) would be NaN
         level = tl.where(higher == float("-inf"), 0.0, higher)
         fade = tl.exp2(top - level)
         weight = tl.exp2(score - level[:, None])
@@ -105,6 +109,7 @@ def _part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton'
         acc = tl.dot(weight.to(kind).to(c.dtype), c, acc * fade[:, None])
         top = higher
 
+    # heads of a sequence that sees nothing divide by one and stay zero
     some = tl.where(total > 0, total, 1.0)
     place = (b * heads + h) * parts + split
     tl.store(z + place[:, None] * R + r[None, :], acc / some[:, None], mask=here[:, None] & (r < R)[None, :])
@@ -170,6 +175,7 @@ def decode_latent(
     widen = os.environ.get("TRITON_INTERPRET") == "1" and query.dtype == torch.bfloat16
     options: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     result = torch.empty(batch, heads, 1, rank, dtype=query.dtype, device=query.device)
+    # merging reads little: several programs share a head so that none of them waits
     channels = min(_MERGED, _dot_width(rank))
     # Triton launches on the current device, wherever its arguments are
     with torch.cuda.device(query.device) if on_gpu else nullcontext():

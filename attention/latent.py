@@ -29,7 +29,9 @@ from kvfold.attention.mask import Visibility, visibility
 
 _HAS_TRITON = find_spec("triton") is not None
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-_KERNEL_RANK, _KERNEL_ROPE = 512, 64  # DeepSeek's sizes; the kernel's tiles are laid out for them
+# DeepSeek's sizes; the kernel's tiles are laid out for them
+_KERNEL_RANK, _KERNEL_ROPE = 512, 64
+# decoding steps see the whole cache; what is hidden comes as a mask
 _EVERYTHING = Visibility(causal=False)
 
 
@@ -59,6 +61,7 @@ def latent_attention(
     scale = (query_nope.shape[-1] + query_rope.shape[-1]) ** -0.5 if scale is None else scale
     if absorbed:
         return expand_value(_attend_latent(absorb_query(query_nope, up_key), query_rope, latent, rule, scale), up_value)
+    # every head gets keys and values of its own: cheaper where many queries share them
     heads, rank = up_key.shape[0], up_key.shape[2]
     c, rope = latent[..., :rank], latent[..., rank:]
     nope, value = (
@@ -93,7 +96,8 @@ def latent_decode(
     if torch.compiler.is_compiling():
         result: Tensor = _operator(query, query_rope, latent, key_rope, scale, mask)
         return result
-    return _decode(query, query_rope, latent, key_rope, scale, mask)  # an operator's call is slow
+    # an operator's call is slow
+    return _decode(query, query_rope, latent, key_rope, scale, mask)
 
 
 def latent_weights(
@@ -131,7 +135,8 @@ def _decode(
     query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None
 ) -> Tensor:
     if kernel_takes(query, query_rope, mask):
-        from kvfold.attention.kernel import decode_latent  # imports Triton, which is optional
+        # imports Triton, which is optional
+        from kvfold.attention.kernel import decode_latent
 
         return decode_latent(query, query_rope, latent, key_rope, scale, mask=None if mask is None else mask[:, 0, 0])
     return weighted_values(_scores(query, query_rope, latent, key_rope, scale, mask), latent[:, None])[:, 0]
@@ -169,6 +174,7 @@ class AbsorbedProjections:
 
     def products(self) -> tuple[Tensor, Tensor]:
         """``W_uk^T W_q [H, R, E]`` and ``W_o W_uv [E, H, R]``, multiplied out in at least float32."""
+        # the products are made once and used at every step: they deserve the rounding of their result only
         wide = torch.promote_types(self.query.dtype, torch.float32)
         query = torch.einsum("hdr,hde->hre", self.query_up.to(wide), self.query.to(wide))
         output = torch.einsum("ehd,hdr->ehr", self.output.to(wide), self.value_up.to(wide))
@@ -195,6 +201,7 @@ def absorption_pays(queries: int, nope_dim: int, value_dim: int, rank: int) -> b
 
     Per slot and head: ``T (2 R + P)`` absorbed, ``(Dn + Dv) R + T (Dn + P + Dv)`` explicit.
     """
+    # both sides without their common terms
     explicit = nope_dim + value_dim
     return queries * (2 * rank - explicit) < explicit * rank
 

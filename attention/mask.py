@@ -50,9 +50,11 @@ class Visibility:
 
     def key_range(self, first: int, last: int, keys: int) -> tuple[int, int]:
         """The keys ``low .. high - 1`` that queries ``first .. last - 1`` may see; they see none outside of it."""
+        # hidden keys inside the range are masked; those outside are never read
         low, high = 0, keys
         if isinstance(self.offset, Tensor):
-            if self.offset.device.type != "cpu":  # reading the bounds from a device would wait for it
+            # reading the bounds from a device would wait for it
+            if self.offset.device.type != "cpu":
                 return low, high
             begin, end = int(self.offset.min()), int(self.offset.max())
         else:
@@ -95,6 +97,7 @@ def visibility(
     ``offset`` ``None`` aligns the last query with the last key, as decoding with a cache needs it.
     """
     batch, _, queries, _ = like.shape
+    # without either, the positions of queries among the keys do not matter
     placed = causal or window is not None
     if window is not None:
         expect_at_least("window", window, 1)
@@ -108,6 +111,7 @@ def visibility(
             if offset < 0:
                 raise ValueError(f"key: expected at least as many keys as queries, T = {queries}, found S = {keys}")
         expect_at_least("offset", offset, 0)
+        # a query past the last key would see the wrong window
         if placed and offset + queries > keys:
             bound = f"at most S - T = {keys - queries}, so that every query has its own key"
             raise ValueError(f"offset: expected {bound}, found {offset}")

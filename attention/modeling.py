@@ -107,6 +107,7 @@ class GroupedAttention(nn.Module):
                 query, key = self.rotation(slots if positions is None else positions, query, key)
             if cache is not None:
                 key, value = cache.append(key, value, counts)
+        # after appending pieces of unequal lengths the cache knows best where padding begins
         lengths = cache.lengths if cache is not None and lengths is None else lengths
         z = grouped_attention(
             query,
@@ -209,6 +210,7 @@ class LatentAttention(nn.Module):
         expect_shape("down(x)", down, "B T R+P", {"R+P": self.kv_rank + self.rope_dim})
         c, key_rope = torch.split(down, [self.kv_rank, self.rope_dim], -1)
         rope, key_rope = self.rotation(slots if positions is None else positions, rope, key_rope[:, None])
+        # the norm is on the latent alone: the rotary key is cached as attention reads it
         latent = torch.cat([self.latent_norm(c), key_rope[:, 0]], -1)
         if cache is not None:
             latent = cache.append(latent, counts)

@@ -49,6 +49,7 @@ def row_products(rows: Tensor, keys: Tensor, scale: float, out: Tensor, add: boo
         return
     if even:
         out[..., :even] = torch.baddbmm(out[..., :even], rows, keys[:, :even].mT, beta=beta, alpha=scale)
+    # the remainder has a new shape at every step: float32 products need no compilation
     rest = torch.bmm(rows.float(), keys[:, even:].float().mT).mul_(scale)
     out[..., even:] = rest.add_(out[..., even:]) if add else rest
 
@@ -59,6 +60,7 @@ def mix(weights: Tensor, values: Tensor, scale: float = 1.0) -> Tensor:
     if even == values.shape[1]:
         return torch.bmm(weights, values) if scale == 1 else torch.bmm(weights, values).mul_(scale)
     rest = torch.bmm(weights[..., even:].float(), values[:, even:].float())
+    # the larger part last: it is rounded to bfloat16 once
     if even:
         rest.add_(torch.bmm(weights[..., :even].contiguous(), values[:, :even]))
     return rest.mul_(scale)

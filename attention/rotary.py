@@ -33,6 +33,7 @@ def rotary_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype = t
     if frequencies.dim() != 1:
         raise ValueError(f"frequencies: expected [Dr / 2], found shape {list(frequencies.shape)}")
     expect_device("positions", positions, "frequencies", frequencies)
+    # Apple GPUs have no float64
     wide = torch.float32 if frequencies.device.type == "mps" else torch.float64
     angles = positions.to(wide)[..., None] * frequencies.to(wide)
     angles = angles if angles.dim() == 3 else angles[None]
@@ -45,6 +46,7 @@ def apply_rotary(x: Tensor, tables: tuple[Tensor, Tensor], layout: Layout = "hal
     rotary = _check(x, cos, layout)
     wide = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos[:, None].to(wide), sin[:, None].to(wide)  # [1|B, 1, T, Dr / 2]
+    # at 100,000 tokens a rotation in bfloat16 would lose the position
     moving = x[..., :rotary].to(wide)
     if layout == "half":
         real, imaginary = moving.chunk(2, -1)

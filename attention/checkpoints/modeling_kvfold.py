@@ -142,7 +142,8 @@ class LatentSelfAttention(nn.Module):
         if self.norm:
             self.q_norm = QueryNorm(facts)
             self.k_proj = nn.Linear(width, facts["kv_heads"] * self.head_dim, bias=facts["qkv_bias"])
-            if self.rope_dim:  # each head reads its normed query in its own way
+            # each head reads its normed query in its own way
+            if self.rope_dim:
                 self.q_rope_proj = nn.Linear(self.head_dim, self.heads * self.rope_dim, bias=False)
         self.rotation = FixedRotation(facts["frequencies"], 1.0) if self.rope_dim else None
         self.num_key_value_groups = 1
@@ -178,6 +179,7 @@ class LatentSelfAttention(nn.Module):
         if self.norm is not None:
             scales = scales.repeat_interleave(self.heads // scales.shape[1], 1)  # [B, H, S]
         attention_mask = with_alibi(attention_mask, plain, options)
+        # with one query, up-projections of all cached tokens would cost more than attention itself
         if cache is not None and hidden_states.shape[1] == 1:
             context, weights = self.over_latents(plain, turning, latent, rope, scales, attention_mask, options)
         else:
@@ -282,6 +284,7 @@ def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that the config names (sdpa, flash_attention_2, eager, ...): ``[B, T, H, D]``."""
+    # no other attention function divides scores by something of the keys
     name = "eager" if "key_scales" in options else module.config._attn_implementation
     function = eager_attention_forward if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
     dropout = module.attention_dropout if module.training else 0.0
@@ -310,10 +313,12 @@ def eager_attention_forward(
         scores = scores * key_scales
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if attention_mask is not None and attention_mask.dtype == torch.bool:  # as sdpa takes them
+    # as sdpa takes them
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
     elif attention_mask is not None:
         scores = scores + attention_mask
+    # as transformers does in every eager attention
     weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
     weights = nn.functional.dropout(weights, dropout, module.training)
     return (weights @ value.repeat_interleave(repeats, 1)).transpose(1, 2).contiguous(), weights
@@ -327,6 +332,7 @@ class Replaced:
         attention = VARIANTS[config.kvfold["variant"]]
         for parent in list(self.modules()):  # type: ignore[attr-defined]
             for name, child in list(parent.named_children()):
+                # families subclass the attention of others: the replaced name may be a parent's
                 if config.kvfold["replaces"] in [kind.__name__ for kind in type(child).__mro__]:
                     made = attention(config, child.layer_idx)
                     made.apply(self._init_weights)  # type: ignore[attr-defined]
@@ -344,9 +350,11 @@ def __getattr__(name: str) -> type:
         config = f"Kvfold{stock.config_class.__name__}"
         config_class = globals()[config] if config in globals() else __getattr__(config)
         made = type(name, (Replaced, stock), {"config_class": config_class})
-        names = (stock.__name__, stock.config_class.model_type)  # what files call tensors, by the class or by the type
+        # what files call tensors, by the class or by the type
+        names = (stock.__name__, stock.config_class.model_type)
         if renamed := next(filter(None, map(get_checkpoint_conversion_mapping, names)), None):
             register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
     made.__module__ = __name__
-    globals()[name] = made  # one class for each name: pickling and registering look it up here
+    # one class for each name: pickling and registering look it up here
+    globals()[name] = made
     return made

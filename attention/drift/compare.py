@@ -24,8 +24,10 @@ from kvfold.attention.drift.streams import LayerOutput, LayerStream, StreamLayer
 # Logits held at once, of each model: 32 MB and 512 MB in float32
 _CPU_LOGITS = 1 << 23
 _GPU_LOGITS = 1 << 27
-_SAMPLED = 1 << 22  # numbers compared to match heads
-_CLEARLY = 0.5  # heads are relabeled when that explains at least half of the difference
+# numbers compared to match heads
+_SAMPLED = 1 << 22
+# heads are relabeled when that explains at least half of the difference
+_CLEARLY = 0.5
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ def compare_layer(
     for part, (hidden, student_hidden) in enumerate(zip(expected, actual, strict=True)):
         shown = hidden.to(student.device, student.dtype)
         output, local = layer(hidden), student_layer(shown)
+        # until the first difference both streams are the same, and half of the work is saved
         propagated = local if torch.equal(shown, student_hidden) else student_layer(student_hidden)
         after, *others = output.states, local.states, propagated.states
         pairs = [(output.attention, other.attention) for other in (local, propagated)]
@@ -203,6 +206,7 @@ def match_heads(teacher: Heads, student: Heads) -> Tensor:
     made of the most similar pairs first, leaves less than half of the difference.
     """
     ours, theirs = teacher.sample(), student.sample()
+    # greedy, because heads that correspond are far more alike than any others
     product = ours @ theirs.mT
     distance = (ours.square().sum(1)[:, None] + theirs.square().sum(1) - 2 * product).clamp_min(0).cpu()
     cosine = product / (ours.norm(dim=1)[:, None] * theirs.norm(dim=1)).clamp_min(torch.finfo(product.dtype).tiny)
@@ -228,6 +232,7 @@ def compare_rows(teacher: LayerOutput, student: LayerOutput, order: Tensor) -> T
         return None
     device = teacher.query.device
     query, key, matched = student.query.to(device), student.key.to(device), order.to(device)
+    # copies are made only where heads have moved
     if not torch.equal(order, torch.arange(len(order))):
         query, key = query[:, matched], key[:, matched // (query.shape[1] // key.shape[1])]
     return row_kl(
@@ -261,13 +266,15 @@ def compare_predictions(
         vocabulary, other = teacher.logits(hidden[:1, :1]).shape[-1], student.logits(student_hidden[:1, :1]).shape[-1]
         if vocabulary != other:
             raise ValueError(f"student: expected logits over the source's {vocabulary} tokens, found {other}")
+        # vocabularies are large: logits of all positions would not fit
         budget = _CPU_LOGITS if teacher.device.type == "cpu" else _GPU_LOGITS
         of_part = torch.zeros(4, len(tokens), dtype=torch.float64, device=teacher.device)
         step = max(1, budget // (len(tokens) * vocabulary))
         for start in range(0, labels.shape[1], step):
             span = slice(start, min(start + step, labels.shape[1]))
             logits = teacher.logits(hidden[:, span])
-            same = student is teacher and student_hidden is hidden  # a model alone, for its loss
+            # a model alone, for its loss
+            same = student is teacher and student_hidden is hidden
             others = logits if same else student.logits(student_hidden[:, span]).to(teacher.device)
             of_part += _distances(logits, others, labels[:, span])
         sums.append(of_part)

@@ -43,7 +43,8 @@ class StandIn(nn.Module):
     def __init__(self, index: int, layer: nn.Module, frame: "Frame") -> None:
         super().__init__()
         self.index = index
-        self._behind = (layer, frame)  # in a tuple, so that neither becomes a submodule
+        # in a tuple, so that neither becomes a submodule
+        self._behind = (layer, frame)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -72,6 +73,7 @@ class Frame:
 
         ``tensors`` are used for the parameters and buffers of those names.
         """
+        # stand-ins leave a cache unfilled, which stock models would then read
         inputs = {"use_cache": False, **inputs}
         self._visit = visit
         try:
@@ -99,6 +101,7 @@ class Frame:
             entered.append(hidden)
             recorded.append(arguments)
             self._returns_tuples |= hidden.dim() < entered[0].dim()
+            # the model took the first sequence for the whole batch
             if index and self._returns_tuples:
                 hidden = entered[0]
             if index == len(self.layers) - 1:
@@ -117,7 +120,8 @@ class Frame:
         logits: Tensor = self.run(visit, tensors, **inputs).logits
         if logits.dim() == hidden.dim():
             return logits
-        self._returns_tuples = True  # of a stand-in's tensor the model took the first row
+        # the model took the first row of a stand-in's tensor for the whole output
+        self._returns_tuples = True
         return self.logits(hidden, tensors, **inputs)
 
     def detect_tuples(self, device: torch.device) -> None:
@@ -147,7 +151,8 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     config = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if config is not None else None
     count = getattr(text, "num_hidden_layers", None)
-    decoder = getattr(model, "get_decoder", lambda: None)() or model  # a wrapper's vision tower may be as deep
+    # a wrapper's vision tower may be as deep
+    decoder = getattr(model, "get_decoder", lambda: None)() or model
     inside = {id(module) for module in decoder.modules()}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count and count and id(module) in inside:
@@ -179,6 +184,7 @@ def cache_bytes_per_token(
     use_cache=True)`` records them: the cache among them is the object that the stock model makes for generation. On the
     meta device its tensors have shapes and no data.
     """
+    # the difference leaves out what a cache holds whatever its length
     few, more = (_cached_bytes(layers, *enter(tokens)) for tokens in (2, 4))
     return (more - few) // 2
 

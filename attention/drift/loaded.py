@@ -38,6 +38,7 @@ class LoadedStream:
     @cached_property
     def _frame(self) -> Frame:
         """A copy of the model without its layers, on the stream's device and in its dtype; it shares what it can."""
+        # deepcopy takes what its memo holds: layers are shared, not copied
         memo: dict[int, Any] = {id(layer): layer for layer in self._layers}
         if not _differs(self.model, self.device, self.dtype):
             memo |= {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
@@ -65,6 +66,7 @@ class LoadedStream:
     @torch.no_grad()
     def cache_bytes_per_token(self) -> int:
         """Bytes per token in the model's own cache object, all layers, in the model's own dtype."""
+        # generation runs in the dtype of the model itself, whatever the stream computes in
         if _differs(self.model, self.device, self.dtype):
             return LoadedStream(self.model).cache_bytes_per_token()
         with evaluating(self.model):
@@ -83,7 +85,8 @@ class LoadedStream:
         shape = (hidden.shape[0], hidden.shape[1])
         if self._recorded is None or self._recorded[0] != shape:
             self.embed(self._blank(*shape))
-        assert self._recorded is not None  # embed has just recorded them
+        # embed has just recorded them
+        assert self._recorded is not None
         return self._recorded[1]
 
 
@@ -128,7 +131,8 @@ def _convert(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.
     for part in module.modules():
         config: Any = getattr(part, "config", None)
         if dtype == torch.float64 and config is not None:
-            config._experts_implementation_internal = "eager"  # grouped matmuls have no float64
+            # grouped matmuls have no float64
+            config._experts_implementation_internal = "eager"
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else buffer.to(device)
     return module

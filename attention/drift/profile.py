@@ -12,7 +12,8 @@ from kvfold.attention.blocked import AttentionScores
 from kvfold.attention.checks import expect_alike, expect_at_least, expect_divides, expect_shape
 from kvfold.attention.mask import Visibility
 
-_NEGLIGIBLE = -80.0  # a log probability whose p is below what float32 adds up, and whose 1/p would soon overflow it
+# a log probability whose p is below what float32 adds up, and whose 1/p would soon overflow it
+_NEGLIGIBLE = -80.0
 
 
 @torch.no_grad()
@@ -60,10 +61,12 @@ def attention_sums(
     room = scores.room(blocks)
     for block in blocks:
         weights = scores.weights(block, room)
+        # rows of a block are consecutive queries of one head, so that distances lie on diagonals
         maps = weights.view(-1, block.last - block.first, weights.shape[-1])
         sum_by_distance(maps, block.first, block.low, total[block.batch, block.groups].view(len(maps), -1))
         part = received[block.batch, block.groups, block.low : block.high]
         part += weights.sum(1).view(part.shape)
+    # column T holds distance 0, columns before it the keys behind a query
     folded = total[..., 1 : length + 1].flip(-1)
     if not causal:
         folded = torch.cat([folded[..., :1], folded[..., 1:] + total[..., length + 1 :]], dim=-1)
@@ -119,6 +122,7 @@ def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     ratio = log_q - log_p
     p = log_p.exp()
     terms = torch.expm1(ratio).sub_(ratio).mul_(p)
+    # where p vanishes its ratio overflows, and only q is left of the terms
     return torch.where(log_p < _NEGLIGIBLE, log_q.exp().sub_(p).clamp_min_(0), terms)
 
 
@@ -143,6 +147,7 @@ def _scores(
         expect_at_least("window", window, 1)
     wide = torch.promote_types(query.dtype, torch.float32)
     query, key = query.to(wide), key.to(wide)
+    # models to be compared may have other numbers of key heads, so that only query heads correspond
     key = key.repeat_interleave(heads // key.shape[1], 1) if expand else key
     grouped = torch.unflatten(query, 1, (key.shape[1], -1))
     return AttentionScores((grouped,), (key,), scale, Visibility(causal, 0, window), None, softcap, sinks)

@@ -129,7 +129,8 @@ def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
         recording.output = output[0] if isinstance(output, tuple) else output
         if recording.residual is not None:
             recording.output = recording.output - recording.residual
-        recording.output_weight = _output_weight(module)  # within the call: it may be one of ``tensors``
+        # within the call: it may be one of ``tensors``
+        recording.output_weight = _output_weight(module)
         if not whole:
             raise Stop
 
@@ -159,6 +160,7 @@ def _record(
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: notes the call and computes it as the model would have."""
     recording = _current.get()
+    # the name in the config is the recorder's own while it runs
     compute = _implementation(module, recording.implementation)
     result: tuple[Tensor, Tensor | None] = compute(module, query, key, value, attention_mask, **options)
     options = {"is_causal": bool(getattr(module, "is_causal", True)), **options}
@@ -214,11 +216,14 @@ def _mask_rule(call: _Call, window: int | None) -> tuple[bool, bool]:
     """
     length = call.query.shape[2]
     causal = call.options.get("is_causal") is not False
+    # with a cache or another sequence as keys, positions do not match rows
     if call.key.shape[2] != length:
         return causal, False
+    # flash attention and flex attention have no dense mask
     if not isinstance(call.mask, Tensor) or call.mask.dim() != 4:
         return causal, True
     reach = length if window is None else window
+    # the first and the last row tell causality and window without a reading of the whole matrix
     ends = call.mask[..., [0, -1], :]
     first, last = (ends if not ends.dtype.is_floating_point else ends == 0).sum(-1).unbind(-1)
     causal = bool((first == 1).all())

@@ -18,7 +18,8 @@ from kvfold.attention.drift.compare import HeadDrift, LayerDrift, Measurement, c
 from kvfold.attention.drift.loaded import as_stream
 from kvfold.attention.drift.streams import LayerStream
 
-_TOKENS_AT_ONCE = 4096  # of one layer call
+# tokens of one layer call
+_TOKENS_AT_ONCE = 4096
 _FLOOR_TOKENS = 512
 _LAYER_NUMBERS = ("attention_local", "attention_propagated", "residual_local", "residual_propagated", "row_kl")
 
@@ -142,6 +143,7 @@ def measure_drift(
         as_stream(stream, device=place, dtype=dtype) for stream, place in zip(streams, devices, strict=True)
     )
     size = batch or max(1, _TOKENS_AT_ONCE // tokens.shape[1])
+    # a floor is an average over many positions, so a few sequences give it
     some = tokens[:floor_sequences] if floor and _floor_dtypes(teacher, compared)[1] is not None else None
     total, done = (1 if some is None else 2) * teacher.layers, itertools.count(1)
 
