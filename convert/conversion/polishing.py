@@ -1,8 +1,6 @@
 """Polishing in a conversion: the written layers trained together, written again, and measured."""
 
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from kvfold.attention.drift.report import DriftReport, report_of
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.checkpoint.writer import ShardWriter
-from kvfold.convert.console import duration
 from kvfold.convert.conversion.calibrated import Calibrated, written_stream
 from kvfold.convert.conversion.journal import POLISH_STATE
 from kvfold.convert.conversion.plan import Plan
@@ -24,7 +21,7 @@ from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.training.budget import steps_of
 from kvfold.convert.training.constant import check_constant, has_constant
-from kvfold.convert.training.fit import Fitted
+from kvfold.convert.training.fit import FitResult
 from kvfold.convert.training.polish import ModelTrainee, Text
 from kvfold.convert.training.polish import polish as train
 from kvfold.convert.walk.passes import chunk_size, last_states
@@ -59,7 +56,7 @@ def polish(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages) -> 
     return replace(calibrated, drift=drift, choices={**calibrated.choices, "polish": record})
 
 
-def _train(plan: Plan, written: Checkpoint, calibrated: Calibrated, saved: Path, stages: Stages) -> Fitted:
+def _train(plan: Plan, written: Checkpoint, calibrated: Calibrated, saved: Path, stages: Stages) -> FitResult:
     source, tokens, request = calibrated.stream, calibrated.tokens, plan.request
     autocast = training_autocast(written, source.device)
     dtypes = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.layout.tensors}
@@ -69,17 +66,19 @@ def _train(plan: Plan, written: Checkpoint, calibrated: Calibrated, saved: Path,
     trainee = ModelTrainee(
         written.config, written.read, dtypes, trained, source.device, autocast, constant=has_constant(written)
     )
-    steps = steps_of(request.polish)
+    steps, done = steps_of(request.polish), 0
     with stages("polish", steps, "step") as advance:
-        return train(
-            trainee,
-            training,
-            held_out,
-            steps,
-            seed=request.seed,
-            saved=saved if request.resume else None,
-            progress=_Display(steps, advance, quiet=request.quiet),
-        )
+
+        def progress(step: int, error: float) -> None:
+            nonlocal done
+            advance(step - done)
+            done = step
+            if not request.quiet:
+                line = f"polished {step}/{steps} steps: KL {error:.5f} nats on held-out tokens"
+                tqdm.write(line, file=sys.stderr)
+
+        saved_at = saved if request.resume else None
+        return train(trainee, training, held_out, steps, seed=request.seed, saved=saved_at, progress=progress)
 
 
 @torch.no_grad()
@@ -96,25 +95,3 @@ def _measure(calibrated: Calibrated, folder: Path) -> DriftReport:
     with written_stream(folder, source) as student:
         measured = compare(source, student, tokens, chunk_size(source.device, tokens.shape[1]))
         return report_of(measured, source, student, tokens)
-
-
-class _Display:
-    """A line on stderr for every round: the error, and the time left."""
-
-    def __init__(self, steps: int, advance: Callable[[int], None], *, quiet: bool) -> None:
-        self._steps, self._advance, self._quiet = steps, advance, quiet
-        self._first: tuple[int, float] | None = None
-        self._done = 0
-
-    def __call__(self, step: int, error: float) -> None:
-        self._advance(step - self._done)
-        self._done, now = step, time.monotonic()
-        left = ""
-        if self._first is None:
-            self._first = (step, now)
-        elif step < self._steps:
-            first, started = self._first
-            left = f"; about {duration((now - started) / (step - first) * (self._steps - step))} left"
-        if not self._quiet:
-            line = f"polished {step}/{self._steps} steps: KL {error:.5f} nats on held-out tokens{left}"
-            tqdm.write(line, file=sys.stderr)

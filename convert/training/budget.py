@@ -1,4 +1,4 @@
-"""How many steps polishing makes, and how much text they take. Without torch: plans ask for it."""
+"""The steps of polishing, and the text that they take. Without torch: plans ask for them."""
 
 AUTO_STEPS = 200
 ROUND = 25  # steps between two evaluations on held-out sequences

@@ -22,7 +22,7 @@ Schedule = Callable[[int, Sequence[float]], float]
 
 
 @dataclass
-class Fitted:
+class FitResult:
     """The trained tensors as they will be stored, on the CPU.
 
     ``errors`` are those on held-out sequences, before training and after every round. Of the ``steps`` made, ``kept``
@@ -45,14 +45,14 @@ def fit(
     every: int,
     saved: Path | None = None,
     progress: Callable[[int, float], None] = lambda step, error: None,
-) -> Fitted:
+) -> FitResult:
     """Train ``trainee`` until ``schedule`` gives 0.
 
     ``backward(batch)`` leaves the gradients of a batch of sequences in the masters; ``error()`` is judged after
     ``every`` so many steps and after the last, and ``progress(step, error)`` called with it. The state of the fit is
     kept in the file ``saved`` after every round: where there is one, the fit goes on from it.
     """
-    fitted = _resume(trainee, saved) if saved is not None and saved.is_file() else Fitted(errors=[error()])
+    fitted = _resume(trainee, saved) if saved is not None and saved.is_file() else FitResult(errors=[error()])
     progress(fitted.steps, fitted.errors[-1])
     batches = islice(batches, fitted.steps, None)
     while (rate := schedule(fitted.steps, fitted.errors)) > 0:
@@ -72,7 +72,7 @@ def fit(
     return fitted
 
 
-def _save(trainee: Trainee, fitted: Fitted, path: Path) -> None:
+def _save(trainee: Trainee, fitted: FitResult, path: Path) -> None:
     state = {
         **vars(fitted),
         "masters": {name: master.detach() for name, master in trainee.masters.items()},
@@ -83,11 +83,11 @@ def _save(trainee: Trainee, fitted: Fitted, path: Path) -> None:
     os.replace(new, path)
 
 
-def _resume(trainee: Trainee, path: Path) -> Fitted:
+def _resume(trainee: Trainee, path: Path) -> FitResult:
     state = torch.load(path, weights_only=True, map_location="cpu")
     trainee.put(state.pop("masters"))
     trainee.optimizer.load_state_dict(state.pop("optimizer"))
-    return Fitted(**state)
+    return FitResult(**state)
 
 
 def random_batches(count: int, size: int, seed: int) -> Iterator[list[int]]:

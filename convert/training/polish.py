@@ -20,7 +20,7 @@ from kvfold.attention.drift.frame import Arguments, Frame, Stop
 from kvfold.convert.stream.stock import empty_model
 from kvfold.convert.stream.weights import Read, WeightMap
 from kvfold.convert.training.budget import ROUND, batch_size
-from kvfold.convert.training.fit import Fitted, fit, random_batches
+from kvfold.convert.training.fit import FitResult, fit, random_batches
 from kvfold.convert.training.loss import divergence
 from kvfold.convert.training.trainee import Trainee
 
@@ -60,7 +60,7 @@ def polish(
     lr: float | None = None,
     saved: Path | None = None,
     progress: Callable[[int, float], None] = lambda step, error: None,
-) -> Fitted:
+) -> FitResult:
     """Train ``trainee``; the errors are the KL on held-out sequences, nats per token.
 
     ``lr`` is relative to the size of each tensor, `polishing_rate` by default. The state of the run is kept in the file

@@ -65,7 +65,6 @@ class Refinement:
 
     ``update`` and ``student_update`` say how the teacher's and the student's layers add their attention to the
     residual. ``constant``: the student has the constant channel of layout ``free``, which is kept.
-    ``progress(layer, step, error)`` is called with the error on held-out sequences.
     """
 
     steps: int | str
@@ -73,7 +72,6 @@ class Refinement:
     update: AttentionUpdate = UNCHANGED
     student_update: AttentionUpdate = UNCHANGED
     constant: bool = False
-    progress: Callable[[int, int, float], None] = lambda layer, step, error: None
 
 
 @dataclass(frozen=True)
@@ -99,10 +97,13 @@ class Refined:
         return {name: value for name, value in vars(self).items() if name != "tensors"}
 
 
-def refine_layer(step: Step, tensors: Tensors, task: Refinement) -> Refined:
+def refine_layer(
+    step: Step, tensors: Tensors, task: Refinement, progress: Callable[[int, float], None] = lambda done, error: None
+) -> Refined:
     """Train those of ``tensors`` that the attention module of ``step``'s layer is made of.
 
-    Raises KvfoldError in a walk that does not keep the calibration sequences.
+    ``progress(done, error)`` is called with the steps done and the error on held-out sequences. Raises KvfoldError in a
+    walk that does not keep the calibration sequences.
     """
     if not step.calibration:
         raise KvfoldError("refinement needs a walk that keeps the calibration sequences")
@@ -124,7 +125,7 @@ def refine_layer(step: Step, tensors: Tensors, task: Refinement) -> Refined:
                 schedule,
                 layer_batches(training.count, task.seed, step.index),
                 every=ROUND,
-                progress=lambda done, error: task.progress(step.index, done, error),
+                progress=progress,
             )
             if fitted.kept:
                 break

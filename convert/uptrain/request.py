@@ -141,7 +141,7 @@ class UptrainRequest(Request):
 
     @property
     def work(self) -> Path:
-        """The folder of the run's log, curve, tokens and checkpoints, beside OUT."""
+        """The folder of the run's log, curve, tokens and checkpoints, next to OUT."""
         out = Path(self.out)
         return out.with_name(out.name + ".training")
 

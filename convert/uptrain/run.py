@@ -1,7 +1,7 @@
 """A run of uptraining: checkpoint, text, teacher, trainer, and the written result."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,11 +24,9 @@ from kvfold.convert.text.windows import check_seq_len
 from kvfold.convert.training.constant import check_constant
 from kvfold.convert.uptrain.arguments import training_arguments
 from kvfold.convert.uptrain.data import TokenPlan, TrainingOrder
-from kvfold.convert.uptrain.models import check_sharding, load_teacher, prepare_model
+from kvfold.convert.uptrain.output import SideFiles, read_side_files, write_trained
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.resume import LOG, finish, last_checkpoint, prepare, read_log
-from kvfold.convert.uptrain.side_files import SideFiles, read_side_files
-from kvfold.convert.uptrain.write import write_trained
 
 
 @dataclass(frozen=True)
@@ -74,26 +72,24 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
                 f"that wraps one ({inner}); train it with a trainer for multimodal models"
             )
         check_output(request.out, overwrite=request.overwrite, model=source.folder)
-        locks.enter_context(_only_run(request))
-        beside = read_side_files(source)
+        request.work.parent.mkdir(parents=True, exist_ok=True)
+        if started_first():  # no second run may write to the same folder meanwhile
+            locks.enter_context(output_lock(request.work.absolute()))
+        side_files = read_side_files(source)
         config = load_config(source, request.trust_remote_code)
         positions = getattr(config, "max_position_embeddings", None)
         check_seq_len(request.seq_len, positions or request.seq_len, source.origin)
         plan = _token_plan(request, source, config.vocab_size)
-        return _train(request, source, beside, config.hidden_size, plan)
+        return _train(request, source, side_files, config.hidden_size, plan)
     finally:
         locks.close()
         source.close()
 
 
-def _only_run(request: UptrainRequest) -> AbstractContextManager[object]:
-    """Held by the first process, so that no second run writes to the same folder meanwhile. InputError if one does."""
-    request.work.parent.mkdir(parents=True, exist_ok=True)
-    return output_lock(request.work.absolute()) if started_first() else nullcontext()
-
-
-def _train(request: UptrainRequest, source: Checkpoint, beside: SideFiles, width: int, plan: TokenPlan) -> Uptrained:
-    from kvfold.convert.uptrain.trainer import Uptrainer
+def _train(
+    request: UptrainRequest, source: Checkpoint, side_files: SideFiles, width: int, plan: TokenPlan
+) -> Uptrained:
+    from kvfold.convert.uptrain.trainer import Uptrainer, check_sharding, load_teacher, prepare_model
 
     checkpoint = last_checkpoint(request)
     arguments = training_arguments(request, width, checkpoint is not None)
@@ -111,7 +107,7 @@ def _train(request: UptrainRequest, source: Checkpoint, beside: SideFiles, width
     def write() -> Uptrained:
         if held:
             check_constant(state, source)
-        return _write(request, source, beside, trainer, state, plan)
+        return _write(request, source, side_files, trainer, state, plan)
 
     return run_on_first(write) or Uptrained({}, [])
 
@@ -119,40 +115,29 @@ def _train(request: UptrainRequest, source: Checkpoint, beside: SideFiles, width
 def _write(
     request: UptrainRequest,
     source: Checkpoint,
-    beside: SideFiles,
+    side_files: SideFiles,
     trainer: Any,
     state: dict[str, Tensor],
     plan: TokenPlan,
 ) -> Uptrained:
     rows = read_log(request.work / LOG)
-    record: dict[str, Any] = {
-        "request": _portable(request),
-        "text": plan.text.name,
-        "teacher": _origin(request.teacher),
-    }
+    options = request.result_options()
+    for name in options.keys() & {"model", "text", "eval_text", "teacher"}:
+        if Path(options[name]).exists():  # files and folders by their names alone
+            options[name] = portable_name(Path(options[name]).resolve())
+    record: dict[str, Any] = {"request": options, "text": plan.text.name, "teacher": options.get("teacher")}
     measured = [row for row in rows if "eval_loss" in row]
     if measured:
         ends = [{name: value for name, value in measured[i].items() if name.startswith("eval_")} for i in (0, -1)]
         counts = {"sequences": plan.held_out, "length": plan.length}
         record["held_out"] = {**counts, "before": ends[0], "after": ends[1]}
-    write_trained(request, source, beside, trainer.accelerator.unwrap_model(trainer.model), state, record)
+    write_trained(request, source, side_files, trainer.accelerator.unwrap_model(trainer.model), state, record)
     plot = request.plot or (str(request.work / "curve.png") if find_spec("matplotlib") else None)
     if plot is not None:
         title = f"{source.origin}: {request.steps} steps of {request.batch_tokens} tokens"
         uptraining_curve(rows).save(plot, title)
     finish(request)
     return Uptrained(record, rows)
-
-
-def _portable(request: UptrainRequest) -> dict[str, Any]:
-    """The request for ``kvfold.json``: files and folders by their names alone."""
-    paths = ("model", "text", "eval_text", "teacher")
-    options = request.result_options()
-    return {name: _origin(value) if name in paths else value for name, value in options.items()}
-
-
-def _origin(path: str | None) -> str | None:
-    return portable_name(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 
 def _token_plan(request: UptrainRequest, source: Checkpoint, vocabulary: int) -> TokenPlan:
@@ -164,7 +149,9 @@ def _token_plan(request: UptrainRequest, source: Checkpoint, vocabulary: int) ->
     text, eval_text = corpus(request.text, "text"), None
     if request.eval_text is not None and request.eval_every:
         eval_text = corpus(request.eval_text, "eval_text")
-        if _same_text(request.text, request.eval_text):
+        paths = [Path(request.text), Path(request.eval_text)]
+        same = all(path.exists() for path in paths) and paths[0].samefile(paths[1])
+        if same or request.text == request.eval_text:
             raise InputError(
                 f"{opt('eval_text')}: expected another text than {opt('text')}; without it some of {opt('text')} is "
                 "held out"
@@ -180,10 +167,6 @@ def _token_plan(request: UptrainRequest, source: Checkpoint, vocabulary: int) ->
         held_out=request.eval_sequences if request.eval_every else 0,
         seed=request.seed,
     )
-
-
-def _same_text(one: str, other: str) -> bool:
-    return one == other or (Path(one).exists() and Path(other).exists() and Path(one).samefile(other))
 
 
 def summary(request: UptrainRequest, done: Uptrained) -> str:

@@ -1,7 +1,13 @@
-"""``transformers.Trainer`` for uptraining: losses, and drift on held-out text."""
+"""``transformers.Trainer`` for uptraining: its models, its losses, drift on held-out text, and the log.
 
+The trainee's steps are those of polishing (`RelativeSteps`), but for those relative to rows and columns.
+"""
+
+import json
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +15,68 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import SequentialSampler
-from transformers import Trainer
+from tqdm import tqdm
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
+from kvfold.attention.drift.frame import attention_name, layer_list
+from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
+from kvfold.convert.errors import InputError, KvfoldError, opt
+from kvfold.convert.processes import started_first
+from kvfold.convert.progress import Stages
+from kvfold.convert.stream.stock import load_model
 from kvfold.convert.targets.mla.constant import HeldSlice
+from kvfold.convert.training.constant import has_constant, hold_constant
 from kvfold.convert.training.loss import distillation_loss, next_token_loss
 from kvfold.convert.training.trainee import RelativeSteps
+from kvfold.convert.uptrain.arguments import compute_dtype
 from kvfold.convert.uptrain.data import TrainingOrder
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.run_log import RunLog
+from kvfold.convert.uptrain.resume import LOG, mark_complete
+
+
+def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> dict[str, HeldSlice]:
+    """Freeze the parameters that are not trained; returns the slices of the constant channel, where there is one."""
+    model.config.use_cache = False
+    if request.gradient_checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})  # the first name is that of transformers 6
+    if request.train == "attention":
+        inside = f".{attention_name(layer_list(model)[1][0])}."
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(inside in name)
+    return hold_constant(model) if has_constant(source) else {}
+
+
+def check_sharding(trainer: Any) -> None:
+    """Raise InputError when sharding flattens the single tensors away."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
+        raise InputError(
+            "FSDP version 1 flattens weights, but each tensor has its own learning rate and the constant channel of "
+            "layout free is held; set fsdp_version: 2, as in recipes/fsdp.yaml"
+        )
+
+
+def load_teacher(request: UptrainRequest, source: Checkpoint, device: torch.device) -> Any:
+    """The model to distill from: frozen, in the precision of the training, and whole on every device."""
+    from accelerate.utils import patch_environment
+
+    assert request.teacher is not None
+    opened = open_checkpoint(request.teacher)
+    try:
+        expected, tokens = source.config.get("vocab_size"), opened.config.get("vocab_size")
+        if expected != tokens:
+            raise InputError(
+                f"{opt('teacher', request.teacher)}: its vocabulary has {tokens} tokens, that of {request.model} "
+                f"{expected}; expected the checkpoint that it was converted from"
+            )
+        # under FSDP transformers loads weights on the first process only; a teacher is not sharded
+        with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
+            teacher = load_model(opened, compute_dtype(request), request.trust_remote_code)
+    finally:
+        opened.close()
+    return teacher.to(device).eval().requires_grad_(False)
 
 
 class Uptrainer(Trainer):  # type: ignore[misc]
@@ -134,3 +193,65 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         wrapped = self.model_wrapped if self.is_fsdp_enabled else self.model
         state = self.accelerator.get_state_dict(wrapped)
         return {name: value.detach().cpu() for name, value in (state or {}).items()}
+
+
+class RunLog(TrainerCallback):  # type: ignore[misc]
+    """Writes ``log.jsonl``, shows steps, measurements and rows on stderr, and marks complete checkpoints."""
+
+    def __init__(self, request: UptrainRequest, processes: int = 1) -> None:
+        self._request, self._processes = request, processes
+        self._stages = Stages(quiet=request.quiet or not started_first())
+        self.open = ExitStack()  # closed after the training, however it ends
+        self._advance: Callable[[int], None] | None = None  # of the stage of training, once it begins
+
+    @contextmanager
+    def measuring(self, batches: int) -> Iterator[Callable[[], None]]:
+        """A measurement of ``batches`` on held-out text; call it after each."""
+        with self._stages("measuring on held-out text,", batches, "batch") as advance:
+            yield lambda: advance(1)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._advance is None:
+            steps = self._request.steps
+            self._advance = self.open.enter_context(self._stages("training", steps, "step", state.global_step))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        if self._advance is not None:
+            self._advance(1)
+        if state.global_step >= state.max_steps:
+            control.should_save = bool(self._request.save_every)  # what fails after it must not cost the training
+            control.should_evaluate = bool(self._request.eval_every)
+            control.should_log = True
+        if control.should_save:
+            control.should_log = True  # a resumed run then averages losses over the same steps
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        row = {name: value for name, value in (logs or {}).items() if name not in ("epoch", "total_flos")}
+        if "train_runtime" in row:
+            return
+        if not all(math.isfinite(value) for name, value in row.items() if name.endswith("loss")):
+            raise KvfoldError(
+                f"step {state.global_step}: the loss is no longer a finite number; lower {opt('relative_lr')}, or "
+                f"raise {opt('warmup')}"
+            )
+        if state.is_world_process_zero:
+            row = {"step": state.global_step, "tokens": state.global_step * self._request.batch_tokens, **row}
+            with (self._request.work / LOG).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            if not self._request.quiet:
+                tqdm.write(log_line(row, self._request.steps), file=sys.stderr)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if dist.is_initialized():
+            dist.barrier()  # each process has written its random state
+        if state.is_world_process_zero:
+            mark_complete(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+
+def log_line(row: dict[str, Any], steps: int) -> str:
+    """A row of the log as a line for users."""
+    names = {"loss": "loss", "learning_rate": "lr", "eval_loss": "held-out loss"}
+    names |= {"eval_perplexity": "perplexity", "eval_kl": "KL", "eval_excess": "excess"}
+    numbers = ", ".join(f"{names[name]} {value:.4g}" for name, value in row.items() if name in names)
+    return f"step {row['step']}/{steps}: {numbers}"

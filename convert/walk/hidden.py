@@ -92,7 +92,7 @@ class Spill:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stored:
-    """Where a chunk is; its place is ``free`` again when nothing refers to it any more."""
+    """The place of a chunk in the file, which is ``free`` again when nothing refers to it any more."""
 
     start: int
     nbytes: int

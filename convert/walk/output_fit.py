@@ -33,7 +33,7 @@ Weights = TypeVar("Weights", AttentionWeights, LatentWeights)
 
 @dataclass(frozen=True)
 class AttentionUpdate:
-    """What a layer's attention adds to the residual: ``scale * norm(output)``.
+    """The attention update of a layer, which is added to the residual: ``scale * norm(output)``.
 
     ``norm`` is the name of a module within the layer, None where the output is added as it is. In parallel blocks the
     update is the attention's part of what the layer adds.

@@ -31,8 +31,8 @@ from kvfold.convert.measure.verify import verify_checkpoint
 from kvfold.convert.stream.stock import load_model
 from kvfold.convert.targets.own_code import CODE
 from kvfold.convert.transforms.fold import pool
-from kvfold.convert.uptrain.models import prepare_model
 from kvfold.convert.uptrain.request import UptrainRequest
+from kvfold.convert.uptrain.trainer import prepare_model
 
 # Logits of up to three, after layers without norms on queries and keys; without AVX-512 they differ by 1.3e-5.
 TOLERANCE = {"rtol": 3 * precision.FLOAT32, "atol": 3 * precision.FLOAT32}

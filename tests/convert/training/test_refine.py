@@ -58,8 +58,7 @@ def first_step(plan, tokens=None):
 
 
 def task_of(plan, **changes):
-    task = refinement(plan, plan.request.refine, lambda layer, step, error: None)
-    return Refinement(**{**vars(task), **changes})
+    return Refinement(**{**vars(refinement(plan, plan.request.refine)), **changes})
 
 
 @pytest.fixture
@@ -75,7 +74,7 @@ def refined(llama, **changes):
     """The result on the first layer, and the steps after which progress was told."""
     plan, step, tensors = llama
     told = []
-    result = refine_layer(step, tensors, task_of(plan, progress=lambda _, done, error: told.append(done), **changes))
+    result = refine_layer(step, tensors, task_of(plan, **changes), lambda done, error: told.append(done))
     return result, told
 
 
@@ -99,7 +98,7 @@ def test_the_error_falls_in_every_family(tiny_family, family):
     plan = plan_of(tiny_family(family))
     _steps, step, tensors = first_step(plan)
     errors = []
-    found = refine_layer(step, tensors, task_of(plan, progress=lambda layer, done, error: errors.append(error)))
+    found = refine_layer(step, tensors, task_of(plan), lambda done, error: errors.append(error))
     assert found.before == errors[0]
     assert found.after == min(errors) < 0.95 * found.before
     assert {name: t.shape for name, t in found.tensors.items()} == {name: t.shape for name, t in tensors.items()}

@@ -7,8 +7,8 @@ import pytest
 
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError
+from kvfold.convert.uptrain.output import read_side_files
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.side_files import read_side_files
 
 
 @pytest.fixture

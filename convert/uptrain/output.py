@@ -1,6 +1,13 @@
-"""The trained checkpoint: layout, config and side files of its source, and the record of the training."""
+"""The trained checkpoint: weights in the layout of its source, the source's side files, and the record of the training.
 
+Side files are read before the first step and written after the last. One that cannot be read, or is a link out of the
+checkpoint, must end a run before it trained, and one that changes meanwhile must not change what was checked: their
+contents are held in memory from the start.
+"""
+
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +15,17 @@ from torch import Tensor
 
 from kvfold.convert.checkpoint.atomic import output_folder
 from kvfold.convert.checkpoint.file_bytes import write_file
-from kvfold.convert.checkpoint.folder import RECORD
+from kvfold.convert.checkpoint.folder import RECORD, parse_json, raise_problems, read_bytes, resolve_member
 from kvfold.convert.checkpoint.hashing import file_hashes
 from kvfold.convert.checkpoint.json_text import dump, portable_name
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.conversion.card import trained_card
 from kvfold.convert.conversion.record import versions
-from kvfold.convert.errors import KvfoldError, opt
+from kvfold.convert.errors import InputError, KvfoldError, opt
 from kvfold.convert.measure.verify import non_finite
 from kvfold.convert.sizes import parse_size
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.side_files import SideFiles
 
 _SECTION = """
 A converted checkpoint, trained further by kvfold: {what} trained for {steps} steps of {tokens} tokens{text}{teacher}.
@@ -33,19 +39,68 @@ _ROWS = {
     "eval_excess": ("excess loss over the teacher's, nats", "{:+.4f}"),
     "eval_kl": ("KL from the teacher, nats", "{:.4f}"),
 }
+_CARD = "README.md"
+
+
+@dataclass(frozen=True)
+class SideFiles:
+    """``copied`` files by name, the ``record`` of the conversion, and the text of the model card, None without one."""
+
+    copied: dict[str, bytes]
+    record: dict[str, Any]
+    card: str | None
+
+    def write(self, folder: Path) -> None:
+        """Write the copied files into ``folder``."""
+        for name, data in self.copied.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            write_file(folder / name, data)
+
+
+def read_side_files(source: Checkpoint) -> SideFiles:
+    """Config, tokenizer, license and Python files, ``kvfold.json`` and the card of ``source``.
+
+    Raises InputError, with every problem at once, when one is a link out of the folder, no file, or not in its format.
+    """
+    names = [
+        "config.json",
+        *(str(path.relative_to(source.folder)) for path in source.extra_files()),
+        *(p.name for p in source.python_files()),
+    ]
+    own = [name for name in (RECORD, _CARD) if os.path.lexists(source.folder / name)]
+    contents: dict[str, bytes] = {}
+    problems = []
+    for name in dict.fromkeys([*names, *own]):
+        try:
+            contents[name] = read_bytes(resolve_member(source.folder, name))
+        except InputError as error:
+            problems.append(error.message)
+    raise_problems(problems)
+    record = parse_json(source.folder / RECORD, contents[RECORD]) if RECORD in contents else {"format": 2}
+    card = _text(source.folder / _CARD, contents[_CARD]) if _CARD in contents else None
+    return SideFiles({name: contents[name] for name in names}, record, card)
+
+
+def _text(path: Path, data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path}: expected text in UTF-8, found a byte that is none at {error.start}; save it as UTF-8 or remove it"
+        ) from None
 
 
 def write_trained(
     request: UptrainRequest,
     source: Checkpoint,
-    beside: SideFiles,
+    side_files: SideFiles,
     model: Any,
     state: Mapping[str, Tensor],
     training: Mapping[str, Any],
 ) -> None:
     """Write OUT, whole or not at all. ``training`` is the record of the run for ``kvfold.json``.
 
-    ``beside`` are the side files of ``source``. Raises KvfoldError when the written tensors are not those of the
+    ``side_files`` are the side files of ``source``. Raises KvfoldError when the written tensors are not those of the
     source by name, dtype and shape.
     """
     with output_folder(request.out, overwrite=request.overwrite, model=source.folder) as folder:
@@ -55,8 +110,8 @@ def write_trained(
         tied = {"lm_head.weight"} - dtypes.keys() if model.config.get_text_config().tie_word_embeddings else set()
         stored = {name: value.to(dtypes.get(name, most_common)) for name, value in state.items() if name not in tied}
         model.save_pretrained(folder, state_dict=stored, max_shard_size=parse_size(request.max_shard_size))
-        beside.write(folder)
-        _write_records(beside, folder, request, training)
+        side_files.write(folder)
+        _write_records(side_files, folder, request, training)
         _check(source, folder, stored)
         source.check_unchanged()
 
@@ -83,14 +138,14 @@ def _check(source: Checkpoint, folder: Path, trained: Mapping[str, Tensor]) -> N
             )
 
 
-def _write_records(beside: SideFiles, folder: Path, request: UptrainRequest, training: Mapping[str, Any]) -> None:
+def _write_records(side_files: SideFiles, folder: Path, request: UptrainRequest, training: Mapping[str, Any]) -> None:
     """``kvfold.json`` and the model card of the source, each with the training added."""
-    record = dict(beside.record)
+    record = dict(side_files.record)
     if "drift" in record:
         record["drift_before_uptraining"] = record.pop("drift")
     record["uptraining"] = {**training, "versions": versions()}
     name, attention = portable_name(Path(request.out)), request.train == "attention"
-    card = trained_card(beside.card or "", name, _section(request, training), attention_only=attention)
+    card = trained_card(side_files.card or "", name, _section(request, training), attention_only=attention)
     write_file(folder / "README.md", card)
     record["files"] = file_hashes(folder)
     write_file(folder / RECORD, dump(record))
