@@ -72,23 +72,17 @@ def whole_lines(tokens):
 
 
 def test_documents_are_packed_with_what_begins_and_ends_them():
-    documents = [Document("abc"), Document("de"), Document("fghi")]
-    assert read(rows_of(documents, Letters(), [BOS], 5)) == "<abc><de><fghi>"
-    assert read(rows_of(documents, Letters(), [], 4)) == "abc>de>fghi>"[:12]
-
-
-def test_a_template_that_ends_a_text_itself_gets_no_second_end():
     class Templated(Letters):
         def __call__(self, texts, **_):
             return {"input_ids": [[BOS, 75, EOS] for _ in texts]}
 
+    documents = [Document("abc"), Document("de"), Document("fghi")]
+    assert read(rows_of(documents, Letters(), [BOS], 5)) == "<abc><de><fghi>"
+    assert read(rows_of(documents, Letters(), [], 4)) == "abc>de>fghi>"
     rendered = [Document("x", rendered=True)] * 3
-    assert read(rows_of(rendered, Templated(), [BOS], 3)) == "<A><A><A>"
-
-
-def test_without_an_end_token_no_sequence_holds_two_documents():
+    assert read(rows_of(rendered, Templated(), [BOS], 3)) == "<A><A><A>"  # the template ends the text itself
     found = rows_of([Document("aaaaaaa"), Document("bbbbb"), Document("c")], Letters(eos=None), [BOS], 3)
-    assert [read(row) for row in found] == ["<aa", "aaa", "<bb", "bbb"]
+    assert [read(row) for row in found] == ["<aa", "aaa", "<bb", "bbb"]  # without an end token documents stay apart
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
@@ -109,8 +103,9 @@ def test_parts_hold_every_line_once(tmp_path, suffix):
         assert Counter(text for part in found for text in part) == Counter(texts)
 
 
-def test_an_epoch_takes_every_sequence_once_and_the_next_one_in_another_order(tmp_path):
-    tokens = made(tmp_path / "run", plan_of(numbered(tmp_path), training=5000)).training
+def test_an_epoch_takes_every_sequence_once_in_an_order_that_the_seed_decides(tmp_path):
+    path = numbered(tmp_path)
+    tokens = made(tmp_path / "run", plan_of(path, training=5000)).training
     assert 930 < len(tokens) < 940  # all the text: 3000 documents of 10 tokens
     assert len(whole_lines(tokens)) > 0.7 * 3000
     order = TrainingOrder(tokens, 5000, seed=0)
@@ -122,6 +117,16 @@ def test_an_epoch_takes_every_sequence_once_and_the_next_one_in_another_order(tm
     assert epochs[0] != epochs[1]
     assert order[0]["input_ids"].dtype == torch.int64
     assert tuple(order[7]["input_ids"].tolist()) == epochs[0][7]  # back in the epoch before
+    first = torch.tensor(epochs[0][:100])
+    runs = [
+        made(tmp_path / f"{seed}{name}", plan_of(path, training=900, seed=seed))
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    ]
+    again, same, other = (TrainingOrder(run.training, 900, seed) for run, seed in zip(runs, (0, 0, 1), strict=True))
+    assert all(torch.equal(again[i]["input_ids"], same[i]["input_ids"]) for i in range(100))
+    assert not all(torch.equal(again[i]["input_ids"], other[i]["input_ids"]) for i in range(100))
+    numbers = [int(line[2:8]) for line in whole_lines(first)]
+    assert max(numbers) - min(numbers) > 1000  # a batch is from all over the text
 
 
 def test_a_large_file_is_not_read_whole(tmp_path, monkeypatch):
@@ -136,21 +141,6 @@ def test_a_large_file_is_not_read_whole(tmp_path, monkeypatch):
     assert sum(sizes) < 2 * 30_000 * 64 < path.stat().st_size / 9
     lines = [int(line[:7]) for line in read(tokens.training[::50]).split("\n") if len(line) > 90 and line[0] != "<"]
     assert max(lines) - min(lines) > 200_000  # from all over the file
-
-
-def test_the_seed_alone_decides_the_order(tmp_path):
-    path = numbered(tmp_path)
-    runs = []
-    for name, seed in (("first", 0), ("again", 0), ("other", 1)):
-        plan = plan_of(path, training=900, seed=seed)
-        order = TrainingOrder(made(tmp_path / name, plan).training, 900, seed)
-        runs.append(torch.stack([order[i]["input_ids"] for i in range(900)]))
-    assert torch.equal(runs[0], runs[1])
-    assert not torch.equal(runs[0], runs[2])
-    lines = Counter(whole_lines(runs[0][:100]))
-    assert len(lines) > 200
-    numbers = [int(line[2:8]) for line in lines]
-    assert max(numbers) - min(numbers) > 1000  # a batch is from all over the text
 
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 8), (2, 4), (2, 2), (4, 1)])
@@ -179,17 +169,6 @@ def test_held_out_text_is_never_trained_on(tmp_path):
     assert len(tokens.training) * 32 > 0.95 * (30_000 - 40 * 32)  # only the document at the border is lost
 
 
-def test_at_most_a_fifth_of_a_file_is_held_out(tmp_path):
-    with pytest.raises(InputError) as raised:
-        made(tmp_path / "run", plan_of(numbered(tmp_path), held_out=400))
-    found = int(re.search(r"found (\d+)", str(raised.value))[1])
-    assert 0.8 * 187 < found <= 188
-    assert str(raised.value) == (
-        "numbered.jsonl: too little text to hold out 400 sequences of 32 tokens for the evaluation, "
-        f"found {found}; give another text with --eval-text, lower --eval-sequences, or use --eval-every 0"
-    )
-
-
 def test_another_text_is_held_out_whole(tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("something else entirely, " * 20)
@@ -199,28 +178,26 @@ def test_another_text_is_held_out_whole(tmp_path):
     assert len(tokens.training) == 900
 
 
-@pytest.mark.parametrize(
-    ("total", "micro", "replicas", "expected"),
-    [(16, 4, 1, (4, 4)), (12, 5, 2, (3, 2)), (7, 4, 1, (1, 7)), (8, 99, 2, (4, 1))],
-)
-def test_a_global_batch_is_divided(total, micro, replicas, expected):
-    assert divide_batch(total, micro, replicas) == expected
-
-
-def test_a_global_batch_that_does_not_divide():
+def test_a_global_batch_is_divided():
+    sizes = {(16, 4, 1): (4, 4), (12, 5, 2): (3, 2), (7, 4, 1): (1, 7), (8, 99, 2): (4, 1)}
+    assert {each: divide_batch(*each) for each in sizes} == sizes
     with pytest.raises(InputError, match="--batch-tokens: 6 sequences per step do not divide over 4 processes"):
         divide_batch(6, 1, 4)
 
 
-def test_text_that_is_too_short(tmp_path):
-    path = tmp_path / "short.txt"
-    path.write_text("a few words")
-    with pytest.raises(InputError, match=r"short.txt: too little text: expected at least 1 sequence of 32 tokens"):
-        made(tmp_path / "run", plan_of(path))
-    with pytest.raises(InputError, match=r"too little text to hold out 4 sequences of 32 tokens for .*, found 0; give"):
-        made(tmp_path / "run", plan_of(path, held_out=4))
-    with pytest.raises(InputError, match=r"short.txt: too little text: expected at least 4 sequences of 32 tokens"):
-        made(tmp_path / "run", plan_of(numbered(tmp_path), held_out=4, eval_text=path))
+def test_too_little_text(tmp_path):
+    short, long = tmp_path / "short.txt", numbered(tmp_path)
+    short.write_text("a few words")
+    wrong = {
+        r"short.txt: too little text: expected at least 1 sequence of 32 tokens": plan_of(short),
+        r"short.txt: too little text: expected at least 4 sequences of 32": plan_of(long, held_out=4, eval_text=short),
+        r"short.txt: too little text to hold out 4 sequences .*, found 0; give": plan_of(short, held_out=4),
+        # At most a fifth of a file is held out: 187 of 938 sequences.
+        r"numbered.jsonl: .* hold out 400 sequences .*, found 18\d; give another": plan_of(long, held_out=400),
+    }
+    for message, plan in wrong.items():
+        with pytest.raises(InputError, match=message):
+            made(tmp_path / "run", plan)
 
 
 def test_tokens_that_the_model_does_not_know(tmp_path):
@@ -228,20 +205,6 @@ def test_tokens_that_the_model_does_not_know(tmp_path):
     with pytest.raises(InputError, match=r"^tiny: its tokenizer gives token 103, but the model knows 103 tokens"):
         made(tmp_path / "run", plan_of(path, vocabulary=103))
     assert made(tmp_path / "run", plan_of(path, vocabulary=104)).training.shape == (100, 32)
-
-
-def test_texts_that_cannot_be_read(tmp_path):
-    with pytest.raises(InputError, match=r"--eval-text: no file nothing\.txt"):
-        plan_of(numbered(tmp_path), eval_text="nothing.txt")
-    (tmp_path / "text.md").write_bytes(b"\xff")
-    with pytest.raises(
-        InputError, match=r"--text .*: expected a text file \(UTF-8\), a .jsonl file or the name of a dataset"
-    ):
-        plan_of(tmp_path / "text.md")
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"text": "fine"}\n{"text": 3}\n')
-    with pytest.raises(InputError, match=r"bad.jsonl, line 2: expected an object with a string `text`"):
-        made(tmp_path / "run", plan_of(path))
 
 
 def test_a_dataset_is_streamed_and_read_no_further_than_needed(tmp_path, monkeypatch):
@@ -263,12 +226,9 @@ def test_a_dataset_is_streamed_and_read_no_further_than_needed(tmp_path, monkeyp
     assert min(trained) == "[000005]"
     assert len(tokens.training) == 200
     assert len(taken) < 140  # 66 tokens each
-
-
-def test_a_dataset_that_ends_gives_what_it_has(tmp_path, monkeypatch):
     rows = [Document(f"[{n:06d}]" * 8) for n in range(20)]
     monkeypatch.setattr(texts._Dataset, "_documents", lambda self: iter(rows))
-    assert len(made(tmp_path / "run", plan_of("some/name", training=200)).training) == 20 * 66 // 32
+    assert len(made(tmp_path / "all", plan_of("some/name", training=200)).training) == 20 * 66 // 32
 
 
 def test_tokens_are_opened_only_for_the_run_they_were_made_for(tmp_path):

@@ -21,11 +21,11 @@ from kvfold.convert.uptrain.request import UptrainRequest
 
 def two_of_them():
     """Both wait longer for the first one's work than the training's timeout, and both get its error."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=4))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
     calls = []
 
     def slow():
-        time.sleep(7)
+        time.sleep(4)
         calls.append(int(os.environ["RANK"]))
         return "done"
 
@@ -38,7 +38,7 @@ def two_of_them():
     try:
         run_on_first(wrong)
     except InputError as error:
-        print(json.dumps({"result": result, "calls": calls, "waited": seconds > 6, "error": str(error)}))
+        print(json.dumps({"result": result, "calls": calls, "waited": seconds > 3, "error": str(error)}))
     leave_processes()
     print(dist.is_initialized(), file=sys.stderr)
 
@@ -51,10 +51,6 @@ def test_the_others_wait_longer_than_the_timeout_of_the_training_and_share_its_e
     same = {"waited": True, "error": "no text\n  a detail"}
     assert json.loads(ended[0].stdout) == {"result": "done", "calls": [0], **same}
     assert json.loads(ended[1].stdout) == {"result": None, "calls": [], **same}
-
-
-def test_a_single_process_works_at_once():
-    assert run_on_first(lambda: 3) == 3
 
 
 def test_collectives_of_the_training_keep_the_default_timeout(tmp_path):

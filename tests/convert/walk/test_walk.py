@@ -65,7 +65,7 @@ class Case:
             for name, tensor in self.student.state_dict().items()
         ]
 
-    def twin(self, source: CheckpointStream) -> Student:
+    def converted(self, source: CheckpointStream) -> Student:
         return Student(source, self.student.config.to_dict(), self.planned())
 
     def layer(self, index: int) -> dict[str, Tensor]:
@@ -73,7 +73,7 @@ class Case:
 
     def walk(self, **options: Any) -> Walk:
         source = self.stream()
-        return Walk(Teacher(source, self.held_out, self.calibration, **options), self.twin(source))
+        return Walk(Teacher(source, self.held_out, self.calibration, **options), self.converted(source))
 
     def run(self, walk: Walk) -> Iterator[Step]:
         for step in walk:
@@ -104,54 +104,31 @@ def attention_inputs(model: Any, tokens: Tensor) -> list[Tensor]:
     return found
 
 
-def test_statistics_are_those_of_the_stock_model_in_float64(case: Case) -> None:
-    expected = attention_inputs(case.source, case.calibration)
-    found = [step.statistics for step in case.run(case.walk(profile=True))]
-    assert len(found) == LAYERS
-    for statistics, inputs in zip(found, expected, strict=True):
-        rows = inputs.flatten(0, 1)
-        assert statistics is not None
-        assert statistics.tokens == len(rows) == 91
-        torch.testing.assert_close(statistics.gram, rows.T @ rows / 91, **precision.ACTIVATIONS)
-        torch.testing.assert_close(statistics.mean, rows.mean(0), **precision.ACTIVATIONS)
-        torch.testing.assert_close(statistics.profile.sum(-1), torch.ones(4, dtype=torch.float64))
-
-
-def test_profiles_are_those_of_the_stock_attention_maps(case: Case) -> None:
+def test_statistics_are_those_of_the_stock_model(case: Case) -> None:
+    """In float64; a survey of the source alone gives the same as a walk."""
+    inputs = attention_inputs(case.source, case.calibration)
     case.source.set_attn_implementation("eager")
     maps = case.source(case.calibration, output_attentions=True).attentions
-    for step, weights in zip(case.run(case.walk(profile=True)), maps, strict=True):
-        mean = weights.double().mean(0)
-        expected = torch.stack([mean.diagonal(-delta, -2, -1).sum(-1) for delta in range(13)], -1) / 13
-        assert step.statistics is not None
-        torch.testing.assert_close(step.statistics.profile, expected, rtol=1e-5, atol=1e-7)
+    walked = [step.statistics for step in case.run(case.walk(profile=True))]
+    surveyed = list(survey(case.stream(), case.calibration))
+    assert [index for index, *_ in surveyed] == list(range(LAYERS))
+    for found, (_, other, first), rows, weights in zip(walked, surveyed, inputs, maps, strict=True):
+        rows, mean = rows.flatten(0, 1), weights.double().mean(0)
+        assert found is not None
+        assert found.tokens == len(rows) == 91
+        torch.testing.assert_close(found.gram, rows.T @ rows / 91, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.mean, rows.mean(0), rtol=1e-5, atol=1e-6)
+        profile = torch.stack([mean.diagonal(-delta, -2, -1).sum(-1) for delta in range(13)], -1) / 13
+        torch.testing.assert_close(found.profile, profile, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(first.double(), rows[: len(first)], rtol=1e-5, atol=1e-6)
+        assert all(torch.equal(getattr(found, name), getattr(other, name)) for name in ("gram", "mean", "profile"))
 
 
-def test_profiles_are_taken_only_when_requested(case: Case) -> None:
-    assert all(step.statistics.profile.numel() == 0 for step in case.run(case.walk()))
-
-
-def test_a_survey_gives_the_walks_statistics_without_a_student(case: Case) -> None:
-    surveyed, inputs = {}, []
-    for index, statistics, first in survey(case.stream(), case.calibration):
-        surveyed[index] = statistics
-        inputs.append(first)
-    assert list(surveyed) == [0, 1, 2]
-    for first, expected in zip(inputs, attention_inputs(case.source, case.calibration), strict=True):
-        torch.testing.assert_close(first.double(), expected.flatten(0, 1)[: len(first)], **precision.LOGITS)
-    for step in case.run(case.walk(profile=True)):
-        assert step.statistics is not None
-        assert torch.equal(surveyed[step.index].gram, step.statistics.gram)
-        assert torch.equal(surveyed[step.index].mean, step.statistics.mean)
-        assert torch.equal(surveyed[step.index].profile, step.statistics.profile)
-
-
-def test_a_walk_without_calibration_has_no_statistics_and_the_same_drift(case: Case) -> None:
-    source = case.stream()
-    bare = Walk(Teacher(source, case.held_out), case.twin(source))
+def test_statistics_and_profiles_are_taken_only_when_requested(case: Case) -> None:
+    source, full = case.stream(), case.walk()
+    bare = Walk(Teacher(source, case.held_out), case.converted(source))
     assert all(step.statistics is None for step in case.run(bare))
-    full = case.walk()
-    list(case.run(full))
+    assert all(step.statistics.profile.numel() == 0 for step in case.run(full))
     assert bare.measurement() == full.measurement()
 
 
@@ -164,7 +141,7 @@ def test_students_that_share_a_teacher_are_what_each_would_be_alone(
     list(case.run(alone))
     tokens = case.held_out, case.calibration
     teacher = Teacher(source, *tokens, profile=True, keep_calibration=True, remember=True)
-    walks = [Walk(teacher, case.twin(source)) for _ in range(2)]
+    walks = [Walk(teacher, case.converted(source)) for _ in range(2)]
     for lesson in teacher.layers():
         for walk in walks:
             with walk.step(lesson) as step:
@@ -217,15 +194,6 @@ def test_attention_error_is_the_square_of_the_local_drift(case: Case) -> None:
         assert error == pytest.approx(drift.attention_local**2, rel=1e-5)
 
 
-def test_candidates_are_judged_on_the_first_sequences(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvfold.convert.walk.walk._JUDGED_TOKENS", 13 * 3 + 5)
-    step = next(iter(case.walk()))
-    found = step.attention_error(case.layer(0))
-    case.held_out = case.held_out[:3]
-    drift = next(iter(case.walk())).convert(case.layer(0))
-    assert found == pytest.approx(drift.attention_local**2, rel=1e-5)
-
-
 def test_candidates_are_judged_on_2048_tokens(case: Case) -> None:
     case.held_out = torch.randint(0, 61, (9, 256))
     found = next(iter(case.walk())).attention_error(case.layer(0))
@@ -236,33 +204,21 @@ def test_candidates_are_judged_on_2048_tokens(case: Case) -> None:
     assert found != pytest.approx(whole.attention_local**2, rel=1e-5)
 
 
-def test_a_student_equal_to_its_source_drifts_nowhere(case: Case) -> None:
-    case.student, case.new = case.source, {n: t for n, t in case.stored.items() if "self_attn" in n}
-    found = measured(case)
-    assert found.kl == 0
-    assert found.agreement == 1
-    assert all(layer.residual_propagated == layer.attention_local == 0 for layer in found.layers)
-
-
-def test_layers_that_are_kept_are_the_sources(case: Case) -> None:
-    walk = case.walk(keep_calibration=True)
-    for step in walk:
+def test_layers_drift_where_they_differ_from_the_sources(case: Case) -> None:
+    skipped, one = case.walk(keep_calibration=True), case.walk()
+    for step in skipped:
         assert all(map(torch.equal, step.calibration, step.student_calibration))
         step.skip()
-    found = walk.measurement()
-    assert (found.kl, found.agreement, found.layers) == (0, 1, ())
-
-
-def test_a_converted_layer_among_kept_ones_drifts_less_than_all(case: Case) -> None:
-    walk = case.walk()
-    for step in walk:
-        if step.index == 1:
-            step.convert(case.layer(1))
-        else:
-            step.skip()
-    found = walk.measurement()
-    assert [layer.layer for layer in found.layers] == [1]
-    assert 0 < found.kl < measured(case).kl
+    for step in one:
+        step.convert(case.layer(1)) if step.index == 1 else step.skip()
+    nothing, single, all_layers = skipped.measurement(), one.measurement(), measured(case)
+    assert (nothing.kl, nothing.agreement, nothing.layers) == (0, 1, ())
+    assert [layer.layer for layer in single.layers] == [1]
+    assert 0 < single.kl < all_layers.kl
+    case.student, case.new = case.source, {n: t for n, t in case.stored.items() if "self_attn" in n}
+    same = measured(case)
+    assert (same.kl, same.agreement) == (0, 1)
+    assert all(layer.residual_propagated == layer.attention_local == 0 for layer in same.layers)
 
 
 def test_what_is_measured_is_what_will_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,32 +247,19 @@ def test_every_tensor_is_read_once(case: Case) -> None:
     assert sorted(case.reads) == sorted(name for name in case.stored if ".layers." in name)
 
 
-def test_a_layer_must_be_converted_before_the_next(case: Case) -> None:
-    steps = iter(case.walk())
-    next(steps)
-    with pytest.raises(KvfoldError, match="went on from layer 0 before it was converted"):
-        next(steps)
-
-
-def test_measurement_needs_the_whole_walk(case: Case) -> None:
+def test_a_walk_that_is_used_wrongly_says_so(case: Case) -> None:
     walk = case.walk()
-    next(iter(case.run(walk)))
-    with pytest.raises(KvfoldError, match="has done 0 of 3 layers"):
-        walk.measurement()
-
-
-def test_only_planned_tensors_are_taken(case: Case) -> None:
-    step = next(iter(case.walk()))
+    steps = iter(walk)
+    step, tensors = next(steps), case.layer(0)
     with pytest.raises(KvfoldError, match=r"computes no tensors model\.norm\.weight"):
         step.convert({"model.norm.weight": torch.ones(32)})
-
-
-def test_a_layer_short_of_a_tensor_is_refused(case: Case) -> None:
-    step = next(iter(case.walk()))
-    tensors = case.layer(0)
     tensors.pop("model.layers.0.self_attn.q_proj.weight")
     with pytest.raises(KvfoldError, match=r"'model\.layers\.0\.self_attn\.q_proj\.weight' was read before"):
         step.convert(tensors)
+    with pytest.raises(KvfoldError, match="went on from layer 0 before it was converted"):
+        next(steps)
+    with pytest.raises(KvfoldError, match="has done 0 of 3 layers"):
+        walk.measurement()
 
 
 def test_chunks_hold_whole_sequences() -> None:

@@ -45,7 +45,7 @@ def folded(checkpoint: Checkpoint, layer: int, statistics: LayerStatistics) -> d
     return write_layer(model, layer, principal.fold(weights, statistics, rotary, groups))
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3", "gemma2", "phi3", "granite"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3", "gemma2"])
 def test_weights_are_equal(name: str, tiny_family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvfold.convert.walk.passes._CPU_TOKENS", 100)
     folder: Path = tiny_family(name)
