@@ -18,29 +18,20 @@ if TYPE_CHECKING:
     from kvfold.attention.modeling import GroupedAttention, LatentAttention
     from kvfold.attention.rotary import apply_rotary, rotary_frequencies, rotary_tables
 
-_MODULES = {
-    "AbsorbedProjections": "latent",
-    "DriftReport": "drift.report",
-    "GroupedAttention": "modeling",
-    "KVCache": "cache",
-    "LatentAttention": "modeling",
-    "LatentCache": "cache",
-    "LayerStream": "drift.streams",
-    "absorb": "deepseek",
-    "absorbed_projections": "latent",
-    "apply_rotary": "rotary",
-    "cache_bytes": "cache",
-    "cache_numbers": "cache",
-    "distance_profile": "drift.profile",
-    "grouped_attention": "grouped",
-    "latent_attention": "latent",
-    "measure_drift": "drift",
-    "register_models": "checkpoints.registered",
-    "rotary_frequencies": "rotary",
-    "rotary_tables": "rotary",
-    "row_kl": "drift.profile",
-    "unabsorb": "deepseek",
+_NAMES = {
+    "cache": "KVCache LatentCache cache_bytes cache_numbers",
+    "checkpoints.registered": "register_models",
+    "deepseek": "absorb unabsorb",
+    "drift": "measure_drift",
+    "drift.profile": "distance_profile row_kl",
+    "drift.report": "DriftReport",
+    "drift.streams": "LayerStream",
+    "grouped": "grouped_attention",
+    "latent": "AbsorbedProjections absorbed_projections latent_attention",
+    "modeling": "GroupedAttention LatentAttention",
+    "rotary": "apply_rotary rotary_frequencies rotary_tables",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "AbsorbedProjections",

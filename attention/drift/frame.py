@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import Cache
@@ -63,6 +62,7 @@ class Frame:
         path, layers = layer_list(model)
         self.model, self.path, self.layers = model, path, list(layers)
         self._visit: Visit | None = None
+        # some families (bloom) unpack what their layers return; ``enter`` and ``logits`` learn it from what comes back
         self._returns_tuples = False
         parent, _, name = path.rpartition(".")
         stand_ins = nn.ModuleList(StandIn(index, layer, self) for index, layer in enumerate(self.layers))
@@ -124,24 +124,6 @@ class Frame:
         self._returns_tuples = True
         return self.logits(hidden, tensors, **inputs)
 
-    def detect_tuples(self, device: torch.device) -> None:
-        """Learn from a forward over two tokens whether the model unpacks what its layers return.
-
-        Some families do (bloom); of a stand-in's tensor ``[B, T, E]`` they then take the first row.
-        """
-        dims: list[int] = []
-
-        def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
-            dims.append(hidden.dim())
-            if index > 0:
-                raise Stop
-            return hidden
-
-        output = self.run(visit, input_ids=torch.zeros(1, 2, dtype=torch.long, device=device))
-        if output is not None:
-            dims.append(output.logits.dim())
-        self._returns_tuples = dims[-1] < dims[0]
-
 
 def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The path and the list of a model's decoder layers: as many as its config says, each with a self-attention.
@@ -184,27 +166,25 @@ def cache_bytes_per_token(
     use_cache=True)`` records them: the cache among them is the object that the stock model makes for generation. On the
     meta device its tensors have shapes and no data.
     """
-    # the difference leaves out what a cache holds whatever its length
-    few, more = (_cached_bytes(layers, *enter(tokens)) for tokens in (2, 4))
-    return (more - few) // 2
-
-
-def _cached_bytes(layers: Sequence[nn.Module], hidden: Tensor, arguments: Sequence[Arguments]) -> int:
-    """Bytes in the cache after the attention of every layer has seen ``hidden [B, T, E]``."""
 
     def stop(module: nn.Module, inputs: Any, output: Any) -> None:
         raise Stop
 
-    for layer, call in zip(layers, arguments, strict=True):
-        handle = attention_of(layer).register_forward_hook(stop)
-        try:
-            layer(hidden, *call.args, **call.kwargs)
-        except Stop:
-            pass
-        finally:
-            handle.remove()
-    passed = [value for call in arguments for value in (*call.args, *call.kwargs.values())]
-    return tensor_bytes([value for value in passed if isinstance(value, Cache)])
+    sizes = []
+    for tokens in (2, 4):
+        hidden, arguments = enter(tokens)
+        for layer, call in zip(layers, arguments, strict=True):
+            handle = attention_of(layer).register_forward_hook(stop)
+            try:  # the cache is filled before the attention returns: the rest of the layer is not needed
+                layer(hidden, *call.args, **call.kwargs)
+            except Stop:
+                pass
+            finally:
+                handle.remove()
+        passed = [value for call in arguments for value in (*call.args, *call.kwargs.values())]
+        sizes.append(tensor_bytes([value for value in passed if isinstance(value, Cache)]))
+    # the difference leaves out what a cache holds whatever its length
+    return (sizes[1] - sizes[0]) // 2
 
 
 def tensor_bytes(holder: Any) -> int:

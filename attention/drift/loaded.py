@@ -44,7 +44,6 @@ class LoadedStream:
             memo |= {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
         frame = Frame(copy.deepcopy(self.model, memo))
         _convert(frame.model, self.device, self.dtype).eval()
-        frame.detect_tuples(self.device)
         return frame
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -61,7 +60,8 @@ class LoadedStream:
             yield OpenLayer(index, layer, lambda hidden: self._arguments(hidden)[index])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._frame.logits(hidden, input_ids=self._blank(*hidden.shape[:2]))
+        blank = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
+        return self._frame.logits(hidden, input_ids=blank)
 
     @torch.no_grad()
     def cache_bytes_per_token(self) -> int:
@@ -69,22 +69,22 @@ class LoadedStream:
         # generation runs in the dtype of the model itself, whatever the stream computes in
         if _differs(self.model, self.device, self.dtype):
             return LoadedStream(self.model).cache_bytes_per_token()
+
+        def enter(tokens: int) -> tuple[Tensor, list[Arguments]]:
+            blank = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
+            return self._frame.enter(input_ids=blank, use_cache=True)
+
         with evaluating(self.model):
-            return cache_bytes_per_token(
-                self._layers, lambda tokens: self._frame.enter(input_ids=self._blank(1, tokens), use_cache=True)
-            )
+            return cache_bytes_per_token(self._layers, enter)
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LoadedStream":
         return LoadedStream(self.model, self.device if device is None else device, dtype or self.dtype)
-
-    def _blank(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.long, device=self.device)
 
     def _arguments(self, hidden: Tensor) -> list[Arguments]:
         """The arguments of each layer beside ``hidden [B, T, E]``."""
         shape = (hidden.shape[0], hidden.shape[1])
         if self._recorded is None or self._recorded[0] != shape:
-            self.embed(self._blank(*shape))
+            self.embed(torch.zeros(shape, dtype=torch.long))
         # embed has just recorded them
         assert self._recorded is not None
         return self._recorded[1]
