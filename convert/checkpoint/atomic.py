@@ -169,11 +169,9 @@ def free_space_check(path: str | os.PathLike[str], needed_bytes: int, purpose: s
 
 @contextmanager
 def output_lock(target: Path) -> Iterator[bool]:
-    """Hold the lock of ``target``; yields False if the file system has no locks. InputError if another process has it.
-
-    The package filelock would not do: it leaves its file behind, and without locks puts a file in their place that
-    blocks every run after a killed one.
-    """
+    """Hold the lock of ``target``; yields False if the file system has no locks. InputError if another run has it."""
+    # The package filelock would not do: it leaves its file behind, and without locks puts a file in their place that
+    # blocks every run after a killed one.
     path = target.parent / f"{_prefix(target)}.lock"
     with DeferredSignals() as signals:
         handle = _locked(path, target)

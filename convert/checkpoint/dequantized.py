@@ -120,7 +120,7 @@ def _is_quantized(tensor: TensorInfo) -> bool:
 
 
 @dataclass(frozen=True)
-class DequantizingReader:
+class DequantizingReader(Reader):
     """Reads dense tensors: ``weights`` are dequantized, ``plain`` ones cast. Both are keyed by their dense names.
 
     ``settings`` is the quantization_config of config.json.
@@ -153,9 +153,7 @@ class DequantizingReader:
             raise InputError(f"{info.file}: tensor {weight.root.name!r} is quantized: {error}") from error
 
     def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]":
-        from kvfold.convert.checkpoint.tensors import flat_chunks
-
-        return flat_chunks(self.read(info), elements) if info.made else self.stored.chunks(info, elements)
+        return super().chunks(info, elements) if info.made else self.stored.chunks(info, elements)
 
     def raw_path(self, info: TensorInfo) -> Path | None:
         return None if info.made else self.stored.raw_path(info)

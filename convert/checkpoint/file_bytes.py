@@ -1,11 +1,4 @@
-"""Bytes of files: copied between positions, written and synced. No torch.
-
-Copying goes through a small buffer. Source and target positions rarely agree modulo the page size (headers differ),
-and copy_file_range then splits every page. The buffer should fit the second-level cache. What was read is dropped from
-the page cache, since a conversion reads it once: its pages serve the next reads instead of fresh ones, and a model
-larger than the memory does not push everything else out. Measured on ext4 (Linux 6.18, 2 cores), system seconds per GB:
-copy_file_range 0.4 to 0.5; buffers of 1 MiB 0.6 to 0.8, of 8 MiB 1.7 to 1.9; 1 MiB with dropping 0.3.
-"""
+"""Bytes of files: copied between positions, written and synced. No torch."""
 
 import os
 from collections.abc import Callable
@@ -14,7 +7,13 @@ from pathlib import Path
 
 from kvfold.convert.errors import InputError
 
+# A small buffer, which fits the second-level cache. copy_file_range would be no faster: source and target positions
+# rarely agree modulo the page size (headers differ), and it then splits every page. Measured on ext4 (Linux 6.18, 2
+# cores), system seconds per GB: copy_file_range 0.4 to 0.5; buffers of 1 MiB 0.6 to 0.8, of 8 MiB 1.7 to 1.9; 1 MiB
+# with dropping what was read from the page cache 0.3.
 BUFFER = 1 << 20
+# A conversion reads a source once: dropped pages serve the next reads, and a model larger than the memory does not push
+# everything else out.
 _DROP_EVERY = 8 << 20
 
 

@@ -208,12 +208,10 @@ def read_header(path: Path, file: str) -> Header:
         raise InputError(f"{path}: expected to be able to read it, found: {error.strerror}") from None
 
 
+# A run reads headers first and weights over hours. A file that changes meanwhile would give a result that belongs to
+# neither version.
 class FileState(NamedTuple):
-    """Stat fields that change when a file is replaced or rewritten.
-
-    A run reads headers first and weights over hours. A file that changes meanwhile would give a result that belongs to
-    neither version.
-    """
+    """Stat fields that change when a file is replaced or rewritten."""
 
     device: int
     inode: int

@@ -1,8 +1,4 @@
-"""SHA-256 of files and of ranges of them, for ``kvfold.json``, ``kvfold verify`` and ``--resume``.
-
-Shards are hashed while they are written: a thread follows the tensors in the order of the file. What was just written
-is still in the page cache, so that a finished output need not be read from the disk once more.
-"""
+"""SHA-256 of files and of ranges of them, for ``kvfold.json``, ``kvfold verify`` and ``--resume``."""
 
 import hashlib
 import os
@@ -48,6 +44,7 @@ def hashing(folder: Path, shards: Sequence[Shard], written: Container[str]) -> I
     Yields a function that waits for the hashes and returns them by file; call it when everything is written. It raises
     OSError if a file cannot be read.
     """
+    # what was just written is in the page cache: a finished output need not be read from the disk once more
     stopped = threading.Event()
     with ThreadPoolExecutor(1, "kvfold-hash") as pool:
         hashes = pool.submit(lambda: {shard.file: _hash(folder, shard, written, stopped) for shard in shards})

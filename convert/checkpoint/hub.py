@@ -110,12 +110,10 @@ def remote_files(model: HubModel) -> RemoteFiles:
 
 
 def remote_headers(files: RemoteFiles, shards: list[str]) -> dict[str, Header]:
-    """The headers of safetensors files by range requests, several at a time.
-
-    By hand: the hub library's ``parse_safetensors_file_metadata`` does not give the file's size (a truncated file would
-    pass) nor the header's bytes (whose digest is part of the source's hash), does not check a header for gaps, overlaps
-    and repeated names, and reads a whole shard from a server that ignores the range.
-    """
+    """The headers of safetensors files by range requests, several at a time."""
+    # The hub library's parse_safetensors_file_metadata gives neither the file's size (a truncated file would pass) nor
+    # the header's bytes (their digest is part of the source's hash), does not check for gaps, overlaps and repeated
+    # names, and reads a whole shard from a server that ignores the range.
     with ThreadPoolExecutor(_THREADS) as pool:
         headers = pool.map(lambda name: _ask(files.model, lambda: _remote_header(files, name)), shards)
         return dict(zip(shards, headers, strict=True))

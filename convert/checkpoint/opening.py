@@ -16,7 +16,7 @@ from kvfold.convert.checkpoint import hub
 from kvfold.convert.checkpoint.dequantized import check_libraries, dequantized, undeclared_problems
 from kvfold.convert.checkpoint.headers import Header, TensorInfo
 from kvfold.convert.checkpoint.json_text import portable_name
-from kvfold.convert.checkpoint.reader import NoReader, Reader, SafetensorsReader, Weights
+from kvfold.convert.checkpoint.reader import NoReader, Reader, Weights
 from kvfold.convert.errors import InputError, KvfoldError
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _open_folder(folder: Path, dtype: str, origin: str = "") -> Checkpoint:
                 headers[file] = folders.read_header(paths[file], file)
         except InputError as error:
             headers[file] = Header(problems=[error.message])
-    reader: Reader = SafetensorsReader(paths)
+    reader: Reader = _SafetensorsReader(paths)
     if legacy:
         from kvfold.convert.checkpoint.tensors import LegacyReader
 
@@ -233,3 +233,23 @@ def _checked(
     tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
     folders.raise_problems([*problems, *undeclared_problems(config, tensors)])
     return tensors
+
+
+class _SafetensorsReader(Reader):
+    """Reads local safetensors files by position; ``paths`` maps file names to real paths."""
+
+    def __init__(self, paths: dict[str, Path]) -> None:
+        self._paths = paths
+
+    def read(self, info: TensorInfo) -> "torch.Tensor":
+        from kvfold.convert.checkpoint.tensors import read_tensor
+
+        return read_tensor(self._paths[info.file], info)
+
+    def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]":
+        from kvfold.convert.checkpoint.tensors import read_chunks
+
+        return read_chunks(self._paths[info.file], info, elements)
+
+    def raw_path(self, info: TensorInfo) -> Path | None:
+        return self._paths[info.file]

@@ -1,9 +1,9 @@
-"""Readers of tensors from safetensors files, and for weights that stay on the hub. No torch until one is read."""
+"""Tensors by their headers and what reads them. Imports no torch until a tensor is read."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.errors import KvfoldError
@@ -12,55 +12,32 @@ if TYPE_CHECKING:
     import torch
 
 
-class Reader(Protocol):
-    """Reads tensors. ``raw_path`` is None if no file holds the tensor's bytes at ``start`` .. ``end``."""
-
-    def read(self, info: TensorInfo) -> "torch.Tensor": ...
-
-    def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]": ...
-
-    def raw_path(self, info: TensorInfo) -> Path | None: ...
-
-    def close(self) -> None: ...
-
-
-class SafetensorsReader:
-    """Reads local safetensors files by position; ``paths`` maps file names to real paths."""
-
-    def __init__(self, paths: dict[str, Path]) -> None:
-        self._paths = paths
+class Reader:
+    """Reads tensors; subclasses for safetensors files, legacy files and quantized weights."""
 
     def read(self, info: TensorInfo) -> "torch.Tensor":
-        from kvfold.convert.checkpoint.tensors import read_tensor
-
-        return read_tensor(self._paths[info.file], info)
+        """The tensor on the CPU, owning its memory."""
+        raise NotImplementedError
 
     def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]":
-        from kvfold.convert.checkpoint.tensors import read_chunks
+        """The elements in order, flat, at most ``elements`` at a time."""
+        import torch
 
-        return read_chunks(self._paths[info.file], info, elements)
+        return iter(torch.split(self.read(info).reshape(-1), elements))
 
     def raw_path(self, info: TensorInfo) -> Path | None:
-        return self._paths[info.file]
+        """The file that holds the tensor's bytes at ``start`` .. ``end``; None if there is none."""
+        return None
 
     def close(self) -> None:
-        pass
+        """Give memory and files back; a later read opens them again."""
 
 
-class NoReader:
+class NoReader(Reader):
     """For weights of which only headers were fetched from the hub: reading one is an error."""
 
     def read(self, info: TensorInfo) -> "torch.Tensor":
         raise KvfoldError(f"tensor {info.name!r}: expected local weights to read it from, found headers only")
-
-    def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]":
-        return iter([self.read(info)])
-
-    def raw_path(self, info: TensorInfo) -> Path | None:
-        return None
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)

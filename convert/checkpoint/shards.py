@@ -65,7 +65,7 @@ class TensorPlace:
 def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard]:
     """Fill shards in the given order so that no file exceeds ``max_bytes``; a larger tensor gets its own file.
 
-    Within a shard wider dtypes come first, so that every tensor begins at a multiple of its item size.
+    Within a shard wider dtypes come first.
     """
     groups: list[list[OutputTensor]] = []
     used = 0
@@ -78,6 +78,7 @@ def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard
         used += cost
     count = len(groups)
     names = [SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    # wider dtypes first: every tensor then begins at a multiple of its item size, as memory maps need
     return [
         Shard(name, tuple(sorted(group, key=lambda tensor: -DTYPE_BITS[tensor.dtype])))
         for name, group in zip(names, groups, strict=True)

@@ -13,6 +13,7 @@ import torch
 
 from kvfold.convert.checkpoint.file_bytes import open_source
 from kvfold.convert.checkpoint.headers import Header, TensorInfo
+from kvfold.convert.checkpoint.reader import Reader
 from kvfold.convert.errors import InputError, KvfoldError, first_line
 
 TORCH_DTYPES = {
@@ -59,7 +60,7 @@ def tensor_memory(tensor: torch.Tensor) -> memoryview:
 def read_tensor(path: Path, info: TensorInfo) -> torch.Tensor:
     """Read a whole tensor by position."""
     with open_source(path) as file:
-        return read_elements(file.fileno(), info, info.start, info.end).reshape(info.shape)
+        return _read_elements(file.fileno(), info, info.start, info.end).reshape(info.shape)
 
 
 def read_chunks(path: Path, info: TensorInfo, elements: int) -> Iterator[torch.Tensor]:
@@ -67,16 +68,10 @@ def read_chunks(path: Path, info: TensorInfo, elements: int) -> Iterator[torch.T
     step = elements * torch_dtype(info.dtype).itemsize
     with open_source(path) as file:
         for start in range(info.start, info.end, step):
-            yield read_elements(file.fileno(), info, start, min(start + step, info.end))
+            yield _read_elements(file.fileno(), info, start, min(start + step, info.end))
 
 
-def flat_chunks(tensor: torch.Tensor, elements: int) -> Iterator[torch.Tensor]:
-    """The elements of ``tensor`` in order, flat, at most ``elements`` at a time."""
-    flat = tensor.detach().reshape(-1)
-    return (flat[start : start + elements] for start in range(0, flat.numel(), elements))
-
-
-def read_elements(file: int, info: TensorInfo, start: int, end: int) -> torch.Tensor:
+def _read_elements(file: int, info: TensorInfo, start: int, end: int) -> torch.Tensor:
     """The elements of ``info`` that lie in bytes ``start`` .. ``end`` of the open file, flat, owning their memory."""
     buffer = torch.empty(end - start, dtype=torch.uint8)
     view, position = tensor_memory(buffer), 0
@@ -118,7 +113,7 @@ def cast_chunk(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
     return cast
 
 
-class LegacyReader:
+class LegacyReader(Reader):
     """Reads legacy files with ``weights_only=True``, one at a time and mapped into memory.
 
     A file of a torch before 1.6 cannot be mapped: it is in memory while in use.
@@ -133,10 +128,8 @@ class LegacyReader:
         return self._tensor(info).detach().clone(memory_format=torch.contiguous_format)
 
     def chunks(self, info: TensorInfo, elements: int) -> Iterator[torch.Tensor]:
-        return flat_chunks(self._tensor(info), elements)
-
-    def raw_path(self, info: TensorInfo) -> Path | None:
-        return None
+        # views of the mapped file: no copy of the whole
+        return iter(torch.split(self._tensor(info).detach().reshape(-1), elements))
 
     def close(self) -> None:
         self._file, self._state = "", {}

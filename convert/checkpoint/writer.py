@@ -141,14 +141,14 @@ class ShardWriter:
     def copying_rest(self, checkpoint: Checkpoint, progress: OnBytes = _ignore) -> Iterator[None]:
         """``copy_rest`` in a thread while the block reads the checkpoint and writes what it computes.
 
-        Copying waits for the disk and computing for the processor: together they take little longer than the slower of
-        them. The block's error stops the copy; the copy's is raised by the next ``write`` or when the block ends.
+        The block's error stops the copy; the copy's is raised by the next ``write`` or when the block ends.
         Sources with tensors that are made in memory (of legacy files, or dequantized) are copied after the block.
         """
         if any(checkpoint.raw_path(info) is None for info in checkpoint.tensors.values()):
             yield
             self.copy_rest(checkpoint, progress)
             return
+        # copying waits for the disk, computing for the processor: together they take little longer than the slower one
         stopped = threading.Event()
 
         def step(count: int) -> None:
