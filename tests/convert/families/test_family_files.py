@@ -1,6 +1,7 @@
 """The family files: what they take over, a strict schema of which all is used, and expressions."""
 
 import json
+import re
 from collections import defaultdict
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout
 from kvfold.convert.targets.own_latent import own_latent_layout
 
 FOLDER = Path(schema.__file__).parent
+TINY = {"vocab_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
 FAMILIES = {name: load_family(name) for name in supported()}
 
 
@@ -105,6 +107,17 @@ def parts_of(part: Any) -> list[Any]:
         return [each for entry in (part.values() if isinstance(part, dict) else part) for each in parts_of(entry)]
     own = [each for item in fields(part) for each in parts_of(getattr(part, item.name))] if is_dataclass(part) else []
     return [part, *own] if is_dataclass(part) else own
+
+
+def test_the_example_of_the_guide_is_a_family(tmp_path):
+    guide = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text()
+    example = re.search(r"```json\n(.*?)```", guide.split("**A family**")[1], re.DOTALL)[1]
+    (tmp_path / "llama.json").write_text((FOLDER / "llama.json").read_text())
+    (tmp_path / "NAME.json").write_text(example)
+    family = schema.parse_family(schema.read_table(tmp_path / "NAME.json"), "NAME.json")
+    model = Model(family, {**TINY, "hidden_size": 32, "num_attention_heads": 4})
+    assert model.geometry.rotary_dims == 4
+    assert model.tensors["model.layers.0.self_attn.qkv_proj.weight"].roles == ("q", "k", "v")
 
 
 def test_every_option_of_the_schema_is_used_by_some_family():
