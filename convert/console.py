@@ -31,7 +31,8 @@ from kvfold.convert.errors import (
 from kvfold.convert.options import Request, Spec, specs
 from kvfold.convert.signals import interruptible
 
-STDOUT = "-"  # in place of the name of a file to write
+# Written in place of a file's name, as other command line tools have it.
+STDOUT = "-"
 _PLOT_KINDS = (".png", ".svg", ".pdf")
 
 
@@ -163,6 +164,7 @@ def run_command(
             gc.collect()
     message, status = outcome
     if message is not None:
+        # Otherwise the error could appear before output that was printed earlier.
         sys.stdout.flush()
         print(f"error: {message}", file=sys.stderr)
     raise SystemExit(status)
@@ -182,7 +184,8 @@ def _outcome(
     except (KeyboardInterrupt, click.Abort):
         return stopped
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # keeps the interpreter's own flush quiet
+        # The interpreter flushes stdout once more at its end, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return None, 1
     except Exception as error:
         if os.environ.get("KVFOLD_TRACEBACK"):
@@ -201,7 +204,8 @@ def _usage(error: click.ClickException, command: click.Command, name: str, argum
         command, where = command.commands[called], f"{name} {called}"
     if isinstance(error, click.UsageError) and error.ctx:
         where = error.ctx.command_path
-    if isinstance(error, click.BadOptionUsage) and text.endswith("requires an argument"):  # click does not say which
+    # Click does not say which argument is missing.
+    if isinstance(error, click.BadOptionUsage) and text.endswith("requires an argument"):
         options = (option for option in command.params if error.option_name in option.opts and option.metavar)
         text += "".join(f": {option.metavar}" for option in options)
     return f"{where}: {text[:1].lower()}{text[1:]}; see `{where} --help`"
@@ -220,6 +224,7 @@ def check_writable(path: str, option: str = "json") -> None:
     file = Path(path)
     if path == STDOUT:
         return
+    # A long run must not end in an error that its first second could have told.
     if file.is_dir():
         raise _unwritable(path, option, "it is a folder")
     if not file.parent.is_dir():
@@ -259,6 +264,7 @@ def _unwritable(path: str, option: str, reason: str | None) -> InputError:
 
 def append_line(path: Path, line: str) -> None:
     """Append a line to a text file of the user. OSError when it is a link, a pipe or another special file."""
+    # A link could lead out of the folder, and a pipe would block until somebody reads it.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     file = os.open(path, flags, 0o666)
     try:

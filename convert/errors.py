@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 _SHOWN = 20
+# A value out of a hostile config.json may be a megabyte of brackets: an error shows its beginning and end.
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict, _REPR.maxstring, _REPR.maxlong, _REPR.maxother = 3, 16, 8, 200, 60, 200
 # What values are often called elsewhere.
@@ -142,11 +143,13 @@ _OUT_OF_MEMORY = re.compile(
 def system_failure(error: Exception) -> str | None:
     """A sentence on the disk, memory or file that the system refused, if that is what ``error`` says; else None."""
     text, code = one_line(error), error.errno if isinstance(error, OSError) else None
-    if stated := re.search(r"\(os error (\d+)\)", text):  # safetensors and tokenizers, which are written in Rust
+    # Errors of safetensors and tokenizers, which are written in Rust, have the code in their text.
+    if stated := re.search(r"\(os error (\d+)\)", text):
         code = int(stated[1])
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or _OUT_OF_MEMORY.search(text):
         code = errno.ENOMEM
-    if code is None and "PytorchStreamWriter failed writing" in text:  # torch.save does not say why
+    # torch.save does not say why; nearly always the disk is full.
+    if code is None and "PytorchStreamWriter failed writing" in text:
         return f"expected to be able to write a file, found that it failed ({text[:120]}); {_ADVICE[errno.ENOSPC]}"
     if code is None:
         return None
@@ -157,6 +160,7 @@ def system_failure(error: Exception) -> str | None:
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """`` (did you mean NAME?)`` for the one of ``known`` that ``name`` resembles most; empty when none does."""
+    # Case, dashes and blanks do not make another word.
     spellings = {_plain(item): item for item in known}
     usual = _USUAL.get(_plain(name))
     if usual in spellings.values():

@@ -15,8 +15,10 @@ from kvfold.convert.errors import InputError, KvfoldError, opt
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LONGEST_WORK = timedelta(hours=24)  # a process that dies is noticed at once: its connection closes
-_CONNECTION = timedelta(seconds=50)  # a process that never comes ends the others within a minute
+# Long, because the first process may convert for hours; one that dies is noticed at once: its connection closes.
+_LONGEST_WORK = timedelta(hours=24)
+# Short, because a process that never comes must end the others within a minute.
+_CONNECTION = timedelta(seconds=50)
 
 Result = TypeVar("Result")
 
@@ -171,7 +173,8 @@ def wait_for_all() -> None:
     """Returns when every process has called this."""
     if (dist := _distributed()) is not None:
         with _connected():
-            dist.all_gather_object([None] * count(), None)  # a barrier of nccl would take a GPU
+            # A barrier of nccl would take a GPU, which a process on CPUs does not have.
+            dist.all_gather_object([None] * count(), None)
 
 
 def add_up(tensors: Iterable["Tensor"]) -> None:

@@ -19,8 +19,10 @@ Item = TypeVar("Item")
 Progress = Callable[[str, int, int], None]  # stage, done, total
 Advance = Callable[[int], None]
 
-EVERY = 50.0  # seconds between lines where stderr is no terminal
-_SHOWN = {  # a stage's name on stderr, before its unit: "fitting layer 7 of 32"
+# Seconds between lines where stderr is no terminal: a log stays readable after a day.
+EVERY = 50.0
+# The name of a stage on stderr, before its unit: "fitting layer 7 of 32".
+_SHOWN = {
     "survey": "calibrating",
     "splits": "comparing",
     "finals": "refining",
@@ -69,7 +71,8 @@ class Stages:
 
         def advance(amount: int) -> None:
             nonlocal count
-            with self._lock:  # a thread copies bytes while layers are fitted
+            # A thread copies bytes while layers are fitted.
+            with self._lock:
                 count += amount
                 progress(name, count, total)
 
@@ -93,7 +96,8 @@ class _Stage:
         if self.unit == "B":
             counted = f": {bytes_text(self.done)} of {bytes_text(self.total)}"
         made = self.done - self.kept
-        if made < 2:  # the first layer or step warms up
+        # The first layer or step warms up.
+        if made < 2:
             return self.name + counted
         from tqdm import tqdm
 
@@ -104,7 +108,8 @@ class _Stage:
 _lock = threading.RLock()
 _open: list[_Stage] = []  # outermost first
 _bar: Any = None  # of the innermost
-_told = time.time()  # when the last line was printed
+# The time of the last line, over all stages: many short ones have a line now and then too.
+_told = time.time()
 
 
 @contextmanager
@@ -157,7 +162,8 @@ def _show() -> None:
         dynamic_ncols=True,
         file=sys.stderr,
     )
-    _bar.n, _bar.start_t = this.done, this.begun  # of a stage that goes on after a nested one ended
+    # The stage may go on after a nested one ended.
+    _bar.n, _bar.start_t = this.done, this.begun
     _bar.refresh()
 
 

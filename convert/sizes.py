@@ -6,7 +6,8 @@ from typing import Any
 _DECIMAL = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _BY_NAME = {"": 1} | {unit.upper(): size for unit, size in (_DECIMAL | _BINARY).items()}
-_LEAST_BARE = 1000  # bytes without a unit: fewer are gigabytes whose unit was forgotten
+# Bytes without a unit. Fewer are gigabytes whose unit was forgotten.
+_LEAST_BARE = 1000
 
 
 def bytes_text(count: int) -> str:

@@ -40,7 +40,8 @@ class BenchRow:
     form: str
     context: int
     batch: int
-    prefill_tokens: list[int] | None = None  # sequences and tokens of each
+    # Numbers of sequences and of tokens in each.
+    prefill_tokens: list[int] | None = None
     prefill_tokens_per_s: float | None = None
     step_ms: float | None = None
     steps: int | None = None
@@ -166,6 +167,7 @@ def bench(chosen: Sequence[Subject], options: BenchOptions, tell: Callable[[str]
     from kvfold.convert.measure.machine import software
 
     device, dtype, prefill = choose_device(options.device).type, options.dtype, options.prefill_tokens
+    # All models run in one dtype, so that their times can be compared: few CPUs have units for bfloat16.
     if dtype == "auto":
         config = chosen[0].config
         dtype = "float32" if device == "cpu" else str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
@@ -179,6 +181,7 @@ def bench(chosen: Sequence[Subject], options: BenchOptions, tell: Callable[[str]
         try:
             result = run_in_process(BenchTask(subject, options, device, dtype, prefill))
         except KvfoldError as error:
+            # One model that runs out of memory must not cost the rows of the others.
             failures.append(error)
             pairs = [{"context": context, "batch": batch} for context in options.contexts for batch in options.batches]
             result = {"rows": [{**pair, "failed": str(error)} for pair in pairs]}

@@ -16,7 +16,8 @@ from kvfold.convert.errors import InputError, did_you_mean, opt
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.own_code import BLOCK, source_type
 
-_KV_HEADS, _RANK, _ROPE = 8, 512, 64  # of the converted kinds of a shape
+# Targets of a shape: eight key/value heads as in Llama 3, the latent of DeepSeek's models.
+_KV_HEADS, _RANK, _ROPE = 8, 512, 64
 # Allocators round up and libraries need room: torch alone takes about 0.6 GB of a process.
 _SPARE = 1.05
 _FIXED = 600 << 20
@@ -46,7 +47,8 @@ class BenchOptions:
     dtype: str = "auto"
     cache: str = "dynamic"
     prefill_tokens: int | None = None
-    seconds: float = 4.0  # of timed steps for each context and batch
+    # Spent on the timed steps of each context and batch.
+    seconds: float = 4.0
     threads: int | None = None
 
 
@@ -205,7 +207,8 @@ def step_costs(
     elements, operations, expanded = _per_slot(config, form)
     cache = layers * slots * elements * size
     attention = layers * slots * operations
-    working = (slots * elements + slots * expanded) * size  # transformers copies a layer's growing cache at each step
+    # transformers copies a layer's growing cache at each step.
+    working = (slots * elements + slots * expanded) * size
     activations = 12 * int(config["hidden_size"]) + 3 * int(config.get("intermediate_size") or 0)
     prefilling = prefill * size * (layers * elements + activations)
     memory = weights.total * size + max(cache + working, prefilling)
@@ -229,7 +232,8 @@ def _per_slot(config: Mapping[str, Any], form: str) -> tuple[int, int, int]:
         return 2 * groups * dim, 4 * heads * dim, 0 if groups == heads else 2 * heads * dim
     rank, rope = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"]) + int(config.get("cached_divisors", 0))
     nope, value = int(config["qk_nope_head_dim"]), int(config["v_head_dim"])
-    if form == "absorbed" or source_type(config):  # layout kvfold decodes over the latents by itself
+    # The modeling file of layout kvfold decodes over the latents by itself.
+    if form == "absorbed" or source_type(config):
         return rank + rope, 2 * heads * (2 * rank + rope), heads
     expanded = heads * (2 * nope + rope + 2 * value)
     return rank + rope, 2 * heads * ((nope + value) * rank + nope + rope + value), expanded

@@ -27,7 +27,8 @@ from kvfold.convert.measure.machine import Clock, peak_memory, processor, repeat
 from kvfold.convert.stream.stock import AutoModelForCausalLM, load_model
 
 _SEED = 0
-_ROOM = 64  # slots of a static cache beyond the context, for the timed steps
+# Slots of a static cache beyond the context: each timed step fills one.
+_ROOM = 64
 
 
 def run(task: BenchTask) -> dict[str, Any]:
@@ -39,8 +40,10 @@ def run(task: BenchTask) -> dict[str, Any]:
     register_model(str(task.subject.config.get("model_type")))
     config = AutoConfig.for_model(**task.subject.config)
     weights = count_parameters(config)
+    # Measured before the model is loaded: its weights are part of what a combination needs.
     free, model, rows = free_memory(device), None, []
     pairs = [(context, batch) for context in task.options.contexts for batch in task.options.batches]
+    # Smallest first, so that the model is loaded only if anything fits.
     for context, batch in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair)):
         sequences, length = task.prefill_size(context, batch)
         shape = task.subject.config, task.subject.form, weights, dtype.itemsize
@@ -71,7 +74,8 @@ def make_model(subject: Subject, config: Any, dtype: torch.dtype, device: torch.
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
-        checkpoint = open_checkpoint(subject.folder)  # dequantizes weights that are quantized
+        # Quantized weights are dequantized here, as in a conversion.
+        checkpoint = open_checkpoint(subject.folder)
         model = load_model(checkpoint, dtype, trust_remote_code=False).to(device)
         checkpoint.close()
     model = model.eval().requires_grad_(False)
@@ -93,6 +97,7 @@ def _measure(task: BenchTask, model: Any, weights: ParameterCount, context: int,
     cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     if kind == "static":
         cache_bytes = cache_bytes * context // (context + _ROOM)
+    # Which token is decoded makes no difference to the time.
     token = torch.zeros(batch, 1, dtype=torch.long, device=device)
     attention = _attention_clock(model, device)
     call = lambda: model(token, past_key_values=cache, use_cache=True)  # noqa: E731 -- one expression, timed below
@@ -125,6 +130,7 @@ def _time_prefill(task: BenchTask, model: Any, sequences: int, length: int) -> d
 
 def filled_cache(model: Any, kind: str, context: int, batch: int) -> Any:
     """A cache of ``context`` random tokens (standard normal, seeded), of the shapes that the model itself caches."""
+    # One token shows what the model caches: heads and dims, or a latent and a rotary key.
     probe = DynamicCache(config=model.config)
     model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=probe, use_cache=True)
     static = kind == "static"

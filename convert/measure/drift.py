@@ -99,7 +99,8 @@ def _layer_stages(
 
     def step(done: int, total: int) -> None:
         nonlocal advance
-        if done == layers < total:  # one stage ends before the next begins, so that they do not nest
+        # One stage ends before the next begins, so that they do not nest.
+        if done == layers < total:
             stack.close()
             advance = stack.enter_context(stage(next(names), layers, "layer"))
         else:
@@ -124,6 +125,7 @@ def _stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> Checkpo
     try:
         return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, computed)
     except InputError as error:
+        # Two checkpoints are open: the error must say in which one the problem is.
         raise InputError(f"{checkpoint.origin}: {error.message}", error.details) from error
 
 
@@ -234,7 +236,8 @@ def _signed(value: float) -> str:
 
 def _percent(excess: float) -> str:
     """The perplexity that ``excess`` nats of loss add, in percent."""
-    added = 100 * math.expm1(excess) if excess < 700 else math.inf  # exp overflows a float beyond 709
+    # exp overflows a float beyond 709.
+    added = 100 * math.expm1(excess) if excess < 700 else math.inf
     return f"{_signed(added)} %"
 
 

@@ -22,11 +22,15 @@ from kvfold.convert.stream.stock import hide_bars, load_model
 from kvfold.convert.text.corpus import check_sources, open_corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer, prefix_tokens, renderer, tokenize
 
-_SHORTEST = 256  # tokens of a default length
+# Tokens. Shorter texts have no room for eight hidden sentences.
+_SHORTEST = 256
 _SAMPLES = {"cpu": 16, "cuda": 32}
-_LONGEST = {"cpu": 1024}  # tokens by default: retrieval at 8192 took hours for a model of 135 M parameters on one core
-_BYTES_PER_TOKEN = 16  # of text that is read: more than any language needs, so that there is enough
-_LEARNED = 3  # times the share of right answers by guessing: below it 32 documents cannot tell a model from a guess
+# Tokens by default: retrieval at 8192 took hours for a model of 135 M parameters on one core.
+_LONGEST = {"cpu": 1024}
+# More than any language needs, so that enough text is read.
+_BYTES_PER_TOKEN = 16
+# Times the share of right answers by guessing: below it 32 documents cannot tell a model from a guess.
+_LEARNED = 3
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,7 @@ def eval_checkpoints(
     )  # fmt: skip
     if not quiet:
         print(exam.description(), file=sys.stderr, flush=True)
+    # One after the other: two models of 70B parameters fit into few machines.
     before, after = _examine(model, exam), _examine(out, exam)
     asked = [
         {"task": task, "length": length, "chance": 1 / CHOICES, **paired(before.right[key], after.right[key])}
@@ -216,6 +221,7 @@ def _questions(
 
 def _windows(tokenizer: Any, body: Tensor, length: int, count: int) -> Tensor:
     """At most ``count`` stretches of the text that do not overlap, ``[n, length]``, each behind the prefix."""
+    # A model that was trained with a BOS token in front loses much without it.
     prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int64)
     inner = min(length - len(prefix), len(body))
     rows = body[: len(body) // inner * inner].view(-1, inner)[:count]

@@ -25,6 +25,7 @@ from kvfold.convert.errors import InputError, one_line, opt
 TASKS = ("needle", "keys")
 CHOICES = 8
 _NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry")
+# Common words and words of programs: tokenizers of code models have one token for the latter.
 _WORDS = (
     *("apple", "bread", "chair", "dance", "earth", "flower", "glass", "horse", "iron", "king", "lake", "music"),
     *("night", "ocean", "paper", "queen", "river", "stone", "table", "train", "voice", "water", "window", "winter"),
@@ -43,7 +44,8 @@ _LOSSES = {
 }
 
 Encode = Callable[[str], list[int]]
-Scores = dict[tuple[str, str], dict[str, float]]  # (task, metric) -> document -> value
+# By task and metric, then by document.
+Scores = dict[tuple[str, str], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class QuestionMaker:
             drawn: list[int] = torch.randperm(size, generator=generator).tolist()
             return drawn
 
+        # Everything is drawn from one generator, so that a seed gives the same questions to both models.
         names = [_NAMES[place] for place in order(len(_NAMES))]
         known = list(words)
         chosen = [known[place] for place in order(len(known))[:CHOICES]]
@@ -102,9 +105,11 @@ class QuestionMaker:
             )
         text = self._stretch(room, order)
         depths = [depth, *torch.rand(hidden - 1, generator=generator).tolist()]
+        # From the end, so that an insertion does not move the places of the others.
         for at, sentence in sorted(zip(depths, sentences, strict=True), reverse=True):
             place = round(at * room)
             text[place:place] = sentence
+        # The right word must not always be the first choice.
         mixed = order(CHOICES)
         tokens = torch.tensor([*self.prefix, *text, *ending])
         return Question(tokens, [words[chosen[i]] for i in mixed], mixed.index(0))

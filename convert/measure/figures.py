@@ -27,8 +27,10 @@ _RELATIVE_ERRORS = (
     ("residual_propagated", "residual stream"),
 )
 _CONTEXTS = tuple(2**power for power in range(10, 18))
-_FAR = 100  # times the rounding floor: an axis that shows both would press larger errors into one line
-_APART = 0.05  # octaves of cache between targets of one size, whose error bars would hide each other
+# Times the rounding floor: an axis that shows both would press larger errors into one line.
+_FAR = 100
+# Octaves of cache between targets of one size, whose error bars would hide each other.
+_APART = 0.05
 
 # Mid-tones, because a page shows the transparent figures on white and on near-black.
 _COLORS = ["#4C7FB8", "#D0703C", "#4F9E5F", "#9A6DB8", "#C2506E", "#A88A2A"]
@@ -50,11 +52,14 @@ _STYLE: dict[str, Any] = {
     "errorbar.capsize": 3,
     "font.size": 9,
     "font.sans-serif": ["DejaVu Sans"],
-    "svg.fonttype": "none",  # text stays text, which is smaller than outlines and can be searched
-    "svg.hashsalt": "kvfold",  # equal values give equal files
+    # Text stays text, which is smaller than outlines and can be searched.
+    "svg.fonttype": "none",
+    # Equal values give equal files.
+    "svg.hashsalt": "kvfold",
     **{f"{part}.color": _INK for part in ("text", "xtick", "ytick", "grid")},
     **{f"axes.{part}color": _INK for part in ("label", "edge")},
 }
+# The date would make every file differ.
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 
@@ -114,6 +119,7 @@ def _lines_by_place(lines: Mapping[str, Sequence[float | None]], place: str, uni
     axes = figure.subplots()
     for name, values in lines.items():
         marker = "o" if len(values) <= 100 else ""
+        # A logarithmic axis has no place for 0: nan leaves a gap.
         axes.plot(range(len(values)), [value or math.nan for value in values], marker=marker, label=name)
     axes.set(xlabel=place, ylabel=unit, yscale="log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -175,6 +181,7 @@ def attention_rows_by_head(drift: Values) -> Chart | None:
 
     figure = _new_figure()
     axes = figure.subplots()
+    # From 0, so that rounding does not look like a difference between heads.
     cells = axes.imshow(rows, aspect="auto", vmin=0)
     axes.grid(visible=False)
     axes.set(xlabel="query head", ylabel="layer")
@@ -267,6 +274,7 @@ def latent_spectrum(spectrum: Values) -> Chart:
 @_styled
 def budget_splits(splits: Sequence[Values], name: str, unit: str) -> Chart:
     """The error ``name`` of a budget's splits into rank and rotary dims, without those that one layer ruled out."""
+    # Errors over different numbers of layers cannot be compared.
     most = max(split.get("layers", 0) for split in splits)
     drawn = sorted(
         (split for split in splits if split.get("layers", 0) == most), key=lambda split: int(split["rope_dim"])
@@ -310,7 +318,7 @@ def excess_by_cache(sweep: Values) -> Chart:
     """Excess loss of every target of a sweep over its cache, with 95 % intervals and the limit that decides."""
     rows = [row for row in sweep["targets"] if row["excess"]["value"] is not None]
     rows.sort(key=lambda row: (-row[ELEMENTS], row["excess"]["value"]))
-    places: dict[int, list[float]] = {}  # octaves below the source, of the targets of one size beside each other
+    places: dict[int, list[float]] = {}
     for row in rows:
         beside = places.setdefault(row[ELEMENTS], [])
         beside.append(row[ELEMENTS] * 2 ** (-_APART * len(beside)))
@@ -327,6 +335,7 @@ def excess_by_cache(sweep: Values) -> Chart:
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{count}\n{100 * (1 - count / present):.3g} %" for count in ticks])
     axes.minorticks_off()
+    # Descending: a larger saving is further to the right. The margin on the right holds the last name.
     axes.set_xlim(present * 1.15, min(ticks) / 1.3)
     axes.margins(y=0.15)
     axes.set(xlabel="KV-cache elements per token per layer, and the saving", ylabel="excess loss, nats per token")
@@ -354,7 +363,8 @@ def _targets_of_a_kind(axes: "Axes", rows: list[Values], every: list[Values], la
         best.setdefault(row[ELEMENTS], (place, excess["value"]))
         named.setdefault(row[ELEMENTS], []).append(row)
     axes.plot(*zip(*best.values(), strict=True), color=f"C{color}")
-    for size, same in named.items():  # names of one size stand above all of them, worst on top
+    # The names of one size stand above all its error bars, worst on top.
+    for size, same in named.items():
         top = max(row["excess"]["high"] or row["excess"]["value"] for row in same)
         names = "\n".join(row["kind"] for row in reversed(same))
         axes.annotate(
@@ -419,7 +429,8 @@ def uptraining_curve(rows: Sequence[Values]) -> Chart:
     if measured:
         _held_out_losses(upper, measured)
     tokens, losses = [row["tokens"] for row in trained], [row["loss"] for row in trained]
-    lower.plot(tokens, losses, color=_INK, marker="o" if len(trained) == 1 else "")  # a line of one point has no ink
+    # A line of one point has no ink, a marker has.
+    lower.plot(tokens, losses, color=_INK, marker="o" if len(trained) == 1 else "")
     lower.set_title("training loss, nats per token")
     lower.set_xlabel("tokens seen")
     lower.xaxis.set_major_formatter(EngFormatter())

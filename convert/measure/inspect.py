@@ -23,7 +23,8 @@ from kvfold.convert.targets.own_code import needs_own_code, source_type
 from kvfold.convert.targets.results import folded_result, latent_result
 from kvfold.convert.targets.same_family import attention_kind, cache_elements
 
-Range = tuple[float, float, float]  # least, mean and greatest of the layers
+# The least, mean and greatest of the layers.
+Range = tuple[float, float, float]
 
 _LATENT_ONLY = ("value_dim", "kv_rank", "q_rank")
 _NORM_FACTS = ("query_spread", "key_spread", "query_missed", "key_missed")
@@ -171,6 +172,7 @@ class Inspection:
         refused: dict[str, str] = {}
         for target in self.targets:
             for verdict in target.engines:
+                # The reasons of an engine are nearly the same for all targets: the first one is enough.
                 if not verdict.serves:
                     refused.setdefault(verdict.engine, f"  {target.options}: {verdict.to_text()}")
         return [heading, *lines, *self._rank_lines(width), *(["", *refused.values()] if refused else [])]

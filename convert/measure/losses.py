@@ -12,7 +12,8 @@ from kvfold.convert.text.corpus import Document
 from kvfold.convert.text.tokenizer import prefix_tokens, tokenize
 from kvfold.convert.text.windows import cut
 
-_FIRST = 64  # tokens of the first stretch; each further one is as long as all before it
+# Tokens of the first stretch. Each further one is as long as all before it, as losses fall with the logarithm.
+_FIRST = 64
 
 
 @torch.no_grad()
@@ -23,6 +24,7 @@ def token_losses(model: Any, tokens: Tensor, advance: Callable[[int], None] = la
     """
     rows = []
     for row in tokens:
+        # A row at a time: logits in float32 take 4 bytes for each token and word of the vocabulary.
         logits = model(input_ids=row[None].to(model.device)).logits[0, :-1].float()
         rows.append(torch.nn.functional.cross_entropy(logits, row[1:].to(logits.device), reduction="none").cpu())
         advance(1)

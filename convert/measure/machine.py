@@ -50,6 +50,7 @@ def repeat(
 
     A call that alone takes longer than ``seconds`` is warmed up once and timed at most three times.
     """
+    # The first call also compiles, allocates and fills caches, so it never counts.
     if clock.time(call) > seconds:
         warm, fewest = 1, min(fewest, 3)
     for _ in range(warm - 1):

@@ -15,8 +15,10 @@ from kvfold.convert.measure import figures
 from kvfold.convert.measure.figures import ELEMENTS, Chart, Values
 
 FILE = "report.html"
-_ELEMENT_BYTES = 2  # of a cache in 16 bits, if no model says otherwise
-_WHOLE = re.compile(r"(?<![\w-])--[a-z][a-z-]*|\b[\d.]+e-\d+")  # options and small numbers break at no hyphen
+# Sweeps convert nothing, so the cache's dtype is not known: 16 bits are usual.
+_ELEMENT_BYTES = 2
+# Options and small numbers do not break at their hyphens.
+_WHOLE = re.compile(r"(?<![\w-])--[a-z][a-z-]*|\b[\d.]+e-\d+")
 _CSS = """
 :root { color-scheme: light dark; --dim: #7c828c; --rule: #8884; }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 64rem; }
@@ -49,6 +51,7 @@ class Page:
             for chart in self.charts
             if chart is not None
         )
+        # The tests parse the page as XML, which HTML readers accept too.
         return (
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
             '<meta name="viewport" content="width=device-width, initial-scale=1"/>'

@@ -46,7 +46,8 @@ from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, Layout
 from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.walk.walk import Teacher
 
-_PLACEHOLDER = "OUT"  # in requests that write nothing
+# Stands for OUT in requests that write nothing.
+_PLACEHOLDER = "OUT"
 
 
 @dataclass
@@ -151,6 +152,7 @@ def sweep_checkpoint(
         check_memory(plans[0])
         with tempfile.TemporaryDirectory(prefix="kvfold-sweep-") as scratch:
             found = _sweep(chosen, plans, Path(scratch), Stages(progress, quiet), quiet)
+        # A file that was replaced while its layers were read would give numbers of no model.
         checkpoint.check_unchanged()
     finally:
         checkpoint.close()
@@ -196,7 +198,8 @@ def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path
         tokens.held_out,
         tokens.calibration,
         profile=True,
-        statistics=surveyed is None,  # a survey has collected them already
+        # A survey has collected them already.
+        statistics=surveyed is None,
         keep_calibration=True,
         heads=source_heads(first),
         remember=True,

@@ -16,7 +16,8 @@ from kvfold.convert.measure.sweep_targets import WITHIN
 from kvfold.convert.options import command_words
 from kvfold.convert.request import SELF, ConvertRequest
 
-_NOT_REPEATED = ("model", "out", "quiet", "max_shard_size")  # fields that the command of a target leaves out
+# Given as arguments of the command, or without influence on the result.
+_NOT_REPEATED = ("model", "out", "quiet", "max_shard_size")
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Sweep:
 
         Among equally small ones the target with the least loss.
         """
+        # Perplexities compare as ratios, losses as differences: 1 % is 0.00995 nats.
         inside = [row for row in self.rows if row.excess <= math.log1p(within)]
         return min(inside, key=lambda row: (row.elements, row.excess), default=None)
 
@@ -200,7 +202,8 @@ def _percent(row: SweptTarget) -> str:
     """The perplexity that the target adds, with its interval."""
 
     def text(excess: float) -> str:
-        return f"{100 * math.expm1(min(excess, 700)):+.1f}"  # exp overflows a float beyond 709
+        # exp overflows a float beyond 709.
+        return f"{100 * math.expm1(min(excess, 700)):+.1f}"
 
     if row.interval is None:
         return f"{text(row.excess)} %"

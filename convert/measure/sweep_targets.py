@@ -13,12 +13,15 @@ from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.targets.mla.problems import latent_problems, model_problems
 from kvfold.convert.targets.same_family import cache_elements
 
-WITHIN = 0.01  # share of perplexity that may be lost by default
-TargetOptions = dict[str, Any]  # the options of a ConvertRequest that name its target
+# Share of perplexity that may be lost by default.
+WITHIN = 0.01
+# The options of a ConvertRequest that name its target.
+TargetOptions = dict[str, Any]
 
 _WORDS = {"kv_heads": "heads", "kv_rank": "channels", "rope_dim": "rotary dims", "budget": "elements"}
 _SIZE = re.compile(r"(\d{1,9})(?:\+(\d{1,9}))?")
-_FOLDS = 3  # the largest numbers of key/value heads, and MQA
+# The largest numbers of key/value heads are tried, and MQA.
+_FOLDS = 3
 _SERVED = ((512, 64), (256, 64))  # splits that MLA kernels are written for ...
 _SERVED_FROM = 1024  # ... for sources that cache at least as many elements: they would save smaller ones too little
 _PARTS = (4, 8)  # divisors of smaller caches
@@ -70,7 +73,8 @@ def worded_as_targets() -> Iterator[None]:
 
     def wording(field: str, value: Any = ALONE) -> str:
         if field == "allow_growth":
-            return f"`kvfold convert {as_option(field)}`"  # a sweep has no such option
+            # A sweep has no such option.
+            return f"`kvfold convert {as_option(field)}`"
         if field not in _WORDS:
             return outer(field, value)
         return _WORDS[field] if value is ALONE else f"{value} {_WORDS[field]}"

@@ -15,7 +15,8 @@ from kvfold.convert.targets.results import Result, folded_result, latent_result_
 from kvfold.convert.targets.same_family import cache_elements
 
 CONTEXTS = {"8k": 8192, "128k": 131072}
-_PARTS = (4, 8)  # divisors of the present cache that are offered as MLA budgets
+# Divisors of the present cache that are offered as MLA budgets.
+_PARTS = (4, 8)
 
 
 @dataclass(frozen=True)
@@ -105,5 +106,6 @@ def _budgets(model: Model) -> dict[str, Result]:
     return {
         f"--to mla --budget {budget}": latent_result_of(model, LatentTarget(budget - rope, rope, layout=layout))
         for budget in budgets
-        if budget >= 4 and budget not in KERNEL_CACHES  # engines look at the sum of a split
+        # Engines look at the sum of a split.
+        if budget >= 4 and budget not in KERNEL_CACHES
     }

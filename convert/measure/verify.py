@@ -15,7 +15,8 @@ from kvfold.convert.checkpoint.hashing import file_problems
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError, short
 
-_ELEMENTS = 1 << 24  # of a tensor at once
+# Elements of a tensor in memory at once.
+_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
