@@ -1,0 +1,259 @@
+"""Quantized weights are read as the dense ones that they stand for; other quantizations are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import tensors
+from helpers.quantized import fp8_blocks, fp8_settings, mxfp4, quantized_copy
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvfold.convert.checkpoint.folder import DEQUANTIZE
+from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers
+from kvfold.convert.errors import InputError
+
+BLOCK = (24, 40)  # neither divides the 64 rows and columns of the tiny model's matrices, nor its 48
+OUT, IN, GROUP = 32, 64, 32
+NOT_READ = "; expected plain weights, or one of fp8, fbgemm_fp8, compressed-tensors, mxfp4"
+FP8 = torch.float8_e4m3fn
+
+
+def make(folder: Path, stored: dict[str, Tensor], settings: dict[str, Any], **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
+    return folder
+
+
+def fp8_model(folder: Path, stored: dict[str, Tensor], **settings: Any) -> Path:
+    return make(folder, stored, {"quant_method": "fp8", **settings})
+
+
+def compressed_model(folder: Path, stored: dict[str, Tensor], **groups: Any) -> Path:
+    settings = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    return make(folder, stored, settings)
+
+
+def group_of(name: str, target: str = "Linear") -> dict[str, Any]:
+    return {"targets": [target], "weights": SCHEMES[name], "format": name.partition(",")[0]}
+
+
+def problems_of(folder: Path) -> list[str]:
+    with pytest.raises(InputError) as caught:
+        open_headers(folder)
+    return [caught.value.message, *caught.value.details]
+
+
+@pytest.fixture
+def source(tiny_family, tmp_path) -> Path:
+    quantized_copy(tiny_family("llama"), tmp_path / "fp8", fp8_settings(BLOCK), fp8_blocks(BLOCK))
+    return tmp_path / "fp8"
+
+
+def test_is_seen_as_its_dense_twin(source: Path) -> None:
+    expected = tensors(source.with_name("fp8-twin"))
+    checkpoint = open_checkpoint(source)
+    assert {*checkpoint.tensors} == {*expected}
+    for name, tensor in expected.items():
+        info, found = checkpoint.info(name), checkpoint.read(name)
+        assert (info.shape, info.dtype, info.nbytes) == (tensor.shape, "BF16", 2 * tensor.numel())
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, tensor)
+        assert torch.equal(torch.cat(list(checkpoint.chunks(name, 100))), tensor.flatten())
+        assert (checkpoint.raw_path(info) is None) == ("_proj.weight" in name)  # no bytes of theirs to copy
+        assert info.made == ("dequantized" if "_proj.weight" in name else "")
+    assert "quantization_config" not in checkpoint.config
+    assert checkpoint.made_of == ("14 weights stored as FP8 in blocks of 24 x 40, dequantized to bfloat16",)
+
+
+def test_float32_keeps_what_bfloat16_rounds(source: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    checkpoint = open_checkpoint(source, "F32")
+    found = checkpoint.read(name)
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, found.bfloat16().float())
+    assert torch.equal(found.bfloat16(), open_checkpoint(source).read(name))
+    assert checkpoint.config["dtype"] == "float32"
+    assert checkpoint.read("model.norm.weight").dtype == torch.float32
+    assert checkpoint.raw_path(checkpoint.info("model.norm.weight")) is None  # a cast is no copy
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (6,), (6, 1)])
+def test_scales_per_tensor_and_per_row(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    weight, scale = torch.randn(6, 5).to(FP8), torch.rand(shape) + 0.5
+    activations = {"l.input_scale": torch.ones(()), "l.k_scale": torch.ones(())}
+    stored = {"l.weight": weight, "l.weight_scale": scale, "l.bias": torch.ones(6), **activations}
+    checkpoint = open_checkpoint(fp8_model(tmp_path / "m", stored), "F32")
+    assert [*checkpoint.tensors] == ["l.bias", "l.weight"]
+    assert torch.equal(checkpoint.read("l.weight"), weight.float() * (scale if scale.ndim == 0 else scale.view(-1, 1)))
+
+
+def test_scales_that_are_powers_of_two(tmp_path: Path) -> None:
+    """E8M0: only an exponent."""
+    weight = torch.randn(4, 4).to(FP8)
+    scale = torch.tensor([[0.5, 4.0], [1.0, 0.125]])
+    stored = {"l.weight": weight, "l.weight_scale_inv": scale.to(torch.float8_e8m0fnu)}
+    checkpoint = open_checkpoint(fp8_model(tmp_path / "m", stored, weight_block_size=[2, 2]))
+    expected = weight.float() * scale.repeat_interleave(2, 0).repeat_interleave(2, 1)
+    assert torch.equal(checkpoint.read("l.weight"), expected.bfloat16())
+
+
+def test_large_weights_are_dequantized_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvfold.convert.checkpoint.formats._FP8_ELEMENTS", 100)
+    parts, expected = fp8_blocks((4, 8))(torch.randn(30, 20))
+    stored = {"l" + end: part for end, part in parts.items()}
+    checkpoint = open_checkpoint(fp8_model(tmp_path / "m", stored, weight_block_size=[4, 8]), "F32")
+    assert torch.equal(checkpoint.read("l.weight"), expected)
+
+
+def test_weights_without_scales_or_with_too_few(tmp_path: Path) -> None:
+    stored = {
+        "a.weight": torch.zeros(4, 4).to(FP8),
+        "b.weight": torch.zeros(4, 4).to(FP8),
+        "b.weight_scale_inv": torch.ones(3, 2),
+        "c.weight": torch.zeros(4, 4, dtype=torch.int8),
+    }
+    assert problems_of(fp8_model(tmp_path / "m", stored, weight_block_size=[2, 2])) == [
+        "model.safetensors: tensor 'a.weight' is quantized: expected .weight_scale_inv or .weight_scale beside it, "
+        "found none",
+        "model.safetensors: tensor 'b.weight' is quantized: expected scales [2, 2] for a weight [4, 4], found [3, 2]",
+        "model.safetensors: tensor 'c.weight' is quantized in another way than quantization_config says, found I8",
+    ]
+
+
+def test_plain_weights_that_config_calls_quantized(tmp_path: Path) -> None:
+    folder = fp8_model(tmp_path / "m", {"a.weight": torch.zeros(4, 4)})
+    assert problems_of(folder) == [
+        f"{folder}: quantization_config says that the weights are quantized, found none that is; remove that key"
+    ]
+
+
+def test_a_block_size_that_is_none(tmp_path: Path) -> None:
+    (problem,) = problems_of(fp8_model(tmp_path / "m", {"a.weight": torch.zeros(4, 4)}, weight_block_size=[128]))
+    assert "(quantization_config, method 'fp8'): expected weight_block_size [rows, columns], found [128]" in problem
+
+
+EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+def test_mxfp4_experts_of_gpt_oss(tiny_family, tmp_path: Path) -> None:
+    stored = tensors(tiny_family("gpt_oss"))
+    experts, into, out = stored.pop(EXPERTS).shape
+    blocks, scales, meant = mxfp4(experts, out, into)
+    stored |= {f"{EXPERTS}_blocks": blocks, f"{EXPERTS}_scales": scales}
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    config = json.loads((tiny_family("gpt_oss") / "config.json").read_text())
+    folder = make(tmp_path / "mxfp4", stored, settings, **config)
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.tensors[EXPERTS].shape == tuple(meant.shape)
+    assert torch.equal(checkpoint.read(EXPERTS).float(), meant)
+    assert not any(name.endswith(("_blocks", "_scales")) for name in checkpoint.tensors)
+    assert "quantization_config" not in checkpoint.config
+    assert checkpoint.made_of == ("1 weights stored as MXFP4, dequantized to bfloat16",)
+    del stored[f"{EXPERTS}_scales"]
+    save_file(stored, folder / "model.safetensors")
+    assert "expected _scales beside it, found none" in problems_of(folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"quant_method": "compressed-tensors"}, ": expected config_groups, found none"),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            NOT_READ,
+        ),
+        (
+            {"quant_method": "bitsandbytes"},
+            NOT_READ,
+        ),
+    ],
+)
+def test_settings_that_are_not_read(tmp_path: Path, settings: dict[str, Any], problem: str) -> None:
+    (found,) = problems_of(make(tmp_path / "m", {"l.weight": torch.zeros(2, 2)}, settings))
+    assert f"(quantization_config, method {settings['quant_method']!r}){problem}; {DEQUANTIZE}" in found
+
+
+SCHEMES = {
+    "int-quantized": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+    "float-quantized": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
+    "naive-quantized": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [8, 24]},
+    "pack-quantized": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": False},
+    "pack-quantized, 8 bits": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+    "nvfp4-pack-quantized": {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "scale_dtype": "torch.float8_e4m3fn",
+    },
+}
+
+
+def compressed(kind: str, weights: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
+    """A weight as the library stores it, and as the library reads it."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    torch.manual_seed(0)
+    weight = torch.randn(OUT, IN + (0 if "block" not in weights["strategy"] else 8))
+    scheme = QuantizationScheme.model_validate({"targets": ["Linear"], "weights": weights})
+    args = scheme.weights
+    blocks = {"group": (1, GROUP), "tensor_group": (1, 16), "channel": (1, weight.shape[1]), "tensor": weight.shape}
+    rows, columns = blocks.get(weights["strategy"], (8, 24))
+    parts = weight.unflatten(0, (-1, rows)).unflatten(-1, (-1, columns)).transpose(1, 2).flatten(2)
+    state: dict[str, Any] = {"weight": weight}
+    if kind.startswith("nvfp4"):
+        state["weight_global_scale"] = generate_gparam(weight.min(), weight.max())
+    scale, zero = calculate_qparams(parts.amin(-1), parts.amax(-1), args, global_scale=state.get("weight_global_scale"))
+    state |= {"weight_scale": scale.reshape(()) if scale.numel() == 1 else scale}
+    if not args.symmetric:
+        state["weight_zero_point"] = zero
+    stored = BaseCompressor.get_value_from_registry(kind).compress(dict(state), scheme)
+    meant = fake_quantize(weight, state["weight_scale"], zero, args, global_scale=state.get("weight_global_scale"))
+    return stored, meant
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_compressed_tensors(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("compressed_tensors", minversion="0.20")
+    kind, weights = name.partition(",")[0], SCHEMES[name]
+    stored, expected = compressed(kind, weights)
+    parts = {f"l.{end}": tensor for end, tensor in stored.items()} | {"l.input_global_scale": torch.ones(1)}
+    checkpoint = open_checkpoint(compressed_model(tmp_path / "m", parts, group_0=group_of(name)), "F32")
+    assert {*checkpoint.tensors} == {"l.weight"}
+    assert checkpoint.info("l.weight").shape == expected.shape
+    atol = 0.05 if kind.startswith("nvfp4") else 1e-5  # the library makes NVFP4 in bfloat16
+    torch.testing.assert_close(checkpoint.read("l.weight"), expected.float(), atol=atol, rtol=0)
+
+
+def test_groups_of_compressed_tensors_are_told_apart_by_their_targets(tmp_path: Path) -> None:
+    """Two formats in one checkpoint: INT8 per row, and packed without its group's order."""
+    groups = {"a": group_of("int-quantized", "re:.*mlp.*"), "b": group_of("pack-quantized", "re:.*attn.*")}
+    stored = {
+        "mlp.l.weight": torch.ones(4, 4, dtype=torch.int8),
+        "mlp.l.weight_scale": torch.ones(4, 1),
+        "attn.l.weight_packed": torch.zeros(OUT, IN // 8, dtype=torch.int32),
+        "attn.l.weight_scale": torch.ones(OUT, IN // GROUP),
+        "attn.l.k_scale": torch.ones(1),
+    }
+    tensors = open_headers(compressed_model(tmp_path / "m", stored, **groups)).tensors
+    assert {name: info.shape for name, info in tensors.items()} == {"mlp.l.weight": (4, 4), "attn.l.weight": (OUT, IN)}
+    stored["attn.l.weight_g_idx"] = torch.arange(IN, dtype=torch.int32) % 2  # the library drops this order
+    (problem,) = problems_of(compressed_model(tmp_path / "ordered", stored, **groups))
+    assert "expected columns in groups of neighbors, found .weight_g_idx (actorder" in problem
+
+
+def test_a_missing_library_says_what_to_install(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvfold.convert.checkpoint.dequantized.find_spec", lambda module: None)
+    open_headers(source)  # headers need no library
+    with pytest.raises(InputError, match=r"stored as FP8 .*: expected transformers to dequantize them, .*pip install"):
+        open_checkpoint(source)
+    stored = {"l.weight": torch.ones(4, 4, dtype=torch.int8), "l.weight_scale": torch.ones(4, 1)}
+    with pytest.raises(InputError, match=r"expected compressed_tensors to .*pip install 'compressed-tensors'"):
+        open_checkpoint(compressed_model(tmp_path / "m", stored, a=group_of("int-quantized")))
