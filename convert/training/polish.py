@@ -24,7 +24,9 @@ from kvfold.convert.training.fit import FitResult, fit, random_batches
 from kvfold.convert.training.loss import divergence
 from kvfold.convert.training.trainee import Trainee
 
-_WARMUP = 10  # steps
+# Steps. KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 1 0.1027 / 0.0250, 10 0.1045 / 0.0249:
+# flat (bench_polish_constants.py)
+_WARMUP = 10
 # Peak learning rate of one layer at width one and a KL of 1. SmolLM2 (30 layers), MLA 128+64, KL after 30 and 60 of 60
 # steps of 4 x 256 tokens from 0.1369: 2.4 0.1215, 0.1147, 4.8 0.1298, 0.1173; layout engine, refined, after 25 of 200
 # from 0.1286: 1.2 0.1223, 2.4 0.1281, which `slowdown` then halves.
@@ -35,7 +37,8 @@ _RATE = 2.4
 # 1000 steps, the rate was halved away (the MHA model above, refined: 0.0145 -> 0.0124; after every eighth, 0.0104).
 _PARTS = 8
 _MIN_GAIN = 0.01
-_LOGITS = 6 << 20  # elements; float32 blocks below 32 MiB are reused by the allocator instead of mapped anew
+# Elements. The allocator reuses float32 blocks below 32 MiB instead of mapping them anew.
+_LOGITS = 6 << 20
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,10 @@ from kvfold.convert.walk.hidden import Hidden, sequence
 from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, token_weights
 from kvfold.convert.walk.walk import Step, Student, energy
 
-ROUND = 50  # steps between two evaluations on held-out sequences
-AUTO_STEPS = 500  # the most that ``auto`` spends on a layer
+# Choices, not tuned: the steps between two evaluations on held-out sequences, and the most that ``auto`` spends on a
+# layer, ten of these rounds.
+ROUND = 50
+AUTO_STEPS = 500
 # Figures: excess loss (nats per token) of the model that ships, by recipes/benchmarks/bench_refine_constants.py;
 # MQA / MLA 24+8 after 40 steps, or MQA by auto with at most 400 steps, on 64 sequences of 64 tokens.
 # auto: 50 steps +0.0314, 100 +0.0321, 200 +0.0324: flat, and a layer that gains little takes 100 steps, not 150

@@ -26,7 +26,8 @@ from kvfold.convert.text.windows import cut
 
 _TOKENS, _RECORD = "tokens.bin", "tokens.json"
 _TOKEN_BYTES = 4  # int32
-_LARGEST_SHARE = 5  # at most a fifth of a file is held out
+# At most a fifth of a file is held out: a choice.
+_LARGEST_SHARE = 5
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def open_tokens(plan: TokenPlan, folder: Path) -> RunTokens | None:
         held_out, training, made_from = written["held_out"], written["training"], written["made_from"]
         shape = (held_out + training, plan.length)
     except (ValueError, KeyError, TypeError, RecursionError):
-        return None  # damaged
+        return None
     if made_from != plan.made_from() or path.stat().st_size != _TOKEN_BYTES * shape[0] * shape[1]:
         return None
     tokens = torch.from_file(str(path), size=shape[0] * shape[1], dtype=torch.int32).view(shape)
@@ -115,7 +116,8 @@ def make_tokens(plan: TokenPlan, folder: Path) -> None:
     A text that is shorter than planned gives all the sequences that it has. Raises InputError when it has none, when
     there is too little to hold out, or when the model does not know a token.
     """
-    made_from = plan.made_from()  # before the text is read: a later edit makes it another text
+    # Before the text is read: a later edit makes it another text.
+    made_from = plan.made_from()
     held_out, training = _held_out(plan)
     count = _write(folder / _TOKENS, chain([held_out], training), plan.held_out + plan.training) - plan.held_out
     if not count:
@@ -169,7 +171,8 @@ def packed(documents: Iterable[Tensor], prefix: list[int], eos: int | None, leng
     end = torch.tensor([] if eos is None else [eos], dtype=torch.int64)
     rest = begin[:0]
     for document in documents:
-        ended = document[-1:].tolist() == [eos]  # by a chat template
+        # A chat template may have ended the text already.
+        ended = document[-1:].tolist() == [eos]
         stream = torch.cat([rest, begin, document, end[:0] if ended else end])
         rows = cut([stream], length, None)
         rest = stream[:0] if eos is None else stream[rows.numel() :]

@@ -15,7 +15,8 @@ from kvfold.convert.processes import run_on_first
 from kvfold.convert.uptrain.data import RunTokens, TokenPlan, make_tokens, open_tokens, replace_file
 from kvfold.convert.uptrain.request import UptrainRequest, changed
 
-COMPLETE = "complete"  # the last file of a checkpoint, with the hashes of the others: without it it is half written
+# The last file of a checkpoint, with the hashes of the others: a checkpoint without it is half written.
+COMPLETE = "complete"
 LOG = "log.jsonl"
 _REQUEST = "request.json"
 _STEP = re.compile(r"checkpoint-\d{1,9}")
@@ -83,7 +84,8 @@ def prepare(request: UptrainRequest, checkpoint: Path | None, plan: TokenPlan, a
             "started with, or its "
             f"tokens were damaged; give the same text, or {opt('overwrite', True)} to start over"
         )
-    arguments.distributed_state.wait_for_everyone()  # every process has looked
+    # Every process has looked at what is there before the first one changes it.
+    arguments.distributed_state.wait_for_everyone()
     run_on_first(lambda: _resume_or_start(request, checkpoint, plan))
     tokens = open_tokens(plan, request.work)
     if tokens is None:

@@ -73,7 +73,8 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
             )
         check_output(request.out, overwrite=request.overwrite, model=source.folder)
         request.work.parent.mkdir(parents=True, exist_ok=True)
-        if started_first():  # no second run may write to the same folder meanwhile
+        # No second run may write to the same folder meanwhile.
+        if started_first():
             locks.enter_context(output_lock(request.work.absolute()))
         side_files = read_side_files(source)
         config = load_config(source, request.trust_remote_code)
@@ -123,7 +124,8 @@ def _write(
     rows = read_log(request.work / LOG)
     options = request.result_options()
     for name in options.keys() & {"model", "text", "eval_text", "teacher"}:
-        if Path(options[name]).exists():  # files and folders by their names alone
+        # Files and folders are recorded by their names alone.
+        if Path(options[name]).exists():
             options[name] = portable_name(Path(options[name]).resolve())
     record: dict[str, Any] = {"request": options, "text": plan.text.name, "teacher": options.get("teacher")}
     measured = [row for row in rows if "eval_loss" in row]
@@ -178,7 +180,8 @@ def summary(request: UptrainRequest, done: Uptrained) -> str:
         name = "eval_excess" if "eval_excess" in drift["after"] else "eval_loss"
         what = "excess loss over the teacher's" if name == "eval_excess" else "loss"
         lines.append(f"held-out {what}: {drift['before'][name]:.4f} -> {drift['after'][name]:.4f} nats per token")
-        if "eval_kl" in drift["after"]:  # what distillation lowers; with few sequences a loss says less
+        # Distillation lowers the KL; the loss of few sequences says less.
+        if "eval_kl" in drift["after"]:
             both = (drift[when]["eval_kl"] for when in ("before", "after"))
             lines.append("held-out KL from the teacher: {:.4f} -> {:.4f} nats per token".format(*both))
     return "\n".join(lines)

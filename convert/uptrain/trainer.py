@@ -39,8 +39,9 @@ def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> di
     """Freeze the parameters that are not trained; returns the slices of the constant channel, where there is one."""
     model.config.use_cache = False
     if request.gradient_checkpointing:
+        # The first name is that of transformers 6.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})  # the first name is that of transformers 6
+        enable({"use_reentrant": False})
     if request.train == "attention":
         inside = f".{attention_name(layer_list(model)[1][0])}."
         for name, parameter in model.named_parameters():
@@ -85,7 +86,8 @@ class Uptrainer(Trainer):  # type: ignore[misc]
     Drift is measured on ``held_out [M, T]``, if M is not 0. ``held`` are the slices of the constant channel.
     """
 
-    loss_is_scaled_for_ga = False  # every micro-batch's loss is a mean over equally many tokens
+    # Every micro-batch's loss is a mean over equally many tokens.
+    loss_is_scaled_for_ga = False
 
     def __init__(
         self,
@@ -104,7 +106,8 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         self._request, self._held_out = request, held_out
         self._teacher = teacher
         self._steps = RelativeSteps(lambda: dict(model.named_parameters()), held or {})
-        if dist.is_initialized():  # a sharded model may have been loaded by the first process only
+        # A sharded model may have been loaded by the first process only.
+        if dist.is_initialized():
             shared = [self._steps.sizes]
             dist.broadcast_object_list(shared, src=0)
             self._steps.sizes = shared[0]
@@ -152,7 +155,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         """Loss and perplexity on the held-out text; with a teacher also the KL from it and the excess over its loss."""
         self.model.eval()
         sums = torch.zeros(4, dtype=torch.float64, device=self.args.device)
-        batches = self._own_evaluation()
+        batches = self._evaluation_batches()
         with self._run_log.measuring(len(batches)) as advance:
             for tokens, weight in batches:
                 logits = self.model(input_ids=tokens, use_cache=False).logits
@@ -162,7 +165,8 @@ class Uptrainer(Trainer):  # type: ignore[misc]
                     losses += [distillation_loss(logits, teacher, 1.0), next_token_loss(teacher, tokens)]
                 sums[: len(losses)] += torch.stack(losses).double() * weight
                 sums[3] += weight
-                float(sums[3])  # waits for the device: the time of a batch is told
+                # Waits for the device, so that progress tells the time of a batch.
+                float(sums[3])
                 advance()
         self.model.train()
         if dist.is_initialized():
@@ -175,7 +179,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _own_evaluation(self) -> list[tuple[Tensor, int]]:
+    def _evaluation_batches(self) -> list[tuple[Tensor, int]]:
         """This process's held-out batches on its device and their numbers of sequences, 0 for those that only fill up.
 
         All processes have equally many batches, as sharded models need.
@@ -219,11 +223,13 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
         if self._advance is not None:
             self._advance(1)
         if state.global_step >= state.max_steps:
-            control.should_save = bool(self._request.save_every)  # what fails after it must not cost the training
+            # What fails after the last step must not cost the training.
+            control.should_save = bool(self._request.save_every)
             control.should_evaluate = bool(self._request.eval_every)
             control.should_log = True
         if control.should_save:
-            control.should_log = True  # a resumed run then averages losses over the same steps
+            # A resumed run then averages losses over the same steps.
+            control.should_log = True
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -244,7 +250,8 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if dist.is_initialized():
-            dist.barrier()  # each process has written its random state
+            # Each process writes its random state before the checkpoint is complete.
+            dist.barrier()
         if state.is_world_process_zero:
             mark_complete(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 

@@ -29,9 +29,11 @@ from kvfold.convert.checkpoint.tensors import tensor_memory
 from kvfold.convert.errors import InputError, KvfoldError, opt
 
 Hidden = MutableSequence[Tensor]
-Keep = Callable[[Iterable[Tensor]], Hidden]  # ``list``, or a ``Spill``
+# Stores hidden states: ``list`` in memory, a ``Spill`` in its file.
+Keep = Callable[[Iterable[Tensor]], Hidden]
 
-_READ_AT_ONCE = 1 << 30  # bytes; a call of the system reads 2 GiB at most
+# Bytes; a call of the system reads 2 GiB at most.
+_READ_AT_ONCE = 1 << 30
 
 
 class Spill:
@@ -39,7 +41,8 @@ class Spill:
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = folder
-        self._free: dict[int, list[int]] = {}  # starts of chunks that nothing refers to any more, by their size
+        # Starts of chunks that nothing refers to any more, by their size.
+        self._free: dict[int, list[int]] = {}
         self._end = 0
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115

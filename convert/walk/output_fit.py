@@ -56,7 +56,8 @@ UNCHANGED = AttentionUpdate()
 def token_weights(*residuals: Tensor) -> Tensor:
     """One over the root mean square of each token's residual ``[..., E]``, the largest of several, ``[..., 1]``."""
     square = torch.stack([residual.square().mean(-1, keepdim=True) for residual in residuals]).amax(0)
-    return square.clamp_min(torch.finfo(torch.float32).tiny).rsqrt()  # of float64 the sums would overflow
+    # The smallest float32 even for float64, of whose smallest number the sums would overflow.
+    return square.clamp_min(torch.finfo(torch.float32).tiny).rsqrt()
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ def _regressions(
         output = layer.attend(student_inputs)
         if output.context is None:
             return
-        heads = output.context[..., : weights.o.shape[2]].flatten(2).double()  # engines' heads are padded with zeros
+        # The heads of layout ``engine`` may be padded with zeros.
+        heads = output.context[..., : weights.o.shape[2]].flatten(2).double()
         if weights.o_bias is not None:
             heads = torch.cat([heads, torch.ones_like(heads[..., :1])], -1)
         if not checked:

@@ -14,7 +14,8 @@ from kvfold.convert.walk.finite import check_finite
 from kvfold.convert.walk.hidden import Hidden, Keep, Recomputed
 from kvfold.convert.walk.statistics import ReadHeads, StatisticsAccumulator, with_heads
 
-_CPU_TOKENS = 4096  # of one layer call
+# Tokens of one layer call: a choice between the size of matrix products and the memory of activations.
+_CPU_TOKENS = 4096
 _GPU_TOKENS = 32768
 
 

@@ -310,6 +310,7 @@ class Teacher:
         for index in range(self.stream.layers):
             with self.stream.open_layer(index) as layer:
                 if self._remember:
+                    # Several students compare their attention with the teacher's on the same inputs.
                     layer = _RememberingLayer(layer.index, layer.module, layer.arguments, layer.tensors)
                 calibration = self._calibration[: 0 if self.kept is None else None]
                 statistics = self._pass_calibration(layer)
@@ -370,7 +371,8 @@ class Walk:
         yield step
         if not step.done:
             raise KvfoldError(f"the walk went on from layer {layer.index} before it was converted")
-        step.calibration = []  # which the caller still holds
+        # The caller still holds the step while the next layer runs.
+        step.calibration = []
         self._passed += 1
         self.drifts += [] if step.drift is None else [step.drift]
 
