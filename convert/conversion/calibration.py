@@ -1,22 +1,27 @@
-"""What every calibrated method starts from: the source as a stream of layers, the text, and where hidden states are."""
+"""The start of a calibrated run: the source as a stream of layers, its text, and a place for hidden states."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvfold.convert import processes
+from kvfold.convert.conversion.journal import SELF_TEXT
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.self_text import write_tokens
-from kvfold.convert.device import choose_device, compute_dtype
-from kvfold.convert.errors import opt
+from kvfold.convert.device import choose_device, compute_dtype, training_autocast
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.progress import Stages
-from kvfold.convert.request import SELF
+from kvfold.convert.request import SELF, held_out_count
+from kvfold.convert.stream.stock import hide_bars, load_model
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.corpus import BUILT_IN
+from kvfold.convert.text.self_written import digest, first_tokens, write_sequences
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
 from kvfold.convert.training.budget import sequences_of
@@ -70,7 +75,7 @@ def _load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | Non
         otherwise = f", or use {opt('method', quick_method(plan.request.to))}, which reads no text"
     tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration", otherwise)
     if request.calibration == SELF:
-        tokens = write_tokens(plan, tokenizer, scratch, stages)
+        tokens = _written_tokens(plan, tokenizer, scratch, stages)
     else:
         wanted = sequences_of(request.polish, request.seq_len) if request.polish else 0
         further = max(0, wanted - request.samples)
@@ -79,6 +84,32 @@ def _load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | Non
     for part in (tokens.training, tokens.held_out):
         check_vocabulary(part, plan.geometry.vocabulary, plan.source_name)
     return tokens
+
+
+def _written_tokens(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages) -> CalibrationTokens:
+    """Calibration and held-out sequences sampled from the source; a resumed run has them in ``scratch``.
+
+    Raises InputError when there is nothing to begin a text with, or no room behind it.
+    """
+    request, saved = plan.request, scratch / SELF_TEXT
+    start = first_tokens(tokenizer, plan.source_name)
+    if request.seq_len <= len(start):
+        raise InputError(
+            f"{opt('seq_len', request.seq_len)}: must exceed the {len(start)} tokens that begin every text; raise it"
+        )
+    count = request.samples + held_out_count(request.samples)
+    if saved.is_file():
+        tokens = torch.load(saved, weights_only=True)
+    else:
+        device = choose_device(request.device)
+        dtype = training_autocast(plan.checkpoint, device) or compute_dtype(plan.checkpoint, device)
+        hide_bars(request.quiet)
+        model = load_model(plan.checkpoint, dtype, request.trust_remote_code)
+        with stages("text", count * (request.seq_len - len(start)), "token") as advance:
+            tokens = write_sequences(model.to(device).eval(), start, count, request.seq_len, request.seed, advance)
+        torch.save(tokens, saved.with_suffix(".new"))
+        os.replace(saved.with_suffix(".new"), saved)
+    return CalibrationTokens(tokens[: request.samples], tokens[request.samples :], SELF, digest(tokens))
 
 
 @contextmanager

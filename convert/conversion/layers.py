@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvfold.convert import processes
-from kvfold.convert.conversion.calibrated import Calibrated
 from kvfold.convert.conversion.calibration import hidden_states, load_tokens, print_start, source_stream
 from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.latent import (
@@ -29,7 +28,7 @@ from kvfold.convert.conversion.latent import (
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.source import fold_context, fold_rotary, source_layer
 from kvfold.convert.conversion.splits import resolve
-from kvfold.convert.conversion.student_walk import Converted, StudentWalk
+from kvfold.convert.conversion.student import Calibrated, Converted, StudentWalk
 from kvfold.convert.methods.registry import DEFAULT_OBJECTIVE, Fitted, FoldLayer, Notes, find_objective
 from kvfold.convert.progress import Stages
 from kvfold.convert.request import ConvertRequest

@@ -8,12 +8,11 @@ from typing import Any
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.folder import CONFIG, SINGLE, WEIGHT_SUFFIXES, read_config
-from kvfold.convert.checkpoint.headers import TORCH_NAMES, TensorInfo, tensor_bytes
+from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES, TensorInfo, tensor_bytes
 from kvfold.convert.checkpoint.json_text import portable_name
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.reader import NoReader
 from kvfold.convert.checkpoint.shards import OutputTensor, Shard, assign_shards
-from kvfold.convert.conversion.possible import check_kv_heads, dtype_problems, latent_targets
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model, model_of
@@ -22,8 +21,9 @@ from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.targets.engines import Verdict, alternatives, verdicts
 from kvfold.convert.targets.kept import keepable, kept_config, kept_tensors
-from kvfold.convert.targets.mla.config import LatentTarget, query_rank
+from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors, query_rank
 from kvfold.convert.targets.mla.layout import latent_layout, latent_reads
+from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.mla.shapes import padding
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout
 from kvfold.convert.targets.own_latent import own_latent_layout
@@ -315,3 +315,80 @@ def _stored_dtype(request: ConvertRequest) -> str | None:
 def _roles(request: ConvertRequest, model: Model) -> tuple[Role, ...]:
     stays = request.chosen_method.pools and not request.calibrated
     return POOLED if stays and not needs_own_code(model) else ABSORBED
+
+
+def dtype_problems(model: Model, checkpoint: Checkpoint) -> list[str]:
+    """Weights and biases that hold whole numbers; buffers beside them may."""
+    stored = {name: checkpoint.tensors[name].dtype for name in model.tensors}
+    expected = ", ".join(sorted(FLOAT_DTYPES))
+    return [
+        f"wrong dtype: {name} is {dtype}, expected one of {expected}"
+        for name, dtype in stored.items()
+        if dtype not in FLOAT_DTYPES
+    ]
+
+
+def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
+    """The splits that an MLA request allows, the one with most rotary dims last; a single one unless it is a budget.
+
+    For a budget of N elements P is a multiple of the largest power of two up to N/8: among these are the splits that
+    kernels are written for. Raises InputError when none is possible.
+    """
+    if request.budget is None:
+        splits = [(request.kv_rank or 0, request.rope_dim or 0)]
+    elif not model.geometry.rotary_dims:
+        splits = [(request.budget, 0)]
+    else:
+        step = max(2, 1 << (request.budget // 8).bit_length() >> 1)
+        splits = [(request.budget - rope, rope) for rope in range(step, request.budget, step)]
+    layout = "kvfold" if request.layout is None and needs_own_code(model) else request.resolved_layout
+    options = request.q_rank, layout, request.rotate_latent
+    if request.budget is not None:  # of which norms that are kept take a part
+        divisors = cached_divisors(model, LatentTarget(request.budget, 0, *options))
+        splits = [(rank - divisors, rope) for rank, rope in splits]
+    targets = [LatentTarget(rank, rope, *options) for rank, rope in splits]
+    problems = [latent_problems(model, target, allow_growth=request.allow_growth) for target in targets]
+    possible = [target for target, found in zip(targets, problems, strict=True) if not found]
+    present = cache_elements(model.geometry)
+    if not possible and (request.budget or 0) >= present and not request.allow_growth:
+        # However it is split: a split's own problems would not say so.
+        raise InputError(
+            f"{opt('budget', request.budget)}: expected fewer KV-cache elements per token per layer than the source's "
+            f"{present} ({opt('allow_growth', True)} converts anyway)"
+        )
+    if not possible:
+        raise InputError(problems[0][0], problems[0][1:])
+    return possible
+
+
+def possible_kv_heads(geometry: Geometry) -> list[int]:
+    """Numbers of key/value heads that a fold can reach: the proper divisors of the present number, largest first."""
+    return [g for g in range(geometry.kv_heads - 1, 0, -1) if geometry.kv_heads % g == 0]
+
+
+def check_kv_heads(kv_heads: int, geometry: Geometry, allow_growth: bool) -> None:
+    """Raises InputError unless ``kv_heads`` groups can be made of the present heads."""
+    present = geometry.kv_heads
+    choices = ", ".join(map(str, possible_kv_heads(geometry))) or "none: there is one head already"
+    if kv_heads > geometry.heads:
+        raise InputError(
+            f"{opt('kv_heads', kv_heads)}: more than the {geometry.heads} query heads; possible here: {choices}"
+        )
+    if present == 1 and not allow_growth:
+        raise InputError(
+            "the model is MQA already, with one key/value head, so nothing would shrink; `kvfold inspect` lists what "
+            f"it can become ({opt('allow_growth', True)} converts all the same)"
+        )
+    if kv_heads == present and not allow_growth:
+        raise InputError(
+            f"{opt('kv_heads', kv_heads)}: the model has {present} key/value heads already, so nothing would shrink; "
+            f"possible here: {choices} ({opt('allow_growth', True)} converts all the same)"
+        )
+    if kv_heads > present:
+        raise InputError(
+            f"{opt('kv_heads', kv_heads)}: the model has only {present} key/value heads; possible here: {choices}"
+        )
+    if present % kv_heads:
+        raise InputError(
+            f"{opt('kv_heads', kv_heads)}: does not divide the {present} key/value heads; possible here: {choices}"
+        )

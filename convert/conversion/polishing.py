@@ -13,9 +13,9 @@ from kvfold.attention.drift.report import DriftReport, report_of
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.checkpoint.writer import ShardWriter
-from kvfold.convert.conversion.calibrated import Calibrated, written_stream
 from kvfold.convert.conversion.journal import POLISH_STATE
 from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.conversion.student import Calibrated, written_stream
 from kvfold.convert.device import training_autocast
 from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stream import CheckpointStream

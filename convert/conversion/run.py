@@ -44,7 +44,7 @@ from kvfold.convert.sizes import bytes_text
 from kvfold.convert.text.corpus import check_sources
 
 if TYPE_CHECKING:
-    from kvfold.convert.conversion.calibrated import Calibrated
+    from kvfold.convert.conversion.student import Calibrated
 
 
 @dataclass(frozen=True)

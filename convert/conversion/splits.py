@@ -12,9 +12,8 @@ from typing import Any
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.latent import Candidate, Survey, candidate, fitted_latent
-from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.possible import latent_targets
-from kvfold.convert.conversion.student_walk import StudentWalk
+from kvfold.convert.conversion.plan import Plan, latent_targets
+from kvfold.convert.conversion.student import StudentWalk
 from kvfold.convert.progress import Stages
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots, mean_worth

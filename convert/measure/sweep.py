@@ -30,7 +30,7 @@ from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
 from kvfold.convert.conversion.source import source_heads
 from kvfold.convert.conversion.splits import Split, choose_split, split_record
-from kvfold.convert.conversion.student_walk import StudentWalk
+from kvfold.convert.conversion.student import StudentWalk
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.sweep_result import Sweep, SweptSource, SweptTarget

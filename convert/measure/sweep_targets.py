@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvfold.convert.conversion.possible import possible_kv_heads
+from kvfold.convert.conversion.plan import possible_kv_heads
 from kvfold.convert.errors import ALONE, InputError, as_option, current_wording, did_you_mean, opt, worded
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import TARGETS, Layout

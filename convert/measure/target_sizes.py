@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvfold.convert.checkpoint.headers import DTYPE_BITS
-from kvfold.convert.conversion.possible import possible_kv_heads
+from kvfold.convert.conversion.plan import possible_kv_heads
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import DEFAULT_LAYOUT
 from kvfold.convert.targets.engines import Verdict, alternatives, latent_options, proposals, verdicts

@@ -10,7 +10,7 @@ import pytest
 
 from kvfold.convert import ConvertRequest, cli, convert_checkpoint, recipe_request
 from kvfold.convert.conversion import run as run_module
-from kvfold.convert.conversion.possible import latent_targets
+from kvfold.convert.conversion.plan import latent_targets
 from kvfold.convert.conversion.record import saving
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError

@@ -21,7 +21,7 @@ from kvfold.attention import register_models
 from kvfold.attention.checkpoints.registered import SOURCES
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion.possible import latent_targets
+from kvfold.convert.conversion.plan import latent_targets
 from kvfold.convert.data import read_documents
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import load_family, supported
