@@ -1,7 +1,7 @@
 """The published ways to share heads: each group of key/value heads becomes one, queries and output stay as they are.
 
 ``mean``: Ainslie et al. 2023, "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints",
-which also compares ``first`` and ``random``. Groups are runs of neighboring heads, as every stock class expects.
+which also compares ``first`` and ``random``. Groups are neighboring heads, as every stock class expects.
 """
 
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm
+from kvfold.convert.transforms.weights import AttentionWeights
 
 
 def mean(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
     """Every group's heads averaged, ``[G, D, E] -> [kv_heads, D, E]``, in float32 (float64 for float64 weights).
 
-    Biases and the key norm's rows (and its bias) are averaged likewise. What is left alone keeps its dtype.
+    Biases and the key norm's rows (and its bias) are averaged likewise. Queries and output keep their dtype.
     Raises ``ValueError`` when ``kv_heads`` does not divide ``G``.
     """
 
@@ -34,10 +34,10 @@ def first(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
 
 
 def random(weights: AttentionWeights, kv_heads: int, *, std: float, seed: int, layer: int) -> AttentionWeights:
-    """Fresh keys and values: normal with ``std`` (the config's initializer range), biases zero, the norm's gain one.
+    """Random keys and values: normal with ``std`` (the config's initializer range), biases zero, the norm's gain one.
 
     float32, drawn on the CPU, the same for the same ``seed``, ``layer`` and shape. A norm that the file stores once
-    for all heads stays. Raises ``ValueError`` as ``mean`` does.
+    for all heads is kept. Raises ``ValueError`` as ``mean`` does.
     """
     _check(weights, kv_heads)
     generator = torch.Generator().manual_seed((seed * 1_000_003 + layer) % 2**63)
@@ -51,19 +51,21 @@ def random(weights: AttentionWeights, kv_heads: int, *, std: float, seed: int, l
 
     k, v = drawn(), drawn()
     norm = weights.k_norm
-    if norm is not None:
+    if norm is not None and norm.shared:
+        norm = norm.map(lambda rows: rows[:kv_heads].clone())
+    elif norm is not None:
         gain = torch.full((kv_heads, weights.head_dim), 1.0 - norm.offset, device=device)
-        fresh = replace(norm, weight=gain, bias=zeros(norm.bias))
-        norm = _pooled_norm(norm, lambda rows: rows[:kv_heads].clone()) if norm.shared else fresh
+        norm = replace(norm, weight=gain, bias=zeros(norm.bias))
     return replace(weights, k=k, v=v, k_bias=zeros(weights.k_bias), v_bias=zeros(weights.v_bias), k_norm=norm)
 
 
 def _pooled(weights: AttentionWeights, kv_heads: int, pool: Callable[[Tensor], Tensor]) -> AttentionWeights:
+    """Keys, values, their biases and the key norm pooled from ``[G, ...]`` to ``[kv_heads, ...]``."""
     _check(weights, kv_heads)
     norm = weights.k_norm
     if norm is not None:
-        # One stored row for all heads is every head's mean already: taking it keeps its bits.
-        norm = _pooled_norm(norm, (lambda rows: rows[:kv_heads].clone()) if norm.shared else pool)
+        # A shared norm repeats one stored row: taking that row keeps its bits, which an average might not.
+        norm = norm.map((lambda rows: rows[:kv_heads].clone()) if norm.shared else pool)
     return replace(
         weights,
         k=pool(weights.k),
@@ -74,10 +76,6 @@ def _pooled(weights: AttentionWeights, kv_heads: int, pool: Callable[[Tensor], T
     )
 
 
-def _pooled_norm(norm: HeadNorm, pool: Callable[[Tensor], Tensor]) -> HeadNorm:
-    return replace(norm, weight=pool(norm.weight), bias=None if norm.bias is None else pool(norm.bias))
-
-
 def _check(weights: AttentionWeights, kv_heads: int) -> None:
     if kv_heads < 1 or weights.kv_heads % kv_heads:
-        raise ValueError(f"kv_heads must divide the {weights.kv_heads} key/value heads, found {kv_heads}")
+        raise ValueError(f"kv_heads: {kv_heads} must divide the {weights.kv_heads} key/value heads")

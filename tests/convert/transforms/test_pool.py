@@ -106,7 +106,7 @@ def test_random_is_fresh_deterministic_and_of_the_requested_spread():
 
 @pytest.mark.parametrize("groups", [0, 4, 12, -1])
 def test_groups_must_divide_the_heads(groups):
-    message = f"kv_heads must divide the 6 key/value heads, found {groups}"
+    message = f"kv_heads: {groups} must divide the 6 key/value heads"
     for method in (pool.mean, pool.first):
         with pytest.raises(ValueError, match=message):
             method(weights(), groups)
