@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn
 
@@ -25,7 +25,6 @@ from kvfold.convert.measure.eval_command import evaluate
 from kvfold.convert.measure.options import json_file_option, tell
 from kvfold.convert.measure.page import check_report, conversion_page, drift_page, write_report
 from kvfold.convert.measure.sweep_command import sweep
-from kvfold.convert.options import specs
 from kvfold.convert.progress import stage
 from kvfold.convert.request import ConvertRequest, DriftRequest
 from kvfold.convert.uptrain.command import uptrain
@@ -91,13 +90,12 @@ _report = click.option(
 _running = partial(click.option, cls=PanelOption, panel="Running")
 
 
-def _convert_request(values: dict[str, Any]) -> ConvertRequest:
+def _convert_request(options: dict[str, Any], further: dict[str, Any]) -> ConvertRequest:
     """The request of a command line: its options, or those of a recipe and the ones given beside it."""
     from kvfold.convert.recipes import recipe_request
 
     ctx = click.get_current_context()
-    recipe = values.pop("recipe")
-    options = {name: values[name] for name in specs(ConvertRequest)}
+    recipe = further.pop("recipe")
     if recipe is None and options["to"] is None:
         raise click.UsageError("missing option '--to': gqa, mqa or mla; or name a --recipe", ctx)
     if recipe is None:
@@ -163,7 +161,7 @@ def drift(request: DriftRequest, json_file: str | None, report: str | None) -> N
     check_opens(request.model, request.out)
     from kvfold.convert.measure.drift import drift_checkpoints, drift_table, heading
 
-    measured = drift_checkpoints(replace(request, quiet=False))
+    measured = drift_checkpoints(request)
     if json_file is not None:
         write_text(json_file, measured.to_json())
     if report is not None:

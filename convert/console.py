@@ -75,26 +75,28 @@ def request_options(
     request: type[Request],
     *,
     before: Mapping[str, Sequence[Decorator]] | None = None,
-    build: Callable[[dict[str, Any]], Request] | None = None,
+    build: Callable[[dict[str, Any], dict[str, Any]], Request] | None = None,
     optional: Sequence[str] = (),
 ) -> Decorator:
     """Gives a click command the arguments and options of ``request``, and its function the request made of them.
 
-    ``before`` has further options that ``--help`` lists before one of the request's. ``build`` makes the request of all
-    values of the command line, from which it may take some; by default ``request(**values)``. ``optional`` names
-    options without a default that ``build`` may supply.
+    ``before`` has further options that ``--help`` lists before one of the request's. ``build(values, further)`` makes
+    the request of the values of its options and of the further ones, from which it may take some; by default it is
+    ``request(**values)``. ``optional`` names options without a default that ``build`` may supply. A flag that is set by
+    default has an option ``--no-NAME``.
     """
-    names = list(specs(request))
+    found = specs(request)
+    names = {_parameter_name(spec): name for name, spec in found.items()}
 
     def decorate(function: Callable[..., None]) -> Any:
         @functools.wraps(function)
         def command(**values: Any) -> None:
-            made = request(**{name: values[name] for name in names}) if build is None else build(values)
-            function(made, **{name: value for name, value in values.items() if name not in names})
+            own = {names[name]: _value(found[names[name]], values.pop(name)) for name in names}
+            made = request(**own) if build is None else build(own, values)
+            function(made, **values)
 
         decorated: Any = command
-        for name in reversed(names):
-            spec = specs(request)[name]
+        for name, spec in reversed(found.items()):
             decorated = parameter(spec, required=spec.required and name not in optional)(decorated)
             for extra in reversed((before or {}).get(name, ())):
                 decorated = extra(decorated)
@@ -103,19 +105,32 @@ def request_options(
     return decorate
 
 
+def _parameter_name(spec: Spec) -> str:
+    return f"no_{spec.name}" if spec.default is True else spec.name
+
+
+def _value(spec: Spec, value: Any) -> Any:
+    return not value if spec.default is True else value
+
+
 def parameter(spec: Spec, required: bool) -> Decorator:
     """The click argument or option of one field."""
     details = spec.details
     if details.argument:
-        return click.argument(spec.name, metavar=details.metavar, required=required)
-    names = [f"--{spec.name.replace('_', '-')}", *details.spellings, *([spec.name] if details.spellings else [])]
+        several: dict[str, Any] = {"nargs": -1} if spec.each is not None else {"required": required}
+        return click.argument(spec.name, metavar=details.metavar, **several)
+    flag = as_option(spec.name, False) if spec.default is True else as_option(spec.name)
+    names = [flag, *details.spellings, _parameter_name(spec)]
     settings: dict[str, Any] = {"help": details.help, "metavar": details.metavar}
     if details.panel is not None:
         settings |= {"cls": PanelOption, "panel": details.panel}
     if bool in spec.kinds:
-        return click.option(*names, is_flag=True, default=spec.default, **settings)
+        return click.option(*names, is_flag=True, **settings)
     settings |= {"required": required, "multiple": spec.many, "type": _click_type(spec)}
-    if spec.default not in (MISSING, None):
+    if spec.each is not None:
+        default = ",".join(map(str, spec.default))
+        settings |= {"default": default, "show_default": bool(default)}
+    elif spec.default not in (MISSING, None):
         settings |= {"default": spec.default, "show_default": True}
     return click.option(*names, **settings)
 
@@ -125,7 +140,7 @@ def _click_type(spec: Spec) -> Any:
         return steps_or_auto
     if spec.words and spec.details.metavar is None:
         return Choice(spec.words)
-    if str in spec.kinds or not spec.kinds:
+    if str in spec.kinds or not spec.kinds:  # also names or numbers with commas between them
         return str
     # A command without panels shows the range of its numbers in --help.
     if int in spec.kinds and spec.details.panel is None and spec.details.least is not None:

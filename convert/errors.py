@@ -33,9 +33,12 @@ ALONE = _Alone()
 Wording = Callable[[str, Any], str]
 
 
+_OPTIONS = {"contexts": "context", "batches": "batch"}  # fields whose options have other names
+
+
 def as_option(field: str, value: Any = ALONE) -> str:
     """``--kv-heads 5``, ``--resume`` for a flag that is set, ``--no-retrieval`` for one that is not."""
-    name = field.replace("_", "-")
+    name = _OPTIONS.get(field, field).replace("_", "-")
     if value is False:
         return f"--no-{name}"
     return f"--{name}" if value is ALONE or value is True else f"--{name} {value}"

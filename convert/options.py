@@ -53,8 +53,8 @@ def option(default: Any = MISSING, **details: Any) -> Any:
 class Spec:
     """One option: its field's name, default and details, and its annotation taken apart.
 
-    ``kinds`` are those of bool, int, float and str that it takes, ``words`` those that a Literal allows; ``many``: it
-    takes several texts.
+    ``kinds`` are those of bool, int, float and str that it takes, ``words`` those that a Literal allows. ``many``: it
+    takes one text or several. ``each``: it takes a tuple of this type, or one text with commas.
     """
 
     name: str
@@ -63,6 +63,7 @@ class Spec:
     kinds: tuple[type, ...]
     words: tuple[str, ...]
     many: bool
+    each: type | None
 
     @property
     def required(self) -> bool:
@@ -70,16 +71,33 @@ class Spec:
 
     def plain(self, value: Any) -> Any:
         """``value`` with paths as text; a list becomes a tuple, one of a single text that text, an empty one None."""
+        if self.each is not None:
+            return self._tuple(value)
         if self.many and isinstance(value, (list, tuple)):
             texts = tuple(map(self.plain, value))
             return texts if len(texts) > 1 else next(iter(texts), None)
         return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    def _tuple(self, value: Any) -> Any:
+        if isinstance(value, (str, os.PathLike)):
+            text = os.fspath(value)
+            value = [text] if self.details.argument else [part.strip() for part in text.split(",") if part.strip()]
+        if not isinstance(value, (list, tuple)):
+            return value
+        numbers = self.each is int
+        parts = [int(part) if numbers and str(part).isdecimal() else part for part in value]
+        return tuple(dict.fromkeys(os.fspath(part) if isinstance(part, os.PathLike) else part for part in parts))
 
     def rule_broken(self, value: Any) -> str | None:
         """The rule that ``value`` breaks, in words that follow "must be"; None for a value that the option takes."""
         details = self.details
         if (value is None and self.default is None) or (isinstance(value, str) and value in self.words):
             return None
+        if self.each is not None:
+            sound = isinstance(value, tuple) and all(type(part) is self.each and part for part in value)
+            return (
+                None if sound else details.rule or f"{'positive numbers' if self.each is int else 'names'} and commas"
+            )
         if not self.kinds:
             return f"one of {', '.join(self.words)}{did_you_mean(value, self.words)}"
         if bool in self.kinds or isinstance(value, bool):
@@ -116,8 +134,11 @@ def _spec(each: Any, hint: Any) -> Spec:
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     words = tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
     kinds = tuple(part for part in parts if part in (bool, int, float, str))
-    many = any(get_origin(part) is tuple for part in parts)
-    return Spec(each.name, each.default, each.metadata["option"], kinds, words, many)
+    tuples = [get_args(part)[0] for part in parts if get_origin(part) is tuple]
+    many = bool(tuples) and str in kinds
+    return Spec(
+        each.name, each.default, each.metadata["option"], kinds, words, many, tuples[0] if tuples and not many else None
+    )
 
 
 def run_only(request: type) -> frozenset[str]:
@@ -191,9 +212,9 @@ def takes(request: Callable[Fields, Made]) -> Callable[[Callable[..., Result]], 
 
         @functools.wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Result:
+            if arguments and isinstance(arguments[0], Request):
+                return function(*arguments, **keywords)
             callbacks = {name: keywords.pop(name) for name in further if name in keywords}
-            if len(arguments) == 1 and not keywords and isinstance(arguments[0], Request):
-                return function(arguments[0], **callbacks)
             return function(request(*arguments, **keywords), **callbacks)
 
         return call

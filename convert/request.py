@@ -231,7 +231,7 @@ class ConvertRequest(Request):
 
     def result_options(self) -> dict[str, Any]:
         """The options that decide the result, without those that only say where and how to run."""
-        left_out = {"calibration", *run_only(ConvertRequest)}
+        left_out = {"calibration", *run_only(type(self))}
         if not self.calibrated:
             left_out |= {"samples", "seq_len", "refine", "polish"}
             if not self.chosen_method.seeded:
@@ -247,7 +247,7 @@ class ConvertRequest(Request):
         if to == "gqa" and self.kv_heads is None:
             heads = "the number of key/value heads to keep; `kvfold inspect` lists them"
             yield "kv_heads", f"{opt('to', to)} needs {opt('kv_heads')}, {heads}"
-        for name, spec in specs(ConvertRequest).items():
+        for name, spec in specs(type(self)).items():
             targets, value = spec.details.targets, getattr(self, name)
             # Layout kvfold also holds folds, of families whose stock class cannot.
             if (
@@ -332,4 +332,110 @@ class DriftRequest(Request):
     device: Device = option("auto", help="auto: the GPU where there is one.")
     dtype: Dtype = option("auto", help="Dtype to compute in.")
     trust_remote_code: bool = option(False, help="Allow the tokenizer code in MODEL to run.")
-    quiet: bool = True
+    quiet: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class SweepRequest(Request):
+    """A sweep by ``kvfold sweep``: targets of MODEL that are fitted and measured side by side.
+
+    ``targets`` is as the option spells it, or a list; ``out`` is only checked, for ``Sweep.convert`` to write into.
+    """
+
+    model: str = option(argument=True, check=_named, rule="a folder or a hub id")
+    targets: str | tuple[str, ...] | None = option(
+        None,
+        help="gqa:HEADS, mqa, mla:ELEMENTS (the split is chosen) or mla:RANK+ROTARY: gqa:4,2 mqa mla:576,512+64. "
+        "Default: a few that suit MODEL.",
+        panel="Targets",
+        metavar="TARGET...",
+    )
+    layout: Layout | None = option(None, help=f"Layout of MLA targets (default {DEFAULT_LAYOUT}).", panel="Targets")
+    out: str | None = option(
+        None, help="Also write the target that is named, to the folder OUT.", panel="Decision", metavar="OUT"
+    )
+    calibration: str | tuple[str, ...] | None = option(
+        None,
+        help="Text like that of the model's use, as in `kvfold convert`.",
+        panel="Calibration",
+        metavar="FILE|DATASET|self",
+        check=_texts_rule,
+        rule="the name of a text file or dataset",
+    )
+    samples: int = option(128, help="Calibration sequences.", panel="Calibration", least=1)
+    seq_len: int = option(512, help="Tokens per sequence.", panel="Calibration", least=2)
+    seed: int = option(0, help="Seed of the sequences drawn.", panel="Calibration", least=0, below=2**63)
+    refine: int | Literal["auto"] = option(
+        0,
+        help="Reconstruction steps per layer of every target.",
+        panel="Refinement",
+        metavar="STEPS|auto",
+        least=0,
+        rule="a number of steps or auto",
+    )
+    device: Device = option("auto", help="auto: the GPU where there is one.", panel="Running")
+    dtype: Dtype = option("auto", help="Dtype that OUT would be stored in.", panel="Running")
+    quiet: bool = option(False, help="No progress.", panel="Running")
+    trust_remote_code: bool = option(False, help="Allow code in the checkpoint to run.", panel="Running")
+
+
+_NUMBERS = "positive numbers separated by commas, such as 2048,8192"
+
+
+@dataclass(frozen=True, repr=False)
+class EvalRequest(Request):
+    """A comparison by ``kvfold eval``: MODEL and OUT on tasks and long contexts."""
+
+    model: str = option(argument=True, check=_named, rule="a folder or a hub id")
+    out: str = option(argument=True, check=_named, rule="a folder or a hub id")
+    tasks: tuple[str, ...] = option(
+        (),
+        help="Tasks of lm-evaluation-harness, or FILE.yaml of one; needs the eval extra.",
+        metavar="NAME,NAME",
+        rule="names of tasks separated by commas",
+    )
+    limit: int | None = option(None, help="Documents of each task; default: all.", metavar="N", least=1)
+    lengths: tuple[int, ...] = option(
+        (),
+        help="Tokens of long contexts; default: MODEL's context (on a CPU at most 1024), and 1/2, 1/4, 1/8.",
+        metavar="N,N",
+        rule=_NUMBERS,
+    )
+    samples: int | None = option(None, help="Documents of each length; default: 32, on a CPU 16.", least=2)
+    text: str | None = option(
+        None, help="Text to hide words in; default: held-out text that ships with kvfold.", metavar="FILE"
+    )
+    retrieval: bool = option(True, help="Only the loss by position, and --tasks.")
+    batch: int = option(1, help="Documents of a task at once.", least=1)
+    seed: int = option(0, help="Of what is drawn.", least=0)
+    device: Device = option("auto", help="auto: the GPU where there is one.")
+    dtype: Dtype = option("auto", help="Dtype to compute in.")
+    quiet: bool = option(False, help="No progress.")
+    trust_remote_code: bool = option(False, help="Allow code in the checkpoints to run.")
+
+
+@dataclass(frozen=True, repr=False)
+class BenchRequest(Request):
+    """A benchmark by ``kvfold bench``: every model at every context and batch. ``seconds`` of each are timed."""
+
+    models: tuple[str, ...] = option((), argument=True, metavar="[MODEL]...", rule="names of models")
+    contexts: tuple[int, ...] = option((2048,), help="Tokens in the cache.", metavar="N,N", rule=_NUMBERS)
+    batches: tuple[int, ...] = option((1,), help="Sequences decoded at once.", metavar="N,N", rule=_NUMBERS)
+    shape: str | None = option(
+        None, help="Random weights in a known shape, every attention kind: llama-2-7b, ...", metavar="NAME"
+    )
+    layers: int | None = option(None, help="Layers of --shape.", metavar="N", least=1)
+    device: Device = option("auto", help="auto: the GPU where there is one.")
+    dtype: Dtype = option("auto", help="Dtype to compute in.")
+    cache: Literal["dynamic", "static"] = option("dynamic", help="Kind of KV cache.")
+    prefill_tokens: int | None = option(
+        None, help="Tokens to prefill at most; 0 skips the prefill.", metavar="N", least=0
+    )
+    threads: int | None = option(None, help="CPU threads; default: torch's choice.", metavar="N", least=1)
+    seconds: float = 4.0
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.layers is not None and self.shape is None:
+            yield "layers", f"{opt('layers')} needs {opt('shape')}; a checkpoint has its own number of layers"
+        if not self.models and self.shape is None:
+            yield "models", f"name at least one MODEL, or a {opt('shape')} such as llama-2-7b"

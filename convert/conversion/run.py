@@ -38,6 +38,7 @@ from kvfold.convert.conversion.record import (
 )
 from kvfold.convert.conversion.record import record as record_of
 from kvfold.convert.errors import InputError, opt
+from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import SELF, ConvertRequest
 from kvfold.convert.sizes import bytes_text
@@ -96,6 +97,7 @@ class Conversion:
         return "\n".join(filter(None, lines))
 
 
+@takes(ConvertRequest)
 def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None) -> Conversion:
     """Convert ``request.model`` into the folder ``request.out``.
 

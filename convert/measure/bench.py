@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.errors import InputError, KvfoldError, opt
+from kvfold.convert.errors import KvfoldError
 from kvfold.convert.measure.bench_models import BenchOptions, BenchTask, Subject, checkpoint_subjects, shape_subjects
+from kvfold.convert.options import takes
+from kvfold.convert.request import BenchRequest
 from kvfold.convert.sizes import bytes_text
 
 _COLUMNS = [
@@ -117,45 +119,31 @@ class Benchmark:
         return "\n".join([f"{head}; {versions}", "", *shown])
 
 
-def numbers(text: str, option: str) -> tuple[int, ...]:
-    """``"2048,8192"`` as positive numbers without repetitions. Raises InputError."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise InputError(f"{option} {text}: expected positive numbers separated by commas, as in 2048,8192")
-    return tuple(dict.fromkeys(int(part) for part in parts))
-
-
-def subjects(models: Sequence[str], shape: str | None, layers: int | None, longest: int) -> list[Subject]:
-    """The models to measure; ratios are to the first. Raises InputError for no model, or --layers without --shape."""
-    if layers is not None and shape is None:
-        raise InputError(f"{opt('layers')}: only with {opt('shape')}; a checkpoint has its own number of layers")
-    if not models and shape is None:
-        raise InputError(f"kvfold bench: name at least one MODEL, or a {opt('shape')} such as llama-2-7b")
-    return checkpoint_subjects(models) + (shape_subjects(shape, layers, longest) if shape else [])
-
-
-def bench_checkpoints(
-    models: Sequence[str | os.PathLike[str]],
-    *,
-    contexts: Sequence[int] = (2048,),
-    batches: Sequence[int] = (1,),
-    shape: str | None = None,
-    layers: int | None = None,
-    tell: Callable[[str], None] = lambda text: None,
-    **options: Any,
-) -> Benchmark:
+@takes(BenchRequest)
+def bench_checkpoints(request: BenchRequest, tell: Callable[[str], None] = lambda text: None) -> Benchmark:
     """Time ``models`` side by side, each in a process of its own, as ``kvfold bench`` does.
 
     ``shape`` adds random weights in a known shape, cut to ``layers``. ``tell`` hears of every model that begins.
-    ``options`` are ``device``, ``dtype``, ``cache``, ``prefill_tokens``, ``seconds`` and ``threads``. Raises InputError
-    for a wrong request, KvfoldError when all models fail.
+    Ratios are to the first model. Raises InputError for a wrong request, KvfoldError when all models fail.
 
     >>> done = bench_checkpoints([demo_folder()], contexts=[64], prefill_tokens=0, seconds=0.01)
     >>> done.rows[0].context, done.rows[0].ratio
     (64, 1.0)
     """
-    chosen = subjects([os.fspath(model) for model in models], shape, layers, max(contexts))
-    return bench(chosen, BenchOptions(tuple(contexts), tuple(batches), **options), tell)
+    chosen = checkpoint_subjects(request.models)
+    if request.shape is not None:
+        chosen += shape_subjects(request.shape, request.layers, max(request.contexts))
+    options = BenchOptions(
+        contexts=request.contexts,
+        batches=request.batches,
+        device=request.device,
+        dtype=request.dtype,
+        cache=request.cache,
+        prefill_tokens=request.prefill_tokens,
+        seconds=request.seconds,
+        threads=request.threads,
+    )
+    return bench(chosen, options, tell)
 
 
 def bench(chosen: Sequence[Subject], options: BenchOptions, tell: Callable[[str], None]) -> Benchmark:

@@ -17,7 +17,9 @@ from kvfold.convert.errors import InputError, opt
 from kvfold.convert.measure import eval_tasks
 from kvfold.convert.measure.eval_tasks import CHOICES, TASKS, Question, QuestionMaker, Scores, answers
 from kvfold.convert.measure.losses import stretches, token_losses
+from kvfold.convert.options import takes
 from kvfold.convert.progress import Stages
+from kvfold.convert.request import EvalRequest
 from kvfold.convert.stream.stock import hide_bars, load_model
 from kvfold.convert.text.corpus import check_sources, open_corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer, prefix_tokens, renderer, tokenize
@@ -126,23 +128,8 @@ class _Answers:
     scores: Scores
 
 
-def eval_checkpoints(
-    model: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    *,
-    tasks: Sequence[str] = (),
-    limit: int | None = None,
-    lengths: Sequence[int] = (),
-    samples: int | None = None,
-    text: str | os.PathLike[str] | None = None,
-    retrieval: bool = True,
-    batch: int = 1,
-    seed: int = 0,
-    device: str = "auto",
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    quiet: bool = True,
-) -> Evaluation:
+@takes(EvalRequest)
+def eval_checkpoints(request: EvalRequest) -> Evaluation:
     """Compare ``out`` with ``model``: retrieval at ``lengths``, loss by position, and ``tasks`` of the harness.
 
     Differences are paired by document, with 95 % intervals. ``lengths`` are by default the context (on a CPU at most
@@ -154,29 +141,29 @@ def eval_checkpoints(
     >>> [(row["task"], row["length"], row["difference"]) for row in found.retrieval]
     [('needle', 256, 0.0), ('keys', 256, 0.0)]
     """
-    if tasks:
+    if request.tasks:
         eval_tasks.check_harness()
-    texts = [] if text is None else [os.fspath(text)]
-    check_sources(texts, "text")
-    source, place = open_checkpoint(model), choose_device(device)
-    samples = samples or _SAMPLES[place.type]
+    check_sources(filter(None, [request.text]), "text")
+    source, place = open_checkpoint(request.model), choose_device(request.device)
+    samples = request.samples or _SAMPLES[place.type]
     try:
-        tokenizer = load_tokenizer(source, trust_remote_code, "an evaluation")
+        tokenizer = load_tokenizer(source, request.trust_remote_code, "an evaluation")
         context = source.config.get("max_position_embeddings") or 2048
-        chosen = chosen_lengths(lengths, context, source.origin, place)
-        body, name = _tokens(tokenizer, next(iter(texts), None), max(chosen) * samples)
+        chosen = chosen_lengths(request.lengths, context, source.origin, place)
+        body, name = _tokens(tokenizer, request.text, max(chosen) * samples)
         check_vocabulary(body, source.config.get("vocab_size", int(body.max()) + 1), source.origin)
     finally:
         source.close()
-    questions = _questions(tokenizer, body, chosen, samples, seed) if retrieval else {}
+    questions = _questions(tokenizer, body, chosen, samples, request.seed) if request.retrieval else {}
     windows = _windows(tokenizer, body, max(chosen), samples)
     exam = _Exam(
-        tokenizer, questions, windows, tasks, limit, batch, seed, place, dtype, trust_remote_code, quiet
+        tokenizer, questions, windows, request.tasks, request.limit, request.batch, request.seed, place, request.dtype,
+        request.trust_remote_code, request.quiet,
     )  # fmt: skip
-    if not quiet:
+    if not request.quiet:
         print(exam.description(), file=sys.stderr, flush=True)
     # One after the other: two models of 70B parameters fit into few machines.
-    before, after = _examine(model, exam), _examine(out, exam)
+    before, after = _examine(request.model, exam), _examine(request.out, exam)
     asked = [
         {"task": task, "length": length, "chance": 1 / CHOICES, **paired(before.right[key], after.right[key])}
         for key in questions
@@ -186,7 +173,9 @@ def eval_checkpoints(
         {"task": task, "metric": metric, **paired(one, other)}
         for task, metric, one, other in eval_tasks.paired_scores(before.scores, after.scores)
     ]
-    return Evaluation(str(model), str(out), name, samples, asked, by_position(before.losses, after.losses), scored)
+    return Evaluation(
+        request.model, request.out, name, samples, asked, by_position(before.losses, after.losses), scored
+    )
 
 
 def chosen_lengths(lengths: Sequence[int], context: int, origin: str, device: torch.device) -> list[int]:

@@ -6,19 +6,8 @@ from typing import Any
 
 import click
 
-from kvfold.convert import request as rq
-from kvfold.convert.console import STDOUT, Choice, write_text
+from kvfold.convert.console import STDOUT, write_text
 
-device_option = click.option(
-    "--device",
-    type=Choice(rq.DEVICES),
-    default="auto",
-    show_default=True,
-    help="auto: the GPU where there is one.",
-)
-compute_dtype_option = click.option(
-    "--dtype", type=Choice(rq.DTYPES), default="auto", show_default=True, help="Dtype to compute in."
-)
 json_file_option = click.option(
     "--json",
     "json_file",

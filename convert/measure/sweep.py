@@ -41,13 +41,16 @@ from kvfold.convert.measure.sweep_targets import (
     spelled,
     worded_as_targets,
 )
+from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
-from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, Layout
+from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, Layout, SweepRequest
 from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.walk.walk import Teacher
 
 # Stands for OUT in requests that write nothing.
 _PLACEHOLDER = "OUT"
+# Options of a sweep that its conversions have too, in the same sense.
+_SHARED = ("model", "calibration", "samples", "seq_len", "seed", "refine", "device", "dtype", "trust_remote_code")
 
 
 @dataclass
@@ -95,23 +98,8 @@ class _SweepStudent:
         )
 
 
-def sweep_checkpoint(
-    model: str,
-    targets: str | Sequence[str] | None = None,
-    *,
-    out: str | None = None,
-    calibration: str | Sequence[str] | None = None,
-    samples: int = ConvertRequest.samples,
-    seq_len: int = ConvertRequest.seq_len,
-    seed: int = ConvertRequest.seed,
-    refine: int | str = ConvertRequest.refine,
-    layout: Layout | None = None,
-    device: str = ConvertRequest.device,
-    dtype: str = ConvertRequest.dtype,
-    quiet: bool = False,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
-) -> Sweep:
+@takes(SweepRequest)
+def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) -> Sweep:
     """Fit and measure ``targets`` of ``model`` in one walk, without writing a checkpoint::
 
         found = sweep_checkpoint("MODEL", "gqa:4,2 mqa mla:576,512+64")
@@ -128,30 +116,21 @@ def sweep_checkpoint(
     >>> [(row.kind, row.elements) for row in found.rows]
     [('GQA-4', 256), ('MQA', 64)]
     """
-    named = None if targets is None else parse_targets(targets)
-    common: TargetOptions = {
-        "model": model,
-        "out": out or _PLACEHOLDER,
-        "calibration": calibration,
-        "samples": samples,
-        "seq_len": seq_len,
-        "seed": seed,
-        "refine": refine,
-        "device": device,
-        "dtype": dtype,
-        "trust_remote_code": trust_remote_code,
-        "quiet": True,
-    }
+    named = None if request.targets is None else parse_targets(request.targets)
+    common: TargetOptions = {name: getattr(request, name) for name in _SHARED}
+    common |= {"out": request.out or _PLACEHOLDER, "quiet": True}
     started = time.monotonic()
-    checkpoint = open_checkpoint(model, dense_dtype(ConvertRequest(**common, to="mqa")))
+    checkpoint = open_checkpoint(request.model, dense_dtype(ConvertRequest(**common, to="mqa")))
     try:
-        if out is not None:
-            check_output(out, model=checkpoint.folder)
-        chosen = named or default_targets(model_of(checkpoint.config, checkpoint.tensors), layout or DEFAULT_LAYOUT)
-        plans = [_plan(options, common, layout, checkpoint) for options in chosen]
+        if request.out is not None:
+            check_output(request.out, model=checkpoint.folder)
+        chosen = named or default_targets(
+            model_of(checkpoint.config, checkpoint.tensors), request.layout or DEFAULT_LAYOUT
+        )
+        plans = [_plan(options, common, request.layout, checkpoint) for options in chosen]
         check_memory(plans[0])
         with tempfile.TemporaryDirectory(prefix="kvfold-sweep-") as scratch:
-            found = _sweep(chosen, plans, Path(scratch), Stages(progress, quiet), quiet)
+            found = _sweep(chosen, plans, Path(scratch), Stages(progress, request.quiet), request.quiet)
         # A file that was replaced while its layers were read would give numbers of no model.
         checkpoint.check_unchanged()
     finally:

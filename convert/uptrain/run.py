@@ -16,6 +16,7 @@ from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.families.wrappers import text_type
 from kvfold.convert.measure.figures import uptraining_curve
+from kvfold.convert.options import takes
 from kvfold.convert.processes import run_on_first, started_first
 from kvfold.convert.stream.stock import hide_bars, load_config, load_model
 from kvfold.convert.text.corpus import Corpus, open_corpus
@@ -45,6 +46,7 @@ class Uptrained:
         return {**self.record, "log": self.rows}
 
 
+@takes(UptrainRequest)
 def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
     """Train ``request.model`` further and write it to ``request.out``; every process of a distributed run calls this.
 

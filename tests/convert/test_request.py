@@ -1,9 +1,20 @@
+"""Requests: every option is one field, from which come the command line, recipes, checks of values and keywords."""
+
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
+from safetensors import safe_open
 
-from kvfold.convert import ConvertRequest, errors
+from kvfold.convert import ConvertRequest, cli, errors, recipes
+from kvfold.convert.console import PanelCommand, request_options
+from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
+from kvfold.convert.options import option, specs, takes
+from kvfold.convert.request import BenchRequest, DriftRequest, EvalRequest, SweepRequest
 from kvfold.convert.sizes import bytes_text, parse_size
 
 
@@ -146,3 +157,76 @@ def test_a_seed_is_recorded_where_something_is_drawn(options, recorded):
 )
 def test_bytes_are_shown_in_the_largest_unit_that_fits(count, text):
     assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("request_type", "options"),
+    [
+        (DriftRequest, {"samples": 0, "seq_len": 1, "device": "gpu"}),
+        (SweepRequest, {"refine": -1, "layout": "deepseek", "calibration": ["self", "a.txt"]}),
+        (EvalRequest, {"lengths": "8,many", "samples": 1, "retrieval": "no", "tasks": [3]}),
+        (BenchRequest, {"contexts": [0], "batches": "x", "cache": "large"}),
+        (BenchRequest, {"models": ["m"], "layers": 2}),
+    ],
+    ids=lambda value: named(value) if isinstance(value, dict) else value.__name__,
+)
+def test_what_the_requests_of_measuring_commands_refuse(request_type, options, told):
+    paths = {name: "m" for name in ("model", "out") if name in specs(request_type)}
+    told(refused(request_type, **paths, **options))
+
+
+def test_names_and_numbers_may_be_one_text_with_commas():
+    request = EvalRequest("m", "o", tasks="piqa, arc_easy", lengths="256,512,256")
+    assert (request.tasks, request.lengths) == (("piqa", "arc_easy"), (256, 512))
+    assert EvalRequest("m", "o", lengths=[256]).lengths == (256,)
+    assert BenchRequest(Path("a,b")).models == ("a,b",)
+
+
+@dataclass(frozen=True, repr=False)
+class Extended(ConvertRequest):
+    """A conversion with one more option."""
+
+    sharpness: int = option(3, help="How sharp.", panel="Target", least=1)
+
+
+def test_a_field_is_an_option_a_key_of_recipes_and_a_rule(monkeypatch, tmp_path):
+    requests = []
+
+    @click.command(cls=PanelCommand)
+    @request_options(Extended)
+    def command(request):
+        requests.append(request)
+
+    shown = CliRunner().invoke(command, ["--help"]).output
+    assert re.search(r"--sharpness INTEGER +How sharp\. +\[default: 3\]", shown)
+    CliRunner().invoke(command, ["m", "o", "--to", "mqa", "--sharpness", "5"], catch_exceptions=False)
+    assert requests[0].sharpness == requests[0].result_options()["sharpness"] == 5
+    assert "--sharpness must be a whole number of at least 1, not 0" in refused(
+        Extended, model="m", out="o", to="mqa", sharpness=0
+    )
+    monkeypatch.setattr(recipes, "ConvertRequest", Extended)
+    (tmp_path / "sharp.toml").write_text('to = "mqa"\nsharpness = 7')
+    assert recipes.recipe_request(str(tmp_path / "sharp.toml"), model="m", out="o").sharpness == 7
+
+
+def test_one_option_from_the_command_line_to_the_tensor(tmp_path):
+    """``--kv-heads 2`` is a field of the request, a size of the plan and the rows of a written matrix."""
+    CliRunner().invoke(
+        cli.kvfold,
+        ["convert", str(demo_folder()), str(tmp_path / "out"), "--to", "gqa", "--kv-heads", "2", "--method", "mean"],
+        catch_exceptions=False,
+    )
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        rows, _ = file.get_slice("model.layers.0.self_attn.k_proj.weight").get_shape()
+    assert rows == 2 * 32
+
+
+def test_functions_take_a_request_or_its_fields():
+    @takes(DriftRequest)
+    def measure(request, progress=None):
+        return request, progress
+
+    request = DriftRequest("m", "o", samples=3)
+    assert measure("m", "o", samples=3, progress=print) == measure(request, progress=print) == (request, print)
+    with pytest.raises(InputError, match="--samples must be"):
+        measure("m", "o", samples=0)
