@@ -56,10 +56,6 @@ def old_spelling(config: dict) -> dict:
     return rest | old | {"rope_scaling": None if kind == "default" else {"type": kind, **table}}
 
 
-def both_spellings(config: dict) -> list[dict]:
-    return [config, old_spelling(config)]
-
-
 def check(config: dict, frequencies: torch.Tensor, amplitude: float) -> None:
     rotary = layer_rotary(model_of(config), 0)
     torch.testing.assert_close(rotary.theta, frequencies.double(), **FREQUENCIES)
@@ -112,58 +108,32 @@ def test_without_a_word_in_the_config_the_class_decides(name):
         torch.testing.assert_close(layer_rotary(model, layer).theta, expected)
 
 
-def test_phi3_was_made_for_4096_tokens_unless_it_says_otherwise():
-    factors = [2.0] * 32
-    scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
-    config = {"model_type": "phi3", **SIZES, "max_position_embeddings": 131072, "pad_token_id": 0}
-    config["rope_scaling"] = scaling
-    stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
-    check(config, *ROPE_INIT_FUNCTIONS["longrope"](stock, None))
+HALF = {"partial_rotary_factor": 0.5}
+PHI3 = {"short_factor": [1.0 + i / 4 for i in range(24)], "long_factor": [1.0 + i / 4 for i in range(24)]}
+CASES = [
+    *(("llama", kind, table, {}) for kind, table in SCALED.items()),
+    *(("qwen2", "yarn", {**SCALED["yarn"], **extra}, {}) for extra in YARNS),
+    *(
+        (name, kind, SCALED[kind], HALF)
+        for name, kind in (("phi", "linear"), ("stablelm", "yarn"), ("nemotron", "llama3"))
+    ),
+]
 
 
-@pytest.mark.parametrize("kind", SCALED)
-def test_scaled_types_in_both_spellings(kind):
-    table = {"rope_type": kind, "rope_theta": 50000.0, **SCALED[kind]}
-    config = {"model_type": "llama", **SIZES, "rope_parameters": table}
-    stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
-    expected = ROPE_INIT_FUNCTIONS[kind](stock, None)
-    for spelling in both_spellings(config):
-        check(spelling, *expected)
-        reread = AutoConfig.for_model(**json.loads(json.dumps(spelling)))
-        torch.testing.assert_close(ROPE_INIT_FUNCTIONS[kind](reread, None)[0], expected[0], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("extra", YARNS)
-def test_yarn_options(extra):
-    table = {"rope_type": "yarn", "rope_theta": 1e6, **SCALED["yarn"], **extra}
-    config = {"model_type": "qwen2", **SIZES, "rope_parameters": table}
-    stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
-    check(config, *ROPE_INIT_FUNCTIONS["yarn"](stock, None))
-
-
-@pytest.mark.parametrize(("name", "kind"), [("phi", "linear"), ("stablelm", "yarn"), ("nemotron", "llama3")])
-def test_a_part_of_the_head_that_is_scaled(name, kind):
-    table = {"rope_type": kind, "rope_theta": 20000.0, **SCALED[kind]}
-    config = {"model_type": name, **SIZES, "rope_parameters": table, "partial_rotary_factor": 0.5}
-    stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
-    expected = ROPE_INIT_FUNCTIONS[kind](stock, None)
-    assert expected[0].numel() == 16
-    check(config, *expected)
-    check(old_spelling(config), *expected)
+@pytest.mark.parametrize(("name", "kind", "table", "others"), CASES)
+def test_scaled_types_in_both_spellings(name, kind, table, others):
+    rope = {"rope_type": kind, "rope_theta": 50000.0, **table}
+    config = {"model_type": name, **SIZES, "rope_parameters": rope, **others}
+    for spelling in (config, old_spelling(config)):
+        stock = AutoConfig.for_model(**json.loads(json.dumps(spelling)))
+        check(spelling, *ROPE_INIT_FUNCTIONS[kind](stock, None))
 
 
 @pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
-def test_phi3_has_one_scaled_type_under_three_names_and_its_own_original_length(kind):
-    factors = [1.0 + i / 4 for i in range(24)]
-    scaling = {"type": kind, "short_factor": factors, "long_factor": factors, "original_max_position_embeddings": 512}
-    config = {
-        "model_type": "phi3",
-        **SIZES,
-        "partial_rotary_factor": 0.75,
-        "rope_scaling": scaling,
-        "original_max_position_embeddings": 512,
-        "pad_token_id": 0,
-    }
+@pytest.mark.parametrize("original", [{}, {"original_max_position_embeddings": 512}])
+def test_phi3_has_one_scaled_type_under_three_names_and_its_own_original_length(kind, original):
+    config = {"model_type": "phi3", **SIZES, "pad_token_id": 0, "partial_rotary_factor": 0.75, **original}
+    config |= {"max_position_embeddings": 131072, "rope_scaling": {"type": kind, **PHI3, **original}}
     stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
     check(config, *ROPE_INIT_FUNCTIONS["longrope"](stock, None))
 
@@ -207,16 +177,6 @@ def test_gemma3_scales_its_global_layers_alone():
         torch.testing.assert_close(layer_rotary(model_of(spelling), 5).theta, expected.double(), **FREQUENCIES)
 
 
-def test_dynamic_scaling_is_refused():
-    config = {"model_type": "llama", **SIZES, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
-    with pytest.raises(InputError) as caught:
-        layer_rotary(model_of(config), 0)
-    assert str(caught.value) == (
-        "config.json: rope_type 'dynamic' has no fixed frequencies; expected one of "
-        "default, linear, llama3, yarn, longrope"
-    )
-
-
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
@@ -227,6 +187,11 @@ def test_dynamic_scaling_is_refused():
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}},
             "config.json: rope_theta of the rotary embedding must be a number above 0, found '1e4'",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "config.json: rope_type 'dynamic' has no fixed frequencies; expected one of "
+            "default, linear, llama3, yarn, longrope",
         ),
         ({"rope_scaling": "linear"}, "config.json: rope_scaling must be an object or null, found 'linear'"),
         (
