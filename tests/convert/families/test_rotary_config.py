@@ -129,8 +129,12 @@ def test_scaled_types_in_both_spellings(name, kind, table, others):
         check(spelling, *ROPE_INIT_FUNCTIONS[kind](stock, None))
 
 
-@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
-@pytest.mark.parametrize("original", [{}, {"original_max_position_embeddings": 512}])
+SHORTER = {"original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    ("kind", "original"), [("longrope", {}), ("longrope", SHORTER), ("su", SHORTER), ("yarn", SHORTER)]
+)
 def test_phi3_has_one_scaled_type_under_three_names_and_its_own_original_length(kind, original):
     config = {"model_type": "phi3", **SIZES, "pad_token_id": 0, "partial_rotary_factor": 0.75, **original}
     config |= {"max_position_embeddings": 131072, "rope_scaling": {"type": kind, **PHI3, **original}}
