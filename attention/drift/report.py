@@ -63,6 +63,21 @@ class DriftReport:
         )
 
     @property
+    def kl(self) -> float:
+        """Mean KL divergence of the student's next-token distributions from the source's, in nats."""
+        return self.measured.kl
+
+    @property
+    def excess(self) -> float:
+        """Loss of the student above the source's, in nats per token."""
+        return self.measured.excess
+
+    @property
+    def agreement(self) -> float:
+        """Share of tokens for which both predict the same next token."""
+        return self.measured.agreement
+
+    @property
     def identical(self) -> bool:
         """True if every drift is exactly 0."""
         measured = self.measured

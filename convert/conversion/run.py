@@ -45,17 +45,22 @@ from kvfold.convert.sizes import bytes_text
 from kvfold.convert.text.corpus import check_sources
 
 if TYPE_CHECKING:
+    from kvfold.attention.drift.report import DriftReport
     from kvfold.convert.conversion.student import Calibrated
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a run. ``seconds`` and ``written`` are None for a dry run."""
+    """The result of a run. ``seconds`` and ``written`` are None for a dry run, ``drift`` for a run without text.
+
+    ``record`` is the content of ``kvfold.json``.
+    """
 
     plan: Plan
     written: Path | None
     seconds: float | None
     record: Mapping[str, Any]
+    drift: "DriftReport | None" = None
 
     def __repr__(self) -> str:
         where = "planned" if self.written is None else f"written to {str(self.written)!r}"
@@ -130,10 +135,11 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
         with _shared_folder(plan) as folder:
             plan, measured, hashes = _write_weights(plan, folder, stages)
             checkpoint.check_unchanged()
-            record = processes.run_on_first(lambda: _complete(plan, measured, hashes, folder, stages))
+            completed = processes.run_on_first(lambda: _complete(plan, measured, hashes, folder, stages))
     finally:
         checkpoint.close()
-    done = Conversion(plan, Path(request.out), time.monotonic() - started, record or {})
+    record, drift = completed or ({}, None)
+    done = Conversion(plan, Path(request.out), time.monotonic() - started, record, drift)
     if processes.is_first():
         _log(done)
     return done
@@ -179,8 +185,8 @@ def _shared_folder(plan: Plan) -> Iterator[Path]:
 
 def _complete(
     plan: Plan, measured: "Calibrated | None", hashes: Mapping[str, str], folder: Path, stages: Stages
-) -> dict[str, Any]:
-    """Everything beside the weights, once these are in ``folder`` with ``hashes``; returns the record."""
+) -> "tuple[dict[str, Any], DriftReport | None]":
+    """Everything but the weights, once these are in ``folder`` with ``hashes``; returns the record and the drift."""
     write_index(folder, plan.shards)
     write_file(folder / "config.json", dump(plan.config))
     if plan.request.polish:
@@ -192,7 +198,7 @@ def _complete(
         record = _write_side_files(plan, measured, hashes, folder)
     forget(folder)
     plan.checkpoint.check_unchanged()
-    return record
+    return record, None if measured is None else measured.drift
 
 
 def _resumes(request: ConvertRequest) -> bool:

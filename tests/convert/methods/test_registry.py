@@ -76,17 +76,19 @@ def test_an_objective_from_the_command_line_and_from_python(tmp_path) -> None:
     plain = ("convert", demo_folder(), tmp_path / "plain", "--to", "mqa", *TEXT)
     named = ("convert", demo_folder(), tmp_path / "named", "--to", "mqa", *TEXT)
     assert kvfold(*plain).exit_code == 0
-    done = kvfold(*named, "--objective", "toy_objective:nearest-keys")
-    assert done.exit_code == 0, done.output
+    assert kvfold(*named, "--objective", "toy_objective:nearest-keys").exit_code == 0
     options = {"samples": 8, "seq_len": 64, "group": "contiguous", "quiet": True}
     request = ConvertRequest(demo_folder(), tmp_path / "python", to="mqa", objective="nearest-keys", **options)
-    convert_checkpoint(request)
+    done = convert_checkpoint(request)
     usual, named, python = (tensors(tmp_path / name) for name in ("plain", "named", "python"))
     assert all(torch.equal(named[name], python[name]) for name in named)
     keys, values = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "kv")
     assert not torch.equal(named[keys], usual[keys])
     torch.testing.assert_close(named[values], usual[values])
     losses = [record(tmp_path / name)["drift"]["excess"]["value"] for name in ("plain", "named")]
+    assert done.drift is not None
+    assert done.drift.excess == losses[1]
+    assert done.record["drift"]["kl"]["value"] == done.drift.kl
     assert losses[0] < losses[1]
     assert "objective" not in record(tmp_path / "plain")["request"]
     assert record(tmp_path / "named")["request"]["objective"] == "toy_objective:nearest-keys"
