@@ -15,7 +15,6 @@ from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.json_text import with_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
-from kvfold.convert.families.geometry import Layer
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.values import evaluate
 from kvfold.convert.targets.same_family import attention_label, cache_elements, stored_dtype
@@ -34,7 +33,7 @@ Shape = tuple[int, ...]
 
 
 def needs_own_code(model: Model) -> bool:
-    """Whether no stock class holds ``model`` with fewer key/value heads."""
+    """True if no stock class can hold ``model`` with fewer key/value heads."""
     return model.family.sizes.kv_heads is None
 
 
@@ -50,10 +49,18 @@ def own_folded_layout(source: Model, checkpoint: Checkpoint, kv_heads: int, dtyp
     ``dtype`` is the stored dtype in torch's spelling, or None to keep each tensor's own. Raises InputError for
     frequencies that depend on the length of the text.
     """
-    biases = {"qkv_bias": source.has_bias("q"), "o_bias": source.has_bias("o")}
-    clip = source.layers[0].clip
-    facts = {"variant": "grouped", "kv_heads": kv_heads, **biases, **_rotations(source)}
-    facts |= {} if clip is None else {"clip": clip}
+    # Families of this layout rotate all their layers alike, so the first layer's frequencies describe the model.
+    frequencies, amplitude = source.frequencies(0) if source.geometry.rotary_dims else ([], 1.0)
+    facts: dict[str, Any] = {
+        "variant": "grouped",
+        "kv_heads": kv_heads,
+        "qkv_bias": source.has_bias("q"),
+        "o_bias": source.has_bias("o"),
+        "frequencies": frequencies,
+        "amplitude": amplitude,
+    }
+    if (clip := source.layers[0].clip) is not None:
+        facts["clip"] = clip
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
         return _grouped_tensors(source, layer, weights)
@@ -133,25 +140,15 @@ def _facts(source: Model, layer_facts: Sequence[Mapping[str, Any]] = ()) -> dict
         "attention_dropout": evaluate(family.attention.dropout, values),
         "output_dropout": evaluate(family.attention.output_dropout, values),
     }
-    layers: list[dict[str, Any]] = [_layer_facts(layer) for layer in source.layers]
+    layers: list[dict[str, Any]] = [
+        {"scale": layer.scale, "sliding_window": layer.window, "softcap": layer.softcap} for layer in source.layers
+    ]
     if layer_facts:
         layers = [{**common, **more} for common, more in zip(layers, layer_facts, strict=True)]
     shared = {name: value for name, value in layers[0].items() if all(facts[name] == value for facts in layers)}
     differing = [{name: value for name, value in facts.items() if name not in shared} for facts in layers]
     given = {name: value for name, value in shared.items() if value is not None}
     return {**common, **given, **({"layers": differing} if differing[0] else {})}
-
-
-def _layer_facts(layer: Layer) -> dict[str, float | None]:
-    return {"scale": layer.scale, "sliding_window": layer.window, "softcap": layer.softcap}
-
-
-def _rotations(source: Model) -> dict[str, Any]:
-    """The rotary embedding of the source, which all its layers share."""
-    if not source.geometry.rotary_dims:
-        return {"frequencies": [], "amplitude": 1.0}
-    frequencies, amplitude = source.frequencies(0)
-    return {"frequencies": frequencies, "amplitude": amplitude}
 
 
 def grouped_shapes(source: Model, layer: int, kv_heads: int) -> dict[str, Shape]:

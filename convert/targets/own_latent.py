@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.schema import Norm
 from kvfold.convert.families.values import evaluate
 from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
 from kvfold.convert.targets.own_code import Shape, own_layout, projection
@@ -27,14 +26,18 @@ def own_latent_layout(
     Norms on queries and keys take ``cached_divisors`` elements more. ``dtype`` as in ``own_folded_layout``.
     """
     norm, divisors = source.qk_norm, cached_divisors(source, target)
-    facts = {
+    facts: dict[str, Any] = {
         "variant": LATENT if norm is None else NORMED,
         "kv_rank": target.kv_rank,
         "rope_dim": target.rope_dim,
         "qkv_bias": source.has_bias("q"),
         "o_bias": True,
-        **({} if norm is None else {"kv_heads": source.geometry.kv_heads, "norm": _norm_facts(source, norm)}),
     }
+    if norm is not None:
+        # `flat` norms act on all heads at once; the gain of a norm is its weight plus `offset`.
+        eps = float(evaluate(norm.eps, source.values))
+        described = {"kind": norm.kind, "flat": norm.extent == "flat", "eps": eps, "offset": norm.offset}
+        facts |= {"kv_heads": source.geometry.kv_heads, "norm": described}
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
         from kvfold.convert.transforms.latent.variants import rotated  # needs torch
@@ -52,12 +55,6 @@ def own_latent_layout(
         encode=encode,
         layer_facts=[{"frequencies": list(each)} for each in theta],
     )
-
-
-def _norm_facts(source: Model, norm: Norm) -> dict[str, Any]:
-    """The norms on queries and keys: ``flat`` over all heads at once; the gain is the weight plus ``offset``."""
-    eps = float(evaluate(norm.eps, source.values))
-    return {"kind": norm.kind, "flat": norm.extent == "flat", "eps": eps, "offset": norm.offset}
 
 
 def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, Shape]:

@@ -55,12 +55,13 @@ class Result:
 
     def per_rank(self) -> dict[str, int]:
         """``elements`` for every number of ranks in ``RANKS`` to which the heads can be shared out."""
-        possible = [ranks for ranks in RANKS if self.query_heads % ranks == 0 and _shares(self.kv_heads, ranks)]
+        # Fewer key/value heads than ranks are repeated, as long as each rank gets a whole number.
+        possible = [
+            ranks
+            for ranks in RANKS
+            if self.query_heads % ranks == 0 and (self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0)
+        ]
         return {str(ranks): self.elements(ranks) for ranks in possible}
-
-
-def _shares(heads: int, ranks: int) -> bool:
-    return heads % ranks == 0 or ranks % heads == 0
 
 
 def folded_result(model: Model, kv_heads: int | None = None) -> Result:

@@ -28,12 +28,15 @@ def folded_layout(
 ) -> TargetLayout:
     """The checkpoint with ``kv_heads`` key/value heads; ``roles`` are the projections that the transform changes.
 
-    Its config has the rotary embedding in the spelling before transformers 5 too: mlx-lm and others read no other.
-
     ``dtype`` is the stored dtype in torch's spelling, or None to keep each tensor's own.
     """
     target = Model(source.family, {**source.config, **source.kv_config(kv_heads)}, source.tower)
-    config = {**checkpoint.config, **_changes(source, checkpoint, kv_heads)}
+    changes = source.kv_config(kv_heads)
+    # mlx-lm and others read the rotary embedding only in the spelling of before transformers 5.
+    changes = (
+        changes | older_rope_keys(checkpoint.config) if source.tower is None else edit_text(checkpoint.config, changes)
+    )
+    config = {**checkpoint.config, **changes}
     if dtype is not None:
         config = with_dtype(config, dtype)
     computed = tuple(target.attention_names(layer, roles) for layer in range(target.geometry.layers))
@@ -46,12 +49,6 @@ def folded_layout(
 
     kind, cached = attention_label(target.geometry), cache_elements(target.geometry)
     return TargetLayout(kind, config, tensors, computed, cached, encode)
-
-
-def _changes(source: Model, checkpoint: Checkpoint, kv_heads: int) -> dict[str, Any]:
-    if source.tower is not None:
-        return edit_text(checkpoint.config, source.kv_config(kv_heads))
-    return source.kv_config(kv_heads) | older_rope_keys(checkpoint.config)
 
 
 def _output_tensors(

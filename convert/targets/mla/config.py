@@ -174,7 +174,7 @@ def mla_config(
         "tie_word_embeddings": block.tied and target.layout != "engine",
         "use_cache": True,
         "rope_interleave": True,
-        **_expert_keys(model, target),
+        **_expert_config(model, target),
         **_rope(model, target, theta, longest),
         "dtype": dtype,
         "torch_dtype": dtype,
@@ -182,21 +182,23 @@ def mla_config(
 
 
 def _rope(model: Model, target: LatentTarget, theta: Sequence[float], positions: int) -> dict[str, Any]:
-    """Rotary keys.
+    """The keys about rotary embedding and ``head_dim``.
 
     vLLM's Transformers backend takes ``head_dim`` for the size of the latent cache. Youtu and Mistral4 rotate a part of
-    their ``head_dim`` dims and ignore it otherwise, so where kernels take the cache there are values that all read
-    right.
+    their ``head_dim`` dims and otherwise ignore it, so where kernels support the cache one value serves all readers.
     """
     cached = target.kv_rank + target.rope_dim
     if model.block.sparse:
         head_dim = cached if target.has_kernels else target.head_dims(model.geometry.head_dim)[0] + target.rope_dim
-        return {"head_dim": head_dim, **expert_rope(theta, positions, target.rope_dim, head_dim)}
+        # Mistral4 rotates a part of a head, but not by plain RoPE, and would scale its queries by position.
+        part = {"partial_rotary_factor": _part(target.rope_dim, head_dim), "llama_4_scaling_beta": 0.0}
+        return {"head_dim": head_dim, "rope_parameters": _scaled(theta, positions) | part}
     if target.layout == "engine":
         return engine_rope(theta, positions)
     if not target.has_kernels:
         return rope_config(theta, positions)
-    return {"head_dim": cached, **part_of_head(theta, positions, cached)}
+    part = {"partial_rotary_factor": _part(target.rope_dim, cached)}
+    return {"head_dim": cached, "rope_parameters": _longrope(theta, positions) | part}
 
 
 def _intermediate(model: Model) -> int:
@@ -205,14 +207,10 @@ def _intermediate(model: Model) -> int:
     return model.tensors[down[0]].shape[1]
 
 
-def _expert_keys(model: Model, target: LatentTarget) -> dict[str, Any]:
-    if model.block.sparse:
-        return expert_config(model, target.shared_experts)
-    return dense_config(model.geometry.layers, _intermediate(model)) if target.layout == "engine" else {}
-
-
-def expert_config(model: Model, shared: int) -> dict[str, Any]:
-    """The keys of ``config.json`` about experts."""
+def _expert_config(model: Model, target: LatentTarget) -> dict[str, Any]:
+    """The keys about experts; layout ``free`` has none without experts."""
+    if not model.block.sparse:
+        return dense_config(model.geometry.layers, _intermediate(model)) if target.layout == "engine" else {}
     routing, first = model.block.routing, dense_layers(model)
     assert routing is not None  # expert_problems refuses models without
     downs = model.names["expert_down", first]
@@ -220,7 +218,7 @@ def expert_config(model: Model, shared: int) -> dict[str, Any]:
         "first_k_dense_replace": first,
         "moe_intermediate_size": model.tensors[downs[0]].shape[1],
         "n_routed_experts": len(downs),
-        "n_shared_experts": shared,
+        "n_shared_experts": target.shared_experts,
         "num_experts_per_tok": routing.per_token,
         "n_group": 1,
         "topk_group": 1,
@@ -264,12 +262,6 @@ def rope_config(theta: Sequence[float], positions: int) -> dict[str, Any]:
     }
 
 
-def part_of_head(theta: Sequence[float], positions: int, head_dim: int) -> dict[str, Any]:
-    """The same for a reader that rotates the fraction ``partial_rotary_factor`` of ``head_dim`` dims, rounded down."""
-    part = _part(2 * len(theta), head_dim)
-    return {"rope_parameters": {**_longrope(theta, positions), "partial_rotary_factor": part}}
-
-
 def engine_rope(theta: Sequence[float], positions: int) -> dict[str, Any]:
     """Plain RoPE as DeepSeek's YaRN of factor 1, which changes no frequency and no scale.
 
@@ -282,14 +274,6 @@ def engine_rope(theta: Sequence[float], positions: int) -> dict[str, Any]:
         "rope_theta": table["rope_theta"],
         "rope_scaling": {**scaling, "type": table["rope_type"]},
         "rope_parameters": table,
-    }
-
-
-def expert_rope(theta: Sequence[float], positions: int, rope_dim: int, head_dim: int) -> dict[str, Any]:
-    """For Mistral4, which rotates ``rope_dim`` of ``head_dim`` dims, but not by plain RoPE; it scales no queries."""
-    table = _scaled(theta, positions)
-    return {
-        "rope_parameters": {**table, "partial_rotary_factor": _part(rope_dim, head_dim), "llama_4_scaling_beta": 0.0}
     }
 
 

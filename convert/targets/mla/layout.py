@@ -34,7 +34,11 @@ def latent_layout(
         return stored_dtype(computed_dtype if first is None else checkpoint.tensors[first].dtype, dtype)
 
     moved = (lambda name: name) if model.tower is None else names_in_files(checkpoint.tensors).wrapped
-    shapes = {moved(name): value for name, value in mla_shapes(model, target).items()} | _around(model, checkpoint)
+    shapes = {moved(name): value for name, value in mla_shapes(model, target).items()}
+    if model.tower is not None:
+        # A multimodal wrapper also holds a vision tower and a projector, which are copied.
+        others = (info for info in checkpoint.tensors.values() if info.name not in model.tensors)
+        shapes |= {info.name: (info.shape, info.name) for info in others if not info.name.startswith(model.tower)}
     tensors = tuple(OutputTensor(name, stored(source), shape, source) for name, (shape, source) in shapes.items())
     computed = tuple(
         tuple(moved(name) for name, (_, source) in layer_shapes(model, target, layer).items() if source is None)
@@ -53,14 +57,6 @@ def latent_layout(
 
     kind, elements = f"MLA {target.kv_rank}+{target.rope_dim}", target.kv_rank + target.rope_dim
     return TargetLayout(kind, config, tensors, computed, elements, encode)
-
-
-def _around(model: Model, checkpoint: Checkpoint) -> dict[str, tuple[tuple[int, ...], Source]]:
-    """What a multimodal wrapper holds beside its language model: copied."""
-    if model.tower is None:
-        return {}
-    others = (info for info in checkpoint.tensors.values() if info.name not in model.tensors)
-    return {info.name: (info.shape, info.name) for info in others if not info.name.startswith(model.tower)}
 
 
 def latent_reads(model: Model, layer: int) -> tuple[str, ...]:
