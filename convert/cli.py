@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn
 
@@ -184,7 +183,7 @@ def verify(out: str, json_file: str | None) -> None:
         check_writable(json_file)
     with stage(f"verifying {out}"):
         done = verify_checkpoint(out)
-    tell(json_file, lambda: asdict(done), "" if done.problems else done.summary())
+    tell(json_file, done.to_dict, "" if done.problems else done.summary())
     check_verified(done)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.errors import InputError
+from kvfold.convert.options import command_words
 
 _WINDOWS, _LENGTH = 32, 256
 
@@ -99,7 +100,7 @@ def _measure_all(model: Path, elements: int, place: Path, echo: Callable[[str], 
     rows = [Row("the original (MHA)", elements, checkpoint_perplexity(model, tokens))]
     for options in CONVERSIONS:
         name = "-".join(str(value) for option, value in options.items() if option not in _TEXT)
-        echo(f"kvfold convert MODEL {name} {_command_line(options)}")
+        echo(f"kvfold convert MODEL {name} {' '.join(command_words(options))}")
         request = ConvertRequest(model=str(model), out=str(place / name), quiet=True, **options)
         layout = convert_checkpoint(request).plan.layout
         rows.append(
@@ -110,10 +111,6 @@ def _measure_all(model: Path, elements: int, place: Path, echo: Callable[[str], 
 
 def _label(kind: str, request: Any) -> str:
     return f"{kind}, {request.resolved_method}" + (f", layout {request.layout}" if request.layout else "")
-
-
-def _command_line(options: dict[str, Any]) -> str:
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
 
 
 def rows_json(rows: Sequence[Row]) -> dict[str, Any]:

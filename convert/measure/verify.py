@@ -7,8 +7,9 @@ names and shapes that the class of config.json expects, and finite numbers.
 import math
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from kvfold.convert.checkpoint.folder import RECORD, parse_json, read_bytes, resolve_member
 from kvfold.convert.checkpoint.hashing import file_problems
@@ -28,6 +29,10 @@ class Verification:
     tensors: int
     elements: int
     problems: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
 
     def summary(self) -> str:
         """The result of a sound checkpoint in a line."""
