@@ -272,27 +272,21 @@ def latent_spectrum(spectrum: Values) -> Chart:
 
 
 @_styled
-def budget_splits(splits: Sequence[Values], name: str, unit: str) -> Chart:
-    """The error ``name`` of a budget's splits into rank and rotary dims, without those that one layer ruled out."""
-    # Errors over different numbers of layers cannot be compared.
-    most = max(split.get("layers", 0) for split in splits)
-    drawn = sorted(
-        (split for split in splits if split.get("layers", 0) == most), key=lambda split: int(split["rope_dim"])
-    )
-    ruled = len(splits) - len(drawn)
+def budget_splits(splits: Sequence[Values]) -> Chart:
+    """The KL of a budget's splits into rank and rotary dims, in trials that convert a few layers."""
+    drawn = sorted(splits, key=lambda split: int(split["rope_dim"]))
     figure = _new_figure()
     axes = figure.subplots()
-    axes.plot([split["rope_dim"] for split in drawn], [split[name] for split in drawn], marker="o")
+    axes.plot([split["rope_dim"] for split in drawn], [split["kl"] for split in drawn], marker="o")
     ticked = drawn[:: math.ceil(len(drawn) / 8)]
     labels = [f"{split['kv_rank']}\n+{split['rope_dim']}" for split in ticked]
     axes.set_xticks([split["rope_dim"] for split in ticked], labels)
-    axes.set(xlabel="rank + rotary dims", ylabel=unit, yscale="log")
-    left_out = f" ({ruled} more, which one layer ruled out, are not drawn)" if ruled else ""
+    axes.set(xlabel="rank + rotary dims", ylabel="KL, nats", yscale="log")
     return Chart(
         f"Splits of {drawn[0]['kv_rank'] + drawn[0]['rope_dim']} elements",
         figure,
-        f"The splits of the budget into rank and rotary dims that were tried{left_out}. Good: the one taken lies at "
-        "the bottom of a wide valley, so that its neighbors, which kernels may take, cost little more.",
+        "The splits of the budget into rank and rotary dims that were tried. Good: the one taken lies at the bottom of "
+        "a wide valley, so that its neighbors, which kernels may take, cost little more.",
     )
 
 

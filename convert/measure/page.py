@@ -114,7 +114,7 @@ def conversion_page(result: Values, lines: Sequence[str]) -> Page:
     if spectrum := result.get("latent_spectrum"):
         charts.append(figures.latent_spectrum(spectrum))
     if splits := result.get("splits"):
-        charts.append(figures.budget_splits(splits, "kl", "KL, nats"))
+        charts.append(figures.budget_splits(splits))
     return Page("kvfold convert", lines, _totals(drift) if drift else [], charts)
 
 
@@ -138,7 +138,7 @@ def sweep_page(sweep: Values, lines: Sequence[str]) -> Page:
         figures.residual_by_layer(targets),
         figures.cache_by_context(caches, ", at 2 bytes per element"),
     ]
-    charts += [figures.budget_splits(row["splits"], "kl", "KL, nats") for row in targets if "splits" in row]
+    charts += [figures.budget_splits(row["splits"]) for row in targets if "splits" in row]
     head = ("target", "elements", "saving", "excess loss, nats", "KL", "top-1", "time")
     return Page("kvfold sweep", lines, [head, *map(_target_row, targets)], charts)
 

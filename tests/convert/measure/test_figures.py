@@ -36,7 +36,7 @@ def test_the_curve_has_held_out_losses_above_training_losses(measured, lines, nu
     assert ("not measured (--eval-every 0)" in upper.get_title(loc="left")) == (not measured)
 
 
-@pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.pdf", b"%PDF")])
+@pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])
 def test_equal_values_give_equal_files(tmp_path, name, start):
     files = []
     for loss in (1.0, 1.0, 2.0):
