@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from kvfold.convert.methods.registry import DEFAULT, DEFAULT_OBJECTIVE, Fitted, FoldLayer, method, objective
 
 if TYPE_CHECKING:
-    from kvfold.convert.transforms.fold.grouping import Choice
+    from kvfold.convert.transforms.fold.grouping import ChosenPartition
     from kvfold.convert.transforms.fold.heads import Objective
     from kvfold.convert.transforms.weights import LayerStatistics
 
@@ -41,7 +41,7 @@ def principal(layer: FoldLayer) -> Fitted:
     weights, statistics, rotary, context = layer.weights, layer.known(), layer.rotary, layer.context
     neighbors = grouping.contiguous(weights.kv_heads, layer.kv_heads)
 
-    def fitted(counted: "LayerStatistics") -> "Choice":
+    def fitted(counted: "LayerStatistics") -> "ChosenPartition":
         if layer.similar:
             alike = counted is statistics
             if alike not in layer.shared:
@@ -49,7 +49,7 @@ def principal(layer: FoldLayer) -> Fitted:
             choice = grouping.similar(layer.shared[alike], layer.kv_heads, layer.error, layer.objective)
         else:
             folded = fold(weights, counted, rotary, neighbors, context, layer.objective)
-            choice = grouping.Choice(neighbors, folded, {neighbors: layer.error(folded)})
+            choice = grouping.ChosenPartition(neighbors, folded, {neighbors: layer.error(folded)})
         if counted.normed is None:
             return choice
         # A norm's divisor as it is on average: exact for identical heads, where least squares are not.

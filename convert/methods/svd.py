@@ -12,8 +12,8 @@ from kvfold.convert.methods.registry import Fitted, LatentLayer, method
 def svd(layer: LatentLayer) -> Fitted:
     """Singular vectors of ``[W_k; W_v]``, inputs taken as white behind the gain of the attention's norm."""
     from kvfold.convert.transforms.head_norms import has_norms, linear_heads
+    from kvfold.convert.transforms.latent.latent import svd_latent
     from kvfold.convert.transforms.latent.normed import svd_normed_latent
-    from kvfold.convert.transforms.latent.svd import svd_latent
     from kvfold.convert.transforms.latent.variants import query_latent
     from kvfold.convert.transforms.weights import blank_statistics
 

@@ -7,7 +7,7 @@ supplies the judge that decides, such as the error of the attention output on he
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,7 +31,7 @@ TINY = 1e-100  # keeps 0 / 0 of heads without energy at 0; far below any energy 
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenPartition:
     """The partition with the smallest error, the weights folded by it, and the error of every candidate."""
 
     groups: Partition
@@ -54,21 +54,22 @@ class Pairs:
 def contiguous(kv_heads: int, groups: int) -> Partition:
     """Neighboring heads share, in order. Raises ValueError when ``kv_heads`` does not divide by ``groups``."""
     if groups < 1 or kv_heads % groups:
-        raise ValueError(f"groups: expected a divisor of {kv_heads} KV heads, found {groups}")
+        raise ValueError(f"groups: {groups} must divide {kv_heads} KV heads")
     size = kv_heads // groups
     return tuple(tuple(range(start, start + size)) for start in range(0, kv_heads, size))
 
 
 def similar(
     pairs: Pairs, groups: int, judge: Callable[[AttentionWeights], float], objective: Objective = SCORES
-) -> Choice:
-    """The best of `candidates` by the error that ``judge`` returns for the layer folded with ``objective``.
+) -> ChosenPartition:
+    """The partition of `candidates` whose fold with ``objective`` has the smallest error by ``judge``; first of equals.
 
     The candidates come from score errors whatever the objective: it decides how heads share, the judge which of them.
     """
-    return choose(
-        candidates(pairs, groups), judge, lambda partition: principal.fold_moments(pairs.layer, partition, objective)
-    )
+    folds = {each: principal.fold_moments(pairs.layer, each, objective) for each in candidates(pairs, groups)}
+    errors = {partition: judge(folded) for partition, folded in folds.items()}
+    best = min(errors, key=lambda partition: errors[partition])
+    return ChosenPartition(best, folds[best], errors)
 
 
 def candidates(pairs: Pairs, groups: int) -> list[Partition]:
@@ -86,23 +87,6 @@ def candidates(pairs: Pairs, groups: int) -> list[Partition]:
         if partition not in partitions:
             partitions.append(partition)
     return partitions
-
-
-def choose(
-    partitions: Sequence[Partition],
-    judge: Callable[[AttentionWeights], float],
-    fold: Callable[[Partition], AttentionWeights],
-) -> Choice:
-    """The partition whose fold has the smallest error by ``judge``, the first of equals.
-
-    Raises ValueError if ``partitions`` is empty.
-    """
-    if not partitions:
-        raise ValueError("partitions: expected at least one, found none")
-    folds = {partition: fold(partition) for partition in partitions}
-    errors = {partition: judge(folded) for partition, folded in folds.items()}
-    best = min(errors, key=lambda partition: errors[partition])
-    return Choice(best, folds[best], errors)
 
 
 def pair_losses(layer: LayerMoments) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,12 +1,12 @@
 """Latent attention fitted to a layer by alternating least squares, from statistics alone.
 
-A head meets a key ``k`` turned by its distance. After conversion it can read the shared rotary keys, turned as well,
-and the latent, which stands still. With the cached rows given, the best reading of each head is a linear regression;
+A head sees a key ``k`` turned by its distance. After conversion it can read the shared rotary keys, turned as well,
+and the latent, which is not rotated. With the cached rows given, the best reading of each head is a linear regression;
 with the readings given, so are the rows. Both are small, because inputs enter only by their second moments.
 
-Errors of scores count by the queries that make them, errors of values by the output that they make; a score error moves
-about as much output as the values vary. That is a linearization: large errors saturate in the softmax, so values are
-weighted by `VALUE_WEIGHT`.
+Errors of scores are weighted by the queries that make them, errors of values by the output that they make; a score
+error moves about as much output as the values vary. That is a linearization: large errors saturate in the softmax, so
+values are weighted by `VALUE_WEIGHT`.
 """
 
 from dataclasses import dataclass, replace
@@ -16,63 +16,38 @@ from torch import Tensor
 
 from kvfold.convert.transforms.distances import Distances
 from kvfold.convert.transforms.latent.kernels import Kernel, RotaryRows, kernels, wave_moments
+from kvfold.convert.transforms.latent.weights import LinearLayer
 from kvfold.convert.transforms.linalg import covariance, symmetric_eig
 from kvfold.convert.transforms.weights import Rotary
 
-# Excess loss on held-out text, nats per token (recipes/benchmarks/bench_constants.py): a trained MHA model at 48 + 16,
-# and of SmolLM2-135M at 128 + 64 (`--target`, 64 x 256 tokens). There the first three were moved one by one from 10,
-# 0.1 and 0.5 (0.125), then together: 0.099, and on windows of 2048 tokens the KL grows by 5 % from the first 256 to the
-# second half. The MHA model, without a sink, would take more of a guard for distances beyond the calibration's.
+# Excess loss on held-out text, nats per token (recipes/benchmarks/bench_constants.py), of the reference MHA model at
+# 48 + 16 and of SmolLM2-135M at 128 + 64 (`--target`, 64 x 256 tokens). On SmolLM2 the first three were moved one by
+# one from 10, 0.1 and 0.5 (0.125), then together: 0.099, and on windows of 2048 tokens the KL grows by 5 % from the
+# first 256 to the second half. The MHA model, which has no sink, would prefer more weight on distances beyond the text.
 
 VALUE_WEIGHT = 3.0  # MHA model: 1: 0.103, 3: 0.096, 5: 0.094, 10: 0.093, 50: 0.095. SmolLM2: 3: 0.114, 10: 0.125
 
+# Share of distances drawn from the whole context, whether or not heads attend there. SmolLM2: 0.02: 0.113, 0.1: 0.125.
+# MHA model on text as long as the calibration's sequences: 0: 0.089, 0.05: 0.091, 0.1: 0.093, 0.2: 0.100, 0.5: 0.137;
+# on text four times as long: 0: 0.119, 0.1: 0.126.
 UNIFORM = 0.02
-"""Share of distances drawn from the context, where attention need not look.
 
-SmolLM2: 0.02: 0.113, 0.1: 0.125. MHA model: 0: 0.089, 0.05: 0.091, 0.1: 0.093, 0.2: 0.100, 0.5: 0.137 on text as long
-as the calibration's sequences; 0: 0.119, 0.1: 0.126 on text four times as long.
-"""
-
+# The tail's share of the rest: less than a fold's (`distances.TAIL`), whose keys all keep their rotation. Measured with
+# the former values of the two above, MHA model on text four times as long: 0.25: 0.196, 0.5: 0.179.
 TAIL = 0.25
-"""The tail's share of the rest: less than a fold's (`distances.TAIL`), whose keys keep no rotation of their own.
 
-With the former values of the two above, MHA model on text four times as long: 0.25: 0.196, 0.5: 0.179.
-"""
+ROUNDS = 4  # MHA model: 0: 0.199, 1: 0.099, 4: 0.093, 8: 0.093, 16: 0.094
 
-ROUNDS = 4  # 0: 0.199, 1: 0.099, 4: 0.093, 8: 0.093, 16: 0.094
-
+# Pull towards the present solution, relative to each row's energy. MHA model: 1e-9, 1e-6, 1e-4 and 1e-2: 0.0930 each;
+# it is there for singular systems, of directions that no input takes.
 DAMPING = 1e-6
-"""Pull towards the present solution, relative to each row's energy: directions that no input takes stay.
-
-1e-9, 1e-6, 1e-4 and 1e-2: 0.0930 each. It is there for singular systems.
-"""
 
 
 @dataclass(frozen=True)
-class LinearLayer:
-    """Linear maps on ``[x; 1]`` of one layer: ``queries [H, D, E+1]``, ``keys [G, D, E+1]``, ``values [G, D, E+1]``.
+class LatentFit:
+    """The cached rows ``X``, ``rows [P + R, E+1]`` on ``[x; 1]``, rotary rows first, and the maps that read them.
 
-    The rotary amplitude is in queries and keys. ``metric [G, D, D]``: what a value's length counts in the output.
-    ``scale`` multiplies scores.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    metric: Tensor
-    scale: float
-
-    @property
-    def group(self) -> int:
-        """Query heads per key/value head."""
-        return self.queries.shape[0] // self.keys.shape[0]
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The cached rows ``X``, ``rows [P + R, E+1]`` of ``[x; 1]``, rotary rows first, and how they are read.
-
-    ``reading [H, D, P + R]``: each head's keys, as its queries meet them; ``values [G, D, R]``: values from the latent.
+    ``reading [H, D, P + R]``: each head's keys, as its queries see them; ``values [G, D, R]``: values from the latent.
     """
 
     rows: Tensor
@@ -81,12 +56,13 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Problem:
+class LatentProblem:
     """A layer, second moments of its inputs, and for every head the kernels (cached, cached) and (cached, keys).
 
-    ``covariance [E, E]`` and ``mean [E+1]`` of ``[x; 1]``. ``centered``: constants are free, values count as they vary;
-    otherwise nothing may have a bias and values count with their mean. ``mean_weight [E]``: ``covariance^-1 mean``,
-    needed only where nothing is centered.
+    ``covariance [E, E]`` and ``mean [E+1]`` of ``[x; 1]``. ``centered``: rows may have a constant, and errors of values
+    are taken about their mean; otherwise nothing may have a bias, and the mean of the values counts too.
+    ``mean_weight [E]``: ``covariance^-1 mean``, needed only where nothing is centered. ``query_weight [H, D, D]``,
+    ``value_weight [G, D, D]``: the squared output per error of a key and of a value.
     """
 
     layer: LinearLayer
@@ -96,15 +72,15 @@ class Problem:
     cached: RotaryRows
     kernels: tuple[tuple[Kernel, Kernel], ...]
     centered: bool
-    query_weight: Tensor  # [H, D, D]: what an error of a key counts, in output
-    value_weight: Tensor  # [G, D, D]: what an error of a value counts
+    query_weight: Tensor
+    value_weight: Tensor
 
     def times_covariance(self, rows: Tensor) -> Tensor:
         """``rows cov``, ``[..., E]``, of ``rows [..., E+1]``."""
         return rows[..., :-1] @ self.covariance
 
     def value_moment(self, product: Tensor, left_mean: Tensor, right_mean: Tensor) -> Tensor:
-        """The second moment by which values count, from ``left cov right^T`` and the means."""
+        """The second moment that weighs errors of values, from ``left cov right^T`` and the means."""
         return product if self.centered else product + torch.outer(left_mean, right_mean)
 
 
@@ -118,10 +94,11 @@ def make_problem(
     rank: int,
     *,
     centered: bool,
-) -> Problem:
-    """``queries [H, D, D]``: second moments; ``moment [E+1, E+1]`` of ``[x; 1]``; ``theta [P/2]`` of the rotary rows.
+) -> LatentProblem:
+    """The least-squares problem of ``layer`` for ``rank`` latent channels and rotary rows at ``theta [P/2]``.
 
-    ``distances`` are those that count for every head; ``rank`` is R.
+    ``queries [H, D, D]`` and ``moment [E+1, E+1]``: second moments of queries and of ``[x; 1]``. ``distances``: those
+    between queries and keys, by head.
     """
     device, dims = layer.keys.device, layer.keys.shape[1]
     cov, mean = covariance(moment), moment[-1]
@@ -130,7 +107,7 @@ def make_problem(
     waves = wave_moments(distances, source, cached)
     values = layer.values[..., :-1]
     output = (layer.metric * (values @ cov @ values.mT)).sum() / len(layer.queries)  # an average head's output energy
-    return Problem(
+    return LatentProblem(
         layer=layer,
         covariance=cov,
         mean=mean,
@@ -143,14 +120,14 @@ def make_problem(
     )
 
 
-def alternate(problem: Problem, fit: Fit, rounds: int) -> Fit:
+def alternate(problem: LatentProblem, fit: LatentFit, rounds: int) -> LatentFit:
     """Least squares for the readings, then for the rows, ``rounds`` times; readings last. Rows in principal units."""
     for _ in range(rounds):
         fit = _principal(problem, _solve_rows(problem, _solve_readings(problem, fit)))
     return _solve_readings(problem, fit)
 
 
-def _solve_readings(problem: Problem, fit: Fit) -> Fit:
+def _solve_readings(problem: LatentProblem, fit: LatentFit) -> LatentFit:
     """The readings ``A_h [D, P + R]`` and ``B_g [D, R]`` that fit the present rows best.
 
     With the cached rows ``y`` and the source's key ``k`` as head ``h`` sees them, and the latent ``c`` and the value
@@ -183,21 +160,12 @@ def _regress(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
     return present + change
 
 
-@dataclass(frozen=True)
-class _Normal:
-    """Normal equations of the cached rows; `_solve_rows` has the formula. ``n = P + R``.
+def _normal_equations(problem: LatentProblem, fit: LatentFit) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``V, M, P, p`` of `_solve_rows`, with ``n = P + R`` cached rows.
 
-    ``V [n, n]``: what a change of the rows costs as inputs vary, ``M [n, n]``: at their mean. ``P [n, E]``, ``p [n]``:
-    what the present rows leave unexplained, likewise.
+    ``V [n, n]``: the cost of a change of the rows as inputs vary, ``M [n, n]``: at their mean. ``P [n, E]``, ``p [n]``:
+    the part that the present rows leave unexplained, likewise.
     """
-
-    V: Tensor
-    M: Tensor
-    P: Tensor
-    p: Tensor
-
-
-def _normal_equations(problem: Problem, fit: Fit) -> _Normal:
     layer, rank = problem.layer, fit.values.shape[-1]
     linear, mean = fit.rows[:, :-1], fit.rows @ problem.mean
     V, M = (mean.new_zeros(len(mean), len(mean)) for _ in range(2))
@@ -218,10 +186,10 @@ def _normal_equations(problem: Problem, fit: Fit) -> _Normal:
     if not problem.centered:
         M[-rank:, -rank:] += needed
         p[-rank:] += (weighted @ (layer.values @ problem.mean)[..., None]).sum(0)[:, 0]
-    return _Normal(V, M, P - V @ linear, p - M @ mean)
+    return V, M, P - V @ linear, p - M @ mean
 
 
-def _solve_rows(problem: Problem, fit: Fit) -> Fit:
+def _solve_rows(problem: LatentProblem, fit: LatentFit) -> LatentFit:
     """The cached rows ``X = [L b]`` that fit the present readings best.
 
     With ``C = cov(x)`` and ``m = E[x]``, a change ``dL, db`` solves
@@ -235,12 +203,13 @@ def _solve_rows(problem: Problem, fit: Fit) -> Fit:
 
         dL = V^-1 (P + (p - M u) c^T)        (V + (m.c) M) u = P m + (m.c) p
     """
-    normal, linear, mean = _normal_equations(problem, fit), fit.rows[:, :-1], problem.mean[:-1]
-    energy = normal.V.diagonal()
-    V, M, P, p = _damped(normal.V, energy), normal.M, normal.P, normal.p
-    c = problem.mean_weight
+    (V, M, P, p), linear, mean = _normal_equations(problem, fit), fit.rows[:, :-1], problem.mean[:-1]
+    # The pull towards no change is relative to the energy of each row; rows without energy stay as they are.
+    energy = V.diagonal()
+    damping = torch.diag(torch.where(energy > 0, energy * DAMPING, 1.0))
+    V, c = V + damping, problem.mean_weight
     if c is None:
-        moved = fit.rows @ problem.mean + torch.linalg.solve(_damped(M, energy), p)
+        moved = fit.rows @ problem.mean + torch.linalg.solve(M + damping, p)
         linear = linear + torch.linalg.solve(V, P)
         return replace(fit, rows=torch.cat([linear, (moved - linear @ mean)[:, None]], 1))
     u = torch.linalg.solve(V + (mean @ c) * M, P @ mean + (mean @ c) * p)
@@ -248,15 +217,10 @@ def _solve_rows(problem: Problem, fit: Fit) -> Fit:
     return replace(fit, rows=torch.cat([linear, fit.rows[:, -1:]], 1))
 
 
-def _damped(matrix: Tensor, energy: Tensor) -> Tensor:
-    """``matrix [n, n]`` pulled towards no change, relative to each row's ``energy [n]``; rows without energy stay."""
-    return matrix + torch.diag(torch.where(energy > 0, energy * DAMPING, 1.0))
+def _principal(problem: LatentProblem, fit: LatentFit) -> LatentFit:
+    """The same fit with rotary pairs at unit energy and uncorrelated latent channels, sized by their importance.
 
-
-def _principal(problem: Problem, fit: Fit) -> Fit:
-    """The same fit, rotary pairs at unit energy, latent channels uncorrelated, each as strong as what is read from it.
-
-    The latent's energies sum to one, and it has mean zero where constants are free.
+    The latent's energies sum to one, and its mean is zero where constants are free.
     """
     rank, pairs = fit.values.shape[-1], problem.cached.half
     rotary, latent = fit.rows[: 2 * pairs], fit.rows[-rank:]
@@ -268,19 +232,18 @@ def _principal(problem: Problem, fit: Fit) -> Fit:
     mean = latent @ problem.mean
     moment = problem.value_moment(problem.times_covariance(latent) @ latent[:, :-1].mT, mean, mean)
     keys = fit.reading[..., -rank:]
-    importance = (fit.values.mT @ problem.value_weight @ fit.values).sum(0)
-    importance = (keys.mT @ problem.query_weight @ keys).sum(
-        0
-    ) + importance  # errors of channels, as output counts them
+    # [R, R]: the squared output per error of the latent, through values and through keys.
+    through_values = (fit.values.mT @ problem.value_weight @ fit.values).sum(0)
+    importance = (keys.mT @ problem.query_weight @ keys).sum(0) + through_values
     forth, back = _principal_units(moment, importance)
     reading = torch.cat([fit.reading[..., : 2 * pairs] * unit, fit.reading[..., 2 * pairs :] @ back], -1)
-    return Fit(torch.cat([rotary / unit[:, None], forth @ latent]), reading, fit.values @ back)
+    return LatentFit(torch.cat([rotary / unit[:, None], forth @ latent]), reading, fit.values @ back)
 
 
 def _principal_units(moment: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
-    """``forth`` and its inverse ``back [R, R]``: to channels without correlation, of energies as they count, sum one.
+    """``forth`` and its inverse ``back [R, R]``: to uncorrelated channels, sized by importance, of total energy one.
 
-    Channels without energy are left out: zero in both.
+    Channels without energy are zero in both.
     """
     energy, axes = symmetric_eig(moment)
     used = energy > energy[0].clamp_min(torch.finfo(energy.dtype).tiny) * 1e-12

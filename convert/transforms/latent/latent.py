@@ -1,47 +1,31 @@
-"""MHA or GQA into multi-head latent attention, from calibration statistics.
+"""MHA or GQA into multi-head latent attention: from calibration statistics, or from the weights alone (`svd_fit`).
 
 1. Rotary keys: the principal complex components over the heads at the frequencies that ``Slots`` names.
-2. What remains of the keys loses its rotation; the gain of ``pair_gains`` is the constant that stands in for it.
+2. What remains of the keys loses its rotation; the gain of ``pair_gains`` is the best constant in its place.
 3. The rest of the keys, in units of scores, and the values, in units of the layer's output, share one latent: the
    principal components of both together.
-4. From there ``als`` alternates between readings and cached rows: a head may then read any rotary key, not only its own
-   pair's, and make up for a lost rotation with one of another frequency.
+4. From there ``als`` alternates between readings and cached rows: a head may then read any rotary key, not only that
+   of its pair, and make up for a lost rotation with one of another frequency.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.distances import mixed_distances
 from kvfold.convert.transforms.latent import als
-from kvfold.convert.transforms.latent.als import Fit, LinearLayer
-from kvfold.convert.transforms.latent.slots import Slots, amplified, components, pair_gains, pair_keys, query_scales
-from kvfold.convert.transforms.latent.units import Units, from_units, in_units, units_of
-from kvfold.convert.transforms.latent.weights import LatentWeights
-from kvfold.convert.transforms.linalg import (
-    covariance,
-    head_moments,
-    input_moment,
-    metric_root,
-    output_metric,
-    with_bias,
-)
+from kvfold.convert.transforms.latent.als import LatentFit
+from kvfold.convert.transforms.latent.slots import RotarySplit, Slots, apply_gains, pair_gains, split_rotary
+from kvfold.convert.transforms.latent.units import PLAIN, Units, from_units, in_units, units_of
+from kvfold.convert.transforms.latent.weights import LatentWeights, LinearLayer
+from kvfold.convert.transforms.linalg import covariance, head_moments, input_moment, metric_root
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 
 @dataclass(frozen=True)
-class RotarySplit:
-    """The slots' keys ``rows [P, E+1]``, each head's ``reading [H, D, P]`` of them, ``rest [G, D, E+1]`` of keys."""
-
-    rows: Tensor
-    reading: Tensor
-    rest: Tensor
-
-
-@dataclass(frozen=True)
 class Basis:
-    """A latent ``c = down x`` of unit total energy, and how linear functions of ``x`` are best read from it."""
+    """A latent ``c = down x`` of unit total energy, and the best reading of linear functions of ``x`` from it."""
 
     down: Tensor
     readout: Tensor
@@ -52,21 +36,18 @@ class Basis:
 
 
 @dataclass(frozen=True)
-class LatentFit:
-    """A layer as linear maps, the mean ``[E+1]`` of its inputs ``[x; 1]``, and the latent fitted to it."""
-
-    layer: LinearLayer
-    mean: Tensor
-    fit: Fit
-
-
-@dataclass(frozen=True)
 class FittedLayer:
-    """A fit, the ``units`` that it is in, and the layer's ``weights`` in these units."""
+    """A layer and its latent in ``units``: ``weights``, the same as linear maps, their ``fit``.
+
+    ``mean [E+1]`` of the inputs ``[x; 1]``. ``centered``: the mean is taken out of the latent and given to the biases.
+    """
 
     weights: AttentionWeights
-    fitted: LatentFit
+    layer: LinearLayer
+    mean: Tensor
+    fit: LatentFit
     units: Units
+    centered: bool
 
 
 def to_latent(
@@ -81,19 +62,31 @@ def to_latent(
     centered: bool = True,
     rounds: int | None = None,
 ) -> LatentWeights:
-    """A layer with ``rank`` latent channels.
+    """The layer as latent attention with ``rank`` channels, in at least float32.
 
-    ``context``: how many positions the result has to serve; 0 stands for the calibration text's own length.
+    ``context``: the number of positions the result has to serve; 0 means the length of the calibration text.
     ``centered`` takes the mean out of the latent and gives it to the biases; without it the result has no bias that the
     source has not. ``scale`` multiplies the source's scores; ``head_dim ** -0.5`` unless given. ``rounds`` of
     alternating least squares (``als.ROUNDS``); 0 leaves the principal components as they are. A layer that does not
-    rotate gets zero rotary keys. The result is in at least float32.
+    rotate gets zero rotary keys.
     """
-    scale = weights.head_dim**-0.5 if scale is None else scale
     fitted = fit_layer(
         weights, statistics, rotary, slots, rank, context=context, scale=scale, centered=centered, rounds=rounds
     )
-    return assemble_layer(fitted, slots, scale, centered=centered)
+    return assemble(fitted, slots)
+
+
+def svd_latent(
+    weights: AttentionWeights,
+    rotary: Rotary,
+    slots: Slots,
+    rank: int,
+    *,
+    scale: float | None = None,
+    gain: Tensor | None = None,
+) -> LatentWeights:
+    """The layer as latent attention with ``rank`` channels, from its weights alone; arguments as `svd_fit`."""
+    return assemble(svd_fit(weights, rotary, slots, rank, scale=scale, gain=gain), slots)
 
 
 def fit_layer(
@@ -104,30 +97,51 @@ def fit_layer(
     rank: int,
     *,
     context: int,
-    scale: float,
+    scale: float | None,
     centered: bool,
     rounds: int | None,
 ) -> FittedLayer:
-    """The fit of ``to_latent``, before it is written as weights."""
+    """The fit of `to_latent`, before it is written as weights."""
+    scale = weights.head_dim**-0.5 if scale is None else scale
     statistics = statistics.to(weights.q.device)
     units = units_of(weights, statistics)
     weights, statistics = in_units(weights, statistics, units)
-    given = _given(weights, statistics, rotary, slots, context, scale * units.scores, centered)
-    layer, split = given.layer, given.split
-    basis = principal_basis(given.rows, given.root, rank)
-    fit = first_fit(split, apply_gains(split.rest, given.gains, rotary), layer.values, basis)
+    start = _start(weights, statistics, rotary, slots, context, scale * units.scores, centered)
+    layer, split = start.layer, start.split
+    basis = principal_basis(start.rows, start.root, rank)
+    fit = first_fit(split, apply_gains(split.rest, start.gains, rotary), layer.values, basis)
     rounds = als.ROUNDS if rounds is None else rounds
     if rounds and basis.down.any():  # where nothing is left for the latent, the first fit is exact
         distances = mixed_distances(statistics.profile, context, als.UNIFORM, als.TAIL)
-        inputs = layer, given.queries, given.moment, rotary, slots.theta, distances
+        inputs = layer, start.queries, start.moment, rotary, slots.theta, distances
         fit = als.alternate(als.make_problem(*inputs, rank, centered=centered), fit, rounds)
-    return FittedLayer(weights, LatentFit(layer, given.moment[-1], fit), units)
+    return FittedLayer(weights, layer, start.moment[-1], fit, units, centered)
 
 
-def assemble_layer(fitted: FittedLayer, slots: Slots, scale: float, *, centered: bool) -> LatentWeights:
-    """``assemble`` in the layer's own units; ``scale`` multiplies its scores."""
-    latent = assemble(fitted.weights, fitted.fitted, slots, centered=centered)
-    return from_units(replace(latent, scale=scale), fitted.units)
+def svd_fit(
+    weights: AttentionWeights,
+    rotary: Rotary,
+    slots: Slots,
+    rank: int,
+    *,
+    scale: float | None = None,
+    gain: Tensor | None = None,
+) -> FittedLayer:
+    """The baseline without calibration: a truncated SVD of the stacked key and value projections.
+
+    ``slots`` from ``stride_slots``, as in MHA2MLA (arXiv:2502.14837): one shared key per slot, the principal component
+    over the heads' weights. The rest of the keys loses its rotation. ``gain [E]``, the weight of the norm before the
+    attention, only sets the scale of the latent.
+    """
+    layer = LinearLayer.of(weights, rotary, weights.head_dim**-0.5 if scale is None else scale)
+    moment = torch.eye(weights.model_dim + 1, dtype=torch.float64, device=weights.q.device)  # nothing known of inputs
+    split = split_rotary(layer, rotary, slots, head_moments(layer.queries, moment), moment)
+    rows = torch.cat([split.rest, layer.values])[..., :-1].flatten(0, 1)
+    basis = principal_basis(rows, moment[:-1, :-1], rank)
+    norm = (basis.down if gain is None else basis.down * gain.to(basis.down)).norm().clamp_min(1e-30)
+    basis = Basis(basis.down / norm, basis.readout * norm)
+    fit = first_fit(split, split.rest.repeat_interleave(layer.group, 0), layer.values, basis)
+    return FittedLayer(weights, layer, moment[-1], fit, PLAIN, centered=False)
 
 
 def latent_spectrum(
@@ -141,19 +155,21 @@ def latent_spectrum(
 ) -> Tensor:
     """``[E]``, descending, float64: the shares of energy of the principal components that `to_latent` starts from.
 
-    They are those of all that the rotary keys leave; a latent of rank ``R`` keeps the first ``R``.
+    A latent of rank ``R`` keeps the first ``R`` of all that the rotary keys leave.
     """
     statistics = statistics.to(weights.q.device)
     weights, statistics = in_units(weights, statistics, units_of(weights, statistics))
-    rows = _given(weights, statistics, rotary, slots, context, 1.0, centered).rows
+    rows = _start(weights, statistics, rotary, slots, context, 1.0, centered).rows
     energies: Tensor = torch.linalg.eigvalsh(rows.mT @ rows).flip(0).clamp_min(0)
     return energies / energies.sum().clamp_min(torch.finfo(energies.dtype).tiny)
 
 
 @dataclass(frozen=True)
-class _Given:
-    """A layer on its inputs: second moments of inputs and ``queries``, rotary keys and the rest, what stands in for its
-    rotation, and that rest with the values as ``rows [n, E]`` on inputs whitened by ``root``.
+class _Start:
+    """What the principal components and the least squares both start from.
+
+    Second moments of the inputs and of ``queries``; the rotary keys, the rest of the keys and the ``gains`` in place of
+    its rotation; that rest and the values as ``rows [n, E]`` on inputs whitened by ``root``.
     """
 
     layer: LinearLayer
@@ -165,7 +181,7 @@ class _Given:
     rows: Tensor
 
 
-def _given(
+def _start(
     weights: AttentionWeights,
     statistics: LayerStatistics,
     rotary: Rotary,
@@ -173,72 +189,14 @@ def _given(
     context: int,
     scale: float,
     centered: bool,
-) -> _Given:
-    moment, layer = input_moment(statistics), linear_layer(weights, rotary, scale)
+) -> _Start:
+    moment, layer = input_moment(statistics), LinearLayer.of(weights, rotary, scale)
     queries = head_moments(layer.queries, moment)
     split = split_rotary(layer, rotary, slots, queries, moment)
     gains, root = pair_gains(statistics, rotary, context), moment_root(moment, centered)
     in_output, _ = metric_root(layer.metric)  # M^{1/2}: values in units of the layer's output
     rows = joint_rows(key_units(queries, rotary, gains, split.rest), in_output @ layer.values, root)
-    return _Given(layer, moment, queries, split, gains, root, rows)
-
-
-def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float) -> LinearLayer:
-    """The layer as maps on ``[x; 1]``, the rotary amplitude multiplied into queries and keys."""
-    return LinearLayer(
-        queries=amplified(with_bias(weights.q, weights.q_bias), rotary),
-        keys=amplified(with_bias(weights.k, weights.k_bias), rotary),
-        values=with_bias(weights.v, weights.v_bias),
-        metric=output_metric(weights.o, weights.kv_heads),
-        scale=scale,
-    )
-
-
-def split_rotary(layer: LinearLayer, rotary: Rotary, slots: Slots, queries: Tensor, moment: Tensor) -> RotarySplit:
-    """The slots' rotary keys, how heads read them, and the keys without them.
-
-    ``queries [H, D, D]`` and ``moment [E+1, E+1]`` are the second moments of queries and of ``[x; 1]``.
-    """
-    half, keys = rotary.dims // 2, layer.keys
-    reading = keys.new_zeros(*layer.queries.shape[:2], slots.rope_dim)
-    if not half:
-        return RotarySplit(keys.new_zeros(slots.rope_dim, keys.shape[-1]), reading, keys)
-    pairs = pair_keys(keys, queries, moment, rotary)
-    scales = query_scales(pairs)
-    _, vectors = components(pairs)
-    shared: list[Tensor] = []
-    left_over: list[Tensor] = []
-    slot = 0
-    for pair, count in enumerate(slots.counts):
-        key, scale, basis = pairs.keys[:, pair], scales[:, pair], vectors[pair, :, :count]
-        top, factor = basis.mH @ (scale[:, None] * key), basis / scale[:, None]  # [count, E+1], [G, count]
-        left_over.append(key - factor @ top)
-        unit = scale.square().mean().sqrt()  # keeps the shared keys in the units of the source's
-        shared.append(top / unit)
-        _read_pair(reading, (factor * unit).repeat_interleave(layer.group, 0), pair, half, slot)
-        slot += count
-    left = torch.stack(left_over, 1)  # [G, L, E+1]
-    rest = torch.cat([left.real, left.imag, keys[:, rotary.dims :]], 1)
-    rows = torch.cat(shared)
-    return RotarySplit(torch.cat([rows.real, rows.imag]), reading, rest)
-
-
-def _read_pair(reading: Tensor, factor: Tensor, pair: int, half: int, slot: int) -> None:
-    """Enter complex factors ``[H, count]`` of ``pair`` on the slots from ``slot`` on into ``reading [H, D, P]``."""
-    slots = reading.shape[2] // 2
-    real, imaginary = slice(slot, slot + factor.shape[1]), slice(slots + slot, slots + slot + factor.shape[1])
-    reading[:, pair, real] = reading[:, half + pair, imaginary] = factor.real
-    reading[:, half + pair, real] = factor.imag
-    reading[:, pair, imaginary] = -factor.imag
-
-
-def apply_gains(keys: Tensor, gains: Tensor, rotary: Rotary) -> Tensor:
-    """``[G, D, n]`` as every query head's ``[H, D, n]``, the rotating pairs times their gain ``m_{h,l}``."""
-    half = rotary.dims // 2
-    per_head = keys.repeat_interleave(gains.shape[0] // keys.shape[0], 0)
-    real, imaginary, still = per_head[:, :half], per_head[:, half : 2 * half], per_head[:, 2 * half :]
-    a, b = gains.real[..., None], gains.imag[..., None]
-    return torch.cat([a * real - b * imaginary, a * imaginary + b * real, still], 1)
+    return _Start(layer, moment, queries, split, gains, root, rows)
 
 
 def key_units(queries: Tensor, rotary: Rotary, gains: Tensor, keys: Tensor) -> Tensor:
@@ -280,27 +238,27 @@ def principal_basis(rows: Tensor, root: Tensor, rank: int) -> Basis:
     return Basis(torch.nn.functional.pad(down, (0, 0, 0, spare)), torch.nn.functional.pad(readout, (0, spare)))
 
 
-def first_fit(split: RotarySplit, keys: Tensor, values: Tensor, basis: Basis) -> Fit:
+def first_fit(split: RotarySplit, keys: Tensor, values: Tensor, basis: Basis) -> LatentFit:
     """Slots and basis as a fit. ``keys [H, D, E+1]`` without rotation, ``values [G, D, E+1]``."""
     latent = torch.nn.functional.pad(basis.down, (0, 1))
     reading = torch.cat([split.reading, basis.read(keys[..., :-1])], -1)
-    return Fit(torch.cat([split.rows, latent]), reading, basis.read(values[..., :-1]))
+    return LatentFit(torch.cat([split.rows, latent]), reading, basis.read(values[..., :-1]))
 
 
-def assemble(weights: AttentionWeights, fitted: LatentFit, slots: Slots, *, centered: bool) -> LatentWeights:
-    """Everything in the terms of ``LatentWeights``; constant values go into the output bias."""
+def assemble(fitted: FittedLayer, slots: Slots) -> LatentWeights:
+    """The fit written as weights, in the layer's units before the fit; constant values go into the output bias."""
+    weights, layer, mean, fit = fitted.weights, fitted.layer, fitted.mean[:-1], fitted.fit
     keep = torch.promote_types(weights.q.dtype, torch.float32)
-    layer, mean, fit = fitted.layer, fitted.mean[:-1], fitted.fit
     rope, group = slots.rope_dim, layer.group
     rope_key, down = fit.rows[:rope], fit.rows[rope:, :-1]
     rope_query = torch.einsum("hdp,hde->hpe", fit.reading[..., :rope], layer.queries)
-    constant = layer.values[..., -1] + (layer.values[..., :-1] @ mean if centered else 0)
+    constant = layer.values[..., -1] + (layer.values[..., :-1] @ mean if fitted.centered else 0)
     o_bias = weights.o_bias
-    if centered or weights.v_bias is not None:
+    if fitted.centered or weights.v_bias is not None:
         # Attention rows sum to one, so constant values reach the output whole.
         moved = torch.einsum("ehd,hd->e", weights.o.double(), constant.repeat_interleave(group, 0))
         o_bias = moved if o_bias is None else moved + o_bias.double()
-    return LatentWeights(
+    latent = LatentWeights(
         down=down,
         rope_key=rope_key[:, :-1],
         q_nope=layer.queries[..., :-1],
@@ -309,10 +267,11 @@ def assemble(weights: AttentionWeights, fitted: LatentFit, slots: Slots, *, cent
         uv=fit.values.repeat_interleave(group, 0),
         o=weights.o,
         theta=slots.theta,
-        scale=layer.scale,
-        down_bias=-(down @ mean) if centered else None,
-        rope_key_bias=rope_key[:, -1] if centered or weights.k_bias is not None else None,
+        scale=layer.scale / fitted.units.scores,
+        down_bias=-(down @ mean) if fitted.centered else None,
+        rope_key_bias=rope_key[:, -1] if fitted.centered or weights.k_bias is not None else None,
         q_nope_bias=None if weights.q_bias is None else layer.queries[..., -1],
         q_rope_bias=None if weights.q_bias is None else rope_query[..., -1],
         o_bias=o_bias,
     ).map(lambda tensor: tensor.to(keep).contiguous())
+    return from_units(latent, fitted.units)

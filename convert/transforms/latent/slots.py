@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.distances import mixed_distances, rotation_gains
-from kvfold.convert.transforms.linalg import head_moments, input_moment, symmetric_eig, with_bias
+from kvfold.convert.transforms.latent.weights import LinearLayer
+from kvfold.convert.transforms.linalg import head_moments, input_moment, symmetric_eig
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 # Share of distances drawn from the whole context in the gains. Excess loss of the reference MHA model at 48 + 16 after
@@ -38,23 +39,36 @@ NO_SLOTS = Slots((), torch.empty(0, dtype=torch.float64))
 
 
 @dataclass(frozen=True)
-class PairKeys:
-    """The rotating dims of a layer: ``keys [G, L, E+1]`` complex rows on ``[x; 1]``, ``moment [E+1, E+1]`` of those.
+class PairComponents:
+    """The rotary pairs of a layer's keys and their principal components over the heads.
 
-    ``query_energy [H, L]``: ``E|q_{h,l}|^2``.
+    ``keys [G, L, E+1]``: complex rows on ``[x; 1]``. ``query_energy [H, L]``: ``E|q_{h,l}|^2``. ``scales [G, L]``: the
+    root of the energy of all queries that read a key head. ``energy [L, G]`` and ``vectors [L, G, G]`` (columns): the
+    eigenvalues, descending, and eigenvectors of the second moment of ``scales * keys``.
     """
 
     keys: Tensor
     query_energy: Tensor
-    moment: Tensor
+    scales: Tensor
+    energy: Tensor
+    vectors: Tensor
+
+
+@dataclass(frozen=True)
+class RotarySplit:
+    """The slots' keys ``rows [P, E+1]``, each head's ``reading [H, D, P]`` of them, ``rest [G, D, E+1]`` of keys."""
+
+    rows: Tensor
+    reading: Tensor
+    rest: Tensor
 
 
 @dataclass(frozen=True)
 class LayerSurvey:
     """``energy [L, G]``: the energies of a layer's rotary components, descending, in units of squared scores.
 
-    ``survives [L]``: the share of a pair's energy that its best constant stand-in keeps, ``|m|^2`` of ``pair_gains``.
-    ``theta [L]`` the pairs' frequencies; all float64. ``L = 0`` for a layer that does not rotate.
+    ``survives [L]``: the share of a pair's energy that the best constant in place of its rotation keeps, ``|m|^2`` of
+    ``pair_gains``.     ``theta [L]`` the pairs' frequencies; all float64. ``L = 0`` for a layer that does not rotate.
     """
 
     energy: Tensor
@@ -68,31 +82,59 @@ class LayerSurvey:
         return lost / self.energy.sum().clamp_min(torch.finfo(lost.dtype).tiny)
 
 
-def pair_keys(keys: Tensor, queries: Tensor, moment: Tensor, rotary: Rotary) -> PairKeys:
-    """From ``keys [G, D, E+1]``, ``queries [H, D, D]`` (second moments; amplitude in both) and ``moment`` of inputs."""
+def pair_components(layer: LinearLayer, queries: Tensor, moment: Tensor, rotary: Rotary) -> PairComponents:
+    """The components of ``layer``; ``queries [H, D, D]`` and ``moment [E+1, E+1]`` are second moments."""
     half = rotary.dims // 2
     energy = queries.diagonal(dim1=1, dim2=2).clamp_min(0)
-    pairs = torch.complex(keys[:, :half], keys[:, half : 2 * half])
-    return PairKeys(pairs, energy[:, :half] + energy[:, half : 2 * half], moment)
+    energy = energy[:, :half] + energy[:, half : 2 * half]
+    keys = torch.complex(layer.keys[:, :half], layer.keys[:, half : 2 * half])
+    scales = torch.unflatten(energy, 0, (len(keys), -1)).sum(1)
+    # Keys are divided by their scales again: the floor keeps heads that nobody reads finite.
+    scales = scales.clamp_min(scales.max().clamp_min(torch.finfo(scales.dtype).tiny) * 1e-12).sqrt()
+    scaled = (scales[..., None] * keys).transpose(0, 1)  # [L, G, E+1]
+    spread = torch.complex(scaled.real @ moment, scaled.imag @ moment)
+    return PairComponents(keys, energy, scales, *symmetric_eig(spread @ scaled.mH))
 
 
-def amplified(rows: Tensor, rotary: Rotary) -> Tensor:
-    """``[heads, D, n]`` with the rotating dims times the rotary amplitude."""
-    return torch.cat([rows[:, : rotary.dims] * rotary.amplitude, rows[:, rotary.dims :]], 1)
+def split_rotary(layer: LinearLayer, rotary: Rotary, slots: Slots, queries: Tensor, moment: Tensor) -> RotarySplit:
+    """The slots' rotary keys, how heads read them, and the keys without them.
+
+    ``queries [H, D, D]`` and ``moment [E+1, E+1]`` are the second moments of queries and of ``[x; 1]``.
+    """
+    half, keys = rotary.dims // 2, layer.keys
+    reading = keys.new_zeros(*layer.queries.shape[:2], slots.rope_dim)
+    if not half:
+        return RotarySplit(keys.new_zeros(slots.rope_dim, keys.shape[-1]), reading, keys)
+    pairs = pair_components(layer, queries, moment, rotary)
+    shared: list[Tensor] = []
+    left_over: list[Tensor] = []
+    slot, total = 0, slots.rope_dim // 2
+    for pair, count in enumerate(slots.counts):
+        key, scale, basis = pairs.keys[:, pair], pairs.scales[:, pair], pairs.vectors[pair, :, :count]
+        top, factor = basis.mH @ (scale[:, None] * key), basis / scale[:, None]  # [count, E+1], [G, count]
+        left_over.append(key - factor @ top)
+        unit = scale.square().mean().sqrt()  # keeps the shared keys in the units of the source's
+        shared.append(top / unit)
+        # A complex factor on a half-split pair is the matrix [[a, -b], [b, a]].
+        factor = (factor * unit).repeat_interleave(layer.group, 0)  # [H, count]
+        real, imaginary = slice(slot, slot + count), slice(total + slot, total + slot + count)
+        reading[:, pair, real] = reading[:, half + pair, imaginary] = factor.real
+        reading[:, half + pair, real] = factor.imag
+        reading[:, pair, imaginary] = -factor.imag
+        slot += count
+    left = torch.stack(left_over, 1)  # [G, L, E+1]
+    rest = torch.cat([left.real, left.imag, keys[:, rotary.dims :]], 1)
+    rows = torch.cat(shared)
+    return RotarySplit(torch.cat([rows.real, rows.imag]), reading, rest)
 
 
-def query_scales(pairs: PairKeys) -> Tensor:
-    """``s [G, L]``: the root of the energy of all queries that read key head ``g``, per pair; never quite zero."""
-    energy = torch.unflatten(pairs.query_energy, 0, (len(pairs.keys), -1)).sum(1)
-    floor = energy.max().clamp_min(torch.finfo(energy.dtype).tiny) * 1e-12 if energy.numel() else 0.0
-    return energy.clamp_min(floor).sqrt()
-
-
-def components(pairs: PairKeys) -> tuple[Tensor, Tensor]:
-    """Eigenvalues ``[L, G]``, descending, and eigenvectors ``[L, G, G]`` (columns) of a pair's weighted keys."""
-    scaled = (query_scales(pairs)[..., None] * pairs.keys).transpose(0, 1)  # [L, G, E+1]
-    spread = torch.complex(scaled.real @ pairs.moment, scaled.imag @ pairs.moment)
-    return symmetric_eig(spread @ scaled.mH)
+def apply_gains(keys: Tensor, gains: Tensor, rotary: Rotary) -> Tensor:
+    """``[G, D, n]`` as every query head's ``[H, D, n]``, the rotating pairs times their gain ``m_{h,l}``."""
+    half = rotary.dims // 2
+    per_head = keys.repeat_interleave(gains.shape[0] // keys.shape[0], 0)
+    real, imaginary, still = per_head[:, :half], per_head[:, half : 2 * half], per_head[:, 2 * half :]
+    a, b = gains.real[..., None], gains.imag[..., None]
+    return torch.cat([a * real - b * imaginary, a * imaginary + b * real, still], 1)
 
 
 def pair_gains(statistics: LayerStatistics, rotary: Rotary, context: int) -> Tensor:
@@ -112,16 +154,11 @@ def survey_layer(
         return LayerSurvey(torch.zeros(0, weights.kv_heads, dtype=torch.float64), torch.zeros_like(theta), theta)
     statistics = statistics.to(weights.q.device)
     moment = input_moment(statistics)
-    keys, queries = (
-        amplified(with_bias(rows, bias), rotary)
-        for rows, bias in ((weights.k, weights.k_bias), (weights.q, weights.q_bias))
-    )
-    pairs = pair_keys(keys, head_moments(queries, moment), moment, rotary)
-    energy, _ = components(pairs)
-    share = pairs.query_energy
-    retained = pair_gains(statistics, rotary, context).abs().square()
+    layer = LinearLayer.of(weights, rotary, 1.0)
+    pairs = pair_components(layer, head_moments(layer.queries, moment), moment, rotary)
+    retained, share = pair_gains(statistics, rotary, context).abs().square(), pairs.query_energy
     survives = (share * retained).sum(0) / share.sum(0).clamp_min(torch.finfo(share.dtype).tiny)
-    return LayerSurvey(energy.cpu(), survives.cpu(), theta)
+    return LayerSurvey(pairs.energy.cpu(), survives.cpu(), theta)
 
 
 def mean_worth(surveys: Sequence[LayerSurvey]) -> Tensor | None:

@@ -1,7 +1,7 @@
-"""A layer in units in which its inputs, queries, keys, values and outputs are near one: the same layer, exactly.
+"""A layer rescaled so that its inputs, queries, keys, values and outputs are near one, without rounding.
 
-Fits square what they are given and compare it with constants (the 1 that stands for a bias): in float64 that serves
-ordinary layers, and fails for finite ones whose weights are 1e15 times larger or smaller. Powers of two round nothing.
+Fits square their inputs and compare them with constants (the 1 that multiplies a bias). In float64 that works for
+ordinary layers and fails for finite ones whose weights are 1e15 times larger or smaller. Powers of two round nothing.
 """
 
 import math
@@ -18,7 +18,7 @@ _LARGEST_SCORES = 2.0**16  # errors of scores and of values are added up as squa
 
 @dataclass(frozen=True)
 class Units:
-    """How large inputs, queries, keys, values and outputs are, as powers of two; 1 for what is zero."""
+    """The sizes of inputs, queries, keys, values and outputs, as powers of two; 1 for what is zero."""
 
     inputs: float
     queries: float
@@ -28,24 +28,30 @@ class Units:
 
     @property
     def scores(self) -> float:
-        """How large scores are. Far from one errors count as there: a softmax is saturated, or even, either way."""
+        """The size of scores, bounded: far from one a softmax is saturated, or even, whatever their error."""
         return min(max(self.queries * self.keys, 1 / _LARGEST_SCORES), _LARGEST_SCORES)
 
 
+PLAIN = Units(1.0, 1.0, 1.0, 1.0, 1.0)
+
+
 def units_of(weights: AttentionWeights, statistics: LayerStatistics) -> Units:
-    """The units of a layer: root mean squares, biases left aside."""
-    inputs = _power_of_two(statistics.gram.diagonal().mean().clamp_min(0).sqrt())
-    rows = (
-        _power_of_two(part.double().flatten(0, 1).norm(dim=-1).mean()) for part in (weights.q, weights.k, weights.v)
-    )
+    """The units of a layer: root mean squares, without biases."""
+
+    def power_of_two(size: Tensor) -> float:
+        value = float(size)
+        return 2.0 ** round(math.log2(value)) if value > 0 else 1.0
+
+    inputs = power_of_two(statistics.gram.diagonal().mean().clamp_min(0).sqrt())
+    rows = (power_of_two(part.double().flatten(0, 1).norm(dim=-1).mean()) for part in (weights.q, weights.k, weights.v))
     queries, keys, values = (inputs * size for size in rows)
-    return Units(inputs, queries, keys, values, _power_of_two(weights.o.double().square().mean().sqrt()))
+    return Units(inputs, queries, keys, values, power_of_two(weights.o.double().square().mean().sqrt()))
 
 
 def in_units(
     weights: AttentionWeights, statistics: LayerStatistics, units: Units
 ) -> tuple[AttentionWeights, LayerStatistics]:
-    """The layer and the moments of its inputs in ``units``; what it scores is then in units too."""
+    """The layer and the moments of its inputs in ``units``; its scores are then in units too."""
     wide = weights.map(lambda tensor: tensor.to(torch.promote_types(tensor.dtype, torch.float32)))
     scaled = replace(
         wide,
@@ -63,8 +69,8 @@ def in_units(
 
 
 def from_units(latent: LatentWeights, units: Units) -> LatentWeights:
-    """What was fitted to a layer ``in_units`` as it acts on the layer's own inputs; the latent keeps its size."""
-    rotary = units.queries * units.keys  # a head's readings of shared rotary keys are in its queries
+    """A latent fitted to a layer `in_units`, as weights on the original inputs; the latent keeps its size."""
+    rotary = units.queries * units.keys  # shared rotary keys have no unit: it is in the queries that read them
     return replace(
         latent,
         down=latent.down / units.inputs,
@@ -82,9 +88,3 @@ def from_units(latent: LatentWeights, units: Units) -> LatentWeights:
 
 def _over(bias: Tensor | None, unit: float) -> Tensor | None:
     return None if bias is None else bias / unit
-
-
-def _power_of_two(size: Tensor) -> float:
-    """The power of two nearest to ``size []``; 1 for zero."""
-    value = float(size)
-    return 2.0 ** round(math.log2(value)) if value > 0 else 1.0

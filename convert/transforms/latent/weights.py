@@ -1,4 +1,6 @@
-"""One attention layer as multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), before any file layout.
+"""One layer before and after conversion to multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+
+`LinearLayer` is what a fit starts from, `LatentWeights` the result before any file layout.
 
 Notation (attention/README.md): ``H`` query heads, ``E`` model dim, ``R`` channels of the latent, ``P`` rotary dims,
 ``N`` unrotated dims of a query head, ``D`` dims of a value head. Per token only ``c = down x + down_bias`` and one
@@ -10,12 +12,44 @@ from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
-from kvfold.convert.transforms.weights import HeadNorm
+from kvfold.convert.transforms.linalg import output_metric, with_bias
+from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, Rotary
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """Linear maps on ``[x; 1]`` of one layer: ``queries [H, D, E+1]``, ``keys [G, D, E+1]``, ``values [G, D, E+1]``.
+
+    The rotary amplitude is in queries and keys. ``metric [G, D, D]``: the squared length of the output per value
+    (`linalg.output_metric`). ``scale`` multiplies scores.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    metric: Tensor
+    scale: float
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.queries.shape[0] // self.keys.shape[0]
+
+    @staticmethod
+    def of(weights: AttentionWeights, rotary: Rotary, scale: float) -> "LinearLayer":
+        """The layer of ``weights``, which must have no norms on queries and keys (`head_norms.linear_heads`)."""
+        return LinearLayer(
+            queries=rotary.amplify(with_bias(weights.q, weights.q_bias)),
+            keys=rotary.amplify(with_bias(weights.k, weights.k_bias)),
+            values=with_bias(weights.v, weights.v_bias),
+            metric=output_metric(weights.o, weights.kv_heads),
+            scale=scale,
+        )
 
 
 @dataclass(frozen=True)
 class KeptNorms:
-    """Norms on queries and keys, kept around a latent that holds the keys as they are before theirs.
+    """Norms on queries and keys around a latent that holds the keys before normalization.
 
     With ``n_h = q_norm(q_h x + q_bias_h)`` and ``d_g`` what ``k_norm`` divides the source's key ``k_g x + k_bias_g`` by
 
@@ -37,7 +71,7 @@ class KeptNorms:
     k_bias: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "KeptNorms":
-        """Every tensor through ``change`` (a cast, a move), those of the norms included."""
+        """``change`` (a cast, a move) applied to every tensor, including those of the norms."""
         tensors = {item.name: value for item in fields(self) if isinstance(value := getattr(self, item.name), Tensor)}
         changed = {name: change(tensor) for name, tensor in tensors.items()}
         return replace(self, **changed, q_norm=self.q_norm.map(change), k_norm=self.k_norm.map(change))
@@ -55,7 +89,7 @@ class QueryLatent:
     q_rope: Tensor
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "QueryLatent":
-        """Every weight through ``change`` (a cast, a move)."""
+        """``change`` (a cast, a move) applied to every weight."""
         return QueryLatent(change(self.down), change(self.q_nope), change(self.q_rope))
 
 
@@ -72,7 +106,7 @@ class LatentWeights:
     radians per position. ``scale`` multiplies every score. ``query``, where present, replaces ``q_nope`` and
     ``q_rope``; so do ``norms``, with another formula for the scores (`KeptNorms`).
 
-    Keys and values need no bias of their own: a constant key moves every score of a query alike, which the softmax does
+    Keys and values need no bias: a constant key moves every score of a query by the same amount, which the softmax does
     not see, and a constant value reaches the output whole, because attention rows sum to one: it is part of ``o_bias``.
     """
 
@@ -118,7 +152,7 @@ class LatentWeights:
         return self.down.shape[1]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "LatentWeights":
-        """Every weight through ``change`` (a cast, a move); ``theta`` stays float64."""
+        """``change`` (a cast, a move) applied to every weight; ``theta`` stays float64."""
         changed: dict[str, Tensor | QueryLatent | KeptNorms] = {
             item.name: change(value)
             for item in fields(self)

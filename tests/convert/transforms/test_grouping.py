@@ -54,7 +54,7 @@ def test_contiguous_keeps_the_order():
 
 @pytest.mark.parametrize("groups", [0, 3, 16, -1])
 def test_contiguous_refuses_uneven_groups(groups: int):
-    with pytest.raises(ValueError, match=f"groups: expected a divisor of 8 KV heads, found {groups}"):
+    with pytest.raises(ValueError, match=f"groups: {groups} must divide 8 KV heads"):
         grouping.contiguous(8, groups)
 
 
@@ -113,16 +113,6 @@ def test_swaps_end_where_no_swap_helps():
         assert total(moved) >= total(end) - 1e-9
 
 
-def test_the_judge_has_the_last_word():
-    partitions = [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2))]
-    weights = {partition: make(2) for partition in partitions}
-    asked = dict(zip((id(weights[partition]) for partition in partitions), (0.3, 0.1, 0.1), strict=True))
-    choice = grouping.choose(partitions, lambda folded: asked[id(folded)], lambda partition: weights[partition])
-    assert choice.groups == partitions[1]  # the first of equals
-    assert choice.weights is weights[partitions[1]]
-    assert choice.errors == dict(zip(partitions, (0.3, 0.1, 0.1), strict=True))
-
-
 def test_similar_is_the_judged_best_of_the_candidates():
     pairs = [(0, 5), (1, 3), (2, 7), (4, 6)]
     weights, measured = alike(pairs), statistics(8)
@@ -132,8 +122,3 @@ def test_similar_is_the_judged_best_of_the_candidates():
     assert choice.groups == tuple(pairs)
     assert torch.equal(choice.weights.k, wanted.k)
     assert choice.errors[grouping.contiguous(8, 4)] > 0
-
-
-def test_no_candidates_are_refused():
-    with pytest.raises(ValueError, match="partitions: expected at least one, found none"):
-        grouping.choose([], lambda folded: 0.0, lambda partition: make(2))

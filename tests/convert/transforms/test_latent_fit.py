@@ -11,8 +11,7 @@ from kvfold.convert.transforms.distances import Distances, mixed_distances
 from kvfold.convert.transforms.latent import als as latent_fit
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.kernels import RotaryRows, kernels, wave_moments
-from kvfold.convert.transforms.latent.latent import latent_spectrum, to_latent
-from kvfold.convert.transforms.latent.svd import svd_latent
+from kvfold.convert.transforms.latent.latent import latent_spectrum, svd_latent, to_latent
 from kvfold.convert.transforms.latent.variants import query_latent
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
