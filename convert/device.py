@@ -31,6 +31,7 @@ def compute_dtype(checkpoint: Checkpoint, device: torch.device, name: str = "aut
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
+    # 16-bit arithmetic is slow and coarse on most CPUs; on a GPU it is what the checkpoint will be served in.
     if device.type == "cpu":
         return torch.float32
     return stored_dtype(checkpoint)
@@ -68,7 +69,7 @@ def bfloat16_pays(device: torch.device, stored: Iterable[torch.dtype]) -> bool:
 
 @cache
 def has_bfloat16_units() -> bool:
-    """Whether the processor multiplies matrices of bfloat16 in units of their own (AMX)."""
+    """True if the processor has units for matrix products in bfloat16 (AMX)."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("amx_bf16"))
 

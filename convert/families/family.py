@@ -16,6 +16,7 @@ _FOLDER = Path(__file__).parent
 _ONLY = "kvfold converts causal language models, for only these have a KV cache"
 _LISTED = "docs/families.md lists them, CONTRIBUTING.md says how to add one"
 _CAUSAL = re.compile("CausalLM$|LMHead")
+# The keys of nested configs in wrappers, by which a wrapper that is not supported is told from a plain model.
 _TOWERS = re.compile(r"(text|vision|audio|speech|image|video|decoder|encoder|thinker|talker|llm)_config$")
 
 
@@ -93,6 +94,7 @@ def _wrapped_family(model_type: str, inner: str, config: Mapping[str, Any]) -> F
 def _check_architecture(family: Family, architectures: Any) -> None:
     if architectures is not None and not TYPES["texts"][1](architectures):
         raise InputError(f"config.json: architectures must be {TYPES['texts'][0]}, found {architectures!r}")
+    # Published files spell the names of classes with other capitals at times.
     known = {name.casefold() for name in (family.architecture, *family.also)}
     if architectures and not known & {item.casefold() for item in architectures}:
         raise InputError(

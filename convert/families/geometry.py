@@ -127,6 +127,7 @@ def layer_values(values: Values, index: int) -> Values:
 def layer_of(values: Values) -> Layer:
     """The attention of a layer, from its ``layer_values``. Raises ``InputError`` when its scale is not above 0."""
     family, attention = values.family, values.family.attention
+    # query_pre_attn_scalar 0 divides by zero, a negative one gives a complex number: both are told as a bad scale.
     try:
         scale = evaluate(attention.scale, values)
     except ZeroDivisionError:

@@ -96,6 +96,7 @@ def _read_qkv(model: Model, module: str, kind: str, read: Read) -> tuple[Tensor,
         return rows(attention.q, heads), rows(attention.k, kv_heads), rows(attention.v, kv_heads)
     fused = rows(attention.qkv, heads + 2 * kv_heads)
     if attention.layout == "per_group":
+        # Each group lies together (GPT-NeoX, Falcon): its queries, then its key, then its value.
         groups = torch.unflatten(fused, 0, (kv_heads, -1))
         return groups[:, :-2].flatten(0, 1), groups[:, -2], groups[:, -1]
     return fused[:heads], fused[heads : heads + kv_heads], fused[heads + kv_heads :]
@@ -144,6 +145,7 @@ def _write_norm(norm: Norm, module: str, role: Role, head_norm: HeadNorm) -> dic
     for kind, rows in (("weight", head_norm.weight), ("bias", head_norm.bias)):
         if rows is None:
             continue
+        # A fold that gives heads different gains cannot be stored by this class: it must not be cut down to one.
         if norm.extent == "shared" and not torch.equal(rows, rows[:1].expand_as(rows)):
             raise ValueError(
                 f"{module}: the {role} norm is stored once for all heads, but its rows differ between heads"
@@ -177,6 +179,7 @@ def _rotary_order(model: Model, weights: AttentionWeights, order: Callable[[int]
     if model.family.rotary.style == "half":
         return weights
     geometry = model.geometry
+    # Dims behind the rotary ones (partial rotation) stay where they are.
     index = torch.tensor([*order(geometry.rotary_dims), *range(geometry.rotary_dims, geometry.head_dim)])
 
     def moved(rows: Tensor) -> Tensor:

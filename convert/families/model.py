@@ -26,7 +26,9 @@ from kvfold.convert.families.tensors import (
 from kvfold.convert.families.values import Values, evaluate, nested
 from kvfold.convert.families.wrappers import names_in_files, text_config, text_type, wrapped_family
 
-_MOST_UNCHECKED = 4096  # layers or experts that may be listed one by one whatever the files hold
+# Layers or experts that are listed one by one whatever the files hold. A config with a billion of them would otherwise
+# take memory until the system ends the process, before anybody hears that config and files do not belong together.
+_MOST_UNCHECKED = 4096
 
 
 class HasShape(Protocol):

@@ -11,7 +11,7 @@ float32, and configs of layouts MLA and kvfold store the frequencies as decimal 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from kvfold.convert.errors import InputError
@@ -45,6 +45,7 @@ def _stated_table(values: Values, layer_type: str | None) -> dict[str, Any]:
     """The parameters as the config has them, ``rope_scaling`` before ``rope_parameters``, with the class's base."""
     rotary, config = values.family.rotary, values.config
     theta, part = ((rotary.keys or {}).get(key, key) for key in ("rope_theta", "partial_rotary_factor"))
+    # transformers reads rope_scaling first: a file of before transformers 5 that was edited by hand may have both.
     new, old = _mapping(config, "rope_parameters"), _mapping(config, "rope_scaling")
     of_type = (rotary.by_type or {}).get(layer_type or "")
     if of_type is None:
@@ -102,6 +103,7 @@ def query_growth(values: Values, layer_type: str | None) -> float:
 def rotary_dims(values: Values) -> int:
     """``D_rot``, the same in every layer that rotates; 0 without a rotary embedding."""
     rotary = values.family.rotary
+    # Where some layers rotate and some do not (smollm3), the dims are those of the layers that do.
     if not names_in(rotary.rotates) & {"layer", "layer_type"} and not evaluate(rotary.rotates, values):
         return 0
     head_dim = evaluate(values.family.sizes.head_dim, values)
@@ -139,24 +141,25 @@ def frequencies(values: Values, layer_type: str | None, context: Context | None 
     kind = table["rope_type"]
     try:
         theta = [checked_number(table, "rope_theta") ** (-pair / dims) for pair in range(0, dims, 2)]
-        if kind == "default":
-            return theta, 1.0
-        if kind == "longrope":
-            return _longrope(table, theta, positions, context)
-        if kind in _SCALED:
-            return _SCALED[kind](table, theta, positions)
+        match kind:
+            case "default":
+                return theta, 1.0
+            case "linear":
+                factor = checked_number(table, "factor")
+                return [angle / factor for angle in theta], 1.0
+            case "llama3":
+                return _llama3(table, theta)
+            case "yarn":
+                return _yarn(table, theta, positions)
+            case "longrope":
+                return _longrope(table, theta, positions, context)
     except (ArithmeticError, ValueError) as error:  # a quotient by 0, a number beyond float64, the logarithm of none
         raise InputError(f"config.json: the numbers of rope_type {kind!r} give no frequencies: {error}") from None
-    known = ", ".join(["default", *_SCALED, "longrope"])
+    known = "default, linear, llama3, yarn, longrope"
     raise InputError(f"config.json: rope_type {kind!r} has no fixed frequencies; expected one of {known}")
 
 
-def _linear(table: Table, theta: list[float], positions: int) -> Frequencies:
-    factor = checked_number(table, "factor")
-    return [angle / factor for angle in theta], 1.0
-
-
-def _llama3(table: Table, theta: list[float], positions: int) -> Frequencies:
+def _llama3(table: Table, theta: list[float]) -> Frequencies:
     """High frequencies stay, low ones are divided by ``factor``, those between blend by how often they turn."""
     factor, low, high = (checked_number(table, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     original = checked_number(table, "original_max_position_embeddings")
@@ -172,6 +175,7 @@ def _yarn(table: Table, theta: list[float], positions: int) -> Frequencies:
     def pair_turning(turns: float) -> float:
         return 2 * pairs * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
+    # beta_fast turns within the original context are enough for a pair to stay, beta_slow too few.
     low, high = pair_turning(table.get("beta_fast") or 32), pair_turning(table.get("beta_slow") or 1)
     if table.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
@@ -224,10 +228,3 @@ def _growth(table: Table, positions: int) -> tuple[float, float]:
 
 def _clamped(value: float) -> float:
     return min(max(value, 0.0), 1.0)
-
-
-_SCALED: dict[str, Callable[[Table, list[float], int], Frequencies]] = {
-    "linear": _linear,
-    "llama3": _llama3,
-    "yarn": _yarn,
-}

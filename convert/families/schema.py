@@ -243,10 +243,6 @@ class TensorSpec:
     when: Expression = True
     each: Expression = None
 
-    @property
-    def per_layer(self) -> bool:
-        return "{layer}" in self.name
-
 
 @dataclass(frozen=True)
 class Tolerated:
@@ -286,23 +282,16 @@ class Family:
         return self.model_type in SOURCES
 
     @property
-    def attention_class(self) -> str:
-        """The stock class of attention modules, ``GPT2Attention`` for ``GPT2LMHeadModel``."""
-        return f"{self._architecture_stem}Attention"
-
-    @property
-    def auto_classes(self) -> dict[str, str]:
-        """The stock config and models, by the Auto class that loads each."""
-        stem = self.stem or self._architecture_stem
-        return {
+    def stock_classes(self) -> tuple[str, dict[str, str]]:
+        """The stock class of attention modules, and the stock config and models by the Auto class that loads each."""
+        # transformers derives the names of all classes of a model type from one stem: GPT2LMHeadModel, GPT2Attention.
+        architecture = self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        stem = self.stem or architecture
+        return f"{architecture}Attention", {
             "AutoConfig": f"{stem}Config",
             "AutoModel": f"{stem}Model",
             "AutoModelForCausalLM": self.architecture,
         }
-
-    @property
-    def _architecture_stem(self) -> str:
-        return self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
 
     def renamed(self, rename: Callable[[str], str]) -> "Family":
         """The same family for files whose tensors have other names."""
@@ -325,6 +314,7 @@ def read_table(path: Path, extending: tuple[str, ...] = ()) -> dict[str, Any]:
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if "extends" not in table:
         return table
+    # Entries are replaced as a whole, one level deep: a key of config.json says in one place all that holds for it.
     merged = read_table(path.with_name(f"{table.pop('extends')}.json"), (*extending, path.name))
     for key, value in table.items():
         base = merged.get(key)
@@ -341,6 +331,7 @@ def read_table(path: Path, extending: tuple[str, ...] = ()) -> dict[str, Any]:
 
 def parse_family(table: Any, where: str) -> Family:
     """A merged family file; ``where`` begins the message of the ``ValueError`` raised for what does not fit."""
+    # Sections within sections are built first: the constructors take what the file says as it is.
     spec = _build(Family, table, where)
     attention, rotary, block = dict(spec.attention), dict(spec.rotary), dict(spec.block)  # type: ignore[call-overload]
     if attention.get("norm") is not None:
@@ -349,6 +340,7 @@ def parse_family(table: Any, where: str) -> Family:
         rotary["by_type"] = _build_each(RopeOfType, rotary["by_type"], f"{where}: rotary.by_type")
     if block.get("routing") is not None:
         block["routing"] = _build(RoutingSpec, block["routing"], f"{where}: block.routing")
+    # A typing error in a role would otherwise be a tensor that no target looks up, and so be lost in silence.
     roles = get_args(BlockRole)
     if unknown := sorted(set(spec.tensors) - set(roles)):
         raise ValueError(f"{where}: tensors: unknown role {', '.join(unknown)}; known: {', '.join(roles)}")
@@ -368,6 +360,7 @@ def _build(cls: type[Section], table: Any, where: str) -> Section:
     """``table`` as ``cls``. Raises ``ValueError`` naming the unknown or missing keys and the place."""
     if not isinstance(table, Mapping):
         raise ValueError(f"{where}: expected an object, found {table!r}")
+    # The dataclass is the schema: its fields are the known keys, those without a default are required.
     known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(set(table) - set(known)):
         raise ValueError(f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(known)}")

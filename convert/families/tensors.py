@@ -26,7 +26,7 @@ def block_tensors(values: Values, layers: Sequence[Values]) -> Iterator[StoredTe
     """The tensors outside the attention, in the order of the family file; ``layers`` are the values of each layer."""
     for role, spec, scope in present(values, layers):
         shape = tuple(int(evaluate(size, scope)) for size in spec.shape)
-        layer = scope["layer"] if spec.per_layer else None
+        layer = scope["layer"] if "{layer}" in spec.name else None
         name = spec.name.replace("{layer}", str(layer))
         for expert in range(experts(spec, scope)):
             yield StoredTensor(name.replace("{expert}", str(expert)), (role,), layer, shape)
@@ -35,7 +35,7 @@ def block_tensors(values: Values, layers: Sequence[Values]) -> Iterator[StoredTe
 def present(values: Values, layers: Sequence[Values]) -> Iterator[tuple[BlockRole, TensorSpec, Values]]:
     """The rows of ``tensors`` that this config has, with role and values; once per layer for a row with ``{layer}``."""
     for role, spec in values.family.tensors.items():
-        for scope in layers if spec.per_layer else (values,):
+        for scope in layers if "{layer}" in spec.name else (values,):
             if evaluate(spec.when, scope):
                 yield role, spec, scope
 
@@ -60,6 +60,7 @@ def attention_tensors(values: Values, geometry: Geometry, layer: int) -> Iterato
     for name, roles, shape in projections:
         if name is None:
             continue
+        # A bias is no matrix: it is the same for weights that are stored the other way round.
         yield StoredTensor(f"{module}.{name}.weight", roles, layer, shape[::-1] if attention.transposed else shape)
         if has_bias(values, roles[0]):
             yield StoredTensor(f"{module}.{name}.bias", roles, layer, shape[:1])

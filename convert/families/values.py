@@ -7,10 +7,10 @@ itself.
 
 import ast
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.schema import ABSENT, Family, Key
@@ -23,13 +23,21 @@ _ALLOWED = (
 )
 
 
-def evaluate(expression: Any, scope: Mapping[str, Any]) -> Any:
+class Scope(Protocol):
+    """Gives the values of names: a dict, or ``Values``."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
+
+
+def evaluate(expression: Any, scope: Scope) -> Any:
     """The value of ``expression`` with the names of ``scope``; anything but a string is returned as it is.
 
     Raises ``ValueError`` for what is not allowed in family-file expressions and ``NameError`` for an unknown name.
     """
+    if not isinstance(expression, str):
+        return expression
     # Safe: _compiled lets neither calls nor attributes through, and there are no builtins.
-    return eval(_compiled(expression), {"__builtins__": {}}, scope) if isinstance(expression, str) else expression
+    return eval(_compiled(expression), {"__builtins__": {}}, scope)  # type: ignore[arg-type]  # it needs no more of it
 
 
 def names_in(expression: Any) -> frozenset[str]:
@@ -58,6 +66,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+# JSON has one kind of number and Python's bool is an int, so a flag must be kept from passing as a size.
 TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of keys: in words, and the check
     "size": ("a positive whole number", lambda value: _whole(value) and value > 0),
     "count": ("a whole number, 0 or more", lambda value: _whole(value) and value >= 0),
@@ -79,7 +88,7 @@ def nested(config: Mapping[str, Any], key: str) -> Any:
     return value.get(inner, ABSENT) if isinstance(value, Mapping) else ABSENT
 
 
-class Values(Mapping[str, Any]):
+class Values:
     """A config's values by the names of its family file, defaults filled in.
 
     They are read lazily, so that a question fails only for the keys that it needs, and each is checked once.
@@ -112,6 +121,7 @@ class Values(Mapping[str, Any]):
         """The value of a config key. Raises ``InputError`` where it is missing or of the wrong type."""
         key, spelling = self.family.config[name], self.spelling(name)
         value = nested(self.config, spelling)
+        # A default is for missing keys alone: null is what a config says, and not every class reads it as its default.
         if value is ABSENT and key.default is not ABSENT:
             return key.default
         if value is ABSENT or value is None:
@@ -135,10 +145,3 @@ class Values(Mapping[str, Any]):
         raise InputError(
             f"config.json: {name} is {state}; model_type {self.family.model_type!r} needs {TYPES[key.type][0]}"
         )
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._names
-        yield from self.family.config
-
-    def __len__(self) -> int:
-        return len(self._names) + len(self.family.config)

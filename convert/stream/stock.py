@@ -72,6 +72,7 @@ def _materialize_buffers(model: Any, device: torch.device) -> None:
     ``accelerate.init_empty_weights(include_buffers=False)`` makes the same values, but allocates every parameter before
     it drops it: an embedding table of 4 GB, or all experts of a layer, must then fit in memory.
     """
+    # _init_weights is what loading calls for them too. What it does to parameters has no effect on the meta device.
     stored = model.state_dict().keys()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -126,7 +127,8 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bo
     """A causal language model, or the wrapper of one, in ``dtype``. Raises InputError when it cannot be loaded."""
     with _loading(checkpoint):
         classes = auto_class(checkpoint.config)
-        if checkpoint.made_of:  # the files hold something else than the model's tensors
+        # The files of quantized sources hold something else than the model's tensors: these are read and handed over.
+        if checkpoint.made_of:
             config = CONFIG_MAPPING[checkpoint.config["model_type"]].from_dict(checkpoint.config)
             tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
             model = classes._model_mapping[type(config)]

@@ -73,6 +73,7 @@ class CheckpointStream:
 
         Only the rows of tokens that occur are converted; the stored table stays for the next call until ``release``.
         """
+        # A table of 256,000 tokens in float32 can be larger than all layers that are open at a time.
         rows, local = torch.unique(tokens.to(self.device), return_inverse=True)
         ends = self.parameters.named(self._end_names(head=False))
         tensors = {**ends, self._embedding: self.parameters.rows(self._embedding, rows)}
@@ -164,6 +165,7 @@ class CheckpointStream:
             hidden, arguments = self._enter_blank(tokens, use_cache=True)
             return hidden.to("meta"), [Arguments(_to_meta(each.args), _to_meta(each.kwargs)) for each in arguments]
 
+        # Counted in the cache that generation makes, on the meta device, so that no rule of a class is repeated here.
         total = cache_bytes_per_token(self._frame.layers, enter)
         name = self._config.get("dtype") or self._config.get("torch_dtype")
         stored = getattr(torch, str(name).removeprefix("torch."), self.dtype)
@@ -188,6 +190,7 @@ class CheckpointStream:
 
     def _end_names(self, head: bool) -> list[str]:
         """The decoder's parameters outside its layers but for the embeddings: with the output head, or without."""
+        # Outside the base model is the head; inside it, but outside the decoder, are the towers of wrappers.
         base, decoder = f"{self._frame.model.base_model_prefix}.", f"{self._frame.path.rpartition('.')[0]}."
         outside = [name for name in self.parameters.map.expected if not name.startswith(f"{self._frame.path}.")]
         wanted = [name for name in outside if name.startswith(decoder) or (head and not name.startswith(base))]

@@ -87,6 +87,7 @@ class WeightMap:
         self, source: WeightSource, read: Read, dtype: torch.dtype, device: torch.device | str
     ) -> dict[str, Tensor]:
         """The parameters that ``source`` makes: full names, checked shapes, ``dtype`` (integers keep theirs)."""
+        # Each tensor is dropped as soon as it is converted: experts of one layer may be gigabytes.
         made = source.make(read, self.model)
         for name in list(made):
             tensor, expected = made.pop(name), self.expected.get(name)
@@ -95,6 +96,7 @@ class WeightMap:
                     f"the model's {name} has shape {list(expected.shape)} by config.json, "
                     f"but {', '.join(source.names[:3])} gives {list(tensor.shape)}"
                 )
+            # As from_pretrained does with the modules that a class lists.
             keeps_float32 = not self._kept_in_float32.isdisjoint(name.split("."))
             loaded = torch.float32 if keeps_float32 else dtype
             made[name] = tensor.to(device, loaded if tensor.is_floating_point() else None)
@@ -127,6 +129,7 @@ def _sources(model: Any, expected: dict[str, Tensor], names: Iterable[str]) -> d
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     gathered: dict[str, list[tuple[str, str | None]]] = {}
+    # In natural order, as transformers sorts them: converters stack experts in the order in which they come.
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
         if target not in expected and name in expected:
@@ -209,6 +212,7 @@ class Parameters:
         """The parameters of ``source``, those of the teacher where both are made of the same stored tensors."""
         if source in self._loaded:
             return self._loaded[source]
+        # By names, not by contents: a stored tensor that the student renames or joins is still the teacher's.
         made_of = {origin for name in source.names for origin in self._origins.get(name, (name,))}
         shares = self._teacher is not None and not any(name in self._changed for name in source.names)
         for other, loaded in self._teacher._loaded.items() if self._teacher is not None and shares else ():

@@ -116,7 +116,7 @@ def own_config(
     family, file = source.family, CODE.rpartition(".")[2]
     if not family.has_own_layout:
         raise ValueError(f"{family.model_type}: expected a family that has layout kvfold, found one without")
-    classes = family.auto_classes
+    classes = family.stock_classes[1]
     stated = [name for name in checkpoint.config.get("architectures") or () if name in classes.values()]
     changes = {
         "model_type": f"{_PREFIX}{family.model_type}",
@@ -133,7 +133,7 @@ def _facts(source: Model, layer_facts: Sequence[Mapping[str, Any]] = ()) -> dict
     """The part of the block ``kvfold`` that every variant has; ``layers`` holds what differs between them."""
     family, size, values = source.family, source.geometry, source.values
     common = {
-        "replaces": family.attention_class,
+        "replaces": family.stock_classes[0],
         "model_dim": size.model_dim,
         "heads": size.heads,
         "head_dim": size.head_dim,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Literal
 
 from kvfold.convert.checkpoint.json_text import check_unicode, portable_name
 from kvfold.convert.errors import InputError, first_line, opt
@@ -42,37 +42,35 @@ class Document:
     rendered: bool = False
 
 
-class Corpus(Protocol):
-    """Documents to draw from."""
+@dataclass(frozen=True)
+class Corpus:
+    """Documents to draw from. ``name`` is for users and records, without the paths of this machine."""
 
-    @property
-    def name(self) -> str:
-        """The name for users and records: without the paths of this machine."""
-        ...
+    name: str
 
     @property
     def size(self) -> int | None:
         """Bytes of the text; None for a dataset."""
-        ...
+        return None
 
     def digest(self) -> str:
         """SHA-256 of the text (of the name, for a dataset)."""
-        ...
+        raise NotImplementedError
 
     def fingerprint(self) -> str:
         """As ``digest``, but of a large file's cells spread from its first to its last byte only."""
-        ...
+        return self.digest()
 
     def documents(self, limit: int) -> tuple[list[Document], bool]:
         """Documents of about ``limit`` bytes or more, and True if these are all."""
-        ...
+        raise NotImplementedError
 
     def parts(self) -> tuple[int | None, Iterator[list[Document]]]:
         """All documents in parts that share no text, in an order drawn from the seed, and the number of parts.
 
         The number of parts of a dataset is None: it is unknown before the end.
         """
-        ...
+        raise NotImplementedError
 
 
 def check_sources(specs: Iterable[str], option: str = "calibration") -> None:
@@ -131,17 +129,18 @@ def open_corpus(
         from kvfold.convert.data import read_documents
 
         name = BUILT_IN if split == "calibration" else f"{BUILT_IN}, the part that no conversion reads"
-        return _BuiltIn(name, [Document(text) for text in read_documents(split)])
+        texts = [Document(text) for text in read_documents(split)]
+        return _BuiltIn(name, texts)
     path = Path(spec)
     if path.is_file() or (path.suffix in (".txt", _ROWS) and not path.is_dir()):
         check_sources([spec], option)
-        return TextFile(path, render, seed)
-    return _Dataset(spec, render, seed, option)
+        return TextFile(portable_name(path), path, render, seed)
+    name = path.name if path.exists() else spec
+    return _Dataset(f"dataset {name}", spec, render, seed, option)
 
 
 @dataclass(frozen=True)
-class _BuiltIn:
-    name: str
+class _BuiltIn(Corpus):
     texts: list[Document]
 
     @property
@@ -152,8 +151,6 @@ class _BuiltIn:
         joined = "\f".join(document.text for document in self.texts)
         return hashlib.sha256(joined.encode()).hexdigest()
 
-    fingerprint = digest
-
     def documents(self, limit: int) -> tuple[list[Document], bool]:
         return self.texts, True
 
@@ -162,7 +159,7 @@ class _BuiltIn:
 
 
 @dataclass(frozen=True)
-class _Dataset:
+class _Dataset(Corpus):
     """The train split of a dataset on the hub or in a folder: ``NAME`` or ``NAME:CONFIG``."""
 
     spec: str
@@ -170,18 +167,8 @@ class _Dataset:
     seed: int
     option: str
 
-    @property
-    def name(self) -> str:
-        return f"dataset {Path(self.spec).name if Path(self.spec).exists() else self.spec}"
-
-    @property
-    def size(self) -> None:
-        return None
-
     def digest(self) -> str:
         return hashlib.sha256(self.spec.encode()).hexdigest()
-
-    fingerprint = digest
 
     def documents(self, limit: int) -> tuple[list[Document], bool]:
         documents: list[Document] = []
@@ -215,7 +202,7 @@ class _Dataset:
 
 
 @dataclass(frozen=True)
-class TextFile:
+class TextFile(Corpus):
     """A .txt, as every other plain text, is one document, or one per cell; every line of a .jsonl is one."""
 
     path: Path
@@ -223,11 +210,8 @@ class TextFile:
     seed: int
 
     @property
-    def name(self) -> str:
-        return portable_name(self.path)
-
-    @property
     def size(self) -> int:
+        # Asked each time: an edit of the file while it is read must show in its fingerprint.
         return self.path.stat().st_size
 
     def digest(self) -> str:
@@ -251,6 +235,7 @@ class TextFile:
         return [document for cell in sorted(drawn) for document in self._inside(cell)], False
 
     def parts(self) -> tuple[int, Iterator[list[Document]]]:
+        # Enough cells that a shuffle of them mixes the file, and few enough that each has some documents.
         size = max(_SMALLEST_CELL, min(_CELL, self.size // _CELLS))
         order = self._order(size)
         return len(order), (self._cell(cell, size) for cell in order)
@@ -268,6 +253,7 @@ class TextFile:
         with self.path.open("rb") as file:
             file.seek(number * _CELL)
             raw = file.read(_CELL)
+        # The first and the last line of a cell may be cut: they belong to lines that begin or end elsewhere.
         first, last = 0 if number == 0 else raw.find(b"\n") + 1, raw.rfind(b"\n") + 1
         if first < last:
             yield from self._parse(number * _CELL + first, raw[first:last])

@@ -41,6 +41,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str
 
 def prefix_tokens(tokenizer: Any) -> list[int]:
     """The tokens that ``add_special_tokens`` puts before a text (BOS for Llama and Gemma, none for GPT-2)."""
+    # Tokenizers do not say what they add: it is seen around a text that is known to be one stretch of tokens.
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     special = tokenizer("a")["input_ids"]
     starts = (start for start in range(len(special)) if special[start : start + len(plain)] == plain)

@@ -102,6 +102,7 @@ def _load(
             f"{opt('seq_len', seq_len)}: must exceed the {len(prefix)} tokens that begin every text; raise it"
         )
     corpus = open_corpus(spec, renderer(tokenizer), seed, split, option)
+    # Bytes per token are unknown before tokenizing, so more is read until there is enough, or nothing is left.
     limit = max(_READ_AT_LEAST, needed * seq_len * _BYTES_PER_TOKEN)
     while True:
         documents, complete = corpus.documents(limit)

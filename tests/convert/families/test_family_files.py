@@ -198,7 +198,7 @@ def record(spec: type, read: dict, monkeypatch) -> None:
 def ask_everything(family: schema.Family, config: dict) -> None:
     assert family_of(config).model_type == family.model_type
     model = Model(family, config)
-    _ = model.block, model.names, family.attention.shown, family.auto_classes
+    _ = model.block, model.names, family.attention.shown, family.stock_classes
     values.evaluate(family.attention.dropout, model.values)
     stored = {name: SimpleNamespace(name=name, dtype="F32", shape=each.shape) for name, each in model.tensors.items()}
     checkpoint = SimpleNamespace(config=config, tensors=stored)
