@@ -60,7 +60,7 @@ class PanelCommand(click.Command):
                 formatter.write_dl(rows)
 
 
-class Choice(click.Choice[str]):
+class WordChoice(click.Choice[str]):
     """One of some words; an error names the one that was probably meant."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
@@ -139,7 +139,7 @@ def _click_type(spec: Spec) -> Any:
     if spec.words and spec.kinds:
         return steps_or_auto
     if spec.words and spec.details.metavar is None:
-        return Choice(spec.words)
+        return WordChoice(spec.words)
     if str in spec.kinds or not spec.kinds:  # also names or numbers with commas between them
         return str
     # A command without panels shows the range of its numbers in --help.

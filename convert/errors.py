@@ -73,7 +73,7 @@ def worded(wording: Wording) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Problem:
+class OptionProblem:
     """A sentence on what is wrong with a request, and the option and the value that it is about."""
 
     text: str
@@ -91,7 +91,7 @@ class KvfoldError(Exception):
 
     exit_status = 1
 
-    def __init__(self, message: str, details: Sequence[str] = (), problems: Sequence[Problem] = ()) -> None:
+    def __init__(self, message: str, details: Sequence[str] = (), problems: Sequence[OptionProblem] = ()) -> None:
         super().__init__(message)
         self.message = message
         self.details = tuple(details)
@@ -110,7 +110,7 @@ class InputError(KvfoldError):
     exit_status = 2
 
     @classmethod
-    def of(cls, problems: Sequence[Problem]) -> "InputError":
+    def of(cls, problems: Sequence[OptionProblem]) -> "InputError":
         """One error of several problems."""
         texts = [problem.text for problem in problems]
         return cls(texts[0], texts[1:], problems)

@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from types import UnionType
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
-from kvfold.convert.errors import InputError, Problem, as_option, did_you_mean, opt
+from kvfold.convert.errors import InputError, OptionProblem, as_option, did_you_mean, opt
 
 Fields = ParamSpec("Fields")
 Made = TypeVar("Made", contravariant=True)
@@ -154,7 +154,7 @@ class Request:
         for name, spec in found.items():
             object.__setattr__(self, name, spec.plain(getattr(self, name)))
         problems = list(value_problems(found, vars(self)))
-        problems += [Problem(text, name, getattr(self, name)) for name, text in self.problems()]
+        problems += [OptionProblem(text, name, getattr(self, name)) for name, text in self.problems()]
         if problems:
             raise InputError.of(problems)
 
@@ -170,14 +170,14 @@ class Request:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"
 
 
-def value_problems(found: Mapping[str, Spec], values: Mapping[str, Any]) -> Iterator[Problem]:
+def value_problems(found: Mapping[str, Spec], values: Mapping[str, Any]) -> Iterator[OptionProblem]:
     """A problem for each value that its option does not take."""
     for name, value in values.items():
         spec = found.get(name)
         if spec is not None and (rule := spec.rule_broken(value)) is not None:
             shown = ", ".join(map(str, value)) if isinstance(value, tuple) else repr(value)
             named = name.upper() if spec.details.argument else opt(name)
-            yield Problem(f"{named} must be {rule}, not {shown}", name, value)
+            yield OptionProblem(f"{named} must be {rule}, not {shown}", name, value)
 
 
 def command_words(values: Mapping[str, Any]) -> list[str]:

@@ -32,13 +32,15 @@ def held_out_count(samples: int) -> int:
     return max(8, math.ceil(samples / 8))
 
 
-def _named(text: str) -> str | None:
-    """An empty name, as an unset shell variable gives, would mean the current folder, which --overwrite replaces."""
-    return None if text.strip() else "a folder or a hub id (is a shell variable unset?)"
+def _not_blank(rule: str) -> Callable[[str], str | None]:
+    """A check of paths. An empty one, as an unset shell variable gives, would mean the current folder: with
+    ``overwrite`` that would be replaced.
+    """
+    return lambda text: None if text.strip() else f"{rule} (is a shell variable unset?)"
 
 
-def _folder_named(text: str) -> str | None:
-    return None if text.strip() else "a folder to write (is a shell variable unset?)"
+_SOURCE = "a folder or a hub id"
+_FOLDER = "a folder to write"
 
 
 def _registered(known: Callable[[], tuple[str, ...]]) -> Callable[[str], str | None]:
@@ -73,8 +75,8 @@ class ConvertRequest(Request):
     ConvertRequest(model='MODEL', out='OUT', to='gqa', kv_heads=8)
     """
 
-    model: str = option(argument=True, check=_named, rule="a folder or a hub id", runs=True)
-    out: str = option(argument=True, check=_folder_named, rule="a folder to write", runs=True)
+    model: str = option(argument=True, check=_not_blank(_SOURCE), rule=_SOURCE, runs=True)
+    out: str = option(argument=True, check=_not_blank(_FOLDER), rule=_FOLDER, runs=True)
     to: Target = option(help="Attention kind to convert to; required without --recipe.", panel="Target")
     kv_heads: int | None = option(
         None, help="Key/value heads to keep (gqa).", panel="Target", metavar="N", least=1, targets=("gqa",)
@@ -319,8 +321,8 @@ class ConvertRequest(Request):
 class DriftRequest(Request):
     """A comparison by ``kvfold drift``: ``samples`` sequences of ``seq_len`` tokens through MODEL and OUT."""
 
-    model: str = option(argument=True, check=_named, rule="a folder or a hub id")
-    out: str = option(argument=True, check=_named, rule="a folder or a hub id")
+    model: str = option(argument=True, check=_not_blank(_SOURCE), rule=_SOURCE)
+    out: str = option(argument=True, check=_not_blank(_SOURCE), rule=_SOURCE)
     text: str | None = option(
         None,
         help="Text to measure on (.txt, .jsonl); default: held-out text that ships with kvfold.",
@@ -342,7 +344,7 @@ class SweepRequest(Request):
     ``targets`` is as the option spells it, or a list; ``out`` is only checked, for ``Sweep.convert`` to write into.
     """
 
-    model: str = option(argument=True, check=_named, rule="a folder or a hub id")
+    model: str = option(argument=True, check=_not_blank(_SOURCE), rule=_SOURCE)
     targets: str | tuple[str, ...] | None = option(
         None,
         help="gqa:HEADS, mqa, mla:ELEMENTS (the split is chosen) or mla:RANK+ROTARY: gqa:4,2 mqa mla:576,512+64. "
@@ -386,8 +388,8 @@ _NUMBERS = "positive numbers separated by commas, such as 2048,8192"
 class EvalRequest(Request):
     """A comparison by ``kvfold eval``: MODEL and OUT on tasks and long contexts."""
 
-    model: str = option(argument=True, check=_named, rule="a folder or a hub id")
-    out: str = option(argument=True, check=_named, rule="a folder or a hub id")
+    model: str = option(argument=True, check=_not_blank(_SOURCE), rule=_SOURCE)
+    out: str = option(argument=True, check=_not_blank(_SOURCE), rule=_SOURCE)
     tasks: tuple[str, ...] = option(
         (),
         help="Tasks of lm-evaluation-harness, or FILE.yaml of one; needs the eval extra.",

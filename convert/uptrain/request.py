@@ -1,6 +1,6 @@
 """The options of uptraining, validated without opening a file."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,10 +13,6 @@ from kvfold.convert.sizes import size_expected
 Trained = Literal["all", "attention"]
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-def _between(least: float, most: float, rule: str) -> Callable[[float], str | None]:
-    return lambda value: None if least <= value <= most else rule
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,7 +50,7 @@ class UptrainRequest(Request):
         help="Weight of the distillation in the loss, 0 to 1; default with --teacher: 1.",
         panel="Distillation",
         metavar="W",
-        check=_between(0, 1, "a number from 0 to 1"),
+        check=lambda value: None if 0 <= value <= 1 else "a number from 0 to 1",
     )
     temperature: float = option(
         1.0,

@@ -102,5 +102,5 @@ def test_parts_of_blocks_and_dense_sources_are_refused(sources: dict[str, Path],
         request = ConvertRequest(str(source), str(tmp_path / "out"), to="mqa", method="mean", keep_quantized=True)
         with pytest.raises(InputError, match="--keep-quantized: expected weights outside the attention in FP8"):
             convert_checkpoint(request)
-    with pytest.raises(InputError, match="goes with bfloat16, not with --dtype float32"):
+    with pytest.raises(InputError, match="--keep-quantized needs --dtype bfloat16"):
         ConvertRequest("MODEL", "OUT", to="mqa", dtype="float32", keep_quantized=True)
