@@ -173,7 +173,7 @@ def test_convert_says_what_it_did(kvfold, tmp_path):
     done = kvfold("convert", demo_folder(), tmp_path / "out", "--to", "mqa", "--method", "mean")
     assert done.returncode == 0
     assert "MHA -> MQA" in done.stdout
-    assert done.stderr == f"reading {demo_folder()}\n"
+    assert done.stderr.startswith(f"reading {demo_folder()}\n")  # then stages, on a busy machine
     assert (tmp_path / "out" / "config.json").is_file()
     quiet = kvfold("convert", demo_folder(), tmp_path / "out2", "--to", "mqa", "--method", "mean", "--quiet")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
