@@ -22,6 +22,7 @@ from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots, mean_wort
 # (the model that ships, by recipes/benchmarks/bench_refine_constants.py)
 _TRIAL_STEPS = 20  # of refinement per layer, where splits or layouts are compared
 _SERVED = 1.05  # KL that a split that more engines serve may have, relative to the best: a choice, not a measurement
+# The rest bounds the cost of trials and what is recorded; none was tuned for its loss.
 _FINALISTS = 4  # splits that are tried with refinement, the best as fitted
 _SHOWN_SLOTS = 3  # of the spectrum that is recorded, relative to the slots that are kept
 _PROBED = 4  # layers that a trial converts, of a model with more

@@ -12,9 +12,8 @@ import torch
 from helpers.checkpoints import stock_model, tensors
 from transformers import AutoTokenizer
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert import ConvertRequest, convert_checkpoint, sweep_checkpoint
 from kvfold.convert.conversion import splits
-from kvfold.convert.conversion.record import headline, preference_text
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
@@ -149,16 +148,18 @@ def test_a_budget_takes_the_split_that_drifts_least(split):
     config = json.loads((split[0] / "config.json").read_text())
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (best["kv_rank"], best["rope_dim"])
     assert record["drift"]["kl"]["value"] == pytest.approx(best["kl"], rel=1e-6)
+    stages = list(dict.fromkeys(stage for stage, *_ in split[1]))
+    assert stages == ["survey", "splits", "write", "convert"]
+    assert [step[1:] for step in split[1] if step[0] == "splits"] == [(done, 7) for done in range(8)]
 
 
 @pytest.mark.slow
-def test_progress_of_a_survey_and_of_the_splits_of_a_budget(split):
-    steps = split[1]
-    stages = {stage: [step[1:] for step in steps if step[0] == stage] for stage in dict.fromkeys(s[0] for s in steps)}
-    assert list(stages) == ["survey", "splits", "write", "convert"]
-    assert stages["survey"] == [(layers, 4) for layers in range(5)]
-    assert stages["splits"] == [(splits, 7) for splits in range(8)]
-    assert stages["convert"] == [(layers, 4) for layers in range(5)]
+def test_a_sweep_chooses_the_same_split_of_a_budget(split):
+    (row,) = sweep_checkpoint(demo_folder(), "mla:16", samples=8, seq_len=64, quiet=True).rows
+    record = json.loads((split[0] / "kvfold.json").read_text())
+    assert row.splits == record["splits"]
+    assert row.kind == record["attention"]["to"]
+    assert row.measured.kl == record["drift"]["kl"]["value"]
 
 
 @pytest.mark.slow
@@ -220,20 +221,6 @@ def test_a_split_is_preferred_by_the_verdict_on_it(rank, dim, layout, preferred,
     assert compared[0].refined is preferred
 
 
-def test_a_preferred_split_is_told():
-    instead = {"kv_rank": 448, "rope_dim": 128, "kl": 0.01}
-    record = {"preferred_for_engines": {"engines": ["vLLM"], "kl": 0.0104, "instead_of": instead}}
-    assert preference_text(record).startswith("this split was taken because vLLM would not serve the best: ")
-    assert preference_text(record).endswith("a KL of 0.0104 nats on held-out text; the best, 448+128, has 0.0100")
-    assert preference_text({}) == ""
-
-
-@pytest.mark.parametrize(("after", "told"), [(448, "(12.5 % less)"), (576, "(12.5 % more)")])
-def test_a_headline_says_less_or_more(after, told):
-    plan = Mock(cache_elements=512, **{"layout.cache_elements": after})
-    assert headline(plan).endswith(f"512 -> {after} KV-cache elements per token per layer {told}")
-
-
 @pytest.fixture
 def trial_walk(monkeypatch):
     """The class of the walks of trials, which find 6 layers to convert and a KL of 0.5."""
@@ -253,26 +240,12 @@ def surveyed_tokens(sequences, length):
     return Mock(tokens=CalibrationTokens(tokens, tokens, "text", "digest"))
 
 
-def test_trials_refine_each_layer_for_20_steps_where_they_refine(trial_walk):
-    tried = splits.trial(option_of(6), surveyed_tokens(8, 8), refine=True)
-    assert (tried.refined_kl, tried.kl) == (0.5, pytest.approx(math.nan, nan_ok=True))
-    assert trial_walk.call_args.kwargs["trial_steps"] == 20
-    assert splits.trial(option_of(6), surveyed_tokens(8, 8)).kl == 0.5
-    assert trial_walk.call_args.kwargs["trial_steps"] == 0
-
-
 def test_trials_convert_a_few_layers_and_keep_the_others(trial_walk):
     splits.trial(option_of(6), surveyed_tokens(8, 8))
     steps = trial_walk.return_value.steps.return_value
     converted = [call.args[1] for call in trial_walk.return_value.convert.call_args_list]
     assert converted == [0, 2, 3, 5]
     assert [step.skip.called for step in steps] == [False, True, False, False, True, False]
-
-
-def test_trials_use_a_few_sequences(trial_walk):
-    splits.trial(option_of(6), surveyed_tokens(100, 256))
-    tokens = trial_walk.call_args.args[2]
-    assert (len(tokens.held_out), len(tokens.calibration)) == (8, 32)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4, 5, 30, 80])

@@ -11,7 +11,6 @@ from click.testing import CliRunner
 from helpers.checkpoints import add_demo_tokenizer
 
 from kvfold.convert import (
-    ConvertRequest,
     InputError,
     KvfoldError,
     convert_checkpoint,
@@ -38,17 +37,6 @@ def model(tmp_path_factory, tiny_family):
 @pytest.fixture(scope="module")
 def swept(model):
     return sweep_checkpoint(str(model), "gqa:2 mqa mla:16+8,32", **TEXT)
-
-
-@pytest.mark.slow
-def test_sweep_and_convert_choose_the_same_split_of_a_budget(tmp_path):
-    options = {"samples": 8, "seq_len": 64, "quiet": True}
-    (row,) = sweep_checkpoint(demo_folder(), "mla:16", **options).rows
-    done = convert_checkpoint(ConvertRequest(demo_folder(), tmp_path / "out", to="mla", budget=16, **options))
-    assert len(row.splits) > 2
-    assert done.record["splits"] == row.splits
-    assert done.plan.layout.kind == row.kind
-    assert done.record["drift"]["kl"]["value"] == row.measured.kl
 
 
 def with_losses(sweep, *losses):
