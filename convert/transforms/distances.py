@@ -21,22 +21,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+# Share of the tail. Excess loss of the reference MHA model, nats per token (recipes/benchmarks/bench_constants.py
+# --samples 64):
+#     share                                                    0      0.25   0.5    0.75   1
+#     8 -> 2 heads, text as long as the calibration            0.191  0.035  0.041  0.047  0.053
+#     8 -> 2 heads, four times as long                         0.788         0.039
+#     MLA 48 + 16, text as long as the calibration             0.086  0.076  0.076  0.085  0.102
 TAIL = 0.5
-"""Share of the tail. Excess loss of the reference MHA model, nats per token (recipes/benchmarks/bench_constants.py
---samples 64):
 
-    share                                                    0      0.25   0.5    0.75   1
-    8 -> 2 heads, text as long as the calibration            0.191  0.035  0.041  0.047  0.053
-    8 -> 2 heads, four times as long                         0.788         0.039
-    MLA 48 + 16, text as long as the calibration             0.086  0.076  0.076  0.085  0.102
-"""
-
+# The longest distance that counts: a limit on time, since contexts are rarely longer.
+# The sum takes 1 CPU second once per model for heads of 128 dims, 0.2 for 8192 (recipes/benchmarks/bench_constants.py
+# --distances).
 FARTHEST = 131072
-"""The longest distance that counts: a limit on time, since contexts are rarely longer.
-
-The sum takes 1 CPU second once per model for heads of 128 dims, 0.2 for 8192
-(recipes/benchmarks/bench_constants.py --distances).
-"""
 
 CHUNK = 4096  # distances summed at once: a limit on memory, 8 MB of complex waves for 128 frequencies
 
@@ -104,6 +100,7 @@ def _common_moment(reach: int, tail: float, flat: float, speed: tuple[float, ...
 def _wave_moment(weights: Tensor, speed: Tensor) -> Tensor:
     """``sum_delta weights[delta] e^{-i (speed_a - speed_b) delta}``, ``[n, n]``, in chunks of distances."""
     result = torch.zeros(len(speed), len(speed), dtype=torch.complex128, device=speed.device)
+    # One product for all distances would hold a wave per frequency and distance.
     for start in range(0, len(weights), CHUNK):
         part = weights[start : start + CHUNK]
         angle = -speed[:, None] * torch.arange(start, start + len(part), device=speed.device)

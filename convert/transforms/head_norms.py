@@ -19,13 +19,11 @@ from torch import Tensor
 from kvfold.convert.transforms.linalg import input_moment, with_bias
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics
 
+# ``ridge``, in units of ``E|x|^2 / tokens``.
+# Squared error of the keys on held-out text after 128, 512, 2048 and 8192 tokens, layer 1 of the shipped model with
+# norms put in (the projection over one number: 0.112): 1e-9: 0.100, 0.042, 0.019, 0.016; 0.03: 0.053, 0.026, 0.019,
+# 0.016; 0.3: 0.044, 0.030, 0.023, 0.019 (recipes/benchmarks/bench_head_norms.py).
 SHRINK = 0.03
-"""``ridge``, in units of ``E|x|^2 / tokens``.
-
-Squared error of the keys on held-out text after 128, 512, 2048 and 8192 tokens, layer 1 of the shipped model with norms
-put in (the projection over one number: 0.112): 1e-9: 0.100, 0.042, 0.019, 0.016; 0.03: 0.053, 0.026, 0.019, 0.016; 0.3:
-0.044, 0.030, 0.023, 0.019 (recipes/benchmarks/bench_head_norms.py).
-"""
 
 
 def has_norms(weights: AttentionWeights) -> bool:
@@ -120,6 +118,7 @@ def _side(rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, head
     moment = input_moment(statistics, ridge=0.0)
     residual = statistics.normed[heads] - start @ moment
     size = len(moment) - (not constant)
+    # The fewer tokens, the stronger the pull towards the projection over one number.
     ridge = SHRINK * statistics.gram.trace() / max(statistics.tokens, 1)
     moment[: len(statistics.gram), : len(statistics.gram)].diagonal().add_(ridge)
     change = torch.linalg.solve(moment[:size, :size], residual.flatten(0, 1)[:, :size].mT).mT
@@ -130,7 +129,7 @@ def _divided(rows: Tensor, norm: HeadNorm, statistics: LayerStatistics, heads: s
     """``L_0``: ``rows [n, D, E+1]`` times a factor per head and the gain of ``norm``, plus bias; factors ``[n]``."""
     if norm.kind == "layer":
         rows = rows - rows.mean((0, 1) if norm.extent == "flat" else (1,), keepdim=True)
-    if statistics.divisors is None:
+    if statistics.divisors is None:  # statistics without text: the root mean square of uncorrelated inputs
         square = ((rows @ input_moment(statistics)) * rows).sum(-1).mean(-1)
         square = square.mean().expand_as(square) if norm.extent == "flat" else square
         factor = (square + norm.eps).rsqrt()

@@ -19,16 +19,13 @@ import torch
 from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.weights import LayerStatistics
 
+# The shares of a token's weight tried that are the attention it receives (`LayerStatistics.counting_received`).
+# 0 is plain least squares over tokens. 0.5 is not tuned: a sink and all other tokens then count about the same.
 SHARES = (0.0, 0.5)
-"""The shares of a token's weight tried that are the attention it receives (`LayerStatistics.counting_received`).
 
-0 is plain least squares over tokens. 0.5 is not tuned: a sink and all other tokens then count about the same.
-"""
-
+# Isotropic share of the inputs' energy in the denominator of `with_damper`: directions that the text hardly visits are
+# no sinks. Not measured; held-out sequences decide whether a layer gets the channel.
 DAMPER_RIDGE = 1e-4
-"""Isotropic share of the inputs' energy in the denominator of `with_damper`: directions that the text hardly visits are
-no sinks. Not measured; held-out sequences decide whether a layer gets the channel.
-"""
 
 Fitted = TypeVar("Fitted")
 

@@ -135,7 +135,7 @@ class LayerStatistics:
 
         Raises ValueError for a share above 0 where received attention was not measured.
         """
-        if share == 0:
+        if share == 0:  # needs no averages by received attention
             return self
         if self.received_gram is None or self.received_mean is None:
             raise ValueError("statistics: averages by received attention are missing, needed for a share above 0")

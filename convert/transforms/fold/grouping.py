@@ -81,6 +81,7 @@ def candidates(pairs: Pairs, groups: int) -> list[Partition]:
     partitions = [contiguous(kv_heads, groups)]
     if groups in (1, kv_heads):
         return partitions
+    # Estimates only: each way to weigh heads is right for some layers, so the judge sees a candidate of each.
     for loss in pairs.losses:
         swapped = _swapped(loss, _greedy(loss, groups))
         partition = tuple(sorted(tuple(sorted(group)) for group in swapped))  # one spelling for equal partitions

@@ -18,12 +18,10 @@ from torch import Tensor
 
 from kvfold.convert.transforms.linalg import metric_root, pair_matrices, pair_moment, symmetric_eig
 
+# Query weights are at least this share of the group's largest: keys are divided by them.
+# Not sensitive: 1e-9, 1e-6 and 1e-3 give the same loss to 1e-4 nats on the reference MHA model at 8 -> 2 heads
+# (recipes/benchmarks/bench_constants.py).
 WEAKEST_QUERY = 1e-6
-"""Query weights are at least this share of the group's largest: keys are divided by them.
-
-Not sensitive: 1e-9, 1e-6 and 1e-3 give the same loss to 1e-4 nats on the reference MHA model at 8 -> 2 heads
-(recipes/benchmarks/bench_constants.py).
-"""
 
 
 @dataclass(frozen=True)

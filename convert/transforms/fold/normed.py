@@ -107,6 +107,7 @@ def restore(
     gain, rms = (torch.unflatten(part, 0, (len(key_rows), -1)).mean(1) for part in (keys.gain, keys.rms))
     written = _write(key_rows, key_constant, gain, rms, keys.norm, moment)
     rows, constant = queries.fold(map_queries)
+    # Queries that read a shared key make up for its shortfall.
     owed = written.shortfall.repeat_interleave(len(rows) // len(key_rows))[:, None]
     rows, constant, gain = rows * owed[..., None], constant * owed, queries.gain
     if queries.norm is not None:

@@ -40,6 +40,7 @@ def random(weights: AttentionWeights, kv_heads: int, *, std: float, seed: int, l
     for all heads is kept. Raises ``ValueError`` as ``mean`` does.
     """
     _check(weights, kv_heads)
+    # Drawn on the CPU and by layer: the same on every device and in every order of layers.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + layer) % 2**63)
     shape, device = (kv_heads, weights.head_dim, weights.model_dim), weights.k.device
 

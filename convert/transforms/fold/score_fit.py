@@ -71,6 +71,7 @@ def fit_scores(start: SharedHead, group: GroupMoments, rounds: int | None = None
         gram = average_rotations(torch.einsum("akc,kdc->ad", shared, encode), phi, basis)
         cross = average_rotations(shared.transpose(0, 1)[member], phi, basis)
         query_maps = query_maps + damped_solve(gram, cross - gram @ query_maps, DAMPING)
+        # The mirrored problem: the conjugate of phi turns the other way.
         weighted = query_maps @ queries  # A_h Q_h
         gram = average_rotations(weighted @ query_maps.mT, phi.conj(), basis).sum(0)
         cross = average_rotations(weighted, phi.conj(), basis)

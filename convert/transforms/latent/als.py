@@ -106,7 +106,8 @@ def make_problem(
     cached = RotaryRows.of(theta.double().to(device), rank)
     waves = wave_moments(distances, source, cached)
     values = layer.values[..., :-1]
-    output = (layer.metric * (values @ cov @ values.mT)).sum() / len(layer.queries)  # an average head's output energy
+    # A score error moves about as much output as the values vary: the output energy of an average head.
+    output = (layer.metric * (values @ cov @ values.mT)).sum() / len(layer.queries)
     return LatentProblem(
         layer=layer,
         covariance=cov,
@@ -122,6 +123,7 @@ def make_problem(
 
 def alternate(problem: LatentProblem, fit: LatentFit, rounds: int) -> LatentFit:
     """Least squares for the readings, then for the rows, ``rounds`` times; readings last. Rows in principal units."""
+    # Rows in principal units keep the systems well conditioned; they change nothing that a head reads.
     for _ in range(rounds):
         fit = _principal(problem, _solve_rows(problem, _solve_readings(problem, fit)))
     return _solve_readings(problem, fit)
@@ -153,6 +155,7 @@ def _solve_readings(problem: LatentProblem, fit: LatentFit) -> LatentFit:
 
 def _regress(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
     """``[n, f]`` with ``reading gram = cross``, damped towards ``present``; what has no energy stays as it is."""
+    # Scaled to a unit diagonal, so that one damping serves rotary rows and weak latent channels alike.
     scale = gram.diagonal().clamp_min(0).sqrt()
     scale = torch.where(scale > 0, scale, 1.0)
     damped = gram / torch.outer(scale, scale) + DAMPING * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
@@ -175,9 +178,9 @@ def _normal_equations(problem: LatentProblem, fit: LatentFit) -> tuple[Tensor, T
         keys, reading = layer.keys[head // layer.group], fit.reading[head]
         weighted = reading.mT @ problem.query_weight[head]  # [n, D]
         V += same.adjoint(weighted @ reading)
-        M += same.mean_adjoint(weighted @ reading)
+        M += same.adjoint(weighted @ reading, means=True)
         cross[head // layer.group] += to_keys.adjoint(weighted)
-        p += to_keys.mean_adjoint(weighted) @ (keys @ problem.mean)
+        p += to_keys.adjoint(weighted, means=True) @ (keys @ problem.mean)
     P = (cross @ layer.keys[..., :-1]).sum(0)
     weighted = fit.values.mT @ problem.value_weight  # [G, R, D]
     needed = (weighted @ fit.values).sum(0)

@@ -1,9 +1,9 @@
-"""Second moments of what a query sees of a key at distance ``delta``, over inputs and distances, without any text.
+"""Second moments of rotary rows as a query sees them at a random distance ``delta``, over inputs and distances.
 
 Seen from ``delta`` positions on, rotary rows ``A`` of an input ``x`` turn: ``y = cos(omega delta) A x + sin(omega
-delta) J A x``, where ``J`` maps the real part of a pair to its imaginary part and that to minus the real one; still
-rows have ``omega = 0``. For inputs and distances that are independent, ``E[y y^T]`` follows from ``E[x x^T]`` and the
-distances that count (`distances`).
+delta) J A x``, where ``J`` maps the real part of a pair to its imaginary part and that to minus the real one; rows
+without rotation have ``omega = 0``. For inputs and distances that are independent, ``E[y y^T]`` follows from
+``E[x x^T]`` and the distances that count (`distances`); no text is needed.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from kvfold.convert.transforms.distances import Distances, rotary_moments
 
 @dataclass(frozen=True)
 class RotaryRows:
-    """The layout of ``n`` rows: the first ``half`` are real parts, the next ``half`` imaginary, the rest stand still.
+    """The layout of ``n`` rows: the first ``half`` are real parts, the next ``half`` imaginary, the rest do not rotate.
 
     ``omega [n]`` radians per position.
     """
@@ -31,13 +31,9 @@ class RotaryRows:
         return RotaryRows(torch.cat([theta, theta, theta.new_zeros(still)]), theta.numel())
 
     def turn(self, rows: Tensor) -> Tensor:
-        """``J rows``, ``[n, ...]``."""
+        """``J rows``, ``[n, ...]``; ``J^T rows`` is minus that."""
         half = self.half
         return torch.cat([rows[half : 2 * half], -rows[:half], torch.zeros_like(rows[2 * half :])])
-
-    def unturn(self, rows: Tensor) -> Tensor:
-        """``J^T rows``."""
-        return -self.turn(rows)
 
 
 @dataclass(frozen=True)
@@ -50,10 +46,6 @@ class WaveMoments:
     omega: Tensor
     second: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
     mean: tuple[Tensor, Tensor]
-
-    def index(self, rows: RotaryRows) -> Tensor:
-        """The position of each row's frequency in ``omega``."""
-        return torch.searchsorted(self.omega, rows.omega)
 
 
 def wave_moments(distances: Distances, *layouts: RotaryRows) -> WaveMoments:
@@ -70,8 +62,8 @@ def wave_moments(distances: Distances, *layouts: RotaryRows) -> WaveMoments:
 class Term(NamedTuple):
     """One of the four products of cos and sin: which side turns (sin), and its moments ``[U, U]`` by frequency.
 
-    ``covariance`` is ``moment`` without the product of the means: what a softmax over positions still sees of constant
-    keys.
+    ``covariance`` is ``moment`` without the product of the means: a softmax over positions sees only the variation of
+    constant keys with distance.
     """
 
     left_turns: bool
@@ -84,7 +76,7 @@ class Term(NamedTuple):
 class Kernel:
     """The second moment of rows ``a`` and ``b`` over the distances of one head, as a linear map of ``A cov(x) B^T``.
 
-    ``rows [n_a]``, ``columns [n_b]``: where the frequencies of either side stand in the terms.
+    ``rows [n_a]``, ``columns [n_b]``: the indices of either side's frequencies in the terms.
     """
 
     left: RotaryRows
@@ -101,45 +93,35 @@ class Kernel:
         means = torch.outer(left_mean, right_mean)
         result = torch.zeros_like(product)
         for term in self.terms:
-            result += self._by_row(term.moment) * self._turned(term, product)
-            result += self._by_row(term.covariance) * self._turned(term, means)
+            for moment, part in ((term.moment, product), (term.covariance, means)):
+                part = self.left.turn(part) if term.left_turns else part
+                part = self.right.turn(part.mT).mT if term.right_turns else part
+                result += moment[self.rows][:, self.columns] * part
         return result
 
-    def adjoint(self, weight: Tensor) -> Tensor:
-        """The gradient of ``sum(weight * apply(A cov B^T, 0, 0))`` by ``A`` is ``adjoint(weight) B cov``."""
-        return self._unturned([weight * self._by_row(term.moment) for term in self.terms])
+    def adjoint(self, weight: Tensor, *, means: bool = False) -> Tensor:
+        """The gradient of ``sum(weight * apply(A cov B^T, 0, 0))`` by ``A`` is ``adjoint(weight) B cov``.
 
-    def mean_adjoint(self, weight: Tensor) -> Tensor:
-        """The same for the means: the gradient of ``sum(weight * apply(0, a, b))`` by ``a`` is ``mean_adjoint b``."""
-        return self._unturned([weight * self._by_row(term.covariance) for term in self.terms])
-
-    def _by_row(self, moment: Tensor) -> Tensor:
-        """``[U, U]`` by frequency -> ``[n_a, n_b]`` by row."""
-        return moment[self.rows][:, self.columns]
-
-    def _turned(self, term: Term, product: Tensor) -> Tensor:
-        product = self.left.turn(product) if term.left_turns else product
-        return self.right.turn(product.mT).mT if term.right_turns else product
-
-    def _unturned(self, weights: list[Tensor]) -> Tensor:
-        result = torch.zeros_like(weights[0])
-        for term, weight in zip(self.terms, weights, strict=True):
-            weight = self.right.unturn(weight.mT).mT if term.right_turns else weight
-            result += self.left.unturn(weight) if term.left_turns else weight
+        ``means``: the gradient of ``sum(weight * apply(0, a, b))`` by ``a`` is ``adjoint(weight, means=True) b``.
+        """
+        result = torch.zeros_like(weight)
+        for term in self.terms:
+            moment = term.covariance if means else term.moment
+            part = weight * moment[self.rows][:, self.columns]
+            part = -self.right.turn(part.mT).mT if term.right_turns else part
+            result += -self.left.turn(part) if term.left_turns else part
         return result
 
 
 def kernels(left: RotaryRows, right: RotaryRows, waves: WaveMoments) -> list[Kernel]:
     """One kernel per head of ``waves``, which hold the frequencies of both sides."""
-    rows, columns = waves.index(left), waves.index(right)
-
-    def term(head: int, p: int, q: int) -> Term:
-        moment = waves.second[p][q][head]
-        product = torch.outer(waves.mean[p][head], waves.mean[q][head])
-        return Term(bool(p), bool(q), moment, moment - product)
-
-    sides = ((0, 0), (0, 1), (1, 0), (1, 1))
-    return [
-        Kernel(left, right, rows, columns, tuple(term(head, p, q) for p, q in sides))
-        for head in range(len(waves.mean[0]))
-    ]
+    rows, columns = (torch.searchsorted(waves.omega, side.omega) for side in (left, right))
+    result = []
+    for head in range(len(waves.mean[0])):
+        terms = []
+        for p, q in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            moment = waves.second[p][q][head]
+            means = torch.outer(waves.mean[p][head], waves.mean[q][head])
+            terms.append(Term(bool(p), bool(q), moment, moment - means))
+        result.append(Kernel(left, right, rows, columns, tuple(terms)))
+    return result

@@ -104,6 +104,7 @@ def fit_layer(
     """The fit of `to_latent`, before it is written as weights."""
     scale = weights.head_dim**-0.5 if scale is None else scale
     statistics = statistics.to(weights.q.device)
+    # Fits square sizes: in float64 they fail for layers far from size one, which rescaling by powers of two mends.
     units = units_of(weights, statistics)
     weights, statistics = in_units(weights, statistics, units)
     start = _start(weights, statistics, rotary, slots, context, scale * units.scores, centered)
@@ -203,6 +204,7 @@ def key_units(queries: Tensor, rotary: Rotary, gains: Tensor, keys: Tensor) -> T
     """Keys ``[G, D, E+1]`` in units of scores: their squared length is the energy of the scores that they cause."""
     energy = queries.diagonal(dim1=1, dim2=2).clamp_min(0)
     half = rotary.dims // 2
+    # Rotation spreads a query's energy evenly over the two dims of a pair.
     pair = (energy[:, :half] + energy[:, half : 2 * half]) * gains.abs().square() / 2
     energy = torch.cat([pair, pair, energy[:, 2 * half :]], 1)
     return keys * energy.reshape(len(keys), -1, energy.shape[1]).sum(1).sqrt()[..., None]
@@ -229,6 +231,7 @@ def principal_basis(rows: Tensor, root: Tensor, rank: int) -> Basis:
     The rows act on whitened inputs ``root^{-1} x``. Unused channels are zero.
     """
     _, sigma, vectors = torch.linalg.svd(rows, full_matrices=False)
+    # Directions at the level of rounding would get a readout of 1e12: these channels stay zero.
     used = min(rank, int((sigma > sigma.max() * 1e-12).sum()))
     sigma, vectors = sigma[:used], vectors[:used]
     sigma = sigma / sigma.norm().clamp_min(torch.finfo(sigma.dtype).tiny)

@@ -1,8 +1,8 @@
-"""A latent that stays behind a live RMSNorm, for readers that leave no way around it.
+"""Coordinates for a latent that goes through a live RMSNorm, for engines that cannot switch the norm off.
 
-A norm does no harm to vectors that all have the same length, and the coordinates of a latent are free: its readers
-undo any invertible matrix that multiplies it. ``constant_length`` looks for coordinates in which its length varies
-least.
+A norm does no harm to vectors that all have the same length, and the coordinates of a latent are free: the weights that
+read it undo any invertible matrix that multiplies it. ``constant_length`` looks for coordinates in which the length
+varies least.
 """
 
 from dataclasses import replace
@@ -13,26 +13,26 @@ from torch import Tensor
 from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
 from kvfold.convert.transforms.linalg import symmetric_eig
 
-# Excess loss of a trained model in layout engine at 48 + 16, nats per token (recipes/benchmarks/bench_constants.py):
+# Excess loss of the reference MHA model in layout engine at 48 + 16, nats per token, by
+# recipes/benchmarks/bench_constants.py. Steps of conjugate gradients, at most; held-out tokens choose among them.
+STEPS = 40  # 0: 0.287, 10: 0.124, 40: 0.131
+# The least stretch of a direction relative to the largest, squared: directions stretched less are lost to rounding.
+FLATTEST = 1e-3  # 1e-6: 0.130, 1e-3: 0.131, 0.1: 0.172
 
-STEPS = 40  # of conjugate gradients; 0: 0.287, 10: 0.124, 40: 0.131
-TOKENS = 32768  # a limit on time: a walk on a CPU hands over fewer
-FLATTEST = 1e-3
-"""Least to largest stretch, squared: what a direction may lose before rounding.
+TOKENS = 32768  # a limit on time; a walk on a CPU provides fewer
 
-1e-6: 0.130, 1e-3: 0.131, 0.1: 0.172.
-"""
-_EXACT = 1e-2  # how far from one the rms may be where inputs come from an RMSNorm: rounding in bfloat16
+# Inputs whose rms differs from one by less than this come from an RMSNorm: rounding in bfloat16 moves it by 2^-9.
+_EXACT = 1e-2
 
 
 def live_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
     """``latent`` in coordinates in which an RMSNorm of weight one changes it least, over ``inputs [..., E]``.
 
-    Its rms is one on average, whatever the eps of the reader. The latent must not be centered: a norm acts on all of
-    it. Raises ``ValueError`` when it has a bias.
+    The rms is one on average, so that the norm's eps does not matter. Raises ``ValueError`` for a latent with a bias:
+    the norm would act on it too, so the latent must not be centered.
     """
     if latent.down_bias is not None:
-        raise ValueError("latent: expected one that is not centered (to_latent(..., centered=False)), found down_bias")
+        raise ValueError("latent: a live norm needs a latent without down_bias; use to_latent(..., centered=False)")
     down, back = coordinates(latent.down, inputs)
     renormed = replace(
         latent,
@@ -61,10 +61,10 @@ def coordinates(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _whole_input(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The inputs themselves as the latent, in the coordinates in which the norm before the layer left their rms at one.
+    """The inputs themselves as the latent, without the weight of the RMSNorm before the layer: their rms is then one.
 
-    These follow from the inputs: the scales of the channels are the solution of ``sum_e d_e x_e^2 = 1`` for all tokens.
-    None where there is no solution, since the layer before was no RMSNorm, and with too few tokens to tell.
+    That weight follows from the inputs: the scales of the channels solve ``sum_e d_e x_e^2 = 1`` for all tokens. None
+    if there is no solution, because the layer before is no RMSNorm, or if there are too few tokens to decide.
     """
     rank, width = down.shape
     squares = inputs.reshape(-1, width)[:TOKENS].to(down.device).double().square()
@@ -85,12 +85,16 @@ def _whole_input(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
 def constant_length(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Coordinates ``forth [R, R]`` of ``c = down x`` with an rms of nearly one, and their inverse ``back``; float64.
 
-    Least squares for a quadratic form ``c^T A c = R`` over the tokens, by conjugate gradients from the whitened latent
-    on (tokens set apart say when to stop), projected on the positive definite ones; ``forth`` is a root of ``A``.
+    ``forth`` is a root of ``A``, the quadratic form with the least error of ``c^T A c = R`` over the tokens: conjugate
+    gradients from the whitened latent, stopped by held-out tokens, then projected on positive definite forms.
     """
     rows = inputs.reshape(-1, inputs.shape[-1])[:TOKENS].to(down.device)
     latent = (rows @ down.to(rows.dtype).mT).double()
-    white, undo = _whitening(latent)
+    # Symmetric whitening; channels that never move keep their scale.
+    energy, axes = symmetric_eig(latent.mT @ latent / len(latent))
+    root = energy.clamp_min(energy[0] * 1e-10).sqrt()
+    root = torch.where(root > 0, root, 1.0)
+    white, undo = (axes / root) @ axes.mT, (axes * root) @ axes.mT
     form = _constant_form(latent @ white.mT)
     stretch, axes = symmetric_eig(form)
     root = stretch.clamp_min(stretch[0] * FLATTEST).sqrt()
@@ -100,50 +104,40 @@ def constant_length(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
     return forth / rms, back * rms
 
 
-def _whitening(latent: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric whitening of ``latent [n, R]`` and its inverse; channels that never move keep their scale."""
-    energy, axes = symmetric_eig(latent.mT @ latent / len(latent))
-    root = energy.clamp_min(energy[0] * 1e-10).sqrt()
-    root = torch.where(root > 0, root, 1.0)
-    return (axes / root) @ axes.mT, (axes * root) @ axes.mT
-
-
 def _constant_form(latent: Tensor) -> Tensor:
     """Symmetric ``A [R, R]`` with ``c^T A c`` close to ``R`` for whitened ``c [n, R]``: conjugate gradients on squares.
 
-    Every eighth token judges; the step that does best by them is taken.
+    Every eighth token is held out; the step with the smallest error on these is taken.
     """
+
+    def lengths(latent: Tensor, form: Tensor) -> Tensor:
+        """``c^T A c`` of every row."""
+        return ((latent @ form) * latent).sum(1)
+
+    def adjoint(weight: Tensor) -> Tensor:
+        return (fitted * weight[:, None]).mT @ fitted / len(fitted)
+
+    def uneven(form: Tensor) -> float:
+        return float((rank - lengths(judges, form)).square().mean())
+
     judging = torch.arange(len(latent), device=latent.device) % 8 == 7
     fitted, judges = latent[~judging], latent[judging] if judging.any() else latent
     rank = latent.shape[1]
     form = torch.eye(rank, dtype=latent.dtype, device=latent.device)
-    best, least = form, _uneven(judges, form)
-    left = rank - _lengths(fitted, form)
-    gradient = _adjoint(fitted, left)
+    best, least = form, uneven(form)
+    left = rank - lengths(fitted, form)
+    gradient = adjoint(left)
     step, energy = gradient, gradient.square().sum()
     for _ in range(STEPS):
-        seen = _lengths(fitted, step)
+        seen = lengths(fitted, step)
         reach = energy / seen.square().mean().clamp_min(1e-300)
         form, left = form + reach * step, left - reach * seen
-        gradient, before = _adjoint(fitted, left), energy
+        gradient, before = adjoint(left), energy
         energy = gradient.square().sum()
         step = gradient + energy / before.clamp_min(1e-300) * step
-        if (uneven := _uneven(judges, form)) < least:
-            best, least = form, uneven
+        if (error := uneven(form)) < least:
+            best, least = form, error
     return best
-
-
-def _lengths(latent: Tensor, form: Tensor) -> Tensor:
-    """``c^T A c`` of every row."""
-    return ((latent @ form) * latent).sum(1)
-
-
-def _adjoint(latent: Tensor, weight: Tensor) -> Tensor:
-    return (latent * weight[:, None]).mT @ latent / len(latent)
-
-
-def _uneven(latent: Tensor, form: Tensor) -> float:
-    return float((len(form) - _lengths(latent, form)).square().mean())
 
 
 def _cast(tensor: Tensor, like: Tensor) -> Tensor:

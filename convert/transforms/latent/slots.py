@@ -1,4 +1,4 @@
-"""The rotary keys that multi-head latent attention keeps, and what stands in for the rotation of the others.
+"""The rotary keys that multi-head latent attention keeps, and the constant gains that replace the other rotations.
 
 A rotary pair is one complex number per key head, ``k_{g,l}``; the heads' keys at one frequency may be mixed by any
 complex matrix, because RoPE multiplies all of them by the same number. So at each frequency the principal complex
@@ -97,7 +97,7 @@ def pair_components(layer: LinearLayer, queries: Tensor, moment: Tensor, rotary:
 
 
 def split_rotary(layer: LinearLayer, rotary: Rotary, slots: Slots, queries: Tensor, moment: Tensor) -> RotarySplit:
-    """The slots' rotary keys, how heads read them, and the keys without them.
+    """The rotary keys of the slots, the maps by which heads read them, and the rest of the keys.
 
     ``queries [H, D, D]`` and ``moment [E+1, E+1]`` are the second moments of queries and of ``[x; 1]``.
     """
@@ -138,9 +138,9 @@ def apply_gains(keys: Tensor, gains: Tensor, rotary: Rotary) -> Tensor:
 
 
 def pair_gains(statistics: LayerStatistics, rotary: Rotary, context: int) -> Tensor:
-    """``m [H, L]`` complex: what is left of each pair's rotation when one constant must stand in for it.
+    """``m [H, L]`` complex: the best constant in place of each pair's rotation.
 
-    ``m_{h,l} = sum_delta p_h(delta) e^{-i theta_l delta}`` over the distances that count, `UNIFORM` of them uniform.
+    ``m_{h,l} = sum_delta p_h(delta) e^{-i theta_l delta}``, with the share `UNIFORM` of distances uniform.
     """
     return rotation_gains(mixed_distances(statistics.profile, context, UNIFORM), rotary.theta)
 
@@ -148,9 +148,9 @@ def pair_gains(statistics: LayerStatistics, rotary: Rotary, context: int) -> Ten
 def survey_layer(
     weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, context: int = 0
 ) -> LayerSurvey:
-    """The energies of one layer for ``choose_slots``; ``context``: how many positions the result has to serve."""
+    """The energies of one layer for ``choose_slots``; ``context``: the number of positions the result has to serve."""
     theta = rotary.theta.double().cpu()
-    if not theta.numel():
+    if not theta.numel():  # a layer without rotation has nothing to say about slots
         return LayerSurvey(torch.zeros(0, weights.kv_heads, dtype=torch.float64), torch.zeros_like(theta), theta)
     statistics = statistics.to(weights.q.device)
     moment = input_moment(statistics)
@@ -168,20 +168,24 @@ def mean_worth(surveys: Sequence[LayerSurvey]) -> Tensor | None:
 
 
 def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
-    """The ``rope_dim / 2`` slots worth most, summed over the layers; several may share a frequency.
+    """The ``rope_dim / 2`` slots of greatest worth, summed over the layers; several may share a frequency.
 
-    Frequencies are shared by all layers, so each layer keeps ``counts[l]`` components of its own at pair ``l``.
+    All layers share their frequencies: each keeps its first ``counts[l]`` components at pair ``l``.
     """
     if not rope_dim:
         return NO_SLOTS
     rotating = [item for item in surveys if item.theta.numel()]
     worth = torch.stack([item.worth for item in rotating]).sum(0)
+    # Eigenvalues descend, so that the picked slots of a pair are always its first ones.
     picked = worth.flatten().argsort(descending=True, stable=True)[: rope_dim // 2] // worth.shape[1]
     return _slots(torch.bincount(picked, minlength=worth.shape[0]).tolist(), rotating[0].theta)
 
 
 def stride_slots(theta: Tensor, kv_heads: int, rope_dim: int) -> Slots:
-    """Uniform stride over the pairs; beyond one slot per pair every pair gets one more, the rest again by stride."""
+    """Slots at a uniform stride over the pairs; beyond one slot per pair each gets one more, the rest again by stride.
+
+    Raises ValueError for more slots than pairs and heads.
+    """
     pairs, slots = theta.numel(), rope_dim // 2
     per_pair, rest = divmod(slots, pairs)
     counts = [per_pair] * pairs
@@ -189,20 +193,21 @@ def stride_slots(theta: Tensor, kv_heads: int, rope_dim: int) -> Slots:
         counts[index * pairs // rest] += 1
     if max(counts) > kv_heads:
         raise ValueError(
-            f"rope_dim: at most {2 * pairs * kv_heads} (2 x {pairs} pairs x {kv_heads} heads), found {rope_dim}"
+            f"rope_dim: {rope_dim} must be at most {2 * pairs * kv_heads} (2 x {pairs} pairs x {kv_heads} heads)"
         )
     return _slots(counts, theta)
 
 
 def plain_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
-    """For readers that only know ``theta_i = base^(-2i/P)``: every ``step``-th pair, for the step that is worth most.
+    """Slots for engines that only know ``theta_i = base^(-2i/P)``: every ``step``-th pair, the step of greatest worth.
 
     Step 1 keeps the highest frequencies, the longest step spreads the slots over all of them.
+    Raises ValueError for more slots than frequencies.
     """
     theta = next(item.theta for item in surveys if item.theta.numel())
     slots = rope_dim // 2
     if slots > theta.numel():
-        raise ValueError(f"rope_dim: at most {2 * theta.numel()}, one slot per frequency, found {rope_dim}")
+        raise ValueError(f"rope_dim: {rope_dim} must be at most {2 * theta.numel()}, one slot per frequency")
     longest = max(1, (theta.numel() - 1) // max(1, slots - 1))
     candidates = []
     for step in range(1, longest + 1):
@@ -214,8 +219,8 @@ def plain_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
 def slots_by_layer(thetas: Sequence[Tensor], choose: Callable[[list[int]], Slots]) -> tuple[Slots, ...]:
     """The slots of every layer: ``choose`` takes the layers that share their frequencies.
 
-    ``thetas``: the frequencies of each layer, in most models the same; those of none (a layer that does not rotate) go
-    with the first that has some.
+    ``thetas``: the frequencies of each layer, in most models the same. Layers that do not rotate go with the first that
+    does.
     """
     first = next((theta for theta in thetas if theta.numel()), torch.empty(0, dtype=torch.float64))
     keys = [tuple((theta if theta.numel() else first).tolist()) for theta in thetas]

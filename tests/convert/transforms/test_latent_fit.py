@@ -122,7 +122,7 @@ def test_pull_is_the_adjoint_of_the_moments():
     assert left.item() == pytest.approx((kernel.adjoint(weight) @ rows * product).sum().item())
     means, other = torch.randn(2, 6, generator=generator, dtype=torch.float64)
     left = (weight * kernel.apply(0 * product, means, other)).sum()
-    assert left.item() == pytest.approx((kernel.mean_adjoint(weight) @ other @ means).item())
+    assert left.item() == pytest.approx((kernel.adjoint(weight, means=True) @ other @ means).item())
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
