@@ -15,9 +15,18 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from kvfold.convert.checkpoint.file_bytes import sync_path
-from kvfold.convert.checkpoint.replaceable import replaceable_problem
+from kvfold.convert.checkpoint.folder import (
+    CONFIG,
+    INDEX,
+    LEGACY_INDEX,
+    RECORD,
+    WEIGHT_SUFFIXES,
+    extra_names,
+    json_beside,
+)
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.signals import DeferredSignals
 from kvfold.convert.sizes import bytes_text
@@ -29,6 +38,17 @@ _ASIDE = ".old"
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+# Code that save_pretrained, the hub and layout kvfold put next to weights
+_CODE = re.compile(
+    r"(modeling|configuration|tokenization|processing|image_processing|video_processing|feature_extraction)_\w+\.py"
+)
+# Some patterns of files that are passed on (vocab*, tokenizer*, *.model) fit a user's files too: of those only the
+# names that transformers' tokenizers write are sure
+_WIDE = re.compile(r"(vocab|tokenizer).*|.*\.model")
+_TOKENIZER = re.compile(
+    r"(vocab|tokenizer)(_config|[-_.](\d+|v\d+|src|tgt|source|target|tekken))?(\.(json|txt|bpe|model|jinja|v\d+))+"
+    r"|(sentencepiece|spiece|spm|source|target)(\.bpe)?\.model"
+)
 
 
 def check_output(
@@ -79,8 +99,46 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
         raise InputError(f"{target}: expected a folder to overwrite, found a file; choose another OUT")
     if os.path.ismount(target):
         raise InputError(f"{target}: expected a folder that can be replaced, found a mount point; choose one inside it")
-    if found := replaceable_problem(target):
+    if found := _foreign_content(target):
         raise InputError(f"{target}: expected a checkpoint to overwrite, {found}; remove it yourself if it can go")
+
+
+def _foreign_content(folder: Path) -> str | None:
+    """The reason why ``--overwrite`` must not delete ``folder``; None if it may: it is empty, or a checkpoint.
+
+    A checkpoint has weights or a ``kvfold.json``, and no file but those that belong to a checkpoint or that kvfold
+    writes. Such files are known by name, or config.json lists their classes in ``auto_map``, or ``kvfold.json`` lists
+    them.
+    """
+    names = sorted(os.listdir(folder))
+    weights = {name for name in names if Path(name).suffix in WEIGHT_SUFFIXES}
+    known = weights | {CONFIG, INDEX, LEGACY_INDEX, RECORD, "README.md", ".gitattributes"}
+    extra = set(extra_names(names))
+    known |= {name for name in extra if not _WIDE.fullmatch(name) or _TOKENIZER.fullmatch(name)}
+    known |= {name for name in names if _CODE.fullmatch(name)}
+    doubtful = {name for name in names if name in extra or name.endswith(".py")} - known
+    if doubtful:
+        known |= doubtful & _listed_files(folder)
+    foreign = [name for name in names if name not in known or (folder / name).is_dir()]
+    if foreign:
+        return f"found {', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}, which no checkpoint holds"
+    if names and not weights and RECORD not in names:
+        return f"found no weights but {', '.join(names[:3])}"
+    return None
+
+
+def _listed_files(folder: Path) -> set[str]:
+    """The files that ``kvfold.json`` lists, and the modules of the classes in config.json's ``auto_map``."""
+
+    def table(file: str, key: str) -> dict[str, Any]:
+        value = json_beside(folder, file).get(key)
+        return value if isinstance(value, dict) else {}
+
+    classes = [
+        name for value in table(CONFIG, "auto_map").values() for name in (value if isinstance(value, list) else [value])
+    ]
+    modules = {f"{name.rpartition('.')[0]}.py" for name in classes if isinstance(name, str)}
+    return modules | table(RECORD, "files").keys()
 
 
 def _is_empty_folder(path: Path) -> bool:
@@ -126,11 +184,11 @@ def output_folder(
     """
     target = check_output(out, overwrite=overwrite, model=model)
     with DeferredSignals() as signals, _parents(target), output_lock(target) as locked:
+        # without locks, the folder of a run at work could not be told from that of a killed one
         stale = _stale(target) if locked else []
-        for path in stale:
-            _complete_replacement(path, target)
+        # once more: OUT may have appeared while nobody held the lock, or just now, back from a replacement cut short
         check_output(out, overwrite=overwrite, model=model)
-        folder = _resumed(stale, resume) or _fresh(target)
+        folder = _work_folder(target, stale, resume)
         published = False
         try:
             signals.deliver()
@@ -139,7 +197,7 @@ def output_folder(
                 for file in files:
                     sync_path(Path(current, file))
                 sync_path(Path(current))
-            signals.deferred = True
+            signals.deferred = True  # from here on OUT's old and new folder may have changed places
             _publish(folder, target, overwrite)
             published = True
         finally:
@@ -218,29 +276,29 @@ def _prefix(target: Path) -> str:
 
 
 def _stale(target: Path) -> list[Path]:
-    """Folders that killed runs left for ``target``, the newest first."""
+    """Folders that killed runs left for ``target``, the newest first; replacements cut short are completed."""
     pattern = re.compile(re.escape(_prefix(target)) + _TOKEN.pattern)
     left = [Path(entry.path) for entry in os.scandir(target.parent) if pattern.fullmatch(entry.name)]
-    return sorted(left, key=lambda path: path.lstat().st_mtime, reverse=True)
+    left.sort(key=lambda path: path.lstat().st_mtime, reverse=True)
+    for path in left:
+        _complete_replacement(path, target)
+    return left
 
 
-def _fresh(target: Path) -> Path:
-    folder = target.parent / f"{_prefix(target)}-{secrets.token_hex(4)}"
-    try:
-        folder.mkdir()
-    except OSError as error:
-        raise _not_writable(target, error) from None
-    return folder
-
-
-def _resumed(stale: list[Path], resume: Callable[[Path], bool] | None) -> Path | None:
-    """The first folder of a killed run that ``resume`` accepts; all others are removed."""
+def _work_folder(target: Path, stale: list[Path], resume: Callable[[Path], bool] | None) -> Path:
+    """The first ``stale`` folder that ``resume`` accepts, else a new one; all other stale ones are removed."""
     chosen = None
     for path in stale:
         if chosen is None and path.is_dir() and resume is not None and resume(path):
             chosen = path
         else:
             shutil.rmtree(path, ignore_errors=True)
+    if chosen is None:
+        chosen = target.parent / f"{_prefix(target)}-{secrets.token_hex(4)}"
+        try:
+            chosen.mkdir()
+        except OSError as error:
+            raise _not_writable(target, error) from None
     return chosen
 
 

@@ -38,7 +38,7 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any]], tuple[Format, ...]]] = {
 
 def undeclared_problems(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> list[str]:
     """Problems: quantized tensors of a checkpoint whose config does not say how they are quantized."""
-    if _quantization_key(config) is not None:
+    if any(config.get(key) for key in _KEYS):
         return []
     return [
         f"{info.file}: tensor {name!r} is quantized: expected F16, BF16, F32 or F64, found {info.dtype}; {DEQUANTIZE}"
@@ -47,16 +47,12 @@ def undeclared_problems(config: Mapping[str, Any], tensors: Mapping[str, TensorI
     ]
 
 
-def _quantization_key(config: Mapping[str, Any]) -> str | None:
-    return next((key for key in _KEYS if config.get(key)), None)
-
-
 def dequantized(weights: Weights, dtype: str, where: str) -> Weights:
     """``weights`` as dense ones, their floats in the safetensors ``dtype``; plain weights are returned unchanged.
 
     Raises InputError for a quantization that is not supported, and for tensors that do not follow the config's.
     """
-    key = _quantization_key(weights.config)
+    key = next((key for key in _KEYS if weights.config.get(key)), None)
     if key is None:
         return weights
     settings = weights.config[key]

@@ -9,14 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from kvfold.convert.checkpoint.folder import (
-    CONFIG,
-    EXTRA_PATTERNS,
-    INDEX,
-    LEGACY_INDEX,
-    LEGACY_SINGLE,
-    SINGLE,
-)
+from kvfold.convert.checkpoint.folder import CONFIG, EXTRA_PATTERNS, INDEX, LEGACY_INDEX, LEGACY_SINGLE, SINGLE
 from kvfold.convert.checkpoint.headers import MAX_HEADER, Header, parse_header
 from kvfold.convert.errors import InputError, first_line
 
@@ -58,7 +51,7 @@ class RemoteFiles:
 
 
 def parse_hub_id(text: str) -> HubModel | None:
-    """The hub id in ``text``, or None or None if it does not have that form."""
+    """The hub id in ``text``, or None if it does not have that form."""
     match = _ID.fullmatch(text)
     return HubModel(match["id"], match["revision"]) if match else None
 
@@ -83,13 +76,6 @@ def download(model: HubModel) -> Path:
         # the hub's library calls a partial snapshot incomplete; its weights may still be whole: opening it will tell
         folder = Path(config).parent
     return folder
-
-
-def is_offline() -> bool:
-    """True if the hub's library may not use the network (HF_HUB_OFFLINE)."""
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
 
 
 def remote_files(model: HubModel) -> RemoteFiles:

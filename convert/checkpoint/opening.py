@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from kvfold.convert.checkpoint import folder as folders
 from kvfold.convert.checkpoint import hub
 from kvfold.convert.checkpoint.dequantized import check_libraries, dequantized, undeclared_problems
+from kvfold.convert.checkpoint.file_bytes import open_source
 from kvfold.convert.checkpoint.headers import Header, TensorInfo
 from kvfold.convert.checkpoint.json_text import portable_name
-from kvfold.convert.checkpoint.reader import NoReader, Reader, Weights
+from kvfold.convert.checkpoint.reader import Reader, Weights
 from kvfold.convert.errors import InputError, KvfoldError
 
 if TYPE_CHECKING:
@@ -106,8 +107,7 @@ def open_checkpoint(model: str | os.PathLike[str], dtype: str = "BF16") -> Check
     files at once: no such folder or id, no or bad config.json, truncated or inconsistent files, links that leave the
     folder, a quantization that is not supported or whose library is not installed.
     """
-    place = _locate(model)
-    checkpoint = _open_folder(place, dtype) if isinstance(place, Path) else _open_snapshot(place, dtype)
+    checkpoint = _open_local(_locate(model), dtype)
     check_libraries(checkpoint.reader)
     return checkpoint
 
@@ -125,14 +125,15 @@ def open_headers(model: str | os.PathLike[str], dtype: str = "BF16") -> Checkpoi
     opened from the cache.
     """
     place = _locate(model)
-    if isinstance(place, Path):
-        return _open_folder(place, dtype)
-    if not hub.is_offline():
-        files = hub.remote_files(place)
-        entry, legacy = folders.weight_files(files.names, str(place))
-        if not legacy:
-            return _open_remote(files, entry, dtype)
-    return _open_snapshot(place, dtype)
+    if isinstance(place, hub.HubModel):
+        from huggingface_hub import constants
+
+        if not constants.HF_HUB_OFFLINE:
+            files = hub.remote_files(place)
+            entry, legacy = folders.weight_files(files.names, str(place))
+            if not legacy:
+                return _open_remote(files, entry, dtype)
+    return _open_local(place, dtype)
 
 
 def _locate(model: str | os.PathLike[str]) -> Path | hub.HubModel:
@@ -152,12 +153,13 @@ def _locate(model: str | os.PathLike[str]) -> Path | hub.HubModel:
     return named
 
 
-def _open_snapshot(model: hub.HubModel, dtype: str) -> Checkpoint:
-    folder = hub.download(model).resolve()
-    return _open_folder(folder, dtype, f"{model.id}@{folder.name}")
-
-
-def _open_folder(folder: Path, dtype: str, origin: str = "") -> Checkpoint:
+def _open_local(place: Path | hub.HubModel, dtype: str) -> Checkpoint:
+    """Open a folder, or the snapshot of a hub id, whose folder is named for its commit."""
+    if isinstance(place, Path):
+        folder, origin = place, portable_name(place)
+    else:
+        folder = hub.download(place).resolve()
+        origin = f"{place.id}@{folder.name}"
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -170,6 +172,7 @@ def _open_folder(folder: Path, dtype: str, origin: str = "") -> Checkpoint:
     states |= folders.file_states([folder / entry])
     weight_map, files = _weight_map(folder, entry)
     problems = folders.stray_shards(names, entry, weight_map) if weight_map else []
+    # a tokenizer that cannot be copied is told now, not after hours of converting
     for name in extra:
         try:
             folders.read_bytes(folders.resolve_member(folder, name), limit=1)
@@ -198,7 +201,6 @@ def _open_folder(folder: Path, dtype: str, origin: str = "") -> Checkpoint:
     stored = Weights(config, _checked(config, entry, weight_map, headers, problems), reader)
     made = dequantized(stored, dtype, str(folder))
     digests = {folders.CONFIG: digest, **{file: header.digest for file, header in headers.items()}}
-    origin = origin or portable_name(folder)
     return Checkpoint(folder, made.config, made.tensors, origin, digests, made.reader, aliases, states, made.made_of)
 
 
@@ -208,7 +210,7 @@ def _open_remote(files: hub.RemoteFiles, entry: str, dtype: str) -> Checkpoint:
     weight_map, shards = _weight_map(folder, entry)
     headers = hub.remote_headers(files, shards)
     problems = folders.stray_shards(files.names, entry, weight_map) if weight_map else []
-    stored = Weights(config, _checked(config, entry, weight_map, headers, problems), NoReader())
+    stored = Weights(config, _checked(config, entry, weight_map, headers, problems), Reader())
     made = dequantized(stored, dtype, str(files.model))
     digests = {folders.CONFIG: digest, **{file: header.digest for file, header in headers.items()}}
     origin = f"{files.model.id}@{files.commit}"
@@ -235,21 +237,25 @@ def _checked(
     return tensors
 
 
+@dataclass(frozen=True)
 class _SafetensorsReader(Reader):
     """Reads local safetensors files by position; ``paths`` maps file names to real paths."""
 
-    def __init__(self, paths: dict[str, Path]) -> None:
-        self._paths = paths
+    paths: dict[str, Path]
 
     def read(self, info: TensorInfo) -> "torch.Tensor":
-        from kvfold.convert.checkpoint.tensors import read_tensor
+        from kvfold.convert.checkpoint.tensors import read_elements
 
-        return read_tensor(self._paths[info.file], info)
+        with open_source(self.paths[info.file]) as file:
+            return read_elements(file.fileno(), info, info.start, info.end).reshape(info.shape)
 
     def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]":
-        from kvfold.convert.checkpoint.tensors import read_chunks
+        from kvfold.convert.checkpoint.tensors import read_elements, torch_dtype
 
-        return read_chunks(self._paths[info.file], info, elements)
+        step = elements * torch_dtype(info.dtype).itemsize
+        with open_source(self.paths[info.file]) as file:
+            for start in range(info.start, info.end, step):
+                yield read_elements(file.fileno(), info, start, min(start + step, info.end))
 
     def raw_path(self, info: TensorInfo) -> Path | None:
-        return self._paths[info.file]
+        return self.paths[info.file]

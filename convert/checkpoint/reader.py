@@ -1,4 +1,4 @@
-"""Tensors by their headers and what reads them. Imports no torch until a tensor is read."""
+"""Tensors by their headers, and the base class of what reads their bytes. Imports no torch until a tensor is read."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,11 +13,14 @@ if TYPE_CHECKING:
 
 
 class Reader:
-    """Reads tensors; subclasses for safetensors files, legacy files and quantized weights."""
+    """Reads tensors; subclasses for safetensors files, legacy files and quantized weights.
+
+    This base class serves headers that were fetched from the hub without their weights: reading one is an error.
+    """
 
     def read(self, info: TensorInfo) -> "torch.Tensor":
         """The tensor on the CPU, owning its memory."""
-        raise NotImplementedError
+        raise KvfoldError(f"tensor {info.name!r}: expected local weights to read it from, found headers only")
 
     def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]":
         """The elements in order, flat, at most ``elements`` at a time."""
@@ -31,13 +34,6 @@ class Reader:
 
     def close(self) -> None:
         """Give memory and files back; a later read opens them again."""
-
-
-class NoReader(Reader):
-    """For weights of which only headers were fetched from the hub: reading one is an error."""
-
-    def read(self, info: TensorInfo) -> "torch.Tensor":
-        raise KvfoldError(f"tensor {info.name!r}: expected local weights to read it from, found headers only")
 
 
 @dataclass(frozen=True)

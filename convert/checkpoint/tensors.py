@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from kvfold.convert.checkpoint.file_bytes import open_source
 from kvfold.convert.checkpoint.headers import Header, TensorInfo
 from kvfold.convert.checkpoint.reader import Reader
 from kvfold.convert.errors import InputError, KvfoldError, first_line
@@ -57,25 +56,12 @@ def tensor_memory(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def read_tensor(path: Path, info: TensorInfo) -> torch.Tensor:
-    """Read a whole tensor by position."""
-    with open_source(path) as file:
-        return _read_elements(file.fileno(), info, info.start, info.end).reshape(info.shape)
-
-
-def read_chunks(path: Path, info: TensorInfo, elements: int) -> Iterator[torch.Tensor]:
-    """A tensor's elements in order, flat, at most ``elements`` at a time."""
-    step = elements * torch_dtype(info.dtype).itemsize
-    with open_source(path) as file:
-        for start in range(info.start, info.end, step):
-            yield _read_elements(file.fileno(), info, start, min(start + step, info.end))
-
-
-def _read_elements(file: int, info: TensorInfo, start: int, end: int) -> torch.Tensor:
+def read_elements(file: int, info: TensorInfo, start: int, end: int) -> torch.Tensor:
     """The elements of ``info`` that lie in bytes ``start`` .. ``end`` of the open file, flat, owning their memory."""
     buffer = torch.empty(end - start, dtype=torch.uint8)
     view, position = tensor_memory(buffer), 0
     while position < len(view):
+        # one call reads at most 2 GiB
         count = os.preadv(file, [view[position : position + (1 << 30)]], start + position)
         if count == 0:
             raise InputError(f"{info.file}: expected {info.end} bytes, found the end of the file: it changed meanwhile")
