@@ -67,8 +67,10 @@ def attend(weights: AttentionWeights, x: Tensor, rotary: Rotary) -> Tensor:
         return y if bias is None else y + bias.double()[:, None]
 
     repeat = weights.heads // weights.kv_heads
-    q = rotated(normalized(project(weights.q, weights.q_bias), weights.q_norm), rotary.theta)
-    k = rotated(normalized(project(weights.k, weights.k_bias), weights.k_norm), rotary.theta)
+    amplitude = torch.ones(weights.head_dim, dtype=torch.float64)
+    amplitude[: rotary.dims] = rotary.amplitude
+    q = amplitude * rotated(normalized(project(weights.q, weights.q_bias), weights.q_norm), rotary.theta)
+    k = amplitude * rotated(normalized(project(weights.k, weights.k_bias), weights.k_norm), rotary.theta)
     v = project(weights.v, weights.v_bias).repeat_interleave(repeat, 1)
     scores = q @ k.repeat_interleave(repeat, 1).mT / math.sqrt(weights.head_dim)
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)

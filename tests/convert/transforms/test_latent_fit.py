@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.layers import relative_error, rotated
+from helpers.layers import attend, relative_error, rotated
 
 from kvfold.convert.transforms.distances import Distances, mixed_distances
 from kvfold.convert.transforms.latent import als as latent_fit
@@ -39,30 +39,12 @@ def random_layer(heads=4, kv_heads=2, dim=8, model=24, bias=False, seed=0):
     return weights, LayerStatistics(x.T @ x / 160, x.mean(0), 160, profile), x
 
 
-def source_output(weights, theta, x, amplitude=1.0):
-    out, group = torch.zeros_like(x), weights.heads // weights.kv_heads
-    for head in range(weights.heads):
-        q, k, v = (
-            x @ part[index].T + (0 if bias is None else bias[index])
-            for part, bias, index in (
-                (weights.q, weights.q_bias, head),
-                (weights.k, weights.k_bias, head // group),
-                (weights.v, weights.v_bias, head // group),
-            )
-        )
-        factor = torch.ones(q.shape[1], dtype=torch.float64)
-        factor[: 2 * len(theta)] = amplitude
-        out += (
-            causal(rotated(q, theta) * factor @ (rotated(k, theta) * factor).T * weights.head_dim**-0.5)
-            @ v
-            @ weights.o[:, head].T
-        )
-    return out if weights.o_bias is None else out + weights.o_bias
+def source_output(weights, rotary, x):
+    return attend(weights, x[None], rotary)[0]
 
 
-def latent_output(latent, x, normalized=False):
+def latent_output(latent, x):
     c = x @ latent.down.T + (0 if latent.down_bias is None else latent.down_bias)
-    c = c / c.square().mean(-1, keepdim=True).sqrt() if normalized else c
     key = rotated(x @ latent.rope_key.T + (0 if latent.rope_key_bias is None else latent.rope_key_bias), latent.theta)
     out = torch.zeros_like(x)
     for head in range(latent.heads):
@@ -134,10 +116,7 @@ def test_enough_rank_is_exact(kv_heads, bias, rotary):
     if not rotary.dims:
         slots = rope_slots.Slots((1, 1, 1, 0), THETA[:3])  # rotary rows are there, and zero
     latent = to_latent(weights, statistics, rotary, slots, 24)
-    assert (
-        relative_error(latent_output(latent, x[:20]), source_output(weights, rotary.theta, x[:20], rotary.amplitude))
-        < 1e-8
-    )
+    assert relative_error(latent_output(latent, x[:20]), source_output(weights, rotary, x[:20])) < 1e-8
     assert rotary.dims or not latent.rope_key.any()
 
 
@@ -161,7 +140,7 @@ def test_layers_that_say_nothing_or_shout_are_finite_and_exact(factors, inputs, 
     slots = rope_slots.Slots((2,) * 4, THETA.repeat_interleave(2))
     latent = to_latent(weights, statistics, Rotary(THETA), slots, 24, centered=centered)
     assert all(value.isfinite().all() for value in vars(latent).values() if isinstance(value, torch.Tensor))
-    result, expected = latent_output(latent, x), source_output(weights, THETA, x)
+    result, expected = latent_output(latent, x), source_output(weights, Rotary(THETA), x)
     assert (result - expected).norm() <= 1e-5 * expected.norm()
 
 
@@ -169,7 +148,7 @@ def test_rank_above_what_there_is_leaves_channels_empty():
     weights, statistics, x = random_layer(model=64, kv_heads=2)
     slots = rope_slots.Slots((2,) * 4, THETA.repeat_interleave(2))
     latent = to_latent(weights, statistics, Rotary(THETA), slots, 30)  # the values have 16 dims, keys none left
-    assert relative_error(latent_output(latent, x[:20]), source_output(weights, THETA, x[:20])) < 1e-6
+    assert relative_error(latent_output(latent, x[:20]), source_output(weights, Rotary(THETA), x[:20])) < 1e-6
     assert latent.down.isfinite().all()
 
 
@@ -177,7 +156,7 @@ def test_identical_heads_need_one_head():
     weights, statistics, x = random_layer(kv_heads=4)
     weights = replace(weights, k=weights.k[:1].expand(4, -1, -1), v=weights.v[:1].expand(4, -1, -1))
     latent = to_latent(weights, statistics, Rotary(THETA), rope_slots.Slots((1,) * 4, THETA), 8)
-    assert relative_error(latent_output(latent, x[:20]), source_output(weights, THETA, x[:20])) < 1e-6
+    assert relative_error(latent_output(latent, x[:20]), source_output(weights, Rotary(THETA), x[:20])) < 1e-6
 
 
 def test_biases_without_use_do_not_appear():
@@ -270,7 +249,7 @@ def back(rows, angle):
 
 def test_svd_is_exact_at_full_rank_and_worse_than_statistics_below():
     weights, statistics, x = random_layer(bias=True)
-    expected = source_output(weights, THETA, x[:20])
+    expected = source_output(weights, Rotary(THETA), x[:20])
     full = svd_latent(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 2, 16), 24)
     assert relative_error(latent_output(full, x[:20]), expected) < 1e-8
     small = svd_latent(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 2, 4), 8)

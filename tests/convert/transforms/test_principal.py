@@ -234,34 +234,23 @@ def test_keys_keep_the_mean_norm_of_their_members():
 def test_rotary_amplitude_counts_like_longer_queries_and_keys():
     """yarn multiplies what it rotates: with unrotated dims beside, that shifts what the fit minds."""
     plain, loud = plain_rotary(8), Rotary(plain_rotary(8).theta, amplitude=1.7)
-    weights, x = make(4, 4), inputs()
+    weights = make(4, 4)
     scale = torch.ones(D, 1, dtype=torch.float64)
     scale[:8] = loud.amplitude
-    written = replace(weights, q=scale * weights.q, k=scale * weights.k)
-    wanted = fold_and_attend(written, [[0, 1], [2, 3]], plain)
-    folded = principal.fold(weights, statistics_of(x, 4), loud, [[0, 1], [2, 3]])
-    found = attend(replace(folded, q=scale * folded.q, k=scale * folded.k), x, plain)
-    assert relative_error(found, wanted) < 1e-5
+    wanted = fold_and_attend(replace(weights, q=scale * weights.q, k=scale * weights.k), [[0, 1], [2, 3]], plain)
+    assert relative_error(fold_and_attend(weights, [[0, 1], [2, 3]], loud), wanted) < 1e-5
     assert relative_error(fold_and_attend(weights, [[0, 1], [2, 3]], plain), wanted) > 0.1
 
 
-def test_shapes_and_absent_biases():
+def test_shapes_biases_and_the_source_stay():
     weights = make(8, 4, biases="qk")
+    before = weights.map(Tensor.clone)
     folded = principal.fold(weights, statistics_of(inputs(), 8), plain_rotary(D), [[0, 1, 2, 3]])
-    assert folded.q.shape == (8, D, E)
-    assert folded.k.shape == folded.v.shape == (1, D, E)
-    assert folded.o.shape == (E, 8, D)
-    assert folded.q_bias.shape == (8, D)
-    assert folded.k_bias.shape == (1, D)
+    shapes = {"q": (8, D, E), "k": (1, D, E), "v": (1, D, E), "o": (E, 8, D), "q_bias": (8, D), "k_bias": (1, D)}
+    assert {name: tuple(getattr(folded, name).shape) for name in shapes} == shapes
     assert folded.v_bias is None
     assert folded.o_bias is None
-
-
-def test_source_is_left_alone():
-    weights = make(4, 4, biases="qkvo")
-    before = {name: getattr(weights, name).clone() for name in ("q", "k", "v", "o", "k_bias", "v_bias", "o_bias")}
-    principal.fold(weights, statistics_of(inputs(), 4), plain_rotary(D), [[0, 1], [2, 3]])
-    assert all(torch.equal(getattr(weights, name), tensor) for name, tensor in before.items())
+    assert all(torch.equal(getattr(weights, name), getattr(before, name)) for name in shapes)
 
 
 @pytest.mark.parametrize("groups", [[[0, 1], [2]], [[0, 1], [1, 2]], [[0, 1, 2, 3, 4]], [[0], [1, 2, 3]], []])

@@ -1,18 +1,20 @@
-"""Attention sinks: a layer fitted with tokens counted alike, and by the attention that they receive."""
+"""Attention sinks: a layer fitted with tokens weighted by received attention, and a channel for a live norm."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from helpers.layers import attend, normal, plain_rotary, relative_error, statistics_of
 from torch import Tensor
 
 from kvfold.attention.drift.profile import attention_sums
 from kvfold.convert.transforms.fold import principal
-from kvfold.convert.transforms.sinks import SHARES, judged
+from kvfold.convert.transforms.latent.norm import live_norm
+from kvfold.convert.transforms.latent.weights import LatentWeights
+from kvfold.convert.transforms.sinks import SHARES, judged, with_damper
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
-from tests.helpers.layers import attend, normal, plain_rotary, relative_error, statistics_of
 
-E, H, D, T = 32, 4, 8, 256
+E, H, D, T, R = 32, 4, 8, 256, 6
 STILL = plain_rotary(0)
 ALL = [[0, 1, 2, 3]]
 
@@ -44,7 +46,7 @@ def measured(weights: AttentionWeights, x: Tensor) -> LayerStatistics:
     return replace(statistics_of(x, H), received_gram=gram, received_mean=mean)
 
 
-def test_a_sink_needs_tokens_counted_by_received_attention() -> None:
+def test_a_sink_needs_tokens_weighted_by_received_attention() -> None:
     weights, held_out = layer(sink=10.0), inputs(8)
     expected = attend(weights, held_out, STILL)
 
@@ -57,16 +59,12 @@ def test_a_sink_needs_tokens_counted_by_received_attention() -> None:
     assert error(best.weights) == best.errors[best.share]
 
 
-def test_the_judge_decides() -> None:
+def test_the_judge_decides_and_the_first_of_equals_wins() -> None:
     statistics = measured(layer(sink=10.0), inputs(7))
     sizes = {float(statistics.counting_received(share).gram[0, 0]): share for share in SHARES}
     best = judged(statistics, lambda counted: float(counted.gram[0, 0]), lambda size: 1.0 - sizes[size])
     assert (best.share, best.errors) == (0.5, {0.0: 1.0, 0.5: 0.5})
     assert sizes[best.weights] == 0.5
-
-
-def test_the_first_of_equals_counts_tokens_alike() -> None:
-    statistics = measured(layer(sink=10.0), inputs(7))
     assert judged(statistics, lambda counted: counted, lambda counted: 1.0).weights is statistics
 
 
@@ -77,6 +75,8 @@ def test_without_received_attention_nothing_is_judged() -> None:
     assert (best.share, best.errors) == (0.0, {})
     with pytest.raises(ValueError, match="averages by received attention are missing"):
         plain.counting_received(0.5)
+    with pytest.raises(ValueError, match="averages by received attention are missing"):
+        with_damper(latent(), plain)
 
 
 def test_counting_received_mixes_the_averages() -> None:
@@ -85,3 +85,40 @@ def test_counting_received_mixes_the_averages() -> None:
     mixed = statistics.counting_received(0.25)
     torch.testing.assert_close(mixed.gram, 0.75 * statistics.gram + 0.25 * statistics.received_gram)
     torch.testing.assert_close(mixed.mean, 0.75 * statistics.mean + 0.25 * statistics.received_mean)
+
+
+def latent() -> LatentWeights:
+    """Almost nothing of the sink is in the latent."""
+    down = normal(2, R, E)
+    down[:, 0] = 0.02
+    zeros = torch.zeros(0, E, dtype=torch.float64)
+    return LatentWeights(
+        down, zeros, normal(3, H, D, E), torch.zeros(H, 0, E), normal(4, H, D, R), normal(5, H, D, R),
+        normal(6, E, H, D), torch.zeros(0), 1.0,
+    )  # fmt: skip
+
+
+def values(weights: LatentWeights, x: Tensor) -> Tensor:
+    """The values ``[B, H, T, D]`` behind a live norm."""
+    c = x @ weights.down.mT
+    return torch.einsum("hdr,btr->bhtd", weights.uv, c * c.square().mean(-1, keepdim=True).rsqrt())
+
+
+def test_behind_a_live_norm_a_channel_without_readers_keeps_the_sink_short() -> None:
+    x, plain = inputs(7), latent()
+    statistics = measured(layer(sink=10.0), x)
+    damped = with_damper(plain, statistics)
+    length = (x @ damped.down[R]).square()
+    assert length[:, 0].min() > 20 * length[:, 1:].mean()
+    torch.testing.assert_close(damped.uv[..., :R], plain.uv)
+    assert not damped.uv[..., R:].any()
+    assert not damped.uk[..., R:].any()
+    expected = torch.einsum("hdr,btr->bhtd", plain.uv, x @ plain.down.mT)
+    sizes = [(values(live_norm(each, x), x) - expected)[:, :, 0].norm() for each in (plain, damped)]
+    assert sizes[1] < 0.2 * sizes[0]
+
+
+def test_inputs_that_are_all_zero_have_no_sinks() -> None:
+    zeros = torch.zeros(E, E).double()
+    statistics = replace(statistics_of(inputs(7), H), gram=zeros, received_gram=zeros, received_mean=zeros[0])
+    assert with_damper(latent(), statistics).down.isfinite().all()
