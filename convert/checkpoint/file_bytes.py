@@ -25,23 +25,19 @@ def open_source(path: Path) -> FileIO:
         raise InputError(f"{path}: expected to be able to read it, found: {error.strerror}") from None
 
 
-class SourceEnded(Exception):
-    """The source file is shorter than it was when its header was read."""
-
-
 def copy_range(
     source: int, start: int, target: int, position: int, length: int, progress: Callable[[int], None]
 ) -> None:
     """Copy ``length`` bytes from ``start`` of one open file to ``position`` of another.
 
-    Calls ``progress`` with the number of bytes of every step. Raises SourceEnded if the source is too short.
+    Calls ``progress`` with the number of bytes of every step. Raises EOFError if the source is too short.
     """
     buffer = memoryview(bytearray(min(BUFFER, length)))
     done = dropped = 0
     while done < length:
         count = os.preadv(source, [buffer[: length - done]], start + done)
         if count == 0:
-            raise SourceEnded
+            raise EOFError
         write_all(target, buffer[:count], position + done)
         done += count
         progress(count)
@@ -70,12 +66,6 @@ def write_file(path: Path, content: bytes | str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(file)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a small file and fsync it. OSError names the file."""
-    write_file(path, data)
-    sync_path(path)
 
 
 def sync_path(path: Path) -> None:

@@ -112,13 +112,3 @@ def tensor_places(shards: Sequence[Shard]) -> dict[str, TensorPlace]:
 def _entry(tensor: OutputTensor, start: int) -> str:
     value = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, start + tensor.nbytes]}
     return f"{json.dumps(tensor.name)}:{json.dumps(value, separators=_TIGHT)}"
-
-
-def shard_index(shards: Sequence[Shard]) -> bytes:
-    """The text of model.safetensors.index.json."""
-    tensors = [(tensor, shard.file) for shard in shards for tensor in shard.tensors]
-    index = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor, _ in tensors)},
-        "weight_map": {tensor.name: file for tensor, file in sorted(tensors, key=lambda pair: pair[0].name)},
-    }
-    return (json.dumps(index, indent=2) + "\n").encode()

@@ -3,6 +3,7 @@
 Tensors that no transform touches go from file to file as bytes, never decoded, in runs as long as the plan allows.
 """
 
+import json
 import os
 import threading
 from collections import Counter
@@ -13,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvfold.convert.checkpoint.file_bytes import SourceEnded, copy_range, open_source, write_all, write_synced
+from kvfold.convert.checkpoint.file_bytes import copy_range, open_source, sync_path, write_all, write_file
 from kvfold.convert.checkpoint.folder import INDEX
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TensorInfo, tensor_bytes
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.shards import Shard, TensorPlace, shard_header, shard_index, tensor_places
+from kvfold.convert.checkpoint.shards import Shard, TensorPlace, shard_header, tensor_places
 from kvfold.convert.errors import InputError, KvfoldError
 
 if TYPE_CHECKING:
@@ -28,9 +29,16 @@ _CAST_ELEMENTS = 8 << 20
 
 
 def write_index(folder: Path, shards: Sequence[Shard]) -> None:
-    """Write the index of all ``shards`` of a checkpoint; a single one needs none."""
-    if len(shards) > 1:
-        write_synced(folder / INDEX, shard_index(shards))
+    """Write model.safetensors.index.json for all ``shards`` of a checkpoint; a single one needs none."""
+    if len(shards) < 2:
+        return
+    tensors = [(tensor, shard.file) for shard in shards for tensor in shard.tensors]
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor, _ in tensors)},
+        "weight_map": {tensor.name: file for tensor, file in sorted(tensors, key=lambda pair: pair[0].name)},
+    }
+    write_file(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    sync_path(folder / INDEX)
 
 
 def is_laid_out(path: Path, shard: Shard) -> bool:
@@ -51,13 +59,8 @@ def _has_layout(file: int, shard: Shard) -> bool:
     return os.fstat(file).st_size == size and os.pread(file, len(header), 0) == header
 
 
-def _ignore(_: int) -> None:
-    pass
-
-
 class ShardWriter:
-    """Writes the shards of one output folder, which it opens for each write: a model may have more files than a
-    process may hold open.
+    """Writes the shards of one output folder. Nothing is to be closed: no file is open between two writes.
 
     The constructor lays out every file at its final size (sparse) with its header. Tensors may then come in any order.
     ``resume_written`` names the tensors that a killed run has written to the same folder with the same plan.
@@ -89,12 +92,6 @@ class ShardWriter:
         # a sparse file holds zeros already
         self.written.update(name for name, place in self._places.items() if place.tensor.source == ())
 
-    def __enter__(self) -> "ShardWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to close: no file is open between two writes."""
-
     def write(self, name: str, tensor: "torch.Tensor") -> None:
         """Write a computed tensor. KvfoldError if the plan has no such tensor or expects another dtype or shape."""
         from kvfold.convert.checkpoint.tensors import dtype_name, tensor_memory
@@ -124,12 +121,13 @@ class ShardWriter:
         """``write_all`` of the ``tensors`` that lie in this process's shards."""
         return self.write_all({name: tensor for name, tensor in tensors.items() if name in self._places})
 
-    def copy_rest(self, checkpoint: Checkpoint, progress: OnBytes = _ignore) -> None:
+    def copy_rest(self, checkpoint: Checkpoint, progress: OnBytes = lambda count: None) -> None:
         """Copy every tensor that has a source and is not written yet, in the order of the source's bytes."""
         places = [
             place for name, place in self._places.items() if name not in self.written and not place.tensor.computed
         ]
         moves = [move for place in places for move in _moves(place, checkpoint)]
+        # a tensor of several sources is written when the last of its parts is
         left = Counter(move.place.tensor.name for move in moves)
         for run in _runs(moves):
             with self._opened(run[0].place.shard) as target:
@@ -138,7 +136,7 @@ class ShardWriter:
             self.written.update(name for move in run if left[name := move.place.tensor.name] == 0)
 
     @contextmanager
-    def copying_rest(self, checkpoint: Checkpoint, progress: OnBytes = _ignore) -> Iterator[None]:
+    def copying_rest(self, checkpoint: Checkpoint, progress: OnBytes = lambda count: None) -> Iterator[None]:
         """``copy_rest`` in a thread while the block reads the checkpoint and writes what it computes.
 
         The block's error stops the copy; the copy's is raised by the next ``write`` or when the block ends.
@@ -184,33 +182,29 @@ class ShardWriter:
             raise KvfoldError(f"tensor {name!r}: expected a tensor of the plan, found none of that name")
         return self._places[name]
 
+    # A file is opened for each write: a model may have more files than a process may hold open.
     @contextmanager
     def _opened(self, shard: str, flags: int = os.O_RDWR) -> Iterator[int]:
         """The open file of a shard. KvfoldError names the file if the system fails, also within the block."""
         path = self._folder / shard
-
-        def unwritable(error: OSError) -> KvfoldError:
-            return KvfoldError(f"{path}: expected to be able to write it, found: {error.strerror or error}")
-
         try:
+            # a link in its place must not lead what is written out of the folder
             file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            try:
+                yield file
+            finally:
+                os.close(file)
         except FileNotFoundError:
             raise KvfoldError(f"{path}: expected a shard to resume, found none; start over") from None
         except FileExistsError:
             raise
         except OSError as error:
-            raise unwritable(error) from error
-        try:
-            yield file
-        except OSError as error:
-            raise unwritable(error) from error
-        finally:
-            os.close(file)
+            raise KvfoldError(f"{path}: expected to be able to write it, found: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True)
 class _Move:
-    """A source tensor and the position ``start`` that its bytes go to: all of a ``place``, or a part of it.
+    """A source tensor and the positions ``start`` .. ``end`` that its bytes go to: all of a ``place``, or a part of it.
 
     ``raw`` is the file whose bytes are copied, None if there is none: the tensor is cast, or made in memory.
     """
@@ -218,12 +212,9 @@ class _Move:
     place: TensorPlace
     info: TensorInfo
     start: int
+    end: int
     cast: bool
     raw: Path | None
-
-    @property
-    def end(self) -> int:
-        return self.start + tensor_bytes(self.place.tensor.dtype, self.info.shape)
 
 
 def _moves(place: TensorPlace, checkpoint: Checkpoint) -> list[_Move]:
@@ -237,8 +228,9 @@ def _moves(place: TensorPlace, checkpoint: Checkpoint) -> list[_Move]:
         if not whole or (cast and not {info.dtype, tensor.dtype} <= FLOAT_DTYPES):
             actual = f"{info.dtype} {info.shape} in {info.file}"
             raise KvfoldError(f"tensor {tensor.name!r}: expected {tensor.dtype} {tensor.shape}, found {actual}")
-        moves.append(_Move(place, info, start, cast, None if cast else checkpoint.raw_path(info)))
-        start = moves[-1].end
+        end = start + tensor_bytes(tensor.dtype, info.shape)
+        moves.append(_Move(place, info, start, end, cast, None if cast else checkpoint.raw_path(info)))
+        start = end
     if start != place.end and moves:
         expected, found = place.end - place.start, start - place.start
         raise KvfoldError(f"tensor {tensor.name!r}: expected parts of {expected} bytes in all, found {found}")
@@ -248,6 +240,7 @@ def _moves(place: TensorPlace, checkpoint: Checkpoint) -> list[_Move]:
 def _runs(moves: Iterable[_Move]) -> Iterator[list[_Move]]:
     """``moves`` in the order of the source's bytes; raw ones that are adjacent in source and target are one run."""
     run: list[_Move] = []
+    # in the source's order: disks read ahead, and a cold page is read once
     for move in sorted(moves, key=lambda move: (move.info.file, move.info.start)):
         if run:
             last = run[-1]
@@ -269,7 +262,7 @@ def _copy_run(run: Sequence[_Move], checkpoint: Checkpoint, target: int, progres
             try:
                 length = end - first.info.start
                 copy_range(source.fileno(), first.info.start, target, first.start, length, progress)
-            except SourceEnded:
+            except EOFError:
                 expected = f"expected {end} bytes, found the end of the file"
                 raise InputError(f"{first.raw}: {expected}: it changed while it was read; run again") from None
         return

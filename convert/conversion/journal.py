@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.file_bytes import write_synced
+from kvfold.convert.checkpoint.file_bytes import sync_path, write_file
 from kvfold.convert.checkpoint.hashing import file_sha256
 from kvfold.convert.checkpoint.shards import Shard, tensor_places
 from kvfold.convert.checkpoint.writer import is_laid_out
@@ -70,7 +70,8 @@ class Journal:
             return
         self._layers[str(layer)]["sha256"] = self._hashes(layer)
         new = self._path.with_suffix(".new")
-        write_synced(new, json.dumps({"run": self._key, "layers": self._layers}).encode())
+        write_file(new, json.dumps({"run": self._key, "layers": self._layers}))
+        sync_path(new)
         os.replace(new, self._path)
 
     def _hashes(self, layer: int) -> dict[str, str]:

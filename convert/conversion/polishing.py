@@ -41,9 +41,9 @@ def polish(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages) -> 
     finally:
         written.close()
     if polished.kept:
-        with ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.tensors]) as writer:
-            writer.write_all(polished.tensors)
-            writer.sync()
+        writer = ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.tensors])
+        writer.write_all(polished.tensors)
+        writer.sync()
     record = {
         "before": polished.errors[0],
         "after": min(polished.errors),

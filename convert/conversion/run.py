@@ -242,8 +242,8 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Cal
             print(f"resuming after layer {done} of {layers} of the interrupted run", file=sys.stderr)
         sizes = {tensor.name: tensor.nbytes for shard in plan.own_shards for tensor in shard.tensors}
         resumed = sum(sizes[name] for name in journal.written)
+        writer = ShardWriter(folder, plan.own_shards, journal.written)
         with (
-            ShardWriter(folder, plan.own_shards, journal.written) as writer,
             hashing(folder, plan.own_shards, writer.written) as hashes,
             stages("write", sum(sizes.values()), "B", resumed) as wrote,
         ):

@@ -151,9 +151,9 @@ def test_killed_at_random_moments_of_a_copy(tmp_path: Path) -> None:
         outputs = [OutputTensor(info.name, info.dtype, info.shape, info.name) for info in opened.tensors.values()]
         shards = assign_shards(outputs, 8 << 20)
         with output_folder(out, overwrite=True, model=source) as folder:
-            with ShardWriter(folder, shards) as writer:
-                writer.copy_rest(opened)
-                writer.finish()
+            writer = ShardWriter(folder, shards)
+            writer.copy_rest(opened)
+            writer.finish()
             write_index(folder, shards)
             (folder / "config.json").write_text("{}")
 

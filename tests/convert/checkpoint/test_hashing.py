@@ -16,7 +16,8 @@ from kvfold.convert.checkpoint.writer import ShardWriter
 def test_the_hashes_are_those_of_the_files(tmp_path: Path, order: str) -> None:
     tensors = {name: torch.randn(300, 400) for name in "abcd"}
     shards = assign_shards([OutputTensor(name, "F32", (300, 400), None) for name in "abcd"], 1_000_000)
-    with ShardWriter(tmp_path, shards) as writer, hashing(tmp_path, shards, writer.written) as hashes:
+    writer = ShardWriter(tmp_path, shards)
+    with hashing(tmp_path, shards, writer.written) as hashes:
         for name in order:
             writer.write(name, tensors[name])
         writer.finish()
@@ -27,10 +28,7 @@ def test_the_hashes_are_those_of_the_files(tmp_path: Path, order: str) -> None:
 
 def test_a_failure_ends_the_thread(tmp_path: Path) -> None:
     shards = assign_shards([OutputTensor("a", "F32", (3,), None)], 10**9)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        ShardWriter(tmp_path, shards) as writer,
-        hashing(tmp_path, shards, writer.written),
-    ):
+    writer = ShardWriter(tmp_path, shards)
+    with pytest.raises(KeyboardInterrupt), hashing(tmp_path, shards, writer.written):
         raise KeyboardInterrupt
     assert not any(thread.name.startswith("kvfold-hash") for thread in threading.enumerate())

@@ -57,10 +57,10 @@ def copies(checkpoint: Checkpoint, **dtypes: str) -> list[OutputTensor]:
 
 def copied(checkpoint: Checkpoint, out: Path, outputs: list[OutputTensor]) -> dict[str, torch.Tensor]:
     """The tensors of ``outputs``, written from ``checkpoint`` to one file."""
-    with ShardWriter(out, assign_shards(outputs, GB)) as writer:
-        writer.copy_rest(checkpoint)
-        assert writer.written == {tensor.name for tensor in outputs}
-        writer.finish()
+    writer = ShardWriter(out, assign_shards(outputs, GB))
+    writer.copy_rest(checkpoint)
+    assert writer.written == {tensor.name for tensor in outputs}
+    writer.finish()
     return loaded(out)
 
 
@@ -68,19 +68,19 @@ def test_a_copy_of_everything_is_the_same_file_as_safetensors_makes(checkpoint: 
     tensors = {name: torch.randn(3, 4) for name in "abc"}
     save_file(tensors, out / "theirs.safetensors", metadata={"format": "pt"})
     shards = assign_shards([OutputTensor(name, "F32", (3, 4), None) for name in "abc"], GB)
-    with ShardWriter(out, shards) as writer:
-        for name in "cab":
-            writer.write(name, tensors[name])
-        writer.finish()
+    writer = ShardWriter(out, shards)
+    for name in "cab":
+        writer.write(name, tensors[name])
+    writer.finish()
     assert (out / "model.safetensors").read_bytes() == (out / "theirs.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("limit", [400, 700, 1000, 1500, 100_000])
 def test_no_shard_exceeds_the_limit(checkpoint: Checkpoint, out: Path, limit: int) -> None:
     shards = assign_shards(copies(checkpoint), limit)
-    with ShardWriter(out, shards) as writer:
-        writer.copy_rest(checkpoint)
-        writer.finish()
+    writer = ShardWriter(out, shards)
+    writer.copy_rest(checkpoint)
+    writer.finish()
     write_index(out, shards)
     for shard in shards:
         assert (out / shard.file).stat().st_size <= limit or len(shard.tensors) == 1
@@ -112,10 +112,10 @@ def test_tensors_begin_at_multiples_of_their_item_size(out: Path) -> None:
     shards = assign_shards(outputs, GB)
     assert [tensor.name for tensor in shards[0].tensors] == ["2", "3", "1", "4", "0"]
     values = [torch.uint8, torch.bfloat16, torch.float64, torch.float32, torch.bfloat16]
-    with ShardWriter(out, shards) as writer:
-        for name, dtype in enumerate(values):
-            writer.write(str(name), torch.ones(3, dtype=dtype))
-        writer.finish()
+    writer = ShardWriter(out, shards)
+    for name, dtype in enumerate(values):
+        writer.write(str(name), torch.ones(3, dtype=dtype))
+    writer.finish()
     (out / "config.json").write_text("{}")
     sizes = [info.start % (info.nbytes // 3) for info in open_checkpoint(out).tensors.values() if info.dtype != "U8"]
     assert sizes == [0, 0, 0, 0]
@@ -123,9 +123,9 @@ def test_tensors_begin_at_multiples_of_their_item_size(out: Path) -> None:
 
 def test_names_that_need_escapes(out: Path) -> None:
     name = 'quote " backslash \\ and ünïcode'
-    with ShardWriter(out, assign_shards([OutputTensor(name, "F32", (1,), None)], GB)) as writer:
-        writer.write(name, torch.ones(1))
-        writer.finish()
+    writer = ShardWriter(out, assign_shards([OutputTensor(name, "F32", (1,), None)], GB))
+    writer.write(name, torch.ones(1))
+    writer.finish()
     assert list(load_file(out / "model.safetensors")) == [name]
 
 
@@ -139,10 +139,10 @@ def test_neighbors_are_copied_in_one_piece(checkpoint: Checkpoint, out: Path, mo
         real(source, start, target, position, length, progress)
 
     monkeypatch.setattr(writing, "copy_range", counting)
-    with ShardWriter(out, assign_shards(outputs, GB)) as writer:
-        writer.write("c", torch.zeros(4, 8).bfloat16())
-        writer.copy_rest(checkpoint)
-        writer.finish()
+    writer = ShardWriter(out, assign_shards(outputs, GB))
+    writer.write("c", torch.zeros(4, 8).bfloat16())
+    writer.copy_rest(checkpoint)
+    writer.finish()
     # e and none (F32) first, then a b | d odd (BF16) of the first file, mask
     assert sorted(pieces) == sorted([100, 512, 256 + 14, 3])
     found = loaded(out)
@@ -153,9 +153,9 @@ def test_neighbors_are_copied_in_one_piece(checkpoint: Checkpoint, out: Path, mo
 def test_progress_counts_source_bytes(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvfold.convert.checkpoint.file_bytes.BUFFER", 100)
     steps: list[int] = []
-    with ShardWriter(out, assign_shards(copies(checkpoint, F32="F16"), GB)) as writer:
-        writer.copy_rest(checkpoint, steps.append)
-        writer.finish()
+    writer = ShardWriter(out, assign_shards(copies(checkpoint, F32="F16"), GB))
+    writer.copy_rest(checkpoint, steps.append)
+    writer.finish()
     assert sum(steps) == sum(info.nbytes for info in checkpoint.tensors.values())
     assert max(steps) <= 100
     assert torch.equal(loaded(out)["a"], checkpoint.read("a"))
@@ -187,10 +187,10 @@ def with_computed(checkpoint: Checkpoint, name: str) -> list[OutputTensor]:
 
 def test_copying_beside_computing(checkpoint: Checkpoint, out: Path) -> None:
     steps: list[int] = []
-    with ShardWriter(out, assign_shards(with_computed(checkpoint, "c"), 700)) as writer:
-        with writer.copying_rest(checkpoint, steps.append):
-            writer.write("c", -checkpoint.read("c"))
-        writer.finish()
+    writer = ShardWriter(out, assign_shards(with_computed(checkpoint, "c"), 700))
+    with writer.copying_rest(checkpoint, steps.append):
+        writer.write("c", -checkpoint.read("c"))
+    writer.finish()
     found = loaded(out)
     assert torch.equal(found.pop("c"), -checkpoint.read("c"))
     assert all(torch.equal(tensor, checkpoint.read(name)) for name, tensor in found.items())
@@ -219,7 +219,8 @@ def test_an_error_beside_the_copy_stops_it(checkpoint: Checkpoint, out: Path, mo
             first.wait(PATIENCE)
             raise ZeroDivisionError
 
-    with ShardWriter(out, assign_shards(copies(checkpoint), GB)) as writer, pytest.raises(ZeroDivisionError):
+    writer = ShardWriter(out, assign_shards(copies(checkpoint), GB))
+    with pytest.raises(ZeroDivisionError):
         run(writer)
     assert steps == [8]
 
@@ -237,7 +238,8 @@ def test_an_error_of_the_copy_reaches_the_next_write_or_the_end(checkpoint: Chec
                 pytest.fail("the next write must raise")
 
     shards = assign_shards(with_computed(checkpoint, "e"), GB)
-    with ShardWriter(out, shards) as writer, pytest.raises(InputError, match="found the end of the file"):
+    writer = ShardWriter(out, shards)
+    with pytest.raises(InputError, match="found the end of the file"):
         run(writer)
 
 
@@ -257,10 +259,10 @@ def test_a_cast_that_overflows(tmp_path: Path, out: Path) -> None:
     values = torch.tensor([1.0, -70000.0, float("inf")])
     checkpoint = source(tmp_path / "source", [{"infinite": values[2:].clone(), "w": values}])
     expected = "tensor 'w': expected values up to 65504 to store it as F16, found 70000; choose bfloat16 or float32 as"
-    with ShardWriter(out, assign_shards(copies(checkpoint, F32="F16"), GB)) as writer:
-        with pytest.raises(InputError, match=f"^{expected}"):
-            writer.copy_rest(checkpoint)
-        assert writer.written == {"infinite"}
+    writer = ShardWriter(out, assign_shards(copies(checkpoint, F32="F16"), GB))
+    with pytest.raises(InputError, match=f"^{expected}"):
+        writer.copy_rest(checkpoint)
+    assert writer.written == {"infinite"}
     assert loaded(out)["infinite"].tolist() == [float("inf")]
 
 
@@ -272,10 +274,10 @@ def test_legacy_sources(tmp_path: Path, out: Path, dtype: str) -> None:
     base = torch.randn(6, 4)
     torch.save({"embed": base, "head": base, "turned": base.T}, folder / "pytorch_model.bin")
     checkpoint = open_checkpoint(folder)
-    with ShardWriter(out, assign_shards(copies(checkpoint, F32=dtype), 150)) as writer:
-        with writer.copying_rest(checkpoint):
-            checkpoint.read("turned")
-        writer.finish()
+    writer = ShardWriter(out, assign_shards(copies(checkpoint, F32=dtype), 150))
+    with writer.copying_rest(checkpoint):
+        checkpoint.read("turned")
+    writer.finish()
     wanted = base if dtype == "F32" else base.bfloat16()
     found = loaded(out)
     assert torch.equal(found["embed"], wanted)
@@ -285,9 +287,9 @@ def test_legacy_sources(tmp_path: Path, out: Path, dtype: str) -> None:
 
 def test_views_and_gradients_can_be_written(out: Path) -> None:
     base = torch.randn(4, 6, requires_grad=True)
-    with ShardWriter(out, assign_shards([OutputTensor("t", "F32", (6, 4), None)], GB)) as writer:
-        writer.write("t", base.T)
-        writer.finish()
+    writer = ShardWriter(out, assign_shards([OutputTensor("t", "F32", (6, 4), None)], GB))
+    writer.write("t", base.T)
+    writer.finish()
     assert torch.equal(loaded(out)["t"], base.T)
 
 
@@ -304,16 +306,17 @@ def plan_of_two(out: Path) -> ShardWriter:
     ],
 )
 def test_writes_that_do_not_follow_the_plan(out: Path, name: str, tensor: torch.Tensor, expected: str) -> None:
-    with plan_of_two(out) as writer, pytest.raises(KvfoldError) as caught:
+    writer = plan_of_two(out)
+    with pytest.raises(KvfoldError) as caught:
         writer.write(name, tensor)
     assert str(caught.value) == expected
 
 
 def test_plans_that_are_not_followed(out: Path) -> None:
-    with plan_of_two(out) as writer:
-        writer.write("a", torch.ones(2))
-        with pytest.raises(KvfoldError) as caught:
-            writer.finish()
+    writer = plan_of_two(out)
+    writer.write("a", torch.ones(2))
+    with pytest.raises(KvfoldError) as caught:
+        writer.finish()
     assert str(caught.value) == f"{out}: expected 2 tensors, 1 missing\n  tensor 'b' was not written"
     with pytest.raises(FileExistsError):  # no existing file is overwritten
         plan_of_two(out)
@@ -333,7 +336,8 @@ def test_plans_that_are_not_followed(out: Path) -> None:
     ],
 )
 def test_copies_that_cannot_be(checkpoint: Checkpoint, out: Path, output: OutputTensor, expected: str) -> None:
-    with ShardWriter(out, assign_shards([output], GB)) as writer, pytest.raises(KvfoldError) as caught:
+    writer = ShardWriter(out, assign_shards([output], GB))
+    with pytest.raises(KvfoldError) as caught:
         writer.copy_rest(checkpoint)
     assert str(caught.value) == f"tensor 'a': {expected}"
 
@@ -344,21 +348,22 @@ def test_a_source_that_shrinks_meanwhile(checkpoint: Checkpoint, out: Path) -> N
         file.truncate(path.stat().st_size - 1)
     shards = assign_shards(copies(checkpoint), GB)
     expected = r"model-0.safetensors: expected \d+ bytes, found the end of"
-    with ShardWriter(out, shards) as writer, pytest.raises(InputError, match=expected):
+    writer = ShardWriter(out, shards)
+    with pytest.raises(InputError, match=expected):
         writer.copy_rest(checkpoint)
 
 
 def test_a_killed_run_is_carried_on(checkpoint: Checkpoint, out: Path) -> None:
     outputs = [OutputTensor("c", "BF16", (4, 8), None) if t.name == "c" else t for t in copies(checkpoint)]
     shards = assign_shards(outputs, 700)
-    with ShardWriter(out, shards) as writer:
-        writer.write("c", torch.full((4, 8), 3.0).bfloat16())
-        writer.write("a", checkpoint.read("a"))
-        writer.sync()
-    with ShardWriter(out, shards, resume_written={"c", "a"}) as writer:
-        steps: list[int] = []
-        writer.copy_rest(checkpoint, steps.append)
-        writer.finish()
+    writer = ShardWriter(out, shards)
+    writer.write("c", torch.full((4, 8), 3.0).bfloat16())
+    writer.write("a", checkpoint.read("a"))
+    writer.sync()
+    writer = ShardWriter(out, shards, resume_written={"c", "a"})
+    steps: list[int] = []
+    writer.copy_rest(checkpoint, steps.append)
+    writer.finish()
     assert sum(steps) == sum(info.nbytes for info in checkpoint.tensors.values() if info.name not in ("a", "c"))
     found = loaded(out)
     assert found["c"].unique().tolist() == [3.0]
@@ -366,8 +371,8 @@ def test_a_killed_run_is_carried_on(checkpoint: Checkpoint, out: Path) -> None:
 
 
 def test_only_the_same_plan_can_be_carried_on(out: Path) -> None:
-    with plan_of_two(out) as writer:
-        writer.write("a", torch.ones(2))
+    writer = plan_of_two(out)
+    writer.write("a", torch.ones(2))
     other = assign_shards([OutputTensor(name, "F32", (2,), None) for name in "ac"], GB)
     with pytest.raises(KvfoldError, match="expected the shard of this plan to resume, found another; start over"):
         ShardWriter(out, other, resume_written={"a"})
@@ -385,13 +390,13 @@ def test_a_disk_that_fills_up(checkpoint: Checkpoint, out: Path, monkeypatch: py
 
     outputs = [tensor for tensor in copies(checkpoint, F32="F16") if tensor.name == name]
     expected = f"{out / 'model.safetensors'}: expected to be able to write it, found: No space left on device"
-    with ShardWriter(out, assign_shards(outputs, GB)) as writer:
-        monkeypatch.setattr("kvfold.convert.checkpoint.file_bytes.os.pwrite", full)
-        value = checkpoint.read(name).to(torch_dtype(outputs[0].dtype))
-        for write in (lambda: writer.copy_rest(checkpoint), lambda: writer.write(name, value)):
-            with pytest.raises(KvfoldError) as caught:
-                write()
-            assert str(caught.value) == expected
+    writer = ShardWriter(out, assign_shards(outputs, GB))
+    monkeypatch.setattr("kvfold.convert.checkpoint.file_bytes.os.pwrite", full)
+    value = checkpoint.read(name).to(torch_dtype(outputs[0].dtype))
+    for write in (lambda: writer.copy_rest(checkpoint), lambda: writer.write(name, value)):
+        with pytest.raises(KvfoldError) as caught:
+            write()
+        assert str(caught.value) == expected
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16"])
@@ -416,8 +421,8 @@ torch.ones(1 << 20).half()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 checkpoint = open_checkpoint({str(folder)!r})
 shards = assign_shards([OutputTensor("w", {dtype!r}, ({elements},), "w")], 10**12)
-with ShardWriter(Path({str(out)!r}), shards) as writer:
-    writer.copy_rest(checkpoint)
+writer = ShardWriter(Path({str(out)!r}), shards)
+writer.copy_rest(checkpoint)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     assert int(run_python("-c", script).stdout) * 1024 < 4 * elements / 2
