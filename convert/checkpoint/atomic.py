@@ -68,6 +68,7 @@ def check_output(
     except (OSError, RuntimeError, ValueError) as error:  # too long a name, links in a circle, a NUL character
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError(f"{out}: expected a path to write to, found: {reason}; choose another OUT") from None
+    # an OUT inside MODEL would become part of what is read; replacing an OUT around MODEL would remove MODEL
     if model is not None and os.path.isdir(model):
         source = Path(model).resolve()
         if target == source:
@@ -116,6 +117,7 @@ def _foreign_content(folder: Path) -> str | None:
     extra = set(extra_names(names))
     known |= {name for name in extra if not _WIDE.fullmatch(name) or _TOKENIZER.fullmatch(name)}
     known |= {name for name in names if _CODE.fullmatch(name)}
+    # names alone tell of nearly every folder; JSON is read only for files that may be the user's
     doubtful = {name for name in names if name in extra or name.endswith(".py")} - known
     if doubtful:
         known |= doubtful & _listed_files(folder)
@@ -154,6 +156,7 @@ def _parents(target: Path) -> Iterator[None]:
     missing = [path for path in target.parents if not path.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        # a new name survives a power cut once the folder that holds it is synced, not before
         for path in missing:
             sync_path(path.parent)
     except OSError as error:
@@ -193,6 +196,7 @@ def output_folder(
         try:
             signals.deliver()
             yield folder
+            # all bytes first: a rename that reached the disk before them would show a whole checkpoint of empty files
             for current, _, files in os.walk(folder, topdown=False):
                 for file in files:
                     sync_path(Path(current, file))
@@ -247,6 +251,7 @@ def _locked(path: Path, target: Path) -> int | None:
     """The open lock file, locked; None if the file system has no locks."""
     while True:
         try:
+            # OUT may lie in a folder that others write to, such as /tmp: no link is followed there
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise _not_writable(target, error) from None

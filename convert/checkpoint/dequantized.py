@@ -71,6 +71,7 @@ def dequantized(weights: Weights, dtype: str, where: str) -> Weights:
             continue
         end = root.start + tensor_bytes(dtype, shape)
         tensors[name] = TensorInfo(name, dtype, shape, root.file, root.start, end, "dequantized")
+    # roots that lack their other tensors are among the problems of stored_weights already
     problems += [
         f"{info.file}: tensor {name!r} is quantized in another way than {key} says, found {info.dtype}"
         for name, info in plain.items()
@@ -83,6 +84,7 @@ def dequantized(weights: Weights, dtype: str, where: str) -> Weights:
         cast = info.dtype in FLOAT_DTYPES and info.dtype != dtype
         end = info.start + tensor_bytes(dtype, info.shape)
         tensors[name] = replace(info, dtype=dtype, end=end, made="cast") if cast else info
+    # a config that still said quantized would make every reader look for scales
     config = {name: value for name, value in weights.config.items() if name not in _KEYS}
     labels = [weight.format.label for weight in stored.values()]
     return Weights(

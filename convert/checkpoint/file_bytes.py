@@ -60,7 +60,7 @@ def write_file(path: Path, content: bytes | str) -> None:
     rest = memoryview(content.encode() if isinstance(content, str) else content)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
-        while rest:
+        while rest:  # a call may write less than it was given, and only the next one tells that the disk is full
             rest = rest[os.write(file, rest) :]
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None

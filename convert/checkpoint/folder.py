@@ -69,6 +69,7 @@ def resolve_member(folder: Path, name: str) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # too long a name, links in a circle, a NUL character
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError(f"{folder}: expected a file {short(name)}, found: {reason}; fetch it again") from None
+    # A checkpoint from elsewhere must not make kvfold read, and copy into its result, other files of this machine.
     blobs = folder.parent.parent / "blobs"
     roots = [folder, *([blobs] if folder.parent.name == "snapshots" and blobs.is_dir() else [])]
     if not any(path.is_relative_to(root) for root in roots):
@@ -116,6 +117,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
         raise InputError(
             f"{folder}: expected a checkpoint with a {CONFIG}, found no {CONFIG}; {_instead_of_config(folder)}"
         )
+    # one byte more than allowed: a file beyond the limit is told without reading all of it
     data = read_bytes(resolve_member(folder, CONFIG), _LARGEST_CONFIG + 1)
     if len(data) > _LARGEST_CONFIG:
         raise InputError(

@@ -28,8 +28,9 @@ class Format:
     ``needs`` and ``takes`` are the ends of the names of tensors that must or may accompany the root, ``drops`` those of
     scales for activations or the cache, which a dense model does not have. ``shape(parts)`` is the dense shape; it
     raises ValueError when the stored shapes do not fit together. ``library``: the module that dequantizes, and the
-    requirement to install it. ``modules(NAME)``: True if the format applies to that module. ``keeps(parts)``: True if
-    stock classes can load the weight as it is stored next to dense ones.
+    requirement to install it. ``targets``: the modules that the format applies to, by name, by an expression
+    ("re:..."), or by class, where "Linear" takes all. ``keeps(parts)``: True if stock classes can load the weight as it
+    is stored next to dense ones.
     """
 
     label: str
@@ -42,12 +43,17 @@ class Format:
     takes: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
     dense: str = ".weight"
-    modules: Callable[[str], bool] = lambda module: True
+    targets: tuple[str, ...] = ("Linear",)
     keeps: Callable[[Parts], bool] = lambda parts: False
 
     def is_root(self, info: TensorInfo) -> bool:
-        fits = info.name.endswith(self.root) and info.dtype in self.dtypes
-        return fits and self.modules(info.name.removesuffix(self.root))
+        if not info.name.endswith(self.root) or info.dtype not in self.dtypes:
+            return False
+        module = info.name.removesuffix(self.root)
+        return any(
+            re.match(target.removeprefix("re:"), module) if target.startswith("re:") else target in (module, "Linear")
+            for target in self.targets
+        )
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,8 @@ def _fp8_shape(scale: str, block: tuple[int, int] | None, parts: Parts) -> Shape
 
 
 def _has_whole_blocks(block: tuple[int, int] | None, parts: Parts) -> bool:
-    """True if no block is cut at the edge: transformers 5.23 takes the size of a block from the number of scales."""
+    """True if no block is cut at the edge."""
+    # transformers 5.23 takes the size of a block from the number of scales, so that it misreads a cut one
     weight = parts[".weight"]
     whole = block is not None and not any(size % side for size, side in zip(weight.shape, block, strict=True))
     return whole and weight.dtype == "F8_E4M3" and ".weight_scale_inv" in parts
@@ -252,18 +259,10 @@ def compressed_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
                 library=("compressed_tensors", "compressed-tensors"),
                 takes=takes,
                 drops=_COMPRESSED_DROPS,
-                modules=partial(_is_target, group.get("targets") or ["Linear"]),
+                targets=tuple(group.get("targets") or ["Linear"]),
             )
         )
     return tuple(formats)
-
-
-def _is_target(targets: list[str], module: str) -> bool:
-    """True if ``targets`` include ``module``: by its name, by an expression ("re:..."), or as a class ("Linear")."""
-    return any(
-        re.match(target.removeprefix("re:"), module) if target.startswith("re:") else target in (module, "Linear")
-        for target in targets
-    )
 
 
 def _compressed_shape(weights: Mapping[str, Any], parts: Parts) -> Shape:

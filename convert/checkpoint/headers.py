@@ -120,6 +120,7 @@ def _check_entries(file: str, entries: dict[str, Any], base: int, size: int) -> 
         start, end = (base + offset for offset in entry["data_offsets"])
         header.tensors.append(TensorInfo(name, entry["dtype"], tuple(entry["shape"]), file, start, end))
     header.tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
+    # an entry that was refused above would look like a gap
     if not header.problems:
         header.problems.extend(_layout_problems(file, header.tensors, base, size))
     return header
@@ -161,12 +162,14 @@ def _layout_problems(file: str, tensors: list[TensorInfo], base: int, size: int)
 
 def _counts(value: Any) -> bool:
     """True if a JSON value is a list of non-negative whole numbers."""
+    # not isinstance: JSON's true would pass for 1
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 def _possible(shape: list[int]) -> bool:
-    """True if a tensor can have this shape. Stops multiplying early: products of huge numbers are slow."""
+    """True if a tensor can have this shape."""
     elements = 1
+    # stops multiplying early: the product of a hostile header's numbers could take minutes
     for size in () if 0 in shape else shape:
         elements *= size
         if elements > _LARGEST:

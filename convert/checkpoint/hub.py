@@ -87,11 +87,10 @@ def remote_files(model: HubModel) -> RemoteFiles:
     downloaded = [name for name in (CONFIG, INDEX, LEGACY_INDEX) if name in names]
     if CONFIG not in names:
         raise InputError(f"{model}: expected a checkpoint with a {CONFIG}, found none among its files")
-
-    def fetch() -> list[str]:
-        return [huggingface_hub.hf_hub_download(model.id, name, revision=info.sha) for name in downloaded]
-
-    paths = _ask(model, fetch)
+    # by commit: config, index and headers stay of one version even if the branch moves on meanwhile
+    paths = _ask(
+        model, lambda: [huggingface_hub.hf_hub_download(model.id, name, revision=info.sha) for name in downloaded]
+    )
     return RemoteFiles(model, info.sha, names, Path(paths[0]).parent)
 
 

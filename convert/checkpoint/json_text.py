@@ -14,10 +14,10 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 def load_json(data: bytes, **options: Any) -> Any:
     """The JSON value in a file's bytes: UTF-8 in which every string is Unicode text too.
 
-    Raises ValueError or RecursionError with the reason. JSON can spell half of a surrogate pair, and Python reads it,
-    but such a string could be neither printed nor written to a file later.
+    Raises ValueError or RecursionError with the reason.
     """
     value = json.loads(data.decode("utf-8"), **options)
+    # JSON can spell half of a surrogate pair, and Python reads it, but it can be neither printed nor written later
     if _SURROGATE.search(data):
         check_unicode(json.dumps(value, ensure_ascii=False))
     return value
@@ -38,7 +38,7 @@ def portable_name(path: Path) -> str:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """``config`` with ``dtype`` under the keys that it has for that (older and newer readers know one each).
+    """``config`` with ``dtype`` under the keys that it has for that.
 
     Configs within the config that state a dtype are changed too. Every other key stays as it was, in its old place.
     """
@@ -47,6 +47,7 @@ def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         for name, value in config.items()
         if isinstance(value, Mapping) and any(key in value for key in _DTYPE_KEYS)
     }
+    # older and newer readers know one key each: both stay where both are
     present = [key for key in _DTYPE_KEYS if key in config] or ["dtype"]
     return {**config, **changed, **dict.fromkeys(present, dtype)}
 

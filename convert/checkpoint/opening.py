@@ -214,6 +214,7 @@ def _open_remote(files: hub.RemoteFiles, entry: str, dtype: str) -> Checkpoint:
     made = dequantized(stored, dtype, str(files.model))
     digests = {folders.CONFIG: digest, **{file: header.digest for file, header in headers.items()}}
     origin = f"{files.model.id}@{files.commit}"
+    # no states: a commit on the hub does not change
     return Checkpoint(folder, made.config, made.tensors, origin, digests, made.reader, {}, made_of=made.made_of)
 
 

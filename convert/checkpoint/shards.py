@@ -70,6 +70,7 @@ def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard
     groups: list[list[OutputTensor]] = []
     used = 0
     for tensor in tensors:
+        # an upper bound: how many digits its offsets have is not known before the shard is full
         cost = tensor.nbytes + len(_entry(tensor, 10**12)) + 2
         if not groups or used + cost > max_bytes:
             groups.append([])
