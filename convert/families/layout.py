@@ -159,6 +159,7 @@ def _write_norm(norm: Norm, module: str, role: Role, head_norm: HeadNorm) -> dic
 def _check_places(model: Model, weights: AttentionWeights) -> None:
     """Raises ``ValueError`` unless ``weights`` have exactly the biases, norms and sinks that the family stores."""
     norm = model.qk_norm is not None
+    # A tensor too many would be dropped by whoever loads the result, one too few would be initialized at random there.
     places = {
         "q_bias": model.has_bias("q"),
         "k_bias": model.has_bias("k"),

@@ -106,6 +106,7 @@ class Model:
 
     def attention_names(self, layer: int, roles: Collection[Role] = ROLES) -> tuple[str, ...]:
         """The tensors of the files that hold ``roles`` of ``layer``, each once."""
+        # a fused projection comes up once for each of its roles
         return tuple(dict.fromkeys(name for role in ROLES if role in roles for name in self.names[role, layer]))
 
     def rope_table(self, layer_type: str | None = None) -> dict[str, Any]:
@@ -160,13 +161,19 @@ class Model:
             for name, tensor in self.tensors.items()
             if name in stored and tuple(stored[name].shape) != tensor.shape
         ]
+        # Published files hold buffers that older classes stored and today's do not read (masks, inverse frequencies).
+        tolerated = [
+            re.escape(item.name).replace(r"\{layer\}", r"\d+")
+            for item in self.family.tolerated
+            if evaluate(item.when, self.values)
+        ]
         # The tensors of a wrapper outside its language model are copied whatever they are.
         extra = [
             f"unexpected: {name} {list(stored[name].shape)}"
             for name in stored
             if name not in self.tensors
             and (self.tower is None or name.startswith(self.tower))
-            and not self._tolerates(name)
+            and not any(re.fullmatch(pattern, name) for pattern in tolerated)
         ]
         return missing + misshaped + extra
 
@@ -179,11 +186,6 @@ class Model:
         if widest > most:
             return f"missing: config.json says {widest} experts, the files hold {count} tensors in all"
         return None
-
-    def _tolerates(self, name: str) -> bool:
-        """True if a tensor called ``name`` may be in the files although the class does not read it."""
-        patterns = (item.name for item in self.family.tolerated if evaluate(item.when, self.values))
-        return any(re.fullmatch(re.escape(pattern).replace(r"\{layer\}", r"\d+"), name) for pattern in patterns)
 
 
 def model_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Model:

@@ -66,18 +66,15 @@ def attention_tensors(values: Values, geometry: Geometry, layer: int) -> Iterato
             yield StoredTensor(f"{module}.{name}.bias", roles, layer, shape[:1])
     if attention.sinks is not None:
         yield StoredTensor(f"{module}.{attention.sinks}", ("q",), layer, (size.heads,))
-    if norm is not None:
-        yield from _norm_tensors(norm, module, geometry, layer)
-
-
-def _norm_tensors(norm: Norm, module: str, geometry: Geometry, layer: int) -> Iterator[StoredTensor]:
-    sides: tuple[tuple[Role, int], ...] = (("q", geometry.heads), ("k", geometry.kv_heads))
+    if norm is None:
+        return
+    sides: tuple[tuple[Role, int], ...] = (("q", size.heads), ("k", size.kv_heads))
     for role, heads in sides:
-        extents = {"head": (heads, geometry.head_dim), "flat": (heads * geometry.head_dim,)}
-        shape: tuple[int, ...] = extents.get(norm.extent, (geometry.head_dim,))
+        extents = {"head": (heads, size.head_dim), "flat": (heads * size.head_dim,)}
+        extent: tuple[int, ...] = extents.get(norm.extent, (size.head_dim,))
         for name in norm_names(norm, role, heads):
             for kind in ("weight", "bias") if norm.bias else ("weight",):
-                yield StoredTensor(f"{module}.{name}.{kind}", (role,), layer, shape)
+                yield StoredTensor(f"{module}.{name}.{kind}", (role,), layer, extent)
 
 
 def has_bias(values: Values, role: Role) -> bool:

@@ -80,13 +80,11 @@ def text_type(config: Mapping[str, Any]) -> str | None:
 
 
 def text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The config of the language model of a wrapper whose files hold tensors ``names``, its class's sizes filled in.
-
-    Wrappers say in different ways whether the head is the embedding; the files show it.
-    """
+    """The config of the language model of a wrapper whose files hold tensors ``names``, its class's sizes filled in."""
     inner = config.get("text_config") or config  # before transformers 5 some wrappers held it flat
     model_type = text_type(config)
     sizes = dict(zip(_SIZES, DEFAULT_SIZES.get(model_type or "", ()), strict=False))
+    # wrappers say in different ways whether the head is the embedding: the files show it
     tied = f"{names_in_files(names).head}weight" not in names
     return {**sizes, **inner, "model_type": model_type, "architectures": None, "tie_word_embeddings": tied}
 
