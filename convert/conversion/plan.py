@@ -19,15 +19,21 @@ from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.schema import Role
 from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.request import ConvertRequest
-from kvfold.convert.targets.engines import Verdict, alternatives, verdicts
+from kvfold.convert.targets.engines import (
+    Result,
+    Verdict,
+    alternatives,
+    folded_result,
+    latent_result,
+    latent_result_of,
+    verdicts,
+)
 from kvfold.convert.targets.kept import keepable, kept_config, kept_tensors
 from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors, query_rank
 from kvfold.convert.targets.mla.layout import latent_layout, latent_reads
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.mla.shapes import padding
-from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout
-from kvfold.convert.targets.own_latent import own_latent_layout
-from kvfold.convert.targets.results import Result, folded_result, latent_result, latent_result_of
+from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout, own_latent_layout
 from kvfold.convert.targets.same_family import (
     ABSORBED,
     POOLED,

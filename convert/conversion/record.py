@@ -14,7 +14,7 @@ from kvfold.convert.conversion.memory import free_bytes, needs_of
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.request import SELF
 from kvfold.convert.sizes import bytes_text
-from kvfold.convert.targets.results import folded_result
+from kvfold.convert.targets.engines import folded_result
 
 _PACKAGES = ("kvfold", "torch", "transformers", "safetensors", "numpy")
 

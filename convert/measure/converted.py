@@ -11,10 +11,9 @@ from kvfold.convert.families.family import load_family, supported
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.values import TYPES
+from kvfold.convert.targets.engines import Result, folded_result, latent_result_of
 from kvfold.convert.targets.mla.config import LatentTarget
-from kvfold.convert.targets.own_code import BLOCK, Shape, grouped_shapes, source_type
-from kvfold.convert.targets.own_latent import LATENT, NORMED, latent_shapes
-from kvfold.convert.targets.results import Result, folded_result, latent_result_of
+from kvfold.convert.targets.own_code import BLOCK, LATENT, NORMED, Shape, grouped_shapes, latent_shapes, source_type
 
 _KEYS = {
     "num_hidden_layers": "size",

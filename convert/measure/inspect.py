@@ -16,11 +16,10 @@ from kvfold.convert.families.schema import ROLES
 from kvfold.convert.measure.converted import converted_model, latent_faults
 from kvfold.convert.measure.target_sizes import CONTEXTS, CacheSize, TargetSize, cache_size, target_sizes
 from kvfold.convert.sizes import bytes_text
-from kvfold.convert.targets.engines import Verdict, verdicts
+from kvfold.convert.targets.engines import Verdict, folded_result, latent_result, verdicts
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.mla.problems import model_problems
 from kvfold.convert.targets.own_code import needs_own_code, source_type
-from kvfold.convert.targets.results import folded_result, latent_result
 from kvfold.convert.targets.same_family import attention_kind, cache_elements
 
 # The least, mean and greatest of the layers.

@@ -7,11 +7,19 @@ from kvfold.convert.checkpoint.headers import DTYPE_BITS
 from kvfold.convert.conversion.plan import possible_kv_heads
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import DEFAULT_LAYOUT
-from kvfold.convert.targets.engines import Verdict, alternatives, latent_options, proposals, verdicts
+from kvfold.convert.targets.engines import (
+    Result,
+    Verdict,
+    alternatives,
+    folded_result,
+    latent_options,
+    latent_result_of,
+    proposals,
+    verdicts,
+)
 from kvfold.convert.targets.mla.config import KERNEL_CACHES, LatentTarget
 from kvfold.convert.targets.mla.problems import latent_problems, model_problems
 from kvfold.convert.targets.own_code import needs_own_code
-from kvfold.convert.targets.results import Result, folded_result, latent_result_of
 from kvfold.convert.targets.same_family import cache_elements
 
 CONTEXTS = {"8k": 8192, "128k": 131072}

@@ -1,28 +1,150 @@
-"""The engines that serve a result, and at which cache size; without torch.
+"""The engines that serve a converted model, and at which cache size; without torch.
 
-This file holds all facts about engines: ``ENGINES`` says in which sources they were read and what was run, and a
-function for each engine (`WAYS`) answers for a `Result`. ``tests/engines`` runs the engines.
+This file holds all facts about engines. A `Result` has the properties of a model that engines look at; ``ENGINES``
+says where the facts were read and what was run; a function for each engine (`WAYS`) answers for a result.
+``tests/engines`` runs the engines.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
+from kvfold.convert.families.rotary import older_rope_keys
 from kvfold.convert.families.wrappers import WRAPPERS
-from kvfold.convert.targets.mla.config import KERNEL_CACHES, KERNEL_HEADS, LatentTarget
+from kvfold.convert.targets.mla.config import (
+    EXPERT_TYPE,
+    KERNEL_CACHES,
+    KERNEL_HEADS,
+    LatentTarget,
+    cached_divisors,
+    changes_no_frequency,
+)
 from kvfold.convert.targets.mla.problems import latent_problems
-from kvfold.convert.targets.results import Result, folded_result, latent_result_of
 
 PROPOSED = ((512, 64), (448, 64), (256, 64))  # splits that MLA kernels take
 
 
+RANKS = (1, 2, 4, 8)  # of tensor parallelism
+
+
+@dataclass(frozen=True)
+class Result:
+    """The properties of a converted model that engines look at.
+
+    ``kind``: ``fold`` is GQA or MQA in the source's class; ``free`` and ``engine`` are the MLA layouts; ``own`` brings
+    its modeling code along; ``biased`` is a DeepSeek model with attention biases or scaled RoPE, which only early
+    versions wrote. A fold has ``kv_heads`` of ``head_dim`` dims; MLA has a ``split`` R, P, ``divisors`` cached with
+    them, and stored ``heads`` of (unrotated, rotary, value) dims. ``family``: the ``model_type`` of a fold, or of the
+    wrapper around a latent model. ``older_rope``: the config has ``rope_theta`` outside ``rope_parameters`` too, as
+    before transformers 5, or does not need it. ``yarn``: plain RoPE is written as YaRN of factor 1. ``experts``: a
+    latent model with experts, a Mistral4. ``kept``: weights outside the attention are FP8 or MXFP4.
+    """
+
+    kind: Literal["fold", "free", "engine", "own", "biased"]
+    layers: int
+    query_heads: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    split: tuple[int, int] = (0, 0)
+    divisors: int = 0
+    heads: tuple[int, int, int] = (0, 0, 0)
+    q_rank: int | None = None
+    family: str = ""
+    older_rope: bool = True
+    vocabulary: int = 0
+    yarn: bool = True
+    experts: bool = False
+    kept: bool = False
+
+    @property
+    def lite(self) -> bool:
+        """True if llama.cpp takes the model for a DeepSeek-V2-Lite, whose queries have no latent."""
+        return self.layers in (26, 27) or (self.layers, self.vocabulary) == (48, 128256)
+
+    def elements(self, ranks: int = 1) -> int:
+        """KV-cache elements per token per layer on each of ``ranks`` tensor-parallel ranks.
+
+        Key/value heads are shared out, one at least to each rank; a latent is whole on every rank.
+        """
+        return sum(self.split) + self.divisors or 2 * -(-self.kv_heads // ranks) * self.head_dim
+
+    def per_rank(self) -> dict[str, int]:
+        """``elements`` for every number of ranks in ``RANKS`` to which the heads can be shared out."""
+        # Fewer key/value heads than ranks are repeated, as long as each rank gets a whole number.
+        possible = [
+            ranks
+            for ranks in RANKS
+            if self.query_heads % ranks == 0 and (self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0)
+        ]
+        return {str(ranks): self.elements(ranks) for ranks in possible}
+
+
+def folded_result(model: Model, kv_heads: int | None = None) -> Result:
+    """The result of folding ``model`` to ``kv_heads`` key/value heads; by default of ``model`` itself."""
+    size, family = model.geometry, model.family.model_type
+    present = size.kv_heads if kv_heads is None else kv_heads
+    if model.family.sizes.kv_heads is None:
+        return Result("own", size.layers, size.heads, present, size.head_dim)
+    older = _older_rope(family, {**model.config, **older_rope_keys(model.config)})
+    return Result("fold", size.layers, size.heads, present, size.head_dim, family=family, older_rope=older)
+
+
+def _older_rope(family: str, config: Mapping[str, Any]) -> bool:
+    """True if readers that look for ``rope_theta`` outside ``rope_parameters`` rotate as transformers does."""
+    table = config.get("rope_parameters")
+    assumed = family in ("llama", "mistral", "deepseek_v3") and table == {"rope_type": "default", "rope_theta": 10000.0}
+    return not table or "rope_theta" in config or assumed
+
+
+def latent_result_of(model: Model, target: LatentTarget) -> Result:
+    """The result of converting ``model`` to ``target``."""
+    wrapper = "" if model.tower is None else model.family.model_type
+    made = target_result(model.geometry, target, experts=model.block.sparse)
+    return replace(made, family=wrapper, divisors=cached_divisors(model, target))
+
+
+def target_result(geometry: Geometry, target: LatentTarget, *, experts: bool = False) -> Result:
+    """The result of any model of this geometry, with ``experts`` or not, as ``target``."""
+    nope, value = target.head_dims(geometry.head_dim)
+    split, heads = (target.kv_rank, target.rope_dim), (nope, target.rope_dim, value)
+    sizes: Any = {"split": split, "heads": heads, "q_rank": target.q_rank, "vocabulary": geometry.vocabulary}
+    kind: Any = "own" if target.layout == "kvfold" else target.layout
+    return Result(kind, geometry.layers, geometry.heads, experts=experts, **sizes)
+
+
+def latent_result(config: Mapping[str, Any]) -> Result:
+    """The result that the ``config.json`` of a latent model, or of a wrapper around one, describes."""
+    if (wrapper := config["model_type"]) in WRAPPERS:
+        return replace(latent_result(config["text_config"]), family=wrapper)
+    nope, rope, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
+    experts, biased = config["model_type"] == EXPERT_TYPE, bool(config.get("attention_bias"))
+    # Early versions wrote layout free as a DeepSeek model, of which engines drop biases and frequencies silently.
+    table = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind: Any = "free" if config["model_type"] == "youtu" or (experts and biased) else "engine"
+    if kind == "engine" and (biased or not changes_no_frequency(table)):
+        kind = "biased"
+    return Result(
+        kind,
+        config["num_hidden_layers"],
+        config["num_attention_heads"],
+        split=(config["kv_lora_rank"], rope),
+        heads=(nope, rope, value),
+        q_rank=config.get("q_lora_rank"),
+        vocabulary=config.get("vocab_size", 0),
+        older_rope=experts or _older_rope(config["model_type"], config),
+        yarn=table.get("rope_type") == "yarn",
+        experts=experts,
+    )
+
+
 @dataclass(frozen=True)
 class Engine:
-    """An engine: the version and the files that the facts are from, and which results were run there.
+    """An engine: the version and files that the facts come from, and the kinds of results that were run there.
 
-    A run compared greedy tokens with those of transformers in float32: ``fold`` is GQA or MQA of a llama (folds of
-    other families count as read), ``free`` and ``engine`` are the layouts of MLA, ``own`` is layout kvfold, and in
-    ``ran_experts`` those of a model with experts. What is in neither was read in the sources only.
+    A run compared greedy tokens with those of transformers in float32. Folds were run for a llama (those of other
+    families count as read); ``ran_experts``: the kinds run for a model with experts. All others were read only.
     """
 
     name: str
@@ -78,10 +200,10 @@ ENGINES = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an engine makes of a result.
+    """An engine's answer for a result.
 
-    ``cache``: elements per token per layer on one device. ``how`` it serves the result, or why it does not; ``instead``
-    are options of ``kvfold convert`` whose result it serves. ``ran``: seen in a run of that version, not only read.
+    ``cache``: elements per token per layer on one device. ``how``: the way it serves the result, or the reason why not;
+    ``instead``: options of ``kvfold convert`` whose result it serves. ``ran``: seen in a run of that version.
     """
 
     engine: str
@@ -93,7 +215,7 @@ class Verdict:
     ran: bool
 
     def to_text(self) -> str:
-        """In a line."""
+        """One line for the summary and the card."""
         if not self.serves:
             return f"{self.engine}: no, {self.how}" + (f"; instead: {self.instead}" if self.instead else "")
         notes = [*([] if self.ran else ["by its sources, not run"]), *([self.how] if self.how else [])]
@@ -101,7 +223,7 @@ class Verdict:
 
 
 def verdicts(result: Result, alternatives: Mapping[str, Result] | None = None) -> list[Verdict]:
-    """Of every engine. ``alternatives``: what the source could become instead, by its options, the best first."""
+    """Every engine's answer. ``alternatives``: other results of the same source by their options, the best first."""
     return [_verdict(engine, result, alternatives or {}) for engine in ENGINES]
 
 
@@ -118,13 +240,13 @@ def _verdict(engine: Engine, result: Result, alternatives: Mapping[str, Result])
 
 
 def proposals(model: Model) -> list[LatentTarget]:
-    """The targets that MLA kernels take and ``model`` can become, layout ``engine`` before ``free``."""
+    """The targets of ``model`` that MLA kernels support, layout ``engine`` before ``free``."""
     targets = [LatentTarget(*split, layout=layout) for layout in ("engine", "free") for split in PROPOSED]
     return [target for target in targets if not latent_problems(model, target)]
 
 
 def alternatives(model: Model, target: LatentTarget | None = None) -> dict[str, Result]:
-    """What ``model`` could become, by its options: ``target`` in layout ``engine``, ``proposals``, a fold."""
+    """Other results of ``model`` by their options: ``target`` in layout ``engine``, `proposals`, a fold."""
     same = [] if target is None else [replace(target, layout="engine")]
     possible = [each for each in same if not latent_problems(model, each, allow_growth=True)]
     results = {latent_options(each): latent_result_of(model, each) for each in [*possible, *proposals(model)]}
@@ -140,7 +262,7 @@ def latent_options(target: LatentTarget) -> str:
 
 @dataclass(frozen=True)
 class Way:
-    """The answer of one engine: how it serves a result, or why not. ``read``: only in its sources, whatever was run."""
+    """How one engine serves a result, or why not. ``read``: from its sources only, although others were run."""
 
     serves: bool
     how: str = ""
@@ -166,8 +288,10 @@ def _vllm(result: Result) -> Way:
         return Way(False, "on CPUs it rotates the queries of DeepSeek models with plain RoPE wrongly: convert again")
     if result.experts and result.kind == "free":
         return Way(False, "it divides by the width of the shared expert, which is 0 (SIGFPE on a CPU)")
+    # Its own classes read DeepSeek models only; others run through transformers' code, with MLA kernels.
     backend = "by its Transformers backend, " if result.experts or result.kind == "free" else ""
-    on_cpu = result.split == (512, 64)  # the only size of the CPU's kernel, which takes heads of any size
+    # The kernel for CPUs takes this one cache size, with heads of any size; those for GPUs are picky about heads.
+    on_cpu = result.split == (512, 64)
     if result.heads in KERNEL_HEADS:
         where = "on CPUs with AMX float32 needs --attention-backend CPU_MLA" if on_cpu else "on GPUs only"
         return Way(True, f"{backend}{where}", read=not on_cpu)
@@ -205,6 +329,7 @@ def _llama_cpp(result: Result) -> Way:
         return Way(False, converter if result.experts else "it refuses attention biases (wrong number of tensors)")
     if result.lite and result.q_rank is not None:
         return Way(False, f"in models of {result.layers} layers it takes queries for ones without a latent")
+    # Its converter looks these keys up without a default, or knows the class by another name.
     edits = [] if result.q_rank is not None or result.lite else ['"q_lora_rank": 0']
     edits += ['"architectures": ["Mistral3ForConditionalGeneration"]'] if result.experts else []
     edit = f"with {' and '.join(edits)} in the copy of config.json that is converted" if edits else ""
@@ -223,25 +348,25 @@ def _mlx_lm(result: Result) -> Way:
 
 
 def _current(way: Callable[[Result], Way]) -> Callable[[Result], Way]:
-    """``way`` for what kvfold writes now; engines drop what a ``biased`` model has beyond theirs, without a word."""
+    """``way`` for results of today; of a ``biased`` model engines drop biases and scaled RoPE silently."""
     dropped = Way(False, "it drops or misreads attention biases and scaled RoPE in a DeepSeek model")
     return lambda result: dropped if result.kind == "biased" else way(result)
 
 
 def _stock(way: Callable[[Result], Way]) -> Callable[[Result], Way]:
-    """``way`` for stock classes: what engines make of code that a checkpoint brings along was not looked at."""
+    """``way`` for stock classes: engines were not tested with code that a checkpoint brings along."""
     unknown = Way(False, "the result brings its own modeling code; whether it runs such code was neither run nor read")
     return lambda result: unknown if result.kind == "own" else way(result)
 
 
 def _plain(way: Callable[[Result], Way]) -> Callable[[Result], Way]:
-    """``way`` for plain language models: what engines make of multimodal wrappers was not looked at."""
+    """``way`` for plain language models: engines were not tested with multimodal wrappers."""
     unknown = Way(False, "how it serves multimodal wrappers was neither run nor read")
     return lambda result: unknown if result.family in WRAPPERS else way(result)
 
 
 def _quantized(way: Callable[[Result], Way], kept: Way) -> Callable[[Result], Way]:
-    """``way``, and ``kept`` in place of a yes where weights beside the attention are quantized."""
+    """``way``, with ``kept`` in place of a yes where weights outside the attention are quantized."""
     return lambda result: kept if result.kept and way(result).serves else way(result)
 
 

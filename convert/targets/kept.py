@@ -1,7 +1,7 @@
-"""Weights that a conversion only copies, as a quantized source holds them; no torch.
+"""Copied weights that stay quantized as in the source (FP8, MXFP4), for ``--keep-quantized``; no torch.
 
-Stock classes read them so beside dense attention: ``modules_to_not_convert`` of the config names what is dense. A
-source's other weights, and what its class stores in another form than the result's, are dequantized as always.
+Stock classes read them together with dense attention: ``modules_to_not_convert`` of the config names the dense modules.
+All other weights, and those that the output class stores in another form, are dequantized.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -13,27 +13,26 @@ from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
 
 _LEFT = "modules_to_not_convert"
-_HEAD = "lm_head"  # named in any case: transformers ties it or not
+_HEAD = "lm_head"  # always named: whether it is a module depends on tying, which transformers decides
 
 
 def kept_tensors(
     tensors: Iterable[OutputTensor], checkpoint: Checkpoint, attention: Collection[str]
 ) -> tuple[OutputTensor, ...]:
-    """``tensors`` with the parts that the files hold in place of every weight that can stay quantized.
+    """``tensors`` with every weight that can stay quantized replaced by its parts in the source's files.
 
-    Not those of the source's ``attention``, converted or not: engines join its projections and want them alike.
+    Weights of the source's ``attention`` are not, converted or not: engines join its projections and need one form.
     """
     return tuple(part for tensor in tensors for part in _parts(tensor, checkpoint, attention))
 
 
 def keepable(tensors: Iterable[OutputTensor], checkpoint: Checkpoint, attention: Collection[str]) -> int:
-    """How many of ``tensors`` can stay as the source holds them."""
+    """The number of ``tensors`` that can stay as the source holds them."""
     return sum(_packed(tensor, checkpoint, attention) is not None for tensor in tensors)
 
 
 def kept_config(config: Mapping[str, Any], tensors: Iterable[OutputTensor], checkpoint: Checkpoint) -> dict[str, Any]:
-    """``config`` of a result that holds ``tensors`` of ``kept_tensors``: quantized as the source, its dense matrices
-    named."""
+    """``config`` with the quantization of the source, for a result with the tensors of `kept_tensors`."""
     assert isinstance(checkpoint.reader, DequantizingReader)
     weights = [tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.name.endswith(".weight")]
     dense = {tensor.name.removesuffix(".weight") for tensor in weights if tensor.kept is None}
@@ -41,7 +40,7 @@ def kept_config(config: Mapping[str, Any], tensors: Iterable[OutputTensor], chec
 
 
 def _packed(tensor: OutputTensor, checkpoint: Checkpoint, attention: Collection[str]) -> StoredWeight | None:
-    """What a copied weight is in the source's files, where a result may hold it so."""
+    """The stored form of a copied weight in the source's files; None if the result cannot hold it so."""
     source, reader = tensor.source, checkpoint.reader
     if not isinstance(source, str) or source in attention or not isinstance(reader, DequantizingReader):
         return None

@@ -1,9 +1,10 @@
 """Layout ``kvfold``: the source's model with other attention modules, whose code the checkpoint brings along.
 
-For what no stock class holds. ``config.json`` is the source's under a model type of its own, with a block ``kvfold``
-that says what the attention is like; the code is ``attention/checkpoints/modeling_kvfold.py``. Its attention has
-queries, keys, values and output in a linear layer each, whatever the source has, and rotates half-split heads by listed
-frequencies.
+For models that no stock class can hold. ``config.json`` is the source's with model type ``kvfold_...`` and a block
+``kvfold`` that describes the attention (`own_config` decides all of it); the code is
+``attention/checkpoints/modeling_kvfold.py``. Its attention has one linear layer each for queries, keys, values and
+output, whatever the source has, and rotates half-split heads by listed frequencies. The variants are grouped attention
+and latent attention, the latter with norms on queries and keys where the source has them.
 """
 
 import re
@@ -17,17 +18,20 @@ from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.values import evaluate
+from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
 from kvfold.convert.targets.same_family import attention_label, cache_elements, stored_dtype
 from kvfold.convert.targets.target import TargetLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvfold.convert.transforms.latent.weights import LatentWeights
     from kvfold.convert.transforms.weights import AttentionWeights
 
 CODE = "kvfold.attention.checkpoints.modeling_kvfold"
 BLOCK = "kvfold"  # the key of config.json that says what the attention is like
 _PREFIX = "kvfold_"  # of model types
+LATENT, NORMED = "latent", "normed_latent"  # variants
 
 Shape = tuple[int, ...]
 
@@ -38,7 +42,7 @@ def needs_own_code(model: Model) -> bool:
 
 
 def source_type(config: Mapping[str, Any]) -> str | None:
-    """The model type that a ``config.json`` of this layout was made from, None for any other config."""
+    """The source's model type from a ``config.json`` of this layout, None for any other config."""
     kind = str(config.get("model_type"))
     return kind.removeprefix(_PREFIX) if kind.startswith(_PREFIX) else None
 
@@ -78,6 +82,45 @@ def own_folded_layout(source: Model, checkpoint: Checkpoint, kv_heads: int, dtyp
     )
 
 
+def own_latent_layout(
+    source: Model, checkpoint: Checkpoint, target: LatentTarget, theta: Sequence[Sequence[float]], dtype: str | None
+) -> TargetLayout:
+    """The checkpoint that caches ``target.kv_rank + target.rope_dim`` elements, rotating by ``theta [layers][P/2]``.
+
+    Norms on queries and keys take ``cached_divisors`` elements more. ``dtype`` as in ``own_folded_layout``.
+    """
+    norm, divisors = source.qk_norm, cached_divisors(source, target)
+    facts: dict[str, Any] = {
+        "variant": LATENT if norm is None else NORMED,
+        "kv_rank": target.kv_rank,
+        "rope_dim": target.rope_dim,
+        "qkv_bias": source.has_bias("q"),
+        "o_bias": True,  # constant values are in it
+    }
+    if norm is not None:
+        # `flat` norms act on all heads at once; the gain of a norm is its weight plus `offset`.
+        eps = float(evaluate(norm.eps, source.values))
+        described = {"kind": norm.kind, "flat": norm.extent == "flat", "eps": eps, "offset": norm.offset}
+        facts |= {"kv_heads": source.geometry.kv_heads, "norm": described}
+
+    def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
+        from kvfold.convert.transforms.latent.variants import rotated  # needs torch
+
+        return _latent_tensors(source, layer, rotated(weights) if target.rotated else weights)
+
+    return own_layout(
+        source,
+        checkpoint,
+        facts,
+        [latent_shapes(source, layer, target.kv_rank, target.rope_dim) for layer in range(source.geometry.layers)],
+        dtype,
+        kind=f"MLA {target.kv_rank}+{target.rope_dim}" + (f"+{divisors}" if divisors else ""),
+        cache_elements=target.kv_rank + target.rope_dim + divisors,
+        encode=encode,
+        layer_facts=[{"frequencies": list(each)} for each in theta],
+    )
+
+
 def own_layout(
     source: Model,
     checkpoint: Checkpoint,
@@ -92,7 +135,7 @@ def own_layout(
 ) -> TargetLayout:
     """The layout for an attention of tensors ``shapes``, by layer and name.
 
-    In config.json ``facts`` describe it, and ``layer_facts`` what may differ from layer to layer.
+    In config.json ``facts`` describe it, and ``layer_facts`` the part that may differ from layer to layer.
     """
     return TargetLayout(
         kind=kind,
@@ -112,11 +155,15 @@ def own_config(
     dtype: str | None,
     layer_facts: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The source's config as one of this layout; ``facts`` describe the attention beside what every variant has."""
+    """``config.json`` of this layout: the source's with other model type and classes, and the block on its attention.
+
+    ``facts`` is the block without what every variant has. Raises ValueError for a family without this layout.
+    """
     family, file = source.family, CODE.rpartition(".")[2]
     if not family.has_own_layout:
-        raise ValueError(f"{family.model_type}: expected a family that has layout kvfold, found one without")
+        raise ValueError(f"{family.model_type}: the family has no layout kvfold")
     classes = family.stock_classes[1]
+    # Auto classes of the source that its config names keep their heads; most checkpoints name one.
     stated = [name for name in checkpoint.config.get("architectures") or () if name in classes.values()]
     changes = {
         "model_type": f"{_PREFIX}{family.model_type}",
@@ -130,7 +177,7 @@ def own_config(
 
 
 def _facts(source: Model, layer_facts: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """The part of the block ``kvfold`` that every variant has; ``layers`` holds what differs between them."""
+    """The part of the block ``kvfold`` that every variant has; ``layers`` holds the values that differ by layer."""
     family, size, values = source.family, source.geometry, source.values
     common = {
         "replaces": family.stock_classes[0],
@@ -145,6 +192,7 @@ def _facts(source: Model, layer_facts: Sequence[Mapping[str, Any]] = ()) -> dict
     ]
     if layer_facts:
         layers = [{**common, **more} for common, more in zip(layers, layer_facts, strict=True)]
+    # Facts that all layers share stand once, so that configs of uniform models stay short.
     shared = {name: value for name, value in layers[0].items() if all(facts[name] == value for facts in layers)}
     differing = [{name: value for name, value in facts.items() if name not in shared} for facts in layers]
     given = {name: value for name, value in shared.items() if value is not None}
@@ -166,6 +214,7 @@ def grouped_shapes(source: Model, layer: int, kv_heads: int) -> dict[str, Shape]
 
 
 def _grouped_tensors(source: Model, layer: int, weights: "AttentionWeights") -> dict[str, "Tensor"]:
+    """The tensors of `grouped_shapes` from the weights of ``layer``."""
     biases = {"q": weights.q_bias, "k": weights.k_bias, "v": weights.v_bias, "o": weights.o_bias}
     parts = {"q": weights.q.flatten(0, 1), "k": weights.k.flatten(0, 1), "v": weights.v.flatten(0, 1)}
     tensors = {}
@@ -175,6 +224,65 @@ def _grouped_tensors(source: Model, layer: int, weights: "AttentionWeights") -> 
         if (bias := biases[role]) is not None:
             tensors[f"{name}.bias"] = bias.flatten().contiguous()
     return tensors
+
+
+def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, Shape]:
+    """The tensors of the attention of ``layer`` with ``rank`` latent channels and ``rope`` rotary dims, by name."""
+    size = source.geometry
+    width, heads, dim = size.model_dim, size.heads, size.head_dim
+    # Kept norms act on whole queries, so their rotary part is a map of the normalized query.
+    queries = heads * dim if source.qk_norm is not None else heads * (dim + rope)
+    shapes: dict[str, Shape] = {
+        "q_proj.weight": (queries, width),
+        "kv_down_proj.weight": (rank + rope, width),
+        "kv_down_proj.bias": (rank + rope,),
+        "k_up_proj.weight": (heads * dim, rank),
+        "v_up_proj.weight": (heads * dim, rank),
+        "o_proj.weight": (width, heads * dim),
+        "o_proj.bias": (width,),
+    }
+    if source.has_bias("q"):
+        shapes["q_proj.bias"] = (queries,)
+    if source.qk_norm is not None:
+        keys = size.kv_heads * dim
+        shapes |= {"q_norm.weight": (heads, dim), "k_proj.weight": (keys, width), "k_up_proj.bias": (heads * dim,)}
+        if rope:
+            shapes["q_rope_proj.weight"] = (heads * rope, dim)
+        if source.has_bias("k"):
+            shapes["k_proj.bias"] = (keys,)
+    return {projection(source, layer, name): shape for name, shape in shapes.items()}
+
+
+def _latent_tensors(source: Model, layer: int, latent: "LatentWeights") -> dict[str, "Tensor"]:
+    """The tensors of `latent_shapes` from the weights of ``layer``."""
+    import torch
+
+    down_bias = latent.down.new_zeros(latent.rank) if latent.down_bias is None else latent.down_bias
+    rope_bias = latent.down.new_zeros(latent.rope_dim) if latent.rope_key_bias is None else latent.rope_key_bias
+    tensors = {
+        "kv_down_proj.weight": torch.cat([latent.down, latent.rope_key]),
+        "kv_down_proj.bias": torch.cat([down_bias, rope_bias]),
+        "k_up_proj.weight": latent.uk.flatten(0, 1),
+        "v_up_proj.weight": latent.uv.flatten(0, 1),
+        "o_proj.weight": latent.o.flatten(1),
+        "o_proj.bias": latent.o.new_zeros(latent.model_dim) if latent.o_bias is None else latent.o_bias,
+    }
+    if (norms := latent.norms) is not None:
+        tensors |= {
+            "q_proj.weight": norms.q.flatten(0, 1),
+            "q_norm.weight": norms.q_norm.weight,
+            "k_proj.weight": norms.k.flatten(0, 1),
+            "k_up_proj.bias": norms.constant.flatten(),
+        }
+        if norms.rope.shape[1]:
+            tensors["q_rope_proj.weight"] = norms.rope.flatten(0, 1)
+        biases = {"q_proj.bias": norms.q_bias, "k_proj.bias": norms.k_bias}
+        tensors |= {name: bias.flatten() for name, bias in biases.items() if bias is not None}
+    else:
+        tensors["q_proj.weight"] = torch.cat([latent.q_nope, latent.q_rope], 1).flatten(0, 1)
+        if latent.q_nope_bias is not None and latent.q_rope_bias is not None:
+            tensors["q_proj.bias"] = torch.cat([latent.q_nope_bias, latent.q_rope_bias], 1).flatten()
+    return {projection(source, layer, name): tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def projection(source: Model, layer: int, name: str) -> str:
@@ -190,6 +298,7 @@ def _output_tensors(
     Buffers of the old attention (causal masks, frequencies) are left out.
     """
     computed = stored_dtype(_computed_dtype(source, checkpoint), dtype)
+    # Modules are replaced whole: what the source keeps in them besides weights has no place in the new ones.
     inner = f"{source.family.attention.module}."
     pattern = re.compile(re.escape(inner).replace(r"\{layer\}", r"(\d+)"))
     stored = {name: layer for layer in range(len(shapes)) for name in source.attention_names(layer)}

@@ -32,6 +32,7 @@ def folded_layout(
     """
     target = Model(source.family, {**source.config, **source.kv_config(kv_heads)}, source.tower)
     changes = source.kv_config(kv_heads)
+    # Only the keys that change are edited: other readers need the older spellings that a round trip would drop.
     # mlx-lm and others read the rotary embedding only in the spelling of before transformers 5.
     changes = (
         changes | older_rope_keys(checkpoint.config) if source.tower is None else edit_text(checkpoint.config, changes)

@@ -149,7 +149,8 @@ def mla_config(
     longest = size.positions if positions is None else positions
     nope, value = target.head_dims(size.head_dim)
     special = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    if target.layout == "free":  # transformers 5.23: loading a Youtu model zeroes the embedding of its pad token
+    if target.layout == "free":
+        # transformers 5.23 zeroes the embedding of the pad token when it loads a Youtu model.
         special["pad_token_id"] = None
     return {
         **(_CLASSES["experts" if block.sparse else target.layout]),
@@ -177,7 +178,7 @@ def mla_config(
         **_expert_config(model, target),
         **_rope(model, target, theta, longest),
         "dtype": dtype,
-        "torch_dtype": dtype,
+        "torch_dtype": dtype,  # the spelling before transformers 5
     }
 
 
@@ -323,6 +324,7 @@ def _longrope(theta: Sequence[float], positions: int) -> dict[str, Any]:
 
 def plain_base(theta: Sequence[float]) -> float | None:
     """``base`` where ``theta_i = base^(-2i/P)`` for all ``P/2`` of them (to float32's precision), else None."""
+    # Plain RoPE starts at one radian per position, whatever its base.
     if not math.isclose(theta[0], 1.0, rel_tol=1e-7):
         return None
     base = 10000.0 if len(theta) == 1 else theta[-1] ** (-len(theta) / (len(theta) - 1))

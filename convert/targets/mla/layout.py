@@ -33,6 +33,7 @@ def latent_layout(
         first = source if isinstance(source, str) else next(iter(source or ()), None)
         return stored_dtype(computed_dtype if first is None else checkpoint.tensors[first].dtype, dtype)
 
+    # A wrapper's files have a prefix before the language model's names, which the stock shapes lack.
     moved = (lambda name: name) if model.tower is None else names_in_files(checkpoint.tensors).wrapped
     shapes = {moved(name): value for name, value in mla_shapes(model, target).items()}
     if model.tower is not None:

@@ -1,6 +1,6 @@
-"""Reasons why a model cannot become a stock MLA checkpoint, from its config alone; without torch.
+"""Reasons why a model cannot become an MLA checkpoint, from its config alone; without torch.
 
-Each is one line: the property of the model, and what would work.
+Each is one line: the property of the model that the layout cannot express, and an option that works.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,7 +111,7 @@ def _tensor_problems(model: Model) -> Iterator[str]:
 
 
 def _expert_problems(model: Model) -> Iterator[str]:
-    """What the class cannot express of a model with experts."""
+    """Properties of the experts that the stock class cannot express."""
     roles = {role for role, _ in model.names}
     if model.block.routing is None:
         yield "routes tokens to experts in another way than by softmax, as the stock MLA class with experts does"
@@ -132,7 +132,7 @@ def _expert_problems(model: Model) -> Iterator[str]:
 
 
 def _attention_problems(model: Model) -> Iterator[str]:
-    """What latent attention of no layout computes."""
+    """Properties of the attention that no layout of latent attention computes."""
     layers = model.layers
     if model.family.attention.sinks is not None:
         yield "has attention sinks that are weights, the stock MLA class has none"
@@ -147,6 +147,7 @@ def _attention_problems(model: Model) -> Iterator[str]:
 
 
 def _stock_attention_problems(model: Model) -> Iterator[str]:
+    """Properties of the attention that layout ``kvfold`` computes and the stock classes do not."""
     layers, longest = model.layers, context(model)
     if narrow := [layer.window for layer in layers if layer.window is not None and layer.window < longest]:
         yield (
@@ -178,6 +179,7 @@ def _rope_type_problems(tables: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _engine_problems(model: Model) -> Iterator[str]:
+    """Properties that loaders of engines drop or misread silently."""
     if model.tower is not None:
         yield f"{model.family.model_type} wraps a language model, and no engine was seen to read a latent one in there"
     if model.has_bias("q"):

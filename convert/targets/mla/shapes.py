@@ -33,7 +33,7 @@ def attention_module(layer: int) -> str:
 
 
 def mla_shapes(model: Model, target: LatentTarget) -> dict[str, tuple[Shape, Source]]:
-    """Every output tensor: its shape, and the source tensors whose bytes it repeats, as an ``OutputTensor`` says."""
+    """The shape of every output tensor, and the source tensors whose bytes it repeats (see ``OutputTensor.source``)."""
     shapes = dict(_outer(model, target))
     for layer in range(model.geometry.layers):
         shapes |= layer_shapes(model, target, layer)
@@ -41,7 +41,7 @@ def mla_shapes(model: Model, target: LatentTarget) -> dict[str, tuple[Shape, Sou
 
 
 def layer_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, tuple[Shape, Source]]:
-    """The tensors of one layer, as ``mla_shapes`` gives them."""
+    """The part of `mla_shapes` that belongs to ``layer``."""
     attention = attention_shapes(model, target, layer)
     experts = expert_shapes(model, layer, target.shared_experts) if model.layers[layer].sparse else ()
     return {name: (shape, None) for name, shape in attention.items()} | dict(_block(model, layer)) | dict(experts)
@@ -87,16 +87,19 @@ def split_gate_up(model: Model, layer: int) -> tuple[str, str, str] | None:
     return None if source is None else (source[0], _name("gate", layer), _name("up", layer))
 
 
-def _outer(model: Model, target: LatentTarget) -> Iterator[tuple[str, tuple[Shape, Source]]]:
+def _outer(model: Model, target: LatentTarget) -> Shapes:
+    """Embedding, final norm and head."""
     (embedding,), (norm,) = model.names["embedding", None], model.names["final_norm", None]
     (head,) = model.names.get(("head", None), (embedding,))
     yield _NAMES["embedding"], (model.tensors[embedding].shape, embedding)
     yield _NAMES["final_norm"], (model.tensors[norm].shape, norm)
+    # A tied head is not stored, except for engines, whose loaders ask for it.
     if head != embedding or target.layout == "engine":
         yield _NAMES["head"], (model.tensors[head].shape, head)
 
 
-def _block(model: Model, layer: int) -> Iterator[tuple[str, tuple[Shape, Source]]]:
+def _block(model: Model, layer: int) -> Shapes:
+    """Norms and MLP of ``layer``; a fused gate and up projection is split, because the stock class has two."""
     fused = split_gate_up(model, layer)
     if fused is not None:
         rows, width = model.tensors[fused[0]].shape
@@ -111,7 +114,7 @@ def _name(role: str, layer: int) -> str:
 
 
 def expert_shapes(model: Model, layer: int, shared: int) -> Shapes:
-    """The tensors of a layer's experts as ``mla_shapes`` gives them, with ``shared`` shared experts of zeros."""
+    """The experts of ``layer``, with ``shared`` shared experts of zeros."""
     mlp, names = f"model.layers.{layer}.mlp", model.names
     (router,), downs = names["router", layer], names["expert_down", layer]
     width, inner = model.tensors[downs[0]].shape

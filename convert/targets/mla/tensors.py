@@ -96,7 +96,7 @@ def _keys_and_values(latent: LatentWeights, target: LatentTarget) -> dict[str, T
     rank = latent.rank + 1
     weight = latent.down.new_full((rank,), norm_weight(rank))
     if target.rotated:
-        weight[-1] = 0
+        weight[-1] = 0  # keeps the constant out of a quantized cache, whose scale it would set
     down_bias = _or_zeros(latent.down_bias, latent.down[:, 0])
     rope_bias = interleave(_or_zeros(latent.rope_key_bias, latent.rope_key[:, 0]), 0)
     return {

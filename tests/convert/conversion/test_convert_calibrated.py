@@ -20,9 +20,8 @@ from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
 from kvfold.convert.methods.registry import Fitted
 from kvfold.convert.progress import Stages
-from kvfold.convert.targets.engines import verdicts
+from kvfold.convert.targets.engines import target_result, verdicts
 from kvfold.convert.targets.mla.config import LatentTarget
-from kvfold.convert.targets.results import target_result
 from kvfold.convert.text.windows import CalibrationTokens
 
 QUICK = {"samples": 16, "seq_len": 128, "quiet": True}

@@ -19,8 +19,7 @@ from kvfold.convert.families.layout import layer_rotary, read_layer, write_layer
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.values import TYPES, Values
 from kvfold.convert.targets.mla.config import LatentTarget
-from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout
-from kvfold.convert.targets.own_latent import own_latent_layout
+from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout, own_latent_layout
 
 FOLDER = Path(schema.__file__).parent
 TINY = {"vocab_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}

@@ -12,7 +12,6 @@ from kvfold.convert.conversion.record import rank_sizes, ranks_text
 from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import model_of
 from kvfold.convert.targets import engines as en
-from kvfold.convert.targets import results as res
 from kvfold.convert.targets.engines import WAYS
 from kvfold.convert.targets.mla.config import LatentTarget, mla_config
 
@@ -37,7 +36,7 @@ def model(config=LLAMA, **changes):
 
 def answers(source, rank, rope, layout, heads=None):
     target = LatentTarget(rank, rope, layout=layout)
-    result = res.target_result(source.geometry, target)
+    result = en.target_result(source.geometry, target)
     result = result if heads is None else replace(result, heads=heads)
     return {verdict.engine: verdict for verdict in en.verdicts(result, en.alternatives(source, target))}
 
@@ -51,12 +50,12 @@ def test_every_engine_is_asked_and_says_where_its_facts_are_from():
 
 
 def test_a_fold_is_served_everywhere_at_its_own_cache():
-    found = en.verdicts(res.folded_result(model(), 2))
+    found = en.verdicts(en.folded_result(model(), 2))
     assert [(verdict.serves, verdict.cache, verdict.instead) for verdict in found] == [(True, 512, None)] * 5
 
 
 def refusals(source, kv_heads):
-    return {each.engine for each in en.verdicts(res.folded_result(source, kv_heads)) if not each.serves}
+    return {each.engine for each in en.verdicts(en.folded_result(source, kv_heads)) if not each.serves}
 
 
 def test_folds_of_families_that_an_engine_reads_in_another_way():
@@ -66,7 +65,7 @@ def test_folds_of_families_that_an_engine_reads_in_another_way():
     assert refusals(model(model_type="olmo"), 4) == {"SGLang", "mlx-lm"}
     for family in ("nemotron", "smollm3"):
         assert refusals(model(model_type=family), 4) == {"SGLang"}
-    assert not any(each.ran for each in en.verdicts(res.folded_result(model(QWEN), 4)))
+    assert not any(each.ran for each in en.verdicts(en.folded_result(model(QWEN), 4)))
 
 
 def test_a_fold_of_a_checkpoint_without_rope_theta_is_written_with_one():
@@ -134,7 +133,7 @@ def test_plain_rope_in_layout_engine_is_no_longer_written_and_misread_by_vllm():
     config = mla_config(model(), target, [10000.0 ** (-i / 32) for i in range(32)], dtype="bfloat16")
     before = {**config, "rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     for each, serves in ((config, True), (before, False)):
-        result = res.latent_result(each)
+        result = en.latent_result(each)
         assert result.kind == "engine"
         assert {verdict.engine: verdict.serves for verdict in en.verdicts(result)}["vLLM"] is serves
 
@@ -145,7 +144,7 @@ def test_a_latent_model_saved_by_transformers_has_no_rope_theta_for_mlx_lm():
         source, LatentTarget(96, 32, layout="engine"), [500000 ** (-i / 16) for i in range(16)], dtype="bfloat16"
     )
     saved = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
-    answers = [{each.engine: each.serves for each in en.verdicts(res.latent_result(each))} for each in (config, saved)]
+    answers = [{each.engine: each.serves for each in en.verdicts(en.latent_result(each))} for each in (config, saved)]
     assert [each["mlx-lm"] for each in answers] == [True, False]
 
 
@@ -155,17 +154,17 @@ def test_llama_cpp_needs_an_edit_where_queries_have_no_latent():
     assert "q_lora_rank" not in answers(model(num_hidden_layers=48), 96, 32, "engine")["llama.cpp"].how
     target = LatentTarget(96, 32, q_rank=64, layout="engine")
     for layers, serves in {26: False, 27: False, 32: True, 48: False}.items():
-        result = res.target_result(model(num_hidden_layers=layers).geometry, target)
+        result = en.target_result(model(num_hidden_layers=layers).geometry, target)
         assert {each.engine: each.serves for each in en.verdicts(result)}["llama.cpp"] is serves
 
 
 def test_a_latent_is_whole_on_every_rank_and_heads_are_shared_out():
-    latent = res.target_result(model().geometry, LatentTarget(512, 64))
-    assert res.folded_result(model()).per_rank() == {"1": 2048, "2": 1024, "4": 512, "8": 256}
+    latent = en.target_result(model().geometry, LatentTarget(512, 64))
+    assert en.folded_result(model()).per_rank() == {"1": 2048, "2": 1024, "4": 512, "8": 256}
     assert latent.per_rank() == {"1": 576, "2": 576, "4": 576, "8": 576}
-    assert res.folded_result(model(), 2).per_rank()["8"] == 256  # a head at least
+    assert en.folded_result(model(), 2).per_rank()["8"] == 256  # a head at least
     odd = model(num_attention_heads=9, num_key_value_heads=3, head_dim=64)
-    assert list(res.folded_result(odd).per_rank()) == ["1"]
+    assert list(en.folded_result(odd).per_rank()) == ["1"]
 
 
 def test_heads_that_divide_among_no_ranks_are_told_in_a_line():
@@ -185,8 +184,8 @@ def test_a_checkpoint_of_the_former_layout_is_refused_by_name(change):
         "qk_nope_head_dim": 128,
         "v_head_dim": 128,
     }
-    assert [verdict.serves for verdict in en.verdicts(res.latent_result(config))] == [True, False, True, True, True]
-    found = en.verdicts(res.latent_result(config | change))
+    assert [verdict.serves for verdict in en.verdicts(en.latent_result(config))] == [True, False, True, True, True]
+    found = en.verdicts(en.latent_result(config | change))
     assert [verdict.serves for verdict in found] == [True, False, False, False, False]
 
 

@@ -16,11 +16,10 @@ from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.families.model import model_of
 from kvfold.convert.stream.stock import AutoModelForCausalLM as CompletedAuto
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.targets.engines import alternatives, verdicts
+from kvfold.convert.targets.engines import alternatives, latent_result, target_result, verdicts
 from kvfold.convert.targets.mla.config import LatentTarget, mla_config
 from kvfold.convert.targets.mla.problems import model_problems
 from kvfold.convert.targets.mla.shapes import mla_shapes
-from kvfold.convert.targets.results import latent_result, target_result
 from kvfold.convert.walk.walk import Student
 
 MIXTRAL = {"sliding_window": None, "num_key_value_heads": 4}
