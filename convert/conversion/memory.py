@@ -18,7 +18,9 @@ from kvfold.convert.training.budget import batch_size, sequences_of
 # (torch's pages that are mapped but shared count); with transformers, a tokenizer and forward passes at 0.9 GB.
 _BASE, _BASE_WITH_TEXT = 480 * 10**6, 10**9
 _FLOAT, _DOUBLE = 4, 8
-_FIT_SQUARES = 12  # E x E matrices in float64 that a fit holds: Gram, its factors and inverses, and their copies
+# E x E matrices in float64 that a fit holds, from weights alone and with statistics: Gram, its factors and inverses,
+# and the moments between all heads. Peaks at a width of 1024, by the same test: 672 MB (svd), 1.43 to 1.52 GB.
+_FIT_SQUARES, _FIT_SQUARES_OF_TEXT = 12, 36
 _LOGITS, _LOGIT = 1 << 23, 16 * 4  # logits compared at once on a CPU; bytes each, measured with SmolLM2-135M: 12 x 4
 _MASTER = 4 + 4 + 8 + 4 + 4  # bytes per trained element: master, gradient, Adam's moments, rounded copies
 _SAVED = 4 + 8 + 4  # bytes per trained element on disk for --resume: master, moments, best weights
@@ -49,7 +51,7 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
     request, shape = plan.request, plan.geometry
     width, latent = shape.model_dim, request.to == "mla"
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * width
-    fit = _DOUBLE * (_FIT_SQUARES * width**2 + 4 * attention)
+    fit = _DOUBLE * ((_FIT_SQUARES_OF_TEXT if request.calibrated else _FIT_SQUARES) * width**2 + 4 * attention)
     if not request.calibrated:
         read = [plan.checkpoint.tensors[name] for name in plan.read_names(0)]
         pooling = sum(info.nbytes + _FLOAT * prod(info.shape) for info in read)

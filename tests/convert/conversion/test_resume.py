@@ -2,6 +2,7 @@
 
 import os
 import signal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from helpers import forked
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.checkpoint import writer
 from kvfold.convert.checkpoint.folder import read_header
-from kvfold.convert.conversion import journal
+from kvfold.convert.conversion import journal, run
 from kvfold.convert.data import demo_folder
 
 OPTIONS = {
@@ -107,16 +108,8 @@ def test_only_an_equal_request_with_resume_goes_on(tmp_path, request_of, monkeyp
     assert not list(tmp_path.iterdir())  # without --resume nothing is left
 
 
-def test_an_error_during_a_resumable_run_keeps_what_was_done(tmp_path, request_of, monkeypatch):
-    from kvfold.convert.conversion import run
-
-    def fail(*arguments):
-        raise RuntimeError("the disk went away")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "_write_side_files", fail)
-        with pytest.raises(RuntimeError, match="went away"):
-            convert_checkpoint(ConvertRequest(**request_of("mqa", resume=True)))
+def test_an_error_during_a_resumable_run_keeps_what_was_done(tmp_path, request_of):
+    fail_at_the_end(request_of("mqa", resume=True))
     assert not (tmp_path / "out").exists()
     assert len(list(tmp_path.glob(".out.kvfold-*"))) == 1
     convert_checkpoint(ConvertRequest(**request_of("mqa", resume=True)))
@@ -124,18 +117,18 @@ def test_an_error_during_a_resumable_run_keeps_what_was_done(tmp_path, request_o
     assert not [name for name in contents(tmp_path / "out") if "journal" in name]
 
 
-@pytest.mark.parametrize("damage", ["bytes", "size"])
-def test_finished_layers_that_were_damaged_are_made_again(tmp_path, request_of, monkeypatch, capsys, damage):
-    from kvfold.convert.conversion import run
-
-    def fail(*arguments):
-        raise RuntimeError("the disk went away")
-
-    options = request_of("mqa", resume=True) | {"refine": 0}
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "_write_side_files", fail)
+def fail_at_the_end(options):
+    """Run ``options`` until all layers are finished, and fail then."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "_write_side_files", Mock(side_effect=RuntimeError("the disk went away")))
         with pytest.raises(RuntimeError, match="went away"):
             convert_checkpoint(ConvertRequest(**options))
+
+
+@pytest.mark.parametrize("damage", ["bytes", "size"])
+def test_finished_layers_that_were_damaged_are_made_again(tmp_path, request_of, capsys, damage):
+    options = request_of("mqa", resume=True) | {"refine": 0}
+    fail_at_the_end(options)
     (left,) = tmp_path.glob(".out.kvfold-*/model.safetensors")
     with left.open("r+b") as file:
         if damage == "size":
