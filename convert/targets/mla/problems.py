@@ -21,7 +21,6 @@ _SHARED = "shared_"  # prefix of the roles of a shared expert's tensors
 _LEAST_EXPERTS = 2  # the router adds up the best two of each group, and there is one group
 _ROLES = _OUTER | _EXPERTS | {"attention_norm", "mlp_norm", "gate", "up", "gate_up", "down"}
 _MLP_BIASES = frozenset({"gate_bias", "up_bias", "gate_up_bias", "down_bias"})
-_UNHELD = "which rotate with the keys but are not divided by the norm: no projection can hold them"
 
 
 def latent_problems(model: Model, target: LatentTarget, *, allow_growth: bool = False) -> list[str]:
@@ -75,7 +74,7 @@ def _own_attention_problems(model: Model) -> Iterator[str]:
     if any(
         table["rope_type"] == "longrope" and table.get("short_factor") != table.get("long_factor") for table in tables
     ):
-        yield f"has frequencies for texts of up to {context(model)} tokens and others for longer ones, expected one set"
+        yield f"has other frequencies for texts longer than {context(model)} tokens, MLA layouts have one set"
 
 
 def context(model: Model) -> int:
@@ -91,7 +90,7 @@ def _block_problems(block: Block) -> Iterator[str]:
         described = "LayerNorm" if block.norm == "layer" else "another kind of RMSNorm"
         yield f"layers use {described}, the stock MLA class has RMSNorm only"
     if block.mlp == "plain":
-        yield "MLPs have no gate, those of the stock MLA class do"
+        yield "MLPs have no gate, the stock MLA class has gated ones"
     if block.order != "pre":
         yield f"norms are placed as {block.order!r}, the stock MLA class has them before attention and MLP"
     scales = {"residual": block.residual_scale, "embedding": block.embedding_scale, "logit": block.logit_scale}
@@ -114,18 +113,18 @@ def _expert_problems(model: Model) -> Iterator[str]:
     """Properties of the experts that the stock class cannot express."""
     roles = {role for role, _ in model.names}
     if model.block.routing is None:
-        yield "routes tokens to experts in another way than by softmax, as the stock MLA class with experts does"
+        yield "does not route tokens to experts by softmax, as the stock MLA class with experts does"
     if any(role.startswith(_SHARED) for role in roles):
         gate = f"{_SHARED}router" in roles
-        how = "weighs its shared expert by a gate of its own" if gate else "has shared experts"
+        how = "weights its shared expert by a gate" if gate else "has shared experts"
         yield f"{how}, the stock MLA class with experts adds them as they are"
     if _EXPERTS - roles:
-        yield "stores its experts in another form than one gate, up and down projection each"
+        yield "does not store its experts as one gate, up and down projection each"
         return
     if mixed := [layer.index for layer in model.layers[dense_layers(model) :] if not layer.sparse]:
         yield (
-            f"has no experts in layer {mixed[0]}, after layers that have some; the stock MLA class has layers without "
-            "experts before all others only"
+            f"has no experts in layer {mixed[0]}, after layers with experts; the stock MLA class has dense layers "
+            "before all others only"
         )
     if any(len(names) < _LEAST_EXPERTS for (role, _), names in model.names.items() if role == "expert_down"):
         yield f"has layers with one expert, the stock MLA class routes to {_LEAST_EXPERTS} at least"
@@ -135,15 +134,15 @@ def _attention_problems(model: Model) -> Iterator[str]:
     """Properties of the attention that no layout of latent attention computes."""
     layers = model.layers
     if model.family.attention.sinks is not None:
-        yield "has attention sinks that are weights, the stock MLA class has none"
+        yield "has attention sinks that are weights, MLA layouts have none"
     if model.qk_norm is not None and model.qk_norm.bias:
-        yield f"has norms on queries and keys with biases of their own, {_UNHELD}"
+        yield "has norms with biases on queries and keys, which no projection can replace"
     if model.qk_norm is not None and model.qk_norm.after_rotary:
-        yield "normalizes queries and keys after their rotary embedding, for which no linear map can stand in"
+        yield "normalizes queries and keys after their rotary embedding, which no linear map can replace"
     if any(layer.clip is not None for layer in layers):
-        yield "clips queries, keys and values, the stock MLA class does not"
+        yield "clips queries, keys and values, MLA layouts do not"
     if any(layer.growth for layer in layers):
-        yield "multiplies queries by a factor that grows with their position, the stock MLA class does not"
+        yield "multiplies queries by a factor that grows with their position, MLA layouts do not"
 
 
 def _stock_attention_problems(model: Model) -> Iterator[str]:
@@ -175,13 +174,13 @@ def _rope_type_problems(tables: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     kinds = dict.fromkeys(table["rope_type"] for table in tables)
     fixed = ", ".join(_FIXED_ROPE)
     for kind in (kind for kind in kinds if kind not in _FIXED_ROPE):
-        yield f"has rope_type {kind!r}, expected one whose frequencies are fixed ({fixed})"
+        yield f"has rope_type {kind!r}, MLA layouts need fixed frequencies ({fixed})"
 
 
 def _engine_problems(model: Model) -> Iterator[str]:
     """Properties that loaders of engines drop or misread silently."""
     if model.tower is not None:
-        yield f"{model.family.model_type} wraps a language model, and no engine was seen to read a latent one in there"
+        yield f"{model.family.model_type} wraps a language model, and no engine is known to read a latent one there"
     if model.has_bias("q"):
         yield f"{model.family.model_type} has biases on queries, keys and values, which engines do not read"
     if model.has_bias("o"):
@@ -197,18 +196,17 @@ def _size_problems(model: Model, target: LatentTarget, allow_growth: bool) -> It
     yield from _rope_size_problems(size, target)
     rank, rope, least = target.kv_rank, target.rope_dim, 1 + target.constant
     if rank < least:
-        yield f"{opt('kv_rank', rank)}: expected at least {least}{', one of them constant' if target.constant else ''}"
+        yield f"{opt('kv_rank', rank)} must be at least {least}{', because one channel is constant' * target.constant}"
     present = cache_elements(size)
     if rank + rope + divisors >= present and not allow_growth:
-        kept, elements = f" ({divisors} of them divisors of norms)" if divisors else "", rank + rope + divisors
+        kept = f" ({divisors} of them divisors of norms)" if divisors else ""
         yield (
-            f"{opt('kv_rank', rank)} {opt('rope_dim', rope)}: {elements} KV-cache elements per token per "
-            f"layer{kept}, the source "
-            f"has {present}; expected fewer ({opt('allow_growth', True)} converts anyway)"
+            f"{opt('kv_rank', rank)} {opt('rope_dim', rope)} caches {rank + rope + divisors} elements per token and "
+            f"layer{kept}, as many as the source's {present} or more; use less, or {opt('allow_growth', True)}"
         )
     full = full_query_rank(size, target)
     if target.q_rank is not None and not least <= target.q_rank <= full:
-        yield f"{opt('q_rank', target.q_rank)}: expected {least} to {full} ({full} is exact)"
+        yield f"{opt('q_rank', target.q_rank)} must be from {least} to {full}; {full} is exact"
 
 
 def _rope_size_problems(size: Geometry, target: LatentTarget) -> Iterator[str]:
@@ -216,11 +214,11 @@ def _rope_size_problems(size: Geometry, target: LatentTarget) -> Iterator[str]:
     most = size.rotary_dims * (1 if engine else size.kv_heads)
     if not most:
         if rope:
-            yield f"{opt('rope_dim', rope)}: the model has no rotary embedding; expected 0"
+            yield f"{opt('rope_dim', rope)} must be 0, because the model has no rotary embedding"
     elif rope < 2:
-        yield f"{opt('rope_dim', rope)}: MLA layouts need 2 at least; expected an even number from 2 to {most}"
+        yield f"{opt('rope_dim', rope)} must be an even number from 2 to {most}"
     elif target.rope_kept(size.rotary_dims) > most:
         heads = "one pair per frequency" if engine else f"{size.kv_heads} key/value heads"
-        yield f"{opt('rope_dim', rope)}: {size.rotary_dims} dims of a head rotate, {heads}; expected at most {most}"
+        yield f"{opt('rope_dim', rope)} must be at most {most}: {size.rotary_dims} dims of a head rotate, {heads}"
     elif rope % 2:
-        yield f"{opt('rope_dim', rope)}: rotary dims come in pairs; expected an even number, such as {rope + 1}"
+        yield f"{opt('rope_dim', rope)} must be even, such as {rope + 1}, because rotary dims come in pairs"

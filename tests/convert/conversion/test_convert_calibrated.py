@@ -277,12 +277,15 @@ def test_layouts_are_compared_after_equally_many_steps(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_rank": 32, "rope_dim": 31}, "rotary dims come in pairs; expected an even number"),
-        ({"kv_rank": 32, "rope_dim": 258}, "expected at most 256"),
-        ({"kv_rank": 256, "rope_dim": 256}, "the source has 512; expected fewer"),
-        ({"kv_rank": 32, "rope_dim": 0}, "need 2 at least"),
-        ({"kv_rank": 32, "rope_dim": 64, "layout": "engine"}, "one pair per frequency; expected at most 32"),
-        ({"kv_rank": 32, "rope_dim": 32, "q_rank": 1000}, "--q-rank 1000: expected 2 to 257"),
+        ({"kv_rank": 32, "rope_dim": 31}, "--rope-dim 31 must be even"),
+        ({"kv_rank": 32, "rope_dim": 258}, "must be at most 256"),
+        ({"kv_rank": 256, "rope_dim": 256}, "as many as the source's 512 or more"),
+        ({"kv_rank": 32, "rope_dim": 0}, "must be an even number from 2"),
+        (
+            {"kv_rank": 32, "rope_dim": 64, "layout": "engine"},
+            "at most 32: .* one pair per frequency",
+        ),
+        ({"kv_rank": 32, "rope_dim": 32, "q_rank": 1000}, "--q-rank 1000 must be from 2 to 257"),
     ],
 )
 def test_latent_sizes_that_cannot_be(tmp_path, options, message):

@@ -98,7 +98,7 @@ def test_the_latent_class_expresses_no_other_family():
 def test_queries_that_grow_with_their_position_are_no_latent_queries():
     config = json.loads(tiny_config("ministral3", {"sliding_window": None}).to_json_string(use_diff=False))
     assert latent_problems(model_of(config), LatentTarget(8, 4)) == [
-        "--to mla: ministral3 multiplies queries by a factor that grows with their position, the stock MLA class does "
+        "--to mla: ministral3 multiplies queries by a factor that grows with their position, MLA layouts do "
         "not; --to gqa works"
     ]
 

@@ -169,7 +169,7 @@ def test_a_latent_wrapper_decodes_absorbed(tmp_path):
 
 
 def test_layout_engine_is_refused_in_a_wrapper(wrapper, tmp_path):
-    with pytest.raises(InputError, match="--layout engine: llava wraps a language model, and no engine was seen"):
+    with pytest.raises(InputError, match="--layout engine: llava wraps a language model, and no engine is known"):
         convert(wrapper("llava"), tmp_path / "out", **{**LATENT, "method": "principal", "layout": "engine"})
 
 

@@ -184,32 +184,16 @@ def test_shapes_and_routing_are_those_of_the_stock_class(name, changes, layout):
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "text"),
+    ("name", "changes"),
     [
-        (
-            "qwen2_moe",
-            {},
-            "--to mla: qwen2_moe weighs its shared expert by a gate of its own, the stock MLA class with experts adds "
-            "them as they are; --layout kvfold works",
-        ),
-        (
-            "qwen3_moe",
-            {"mlp_only_layers": [1]},
-            "--to mla: qwen3_moe has no experts in layer 1, after layers that have some; the stock MLA class has "
-            "layers without experts before all others only; --layout kvfold works",
-        ),
-        (
-            "mixtral",
-            {"num_local_experts": 1, "num_experts": 1},
-            "--to mla: mixtral has layers with one expert, the stock MLA class routes to 2 at least; --layout kvfold "
-            "works",
-        ),
+        ("qwen2_moe", {}),
+        ("qwen3_moe", {"mlp_only_layers": [1]}),
+        ("mixtral", {"num_local_experts": 1, "num_experts": 1}),
     ],
 )
-def test_experts_that_the_stock_class_cannot_hold(name, changes, text):
-    problems = model_problems(model_of(config_of(name, **changes)))
-    assert text in problems
-    assert not any("tensors that the stock MLA class lacks" in problem for problem in problems)
+def test_experts_that_the_stock_class_cannot_hold(name, changes, told):
+    (problem,) = (each for each in model_problems(model_of(config_of(name, **changes))) if "expert" in each)
+    told(problem)
 
 
 def test_a_mixtral_can_become_mla():

@@ -360,7 +360,7 @@ def test_a_budget_holds_the_divisors_of_norms(name, divisors, tiny_family):
     size = model.geometry
     present = 2 * size.kv_heads * size.head_dim
     request = replace(request, budget=None, kv_rank=present - divisors - 8, rope_dim=8)
-    with pytest.raises(InputError, match=f"rope-dim 8: {present} KV-cache elements per token per layer"):
+    with pytest.raises(InputError, match=f"rope-dim 8 caches {present} elements per token"):
         latent_targets(request, model)
 
 
@@ -390,7 +390,7 @@ def demo_tokens(folder: Path) -> torch.Tensor:
 def test_a_model_without_rotary_embedding_has_no_rotary_key(tiny_family, tmp_path):
     with pytest.raises(InputError) as caught:
         convert(tiny_family("gpt2"), tmp_path / "out", to="mla", method="svd", kv_rank=12, rope_dim=4)
-    assert str(caught.value) == "--rope-dim 4: the model has no rotary embedding; expected 0"
+    assert str(caught.value) == "--rope-dim 4 must be 0, because the model has no rotary embedding"
 
 
 def test_other_layouts_name_this_one(tiny_family, tmp_path):
