@@ -11,6 +11,7 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.layout import layer_rotary, read_layer
 from kvfold.convert.families.model import Model
+from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary
 from kvfold.convert.walk.statistics import ReadHeads, SourceHeads
 
@@ -52,7 +53,7 @@ def fold_rotary(plan: Plan, layer: int) -> Rotary:
     except InputError:
         model = plan.model
         kind = model.layers[layer].type
-        table = {**model.rope_table(kind), "rope_type": "default"}
+        table = {**rope_table(model.values, kind), "rope_type": "default"}
         tables = {kind: table} if kind in (model.family.rotary.by_type or {}) else table
         plain = Model(model.family, {**model.config, "rope_scaling": None, "rope_parameters": tables})
         return layer_rotary(plain, layer)

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,14 +41,30 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
     Raises ``InputError`` when it is not supported.
     """
-    model_type = config.get("model_type")
-    if (inner := text_type(config)) is not None:
-        return _wrapped_family(str(model_type), inner, config)
-    if model_type not in supported():
+    model_type, inner, stated = config.get("model_type"), text_type(config), config.get("architectures")
+    if inner is None and model_type not in supported():
         raise InputError(f"config.json: model_type {model_type!r} is {_unsupported(config)}")
-    family = load_family(model_type)
-    _check_architecture(family, config.get("architectures"))
-    _check_required(family, config)
+    if inner is not None and inner not in (*supported(), *INNER):
+        raise InputError(
+            f"config.json: model_type {model_type!r} wraps a language model of model_type {inner!r}, which is not "
+            f"among the supported causal language models ({_LISTED})"
+        )
+    family = load_family(inner or str(model_type))
+    if stated is not None and not TYPES["texts"][1](stated):
+        raise InputError(f"config.json: architectures must be {TYPES['texts'][0]}, found {stated!r}")
+    known = (family.architecture, *family.also) if inner is None else (WRAPPERS[str(model_type)].architecture,)
+    # Published files spell the names of classes with other capitals at times.
+    if stated and not {name.casefold() for name in known} & {name.casefold() for name in stated}:
+        raise InputError(
+            f"config.json: architectures is {stated!r}; model_type {model_type!r} is supported as {known[0]}, "
+            "without other heads"
+        )
+    text = config if inner is None else config.get("text_config") or config
+    for key, needed in family.requires.items():
+        if text.get(key) not in (None, needed):
+            raise InputError(
+                f"config.json: {key} is {text[key]!r}; model_type {family.model_type!r} is supported with {needed!r}"
+            )
     return family
 
 
@@ -62,43 +77,9 @@ def _unsupported(config: Mapping[str, Any]) -> str:
         return f"no causal language model (is_encoder_decoder is true); {_ONLY}"
     if towers := sorted(key for key in config if _TOWERS.search(key) and config[key] is not None):
         return (
-            f"not among the supported wrappers of a language model ({', '.join(towers)}); expected one of: "
+            f"not among the supported wrappers of a language model ({', '.join(towers)}); supported are "
             f"{', '.join(WRAPPERS)} ({_LISTED})"
         )
     if TYPES["texts"][1](heads) and heads and not any(_CAUSAL.search(head) for head in heads):
         return f"no causal language model (architectures is {heads}); {_ONLY}"
     return f"not among the supported causal language models ({_LISTED})"
-
-
-def _check_required(family: Family, config: Mapping[str, Any]) -> None:
-    for key, expected in family.requires.items():
-        if config.get(key) not in (None, expected):
-            raise InputError(
-                f"config.json: {key} is {config[key]!r}; model_type {family.model_type!r} is supported with "
-                f"{expected!r}"
-            )
-
-
-def _wrapped_family(model_type: str, inner: str, config: Mapping[str, Any]) -> Family:
-    if inner not in (*supported(), *INNER):
-        raise InputError(
-            f"config.json: model_type {model_type!r} wraps a language model of model_type {inner!r}, which is not "
-            f"among the supported causal language models ({_LISTED})"
-        )
-    family = load_family(inner)
-    architecture = WRAPPERS[model_type].architecture
-    _check_architecture(replace(family, model_type=model_type, architecture=architecture), config.get("architectures"))
-    _check_required(family, config.get("text_config") or config)
-    return family
-
-
-def _check_architecture(family: Family, architectures: Any) -> None:
-    if architectures is not None and not TYPES["texts"][1](architectures):
-        raise InputError(f"config.json: architectures must be {TYPES['texts'][0]}, found {architectures!r}")
-    # Published files spell the names of classes with other capitals at times.
-    known = {name.casefold() for name in (family.architecture, *family.also)}
-    if architectures and not known & {item.casefold() for item in architectures}:
-        raise InputError(
-            f"config.json: architectures is {architectures!r}; for model_type {family.model_type!r} "
-            f"{family.architecture} was expected: other heads are not supported"
-        )

@@ -1,11 +1,11 @@
 """The sizes of a model, the attention of each layer, and the block around the attention, from a config's values."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.rotary import query_growth, rotary_dims
+from kvfold.convert.families.rotary import checked_number, rope_table, rotary_dims
 from kvfold.convert.families.values import Values, evaluate, is_number
 
 
@@ -93,9 +93,7 @@ def geometry_of(values: Values) -> Geometry:
         kv_heads = int(evaluate(sizes.own_kv_heads, values))
     if heads % kv_heads:
         name = sizes.kv_heads or "key/value heads"
-        raise InputError(
-            f"config.json: {name} is {kv_heads}, which does not divide the {heads} query heads; a divisor was expected"
-        )
+        raise InputError(f"config.json: {name} is {kv_heads} and must divide the {heads} query heads")
     return Geometry(
         layers=evaluate(sizes.layers, values),
         heads=heads,
@@ -111,9 +109,9 @@ def geometry_of(values: Values) -> Geometry:
 
 def layer_values(values: Values, index: int) -> Values:
     """``values`` with the names ``layer``, ``layer_type`` and ``sparse`` (experts instead of one MLP) of a layer."""
-    family, values = values.family, values.with_names(layer=index)
+    family = values.family
     try:
-        layer_type = evaluate(family.attention.layer_type, values)
+        layer_type = evaluate(family.attention.layer_type, replace(values, names={"layer": index}))
     except TypeError as error:  # a pattern in words, which the class itself cannot read without layer_types
         raise InputError(f"config.json: layer_types is missing, and the pattern that stands for it: {error}") from None
     if layer_type not in (None, "full_attention", "sliding_attention"):
@@ -121,11 +119,13 @@ def layer_values(values: Values, index: int) -> Values:
             f"config.json: layer {index} is {layer_type!r}; model_type {family.model_type!r} is supported with "
             "'full_attention' and 'sliding_attention'"
         )
-    return values.with_names(layer_type=layer_type, sparse=bool(evaluate(family.block.sparse, values)))
+    scope = replace(values, names={"layer": index, "layer_type": layer_type})
+    return replace(values, names={**scope.names, "sparse": bool(evaluate(family.block.sparse, scope))})
 
 
-def layer_of(values: Values) -> Layer:
-    """The attention of a layer, from its ``layer_values``. Raises ``InputError`` when its scale is not above 0."""
+def layer_of(values: Values, index: int) -> Layer:
+    """The attention of a layer. Raises ``InputError`` when its scale is not above 0."""
+    values = layer_values(values, index)
     family, attention = values.family, values.family.attention
     # query_pre_attn_scalar 0 divides by zero, a negative one gives a complex number: both are told as a bad scale.
     try:
@@ -134,8 +134,10 @@ def layer_of(values: Values) -> Layer:
         scale = math.inf
     if not is_number(scale) or scale <= 0:
         raise InputError(f"config.json: the scale of scores, {attention.scale}, must be above 0, found {scale!r}")
+    growth = family.rotary.query_growth
+    table = {} if growth is None else rope_table(values, values["layer_type"])
     return Layer(
-        index=values["layer"],
+        index=index,
         type=values["layer_type"],
         scale=float(scale),
         window=evaluate(attention.window, values),
@@ -144,7 +146,7 @@ def layer_of(values: Values) -> Layer:
         clip=evaluate(attention.clip, values),
         alibi=bool(evaluate(attention.alibi, values)),
         sparse=values["sparse"],
-        growth=query_growth(values, values["layer_type"]),
+        growth=checked_number(table, growth) if growth and table.get(growth) else 0.0,
     )
 
 

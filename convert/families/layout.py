@@ -6,6 +6,7 @@ stored dtype; reading and writing only move elements, so ``write_layer(read_laye
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch import Tensor
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import Context
 from kvfold.convert.families.schema import ROLES, Norm, Role
-from kvfold.convert.families.tensors import norm_names
 from kvfold.convert.families.values import evaluate
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, Rotary
 
@@ -33,10 +33,10 @@ def read_layer(model: Model, layer: int, read: Read) -> AttentionWeights:
     q, k, v = _read_qkv(model, module, "weight", read)
     o = _turned(model, read(f"{module}.{attention.o}.weight"))
     weights = AttentionWeights(q, k, v, o.reshape(geometry.model_dim, geometry.heads, geometry.head_dim))
-    if model.has_bias("q"):
+    if "q" in model.biased:
         q_bias, k_bias, v_bias = _read_qkv(model, module, "bias", read)
         weights = replace(weights, q_bias=q_bias, k_bias=k_bias, v_bias=v_bias)
-    if model.has_bias("o"):
+    if "o" in model.biased:
         weights = replace(weights, o_bias=read(f"{module}.{attention.o}.bias"))
     if attention.sinks is not None:
         weights = replace(weights, sinks=read(f"{module}.{attention.sinks}"))
@@ -45,7 +45,7 @@ def read_layer(model: Model, layer: int, read: Read) -> AttentionWeights:
         q_norm = _read_norm(norm, module, "q", (geometry.heads, geometry.head_dim), eps, read)
         k_norm = _read_norm(norm, module, "k", (geometry.kv_heads, geometry.head_dim), eps, read)
         weights = replace(weights, q_norm=q_norm, k_norm=k_norm)
-    return _rotary_order(model, weights, lambda dims: [*range(0, dims, 2), *range(1, dims, 2)])
+    return _rotary_order(model, weights, (-1, 2))
 
 
 def write_layer(
@@ -60,11 +60,7 @@ def write_layer(
     _check_places(model, weights)
     attention, norm = model.family.attention, model.qk_norm
     module = attention.place(layer)
-
-    def interleaved(dims: int) -> list[int]:
-        return [index for pair in zip(range(dims // 2), range(dims // 2, dims), strict=True) for index in pair]
-
-    stored = _rotary_order(model, weights, interleaved)
+    stored = _rotary_order(model, weights, (2, -1))
     tensors = _join_qkv(model, module, "weight", (stored.q, stored.k, stored.v), roles)
     if stored.q_bias is not None and stored.k_bias is not None and stored.v_bias is not None:
         tensors |= _join_qkv(model, module, "bias", (stored.q_bias, stored.k_bias, stored.v_bias), roles)
@@ -74,11 +70,10 @@ def write_layer(
             tensors[f"{module}.{attention.o}.bias"] = stored.o_bias
     if "q" in roles and stored.sinks is not None:
         tensors[f"{module}.{attention.sinks}"] = stored.sinks
-    if norm is not None:
-        if "q" in roles and stored.q_norm is not None:
-            tensors |= _write_norm(norm, module, "q", stored.q_norm)
-        if "k" in roles and stored.k_norm is not None:
-            tensors |= _write_norm(norm, module, "k", stored.k_norm)
+    norms: dict[Role, HeadNorm | None] = {"q": stored.q_norm, "k": stored.k_norm}
+    for role, head_norm in norms.items():
+        if norm is not None and head_norm is not None and role in roles:
+            tensors |= _write_norm(norm, module, role, head_norm)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
@@ -125,7 +120,7 @@ def _turned(model: Model, tensor: Tensor) -> Tensor:
 
 def _read_norm(norm: Norm, module: str, role: Role, shape: tuple[int, int], eps: float, read: Read) -> HeadNorm:
     def rows(kind: str) -> Tensor:
-        stored = torch.cat([read(f"{module}.{name}.{kind}").flatten() for name in norm_names(norm, role, shape[0])])
+        stored = torch.cat([read(f"{module}.{name}.{kind}").flatten() for name in norm.modules(role, shape[0])])
         return stored.repeat(shape[0], 1) if norm.extent == "shared" else stored.reshape(shape)
 
     return HeadNorm(
@@ -151,52 +146,39 @@ def _write_norm(norm: Norm, module: str, role: Role, head_norm: HeadNorm) -> dic
                 f"{module}: the {role} norm is stored once for all heads, but its rows differ between heads"
             )
         parts = {"shared": (rows[0],), "flat": (rows.flatten(),), "head": (rows,), "per_head": tuple(rows)}
-        for name, part in zip(norm_names(norm, role, rows.shape[0]), parts[norm.extent], strict=True):
+        for name, part in zip(norm.modules(role, len(rows)), parts[norm.extent], strict=True):
             tensors[f"{module}.{name}.{kind}"] = part
     return tensors
 
 
 def _check_places(model: Model, weights: AttentionWeights) -> None:
     """Raises ``ValueError`` unless ``weights`` have exactly the biases, norms and sinks that the family stores."""
-    norm = model.qk_norm is not None
     # A tensor too many would be dropped by whoever loads the result, one too few would be initialized at random there.
-    places = {
-        "q_bias": model.has_bias("q"),
-        "k_bias": model.has_bias("k"),
-        "v_bias": model.has_bias("v"),
-        "o_bias": model.has_bias("o"),
-        "q_norm": norm,
-        "k_norm": norm,
-        "sinks": model.family.attention.sinks is not None,
-    }
+    places = {f"{role}_bias": role in model.biased for role in ROLES}
+    places |= dict.fromkeys(("q_norm", "k_norm"), model.qk_norm is not None)
+    places["sinks"] = model.family.attention.sinks is not None
     for name, place in places.items():
         if (getattr(weights, name) is not None) != place:
-            verb, number = ("needs", "none") if place else ("has no place for", "one")
-            raise ValueError(f"model_type {model.family.model_type!r} with this config {verb} {name}, found {number}")
+            rule = "needs" if place else "has no place for"
+            raise ValueError(f"model_type {model.family.model_type!r} with this config {rule} {name}")
 
 
-def _rotary_order(model: Model, weights: AttentionWeights, order: Callable[[int], list[int]]) -> AttentionWeights:
-    """Rows of q and k in another order of rotary dims; as they are where the family stores them half-split."""
+def _rotary_order(model: Model, weights: AttentionWeights, pairs: tuple[int, int]) -> AttentionWeights:
+    """Rows of q and k in another order of rotary dims; as they are where the family stores them half-split.
+
+    ``pairs`` is the shape of the present dims: interleaved ones are a list of pairs, half-split ones a pair of lists.
+    """
     if model.family.rotary.style == "half":
         return weights
-    geometry = model.geometry
+    dims = model.geometry.rotary_dims
     # Dims behind the rotary ones (partial rotation) stay where they are.
-    index = torch.tensor([*order(geometry.rotary_dims), *range(geometry.rotary_dims, geometry.head_dim)])
+    index = torch.cat([torch.arange(dims).view(pairs).T.flatten(), torch.arange(dims, model.geometry.head_dim)])
 
     def moved(rows: Tensor) -> Tensor:
         return rows.index_select(1, index.to(rows.device))
 
-    def moved_norm(norm: HeadNorm | None) -> HeadNorm | None:
-        if norm is None:
-            return None
-        return replace(norm, weight=moved(norm.weight), bias=None if norm.bias is None else moved(norm.bias))
-
-    return replace(
-        weights,
-        q=moved(weights.q),
-        k=moved(weights.k),
-        q_bias=None if weights.q_bias is None else moved(weights.q_bias),
-        k_bias=None if weights.k_bias is None else moved(weights.k_bias),
-        q_norm=moved_norm(weights.q_norm),
-        k_norm=moved_norm(weights.k_norm),
-    )
+    changed: dict[str, Any] = {}
+    for name in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm"):
+        if (rows := getattr(weights, name)) is not None:
+            changed[name] = rows.map(moved) if isinstance(rows, HeadNorm) else moved(rows)
+    return replace(weights, **changed)

@@ -1,30 +1,20 @@
-"""A model as data: a family and a config bound together.
+"""A model as data: a family and a config bound together, and the tensors that its checkpoints hold.
 
 Nothing here imports torch or transformers: ``kvfold inspect`` answers from headers and a config in under a second.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from kvfold.convert.errors import InputError
-from kvfold.convert.families import rotary
 from kvfold.convert.families.family import family_of
-from kvfold.convert.families.geometry import Block, Geometry, Layer, block_of, geometry_of, layer_of, layer_values
-from kvfold.convert.families.schema import ABSENT, ROLES, BlockRole, Family, Norm, Role
-from kvfold.convert.families.tensors import (
-    StoredTensor,
-    active_norm,
-    attention_tensors,
-    block_tensors,
-    experts,
-    has_bias,
-    present,
-)
-from kvfold.convert.families.values import Values, evaluate, nested
-from kvfold.convert.families.wrappers import names_in_files, text_config, text_type, wrapped_family
+from kvfold.convert.families.geometry import Block, Layer, block_of, geometry_of, layer_of, layer_values
+from kvfold.convert.families.rotary import Context, Frequencies, frequencies, rope_table
+from kvfold.convert.families.schema import ABSENT, ROLES, BlockRole, Family, Role, TensorSpec
+from kvfold.convert.families.values import Values, evaluate
+from kvfold.convert.families.wrappers import WRAPPERS, names_in_files, text_config, text_type
 
 # Layers or experts that are listed one by one whatever the files hold. A config with a billion of them would otherwise
 # take memory until the system ends the process, before anybody hears that config and files do not belong together.
@@ -36,46 +26,63 @@ class HasShape(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-@dataclass(frozen=True, eq=False)
-class Model:
-    """A decoded config.json read by the rules of its family. Every property is computed once, on first use.
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the files. ``layer`` is None for those of the whole model.
 
-    Of a multimodal wrapper it is the language model: ``config`` is the inner one, and the names of all tensors of the
-    language model but its head begin with ``tower``, which is None for plain models.
-
-    Each property may raise ``InputError`` naming the config key that is missing or wrong.
+    In the attention ``roles`` says which of q, k, v and o the tensor is a weight, bias or norm of: a fused projection
+    has three, sinks belong to the queries. Outside it has the one role of the family file.
     """
 
-    family: Family
-    config: Mapping[str, Any]
-    tower: str | None = None
+    name: str
+    roles: tuple[Role | BlockRole, ...]
+    layer: int | None
+    shape: tuple[int, ...]
 
-    @cached_property
-    def values(self) -> Values:
-        """The config's values by the names of the family file, defaults of the class filled in, checked when read."""
-        return Values(self.family, self.config)
 
-    @cached_property
-    def geometry(self) -> Geometry:
-        """Sizes of the model. Raises ``InputError`` when the heads do not divide as attention needs."""
-        return geometry_of(self.values)
+class Model:
+    """A decoded config.json read by the rules of its family.
 
+    Of a multimodal wrapper it is the language model: ``config`` is the inner one, and the names of all tensors of the
+    language model but its head begin with ``tower``, which is None for plain models. ``values`` are the config's by the
+    names of the family file; ``biased`` lists the projections that have a bias; ``qk_norm`` is the norm on queries and
+    keys, None without one.
+
+    Making one, and every property, may raise ``InputError`` naming the config key that is missing or wrong.
+    """
+
+    def __init__(self, family: Family, config: Mapping[str, Any], tower: str | None = None) -> None:
+        self.family, self.config, self.tower = family, config, tower
+        self.values = Values(family, config)
+        self.geometry = geometry_of(self.values)
+        attention, norm = family.attention, family.attention.norm
+        biases = {"q": attention.qkv_bias, "k": attention.qkv_bias, "v": attention.qkv_bias, "o": attention.o_bias}
+        self.biased = tuple(role for role in ROLES if evaluate(biases[role], self.values))
+        self.qk_norm = norm if norm is not None and evaluate(norm.when, self.values) else None
+
+    # The properties below list layers or tensors, of which a wrong config may have billions: they are made when used.
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """The attention of each layer."""
-        return tuple(layer_of(values) for values in self._layer_values)
+        return tuple(layer_of(self.values, index) for index in range(self.geometry.layers))
 
     @cached_property
     def block(self) -> Block:
         """The block around the attention."""
-        return block_of(self.values, sparse=any(values["sparse"] for values in self._layer_values))
+        return block_of(self.values, sparse=any(layer.sparse for layer in self.layers))
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """Every tensor that a checkpoint of this config holds, by its name in the files."""
-        listed = [*block_tensors(self.values, self._layer_values)]
-        for layer in range(self.geometry.layers):
-            listed += attention_tensors(self.values, self.geometry, layer)
+        listed: list[StoredTensor] = []
+        for role, spec, scope, experts in self._rows():
+            shape = tuple(int(evaluate(size, scope)) for size in spec.shape)
+            layer = scope["layer"] if "{layer}" in spec.name else None
+            for expert in range(experts):
+                name = spec.name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+                listed.append(StoredTensor(name, (role,), layer, shape))
+        for index in range(self.geometry.layers):
+            listed += self._attention_tensors(index)
         return {tensor.name: tensor for tensor in listed}
 
     @cached_property
@@ -91,70 +98,50 @@ class Model:
                 names.setdefault((role, tensor.layer), []).append(tensor.name)
         return {key: tuple(same) for key, same in names.items()}
 
-    @cached_property
-    def qk_norm(self) -> Norm | None:
-        """The norm on queries and keys, None without one."""
-        return active_norm(self.values)
-
-    @cached_property
-    def _layer_values(self) -> tuple[Values, ...]:
-        return tuple(layer_values(self.values, index) for index in range(self.geometry.layers))
-
-    def has_bias(self, role: Role) -> bool:
-        """True if the projection ``role`` has a bias."""
-        return has_bias(self.values, role)
-
     def attention_names(self, layer: int, roles: Collection[Role] = ROLES) -> tuple[str, ...]:
         """The tensors of the files that hold ``roles`` of ``layer``, each once."""
         # a fused projection comes up once for each of its roles
         return tuple(dict.fromkeys(name for role in ROLES if role in roles for name in self.names[role, layer]))
 
-    def rope_table(self, layer_type: str | None = None) -> dict[str, Any]:
-        """The rope parameters of a layer type as transformers 5 spells them."""
-        return rotary.rope_table(self.values, layer_type)
-
-    def frequencies(self, layer: int, context: rotary.Context | None = None) -> rotary.Frequencies:
+    def frequencies(self, layer: int, context: Context | None = None) -> Frequencies:
         """The rotary frequencies of ``layer`` in radians per position, and the amplitude of queries and keys.
 
         There are none where the layer does not rotate. ``context`` chooses the set of longrope. Raises ``InputError``
         for frequencies that depend on the length of the text.
         """
         how = self.layers[layer]
-        return rotary.frequencies(self.values, how.type, context) if how.rotates else ([], 1.0)
+        return frequencies(self.values, how.type, context) if how.rotates else ([], 1.0)
 
     def kv_config(self, kv_heads: int) -> dict[str, int]:
-        """The config keys that change for ``kv_heads`` key/value heads, in the spelling that the config uses.
-
-        Raises ``InputError`` when the number does not divide the query heads, and ValueError for a family whose class
-        has no such key.
-        """
-        if self.family.sizes.kv_heads is None:
-            raise ValueError(f"{self.family.model_type}: expected a class that shares heads, found one that does not")
-        heads = self.geometry.heads
-        if kv_heads < 1 or heads % kv_heads:
-            raise InputError(f"kv-heads is {kv_heads}; a divisor of the {heads} query heads was expected")
-        return {self.values.spelling(self.family.sizes.kv_heads): kv_heads}
+        """The config keys that change for ``kv_heads`` key/value heads, in the spelling that the config uses."""
+        key = self.family.sizes.kv_heads
+        assert key is not None  # layout kvfold holds the families whose class does not share heads
+        return {self.values.stated(key)[0]: kv_heads}
 
     def as_stored(self, names: Collection[str]) -> "Model":
         """The model as the files with tensors ``names`` spell it: some leave the family's prefix out."""
         prefix = self.family.prefix
         if not prefix or not names or any(name.startswith(prefix) for name in names):
             return self
-        return replace(self, family=self.family.renamed(lambda name: name.removeprefix(prefix)))
+        family = self.family.renamed(lambda name: name.removeprefix(prefix))
+        return Model(family, self.config, self.tower)
 
     def check_values(self) -> None:
         """Raises ``InputError`` for a present value of the wrong type, whether or not this config uses it."""
         for name in self.family.config:
-            if nested(self.config, self.values.spelling(name)) not in (None, ABSENT):
+            if self.values.stated(name)[1] not in (None, ABSENT):
                 self.values[name]
-        for layer_type in self.family.rotary.by_type or ():
-            self.rope_table(layer_type)
+        for layer_type in self.family.rotary.by_type:
+            rope_table(self.values, layer_type)
         _ = self.layers
 
     def tensor_problems(self, stored: Mapping[str, HasShape]) -> list[str]:
         """Missing, mis-shaped and unexpected tensors of a checkpoint, one line each."""
-        if problem := self._size_problem(len(stored)):
-            return [problem]
+        count, most = len(stored), max(len(stored), _MOST_UNCHECKED)
+        if (layers := self.geometry.layers) > most:
+            return [f"missing: config.json says {layers} layers, the files hold {count} tensors in all"]
+        if (widest := max(experts for *_, experts in self._rows())) > most:
+            return [f"missing: config.json says {widest} experts, the files hold {count} tensors in all"]
         missing = [f"missing: {t.name} {list(t.shape)}" for t in self.tensors.values() if t.name not in stored]
         misshaped = [
             f"wrong shape: {name} is {list(stored[name].shape)}, expected {list(tensor.shape)}"
@@ -177,15 +164,47 @@ class Model:
         ]
         return missing + misshaped + extra
 
-    def _size_problem(self, count: int) -> str | None:
-        """Reported first for a config with far more layers or experts than tensors, which listing would take long."""
-        layers, most = self.geometry.layers, max(count, _MOST_UNCHECKED)
-        if layers > most:
-            return f"missing: config.json says {layers} layers, the files hold {count} tensors in all"
-        widest = max(experts(spec, scope) for _, spec, scope in present(self.values, self._layer_values))
-        if widest > most:
-            return f"missing: config.json says {widest} experts, the files hold {count} tensors in all"
-        return None
+    def _rows(self) -> Iterator[tuple[BlockRole, TensorSpec, Values, int]]:
+        """The rows of the section ``tensors`` that this config has, once per layer for a row with ``{layer}``.
+
+        With the values of the layer, and the number of tensors that the row stands for there.
+        """
+        layers = [layer_values(self.values, index) for index in range(self.geometry.layers)]
+        for role, spec in self.family.tensors.items():
+            for scope in layers if "{layer}" in spec.name else [self.values]:
+                if evaluate(spec.when, scope):
+                    yield role, spec, scope, 1 if spec.each is None else int(evaluate(spec.each, scope))
+
+    def _attention_tensors(self, layer: int) -> Iterator[StoredTensor]:
+        """Weights and biases of the projections of ``layer``, its sinks, and the norms of queries and keys."""
+        attention, norm, size = self.family.attention, self.qk_norm, self.geometry
+        module = attention.place(layer)
+        queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
+        projections: tuple[tuple[str | None, tuple[Role, ...], tuple[int, int]], ...] = (
+            (attention.q, ("q",), (queries, size.model_dim)),
+            (attention.k, ("k",), (keys, size.model_dim)),
+            (attention.v, ("v",), (keys, size.model_dim)),
+            (attention.qkv, ("q", "k", "v"), (queries + 2 * keys, size.model_dim)),
+            (attention.o, ("o",), (size.model_dim, queries)),
+        )
+        for name, roles, shape in projections:
+            if name is None:
+                continue
+            # A bias is no matrix: it is the same for weights that are stored the other way round.
+            yield StoredTensor(f"{module}.{name}.weight", roles, layer, shape[::-1] if attention.transposed else shape)
+            if roles[0] in self.biased:
+                yield StoredTensor(f"{module}.{name}.bias", roles, layer, shape[:1])
+        if attention.sinks is not None:
+            yield StoredTensor(f"{module}.{attention.sinks}", ("q",), layer, (size.heads,))
+        if norm is None:
+            return
+        sides: tuple[tuple[Role, int], ...] = (("q", size.heads), ("k", size.kv_heads))
+        for role, heads in sides:
+            extents = {"head": (heads, size.head_dim), "flat": (heads * size.head_dim,)}
+            extent: tuple[int, ...] = extents.get(norm.extent, (size.head_dim,))
+            for name in norm.modules(role, heads):
+                for kind in ("weight", "bias") if norm.bias else ("weight",):
+                    yield StoredTensor(f"{module}.{name}.{kind}", (role,), layer, extent)
 
 
 def model_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Model:
@@ -197,5 +216,8 @@ def model_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Model:
     family = family_of(config)
     if text_type(config) is None:
         return Model(family, config).as_stored(names)
-    within = names_in_files(names)
-    return Model(wrapped_family(family, config["model_type"], within), text_config(config, names), within.tower)
+    # The language model goes by the wrapper's name in messages and cards.
+    within, kind = names_in_files(names), config["model_type"]
+    architecture = WRAPPERS[kind].architecture
+    family = replace(family.renamed(within.wrapped), model_type=kind, architecture=architecture, also=())
+    return Model(family, text_config(config, names), within.tower)

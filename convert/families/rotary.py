@@ -32,7 +32,7 @@ def rope_table(values: Values, layer_type: str | None = None) -> dict[str, Any]:
     kind = table.get("rope_type") or table.get("type") or "default"
     if not isinstance(kind, str):
         raise InputError(f"config.json: rope_type must be a string, found {kind!r}")
-    table["rope_type"] = (rotary.renamed or {}).get(kind, kind)
+    table["rope_type"] = rotary.renamed.get(kind, kind)
     checked_number(table, "rope_theta")
     if table["rope_type"] in ("llama3", "yarn", "longrope"):  # the class's key wins over the table's
         if (positions := config.get(original, rotary.original_positions)) is not None:
@@ -44,12 +44,12 @@ def rope_table(values: Values, layer_type: str | None = None) -> dict[str, Any]:
 def _stated_table(values: Values, layer_type: str | None) -> dict[str, Any]:
     """The parameters as the config has them, ``rope_scaling`` before ``rope_parameters``, with the class's base."""
     rotary, config = values.family.rotary, values.config
-    theta, part = ((rotary.keys or {}).get(key, key) for key in ("rope_theta", "partial_rotary_factor"))
+    theta, part = (rotary.keys.get(key, key) for key in ("rope_theta", "partial_rotary_factor"))
     # transformers reads rope_scaling first: a file of before transformers 5 that was edited by hand may have both.
     new, old = _mapping(config, "rope_parameters"), _mapping(config, "rope_scaling")
-    of_type = (rotary.by_type or {}).get(layer_type or "")
+    of_type = rotary.by_type.get(layer_type or "")
     if of_type is None:
-        table = {**(old or new or rotary.table or {})}
+        table = {**(old or new or rotary.table)}
         table.setdefault("rope_theta", config.get(theta) or rotary.theta)
         if config.get(part) is not None:
             table.setdefault("partial_rotary_factor", config[part])
@@ -93,13 +93,6 @@ def checked_number(table: Table, key: str) -> float:
     return float(table[key])
 
 
-def query_growth(values: Values, layer_type: str | None) -> float:
-    """``growth`` of ``Layer``, which stands among the rope parameters; 0 for classes without it."""
-    key = values.family.rotary.query_growth
-    table = {} if key is None else rope_table(values, layer_type)
-    return checked_number(table, key) if key is not None and table.get(key) else 0.0
-
-
 def rotary_dims(values: Values) -> int:
     """``D_rot``, the same in every layer that rotates; 0 without a rotary embedding."""
     rotary = values.family.rotary
@@ -110,8 +103,8 @@ def rotary_dims(values: Values) -> int:
     dims = _table_dims(values, rope_table(values), head_dim)
     if dims % 2 or not dims:
         raise InputError(
-            f"config.json: {dims} of {head_dim} dims of a head rotate; an even number above 0 was expected "
-            "(head_dim, partial_rotary_factor)"
+            f"config.json: {dims} of {head_dim} dims of a head rotate, which must be an even number above 0; "
+            "check head_dim and partial_rotary_factor"
         )
     return dims
 
@@ -148,51 +141,52 @@ def frequencies(values: Values, layer_type: str | None, context: Context | None 
                 factor = checked_number(table, "factor")
                 return [angle / factor for angle in theta], 1.0
             case "llama3":
-                return _llama3(table, theta)
+                return _llama3(table, theta), 1.0
             case "yarn":
                 return _yarn(table, theta, positions)
             case "longrope":
                 return _longrope(table, theta, positions, context)
     except (ArithmeticError, ValueError) as error:  # a quotient by 0, a number beyond float64, the logarithm of none
         raise InputError(f"config.json: the numbers of rope_type {kind!r} give no frequencies: {error}") from None
-    known = "default, linear, llama3, yarn, longrope"
-    raise InputError(f"config.json: rope_type {kind!r} has no fixed frequencies; expected one of {known}")
+    raise InputError(
+        f"config.json: rope_type {kind!r} has no fixed frequencies; use one of default, linear, llama3, yarn, longrope"
+    )
 
 
-def _llama3(table: Table, theta: list[float]) -> Frequencies:
+def _llama3(table: Table, theta: list[float]) -> list[float]:
     """High frequencies stay, low ones are divided by ``factor``, those between blend by how often they turn."""
     factor, low, high = (checked_number(table, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     original = checked_number(table, "original_max_position_embeddings")
-    blends = [_clamped((original * angle / (2 * math.pi) - low) / (high - low)) for angle in theta]
-    return [angle * (blend + (1 - blend) / factor) for angle, blend in zip(theta, blends, strict=True)], 1.0
+    scaled = []
+    for angle in theta:
+        turns = original * angle / (2 * math.pi)
+        blend = min(max((turns - low) / (high - low), 0.0), 1.0)
+        scaled.append(angle * (blend + (1 - blend) / factor))
+    return scaled
 
 
 def _yarn(table: Table, theta: list[float], positions: int) -> Frequencies:
     """Pairs that turn often stay, those that turn little are divided by ``factor``, a ramp of pairs lies between."""
-    pairs, base = len(theta), checked_number(table, "rope_theta")
-    factor, original = _growth(table, positions)
-
-    def pair_turning(turns: float) -> float:
-        return 2 * pairs * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
-
+    pairs, base, (factor, original) = len(theta), checked_number(table, "rope_theta"), _growth(table, positions)
     # beta_fast turns within the original context are enough for a pair to stay, beta_slow too few.
-    low, high = pair_turning(table.get("beta_fast") or 32), pair_turning(table.get("beta_slow") or 1)
+    low, high = (
+        pairs * math.log(original / ((table.get(key) or turns) * 2 * math.pi)) / math.log(base)
+        for key, turns in (("beta_fast", 32), ("beta_slow", 1))
+    )
     if table.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
     high = high + 0.001 if low == high else high  # as transformers does, against a division by zero
-    shares = [_clamped((pair - low) / (high - low)) for pair in range(pairs)]
+    shares = [min(max((pair - low) / (high - low), 0.0), 1.0) for pair in range(pairs)]
     scaled = [angle * (1 - share + share / factor) for angle, share in zip(theta, shares, strict=True)]
-
-    def amplitude(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
     if table.get("attention_factor") is not None:
         return scaled, checked_number(table, "attention_factor")
+    # The amplitude grows with the logarithm of the context; DeepSeek's two keys scale it, one of them on top.
+    growth = 0.1 * math.log(max(factor, 1.0))
     if table.get("mscale") and table.get("mscale_all_dim"):
-        of_queries, of_all = (amplitude(checked_number(table, key)) for key in ("mscale", "mscale_all_dim"))
-        return scaled, of_queries / of_all
-    return scaled, amplitude(1.0)
+        of_queries, of_all = (checked_number(table, key) for key in ("mscale", "mscale_all_dim"))
+        return scaled, (of_queries * growth + 1.0) / (of_all * growth + 1.0)
+    return scaled, growth + 1.0
 
 
 def _longrope(table: Table, theta: list[float], positions: int, context: Context | None) -> Frequencies:
@@ -210,8 +204,8 @@ def _longrope(table: Table, theta: list[float], positions: int, context: Context
     if context is None and divisors["short"] != divisors["long"]:
         raise InputError(
             "config.json: rope_type 'longrope' has different frequencies for texts up to "
-            f"{table['original_max_position_embeddings']} tokens and for longer ones; expected equal short_factor and "
-            "long_factor, or a choice of one of them"
+            f"{table['original_max_position_embeddings']} tokens and for longer ones, a fixed set is needed; make "
+            "short_factor and long_factor equal"
         )
     factor, original = _growth(table, positions)
     amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -224,7 +218,3 @@ def _growth(table: Table, positions: int) -> tuple[float, float]:
     """How many times longer the context became, and its original length."""
     original = checked_number(table, "original_max_position_embeddings")
     return positions / original if table.get("factor") is None else checked_number(table, "factor"), original
-
-
-def _clamped(value: float) -> float:
-    return min(max(value, 0.0), 1.0)

@@ -11,15 +11,12 @@ evaluated per layer; or a JSON literal.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
-
-from kvfold.attention.checkpoints import SOURCES
+from typing import Any, Literal, get_args, get_origin
 
 Expression = Any
 ABSENT: Any = object()  # "the file does not say", where null would mean something
-Section = TypeVar("Section")
 
 # Roles of the tensors in the attention. A fused projection has three of them, sinks belong to the queries.
 Role = Literal["q", "k", "v", "o"]
@@ -27,56 +24,20 @@ ROLES: tuple[Role, ...] = ("q", "k", "v", "o")
 
 # Roles of the tensors outside the attention, the keys of the section ``tensors``. Targets look tensors up by them, and
 # a target refuses a family with a role that it has no place for.
-BlockRole = Literal[
-    # The whole model.
-    "embedding",
-    "positions",
-    "embedding_norm",
-    "embedding_norm_bias",
-    "project_in",
-    "project_out",
-    "final_norm",
-    "final_norm_bias",
-    "head",
-    "head_bias",
-    # Norms of a layer: before a sublayer, behind it, or of one sublayer where the two of a parallel layer differ.
-    "attention_norm",
-    "attention_norm_bias",
-    "mlp_norm",
-    "mlp_norm_bias",
-    "attention_post_norm",
-    "mlp_post_norm",
-    "attention_own_norm",
-    "attention_own_norm_bias",
-    "mlp_own_norm",
-    "mlp_own_norm_bias",
-    # The MLP. ``gate_up`` is both in one tensor; the ``activation_`` roles are parameters of xIELU (apertus).
-    "gate",
-    "up",
-    "gate_up",
-    "down",
-    "gate_bias",
-    "up_bias",
-    "down_bias",
-    "activation_positive",
-    "activation_negative",
-    "activation_beta",
-    "activation_eps",
-    # Experts: a tensor for each (``expert_``), one for all (``experts_``), and the expert that every token takes.
-    "router",
-    "router_bias",
-    "expert_gate",
-    "expert_up",
-    "expert_down",
-    "experts_gate_up",
-    "experts_gate_up_bias",
-    "experts_down",
-    "experts_down_bias",
-    "shared_gate",
-    "shared_up",
-    "shared_down",
-    "shared_router",
-]
+_Outer = Literal["embedding", "positions", "project_in", "project_out", "head", "head_bias"]  # of the whole model
+_OuterNorm = Literal["embedding_norm", "embedding_norm_bias", "final_norm", "final_norm_bias"]
+# Norms of a layer: before a sublayer, behind it (post), or of one sublayer where the two of a parallel layer differ.
+_Norm = Literal["attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias"]
+_PostNorm = Literal["attention_post_norm", "mlp_post_norm"]
+_OwnNorm = Literal["attention_own_norm", "attention_own_norm_bias", "mlp_own_norm", "mlp_own_norm_bias"]
+# The MLP. ``gate_up`` is both in one tensor; the ``activation_`` roles are parameters of xIELU (apertus).
+_Mlp = Literal["gate", "up", "gate_up", "down", "gate_bias", "up_bias", "down_bias"]
+_Activation = Literal["activation_positive", "activation_negative", "activation_beta", "activation_eps"]
+# Experts: a tensor for each (``expert_``), one for all (``experts_``), and the expert that every token takes.
+_Expert = Literal["router", "router_bias", "expert_gate", "expert_up", "expert_down"]
+_Experts = Literal["experts_gate_up", "experts_gate_up_bias", "experts_down", "experts_down_bias"]
+_Shared = Literal["shared_gate", "shared_up", "shared_down", "shared_router"]
+BlockRole = Literal[_Outer, _OuterNorm, _Norm, _PostNorm, _OwnNorm, _Mlp, _Activation, _Expert, _Experts, _Shared]
 
 
 @dataclass(frozen=True)
@@ -127,6 +88,11 @@ class Norm:
     offset: float = 0.0
     when: Expression = True
     after_rotary: bool = False
+
+    def modules(self, role: Role, heads: int) -> list[str]:
+        """The modules of the norm of queries (``role`` q) or keys (k), relative to the attention's."""
+        name = self.q if role == "q" else self.k
+        return [name.replace("{head}", str(head)) for head in range(heads)] if self.extent == "per_head" else [name]
 
 
 @dataclass(frozen=True)
@@ -194,12 +160,12 @@ class Rope:
     fraction: float | None = None
     dims: Expression = None
     rotates: Expression = True
-    by_type: Mapping[str, RopeOfType] | None = None
-    renamed: Mapping[str, str] | None = None
+    by_type: Mapping[str, RopeOfType] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
     original_positions: int | None = None
-    table: Mapping[str, Any] | None = None
+    table: Mapping[str, Any] = field(default_factory=dict)
     query_growth: str | None = None
-    keys: Mapping[str, str] | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -277,11 +243,6 @@ class Family:
     requires: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def has_own_layout(self) -> bool:
-        """True if the family can be written in layout ``kvfold``."""
-        return self.model_type in SOURCES
-
-    @property
     def stock_classes(self) -> tuple[str, dict[str, str]]:
         """The stock class of attention modules, and the stock config and models by the Auto class that loads each."""
         # transformers derives the names of all classes of a model type from one stem: GPT2LMHeadModel, GPT2Attention.
@@ -331,44 +292,36 @@ def read_table(path: Path, extending: tuple[str, ...] = ()) -> dict[str, Any]:
 
 def parse_family(table: Any, where: str) -> Family:
     """A merged family file; ``where`` begins the message of the ``ValueError`` raised for what does not fit."""
-    # Sections within sections are built first: the constructors take what the file says as it is.
-    spec = _build(Family, table, where)
-    attention, rotary, block = dict(spec.attention), dict(spec.rotary), dict(spec.block)  # type: ignore[call-overload]
-    if attention.get("norm") is not None:
-        attention["norm"] = _build(Norm, attention["norm"], f"{where}: attention.norm")
-    if rotary.get("by_type") is not None:
-        rotary["by_type"] = _build_each(RopeOfType, rotary["by_type"], f"{where}: rotary.by_type")
-    if block.get("routing") is not None:
-        block["routing"] = _build(RoutingSpec, block["routing"], f"{where}: block.routing")
+    family: Family = _build(Family, table, where, "")
     # A typing error in a role would otherwise be a tensor that no target looks up, and so be lost in silence.
     roles = get_args(BlockRole)
-    if unknown := sorted(set(spec.tensors) - set(roles)):
+    if unknown := sorted(set(family.tensors) - set(roles)):
         raise ValueError(f"{where}: tensors: unknown role {', '.join(unknown)}; known: {', '.join(roles)}")
-    return replace(
-        spec,
-        config=_build_each(Key, spec.config, f"{where}: config"),
-        sizes=_build(Sizes, spec.sizes, f"{where}: sizes"),
-        attention=_build(Attention, attention, f"{where}: attention"),
-        rotary=_build(Rope, rotary, f"{where}: rotary"),
-        block=_build(BlockSpec, block, f"{where}: block"),
-        tensors=_build_each(TensorSpec, spec.tensors, f"{where}: tensors"),
-        tolerated=tuple(_build(Tolerated, item, f"{where}: tolerated[{i}]") for i, item in enumerate(spec.tolerated)),
-    )
+    return family
 
 
-def _build(cls: type[Section], table: Any, where: str) -> Section:
-    """``table`` as ``cls``. Raises ``ValueError`` naming the unknown or missing keys and the place."""
+def _build(cls: Any, table: Any, file: str, place: str) -> Any:
+    """``table`` as ``cls``. Raises ``ValueError`` naming the unknown or missing keys and the place, as ``.sizes``."""
+    where = f"{file}: {place[1:]}" if place else file
     if not isinstance(table, Mapping):
-        raise ValueError(f"{where}: expected an object, found {table!r}")
+        raise ValueError(f"{where}: must be an object, found {table!r}")
     # The dataclass is the schema: its fields are the known keys, those without a default are required.
-    known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
+    known = {item.name: item for item in fields(cls)}
     if unknown := sorted(set(table) - set(known)):
         raise ValueError(f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(known)}")
     required = [name for name, item in known.items() if item.default is MISSING and item.default_factory is MISSING]
     if absent := [name for name in required if name not in table]:
         raise ValueError(f"{where}: missing key {', '.join(absent)}")
-    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in table.items()})
+    return cls(**{name: _value(known[name].type, value, file, f"{place}.{name}") for name, value in table.items()})
 
 
-def _build_each(cls: type[Section], table: Mapping[Any, Any], where: str) -> dict[Any, Section]:
-    return {name: _build(cls, entry, f"{where}.{name}") for name, entry in table.items()}
+def _value(hint: Any, value: Any, file: str, place: str) -> Any:
+    """``value`` of a field of type ``hint``, in which sections (``Norm | None``, ``Mapping[str, Key]``) are built."""
+    section = next((part for part in (hint, *get_args(hint)) if is_dataclass(part)), None)
+    if section is None or value is None:
+        return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(_build(section, entry, file, f"{place}[{at}]") for at, entry in enumerate(value))
+    if get_origin(hint) is Mapping:
+        return {name: _build(section, entry, file, f"{place}.{name}") for name, entry in value.items()}
+    return _build(section, value, file, place)

@@ -8,12 +8,13 @@ itself.
 import ast
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.schema import ABSENT, Family, Key
+from kvfold.convert.families.schema import ABSENT, Family
 
 _ALLOWED = (
     *(ast.Expression, ast.Name, ast.Load, ast.Constant, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp),
@@ -23,13 +24,7 @@ _ALLOWED = (
 )
 
 
-class Scope(Protocol):
-    """Gives the values of names: a dict, or ``Values``."""
-
-    def __getitem__(self, name: str, /) -> Any: ...
-
-
-def evaluate(expression: Any, scope: Scope) -> Any:
+def evaluate(expression: Any, scope: "Values | Mapping[str, Any]") -> Any:
     """The value of ``expression`` with the names of ``scope``; anything but a string is returned as it is.
 
     Raises ``ValueError`` for what is not allowed in family-file expressions and ``NameError`` for an unknown name.
@@ -57,76 +52,73 @@ def _compiled(text: str) -> CodeType:
     return compile(tree, text, "eval")
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def is_number(value: Any) -> bool:
     """True if ``value`` is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-# JSON has one kind of number and Python's bool is an int, so a flag must be kept from passing as a size.
+# JSON has one kind of number and Python's bool is an int, so a flag must be kept from passing as a size: type(), not
+# isinstance().
 TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of keys: in words, and the check
-    "size": ("a positive whole number", lambda value: _whole(value) and value > 0),
-    "count": ("a whole number, 0 or more", lambda value: _whole(value) and value >= 0),
+    "size": ("a positive whole number", lambda value: type(value) is int and value > 0),
+    "count": ("a whole number, 0 or more", lambda value: type(value) is int and value >= 0),
     "number": ("a number", is_number),
     "flag": ("true or false", lambda value: isinstance(value, bool)),
     "text": ("a string", lambda value: isinstance(value, str)),
-    "pattern": ("a whole number or a string", lambda value: isinstance(value, str) or (_whole(value) and value >= 0)),
-    "counts": ("a list of whole numbers", lambda value: isinstance(value, list) and all(map(_whole, value))),
+    "pattern": (
+        "a whole number or a string",
+        lambda value: isinstance(value, str) or (type(value) is int and value >= 0),
+    ),
+    "counts": ("a list of whole numbers", lambda value: isinstance(value, list) and all(type(i) is int for i in value)),
     "texts": ("a list of strings", lambda value: isinstance(value, list) and all(isinstance(i, str) for i in value)),
 }
 
 
-def nested(config: Mapping[str, Any], key: str) -> Any:
-    """The value of ``key``, or of ``table.key`` in a table of the config; ABSENT where there is none."""
-    outer, _, inner = key.partition(".")
-    value = config.get(outer, ABSENT)
-    if not inner or value is ABSENT:
-        return value
-    return value.get(inner, ABSENT) if isinstance(value, Mapping) else ABSENT
-
-
+@dataclass(frozen=True, eq=False)
 class Values:
-    """A config's values by the names of its family file, defaults filled in.
+    """A config's values by the names of its family file, defaults filled in, and further ``names``, such as ``layer``.
 
     They are read lazily, so that a question fails only for the keys that it needs, and each is checked once.
     """
 
-    def __init__(self, family: Family, config: Mapping[str, Any]) -> None:
-        self.family, self.config = family, config
-        self._names: dict[str, Any] = {}
-        self._read: dict[str, Any] = {}  # shared by all scopes: the value of a key does not depend on the layer
+    family: Family
+    config: Mapping[str, Any]
+    names: Mapping[str, Any] = field(default_factory=dict)
+    # Shared by all copies with other names: the value of a key does not depend on the layer.
+    _read: dict[str, Any] = field(default_factory=dict)
 
-    def with_names(self, **names: Any) -> "Values":
-        """The same values with further names, such as ``layer``."""
-        scope = Values(self.family, self.config)
-        scope._names, scope._read = {**self._names, **names}, self._read
-        return scope
-
-    def spelling(self, name: str) -> str:
-        """The key under which the config holds ``name``: that name or an alias."""
-        names = (name, *self.family.config[name].aliases)
-        return next((key for key in names if nested(self.config, key) is not ABSENT), name)
+    def stated(self, name: str) -> tuple[str, Any]:
+        """The key under which the config holds ``name`` (itself or an alias) and its value; ABSENT where none does."""
+        for key in (name, *self.family.config[name].aliases):
+            outer, _, inner = key.partition(".")  # of a key in a table of the config
+            value = self.config.get(outer, ABSENT)
+            if inner and value is not ABSENT:
+                value = value.get(inner, ABSENT) if isinstance(value, Mapping) else ABSENT
+            if value is not ABSENT:
+                return key, value
+        return name, ABSENT
 
     def __getitem__(self, name: str) -> Any:
-        if name in self._names:
-            return self._names[name]
+        if name in self.names:
+            return self.names[name]
         if name not in self._read:
             self._read[name] = self._checked(name)
         return self._read[name]
 
     def _checked(self, name: str) -> Any:
         """The value of a config key. Raises ``InputError`` where it is missing or of the wrong type."""
-        key, spelling = self.family.config[name], self.spelling(name)
-        value = nested(self.config, spelling)
+        key, (spelling, value) = self.family.config[name], self.stated(name)
+        wanted, fits = TYPES[key.type]
         # A default is for missing keys alone: null is what a config says, and not every class reads it as its default.
         if value is ABSENT and key.default is not ABSENT:
             return key.default
+        if value is None and key.nullable:
+            return None
         if value is ABSENT or value is None:
-            return self._fallback(name, key, value)
-        wanted, fits = TYPES[key.type]
+            if key.otherwise is not ABSENT:
+                return evaluate(key.otherwise, self)
+            state = "missing" if value is ABSENT else "null"
+            raise InputError(f"config.json: {name} is {state}; model_type {self.family.model_type!r} needs {wanted}")
         if not fits(value):
             raise InputError(f"config.json: {spelling} must be {wanted}, found {value!r}")
         if key.per_layer and len(value) != (layers := evaluate(self.family.sizes.layers, self)):
@@ -134,14 +126,3 @@ class Values:
                 f"config.json: {spelling} must have one entry for each of {layers} layers, found {len(value)}"
             )
         return value
-
-    def _fallback(self, name: str, key: Key, value: Any) -> Any:
-        """The value of a key that is null, or missing without a default."""
-        if value is None and key.nullable:
-            return None
-        if key.otherwise is not ABSENT:
-            return evaluate(key.otherwise, self)
-        state = "missing" if value is ABSENT else "null"
-        raise InputError(
-            f"config.json: {name} is {state}; model_type {self.family.model_type!r} needs {TYPES[key.type][0]}"
-        )

@@ -1,10 +1,8 @@
 """Multimodal wrappers: the place of their language model in the config and in the files. All else is copied."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-
-from kvfold.convert.families.schema import Family
 
 
 @dataclass(frozen=True)
@@ -89,18 +87,6 @@ def text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[str, 
     return {**sizes, **inner, "model_type": model_type, "architectures": None, "tie_word_embeddings": tied}
 
 
-def edit_text(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys to set in a wrapper's ``config`` so that ``changes`` reach its language model."""
-    inner = config.get("text_config")
-    return {"text_config": {**inner, **changes}} if inner else dict(changes)
-
-
 def names_in_files(names: Collection[str]) -> WrappedNames:
     """The spelling in files that hold tensors ``names``; that of transformers 5 where none shows it."""
     return next((each for each in _SPELLINGS if f"{each.tower}embed_tokens.weight" in names), _SPELLINGS[1])
-
-
-def wrapped_family(family: Family, model_type: str, names: WrappedNames) -> Family:
-    """The language model's ``family`` under the wrapper's name, with the tensors' names in the wrapper's files."""
-    architecture = WRAPPERS[model_type].architecture
-    return replace(family.renamed(names.wrapped), model_type=model_type, architecture=architecture, also=())

@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvfold.attention.checkpoints import SOURCES
 from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, short
-from kvfold.convert.families.family import load_family, supported
+from kvfold.convert.families.family import load_family
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.values import TYPES
@@ -101,7 +102,7 @@ def converted_model(checkpoint: Checkpoint) -> ConvertedModel:
     """The model that config.json describes. Raises InputError if kvfold did not write it, or its tensors differ."""
     config = checkpoint.config
     kind, block = source_type(config), config.get(BLOCK)
-    if kind not in supported() or not load_family(str(kind)).has_own_layout or not isinstance(block, Mapping):
+    if kind not in SOURCES or not isinstance(block, Mapping):
         raise InputError(f"config.json: model_type {config.get('model_type')!r} is not one that kvfold writes")
     source = Model(load_family(str(kind)), {**config, "model_type": kind}).as_stored(checkpoint.tensors)
     made = _described(block, source)

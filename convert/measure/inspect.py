@@ -12,7 +12,7 @@ from kvfold.convert.checkpoint.headers import FLOAT_DTYPES
 from kvfold.convert.checkpoint.opening import Checkpoint, open_headers
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model, model_of
-from kvfold.convert.families.schema import ROLES
+from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.measure.converted import converted_model, latent_faults
 from kvfold.convert.measure.target_sizes import CONTEXTS, CacheSize, TargetSize, cache_size, target_sizes
 from kvfold.convert.sizes import bytes_text
@@ -308,11 +308,11 @@ def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
         "kv_heads": geometry.kv_heads,
         "head_dim": geometry.head_dim,
         "model_dim": geometry.model_dim,
-        "biases": [role for role in ROLES if model.has_bias(role)],
+        "biases": list(model.biased),
         "qk_norm": model.qk_norm.kind if model.qk_norm else None,
         "rotary_dims": geometry.rotary_dims,
         "rotary_layers": sum(layer.rotates for layer in layers),
-        "rope": model.rope_table(layers[0].type)["rope_type"] if geometry.rotary_dims else "none",
+        "rope": rope_table(model.values, layers[0].type)["rope_type"] if geometry.rotary_dims else "none",
         "windows": sorted({layer.window for layer in layers if layer.window is not None}),
         "max_context": geometry.positions,
         **_weights(checkpoint),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kvfold.attention.checkpoints import SOURCES
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.json_text import with_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
@@ -58,8 +59,8 @@ def own_folded_layout(source: Model, checkpoint: Checkpoint, kv_heads: int, dtyp
     facts: dict[str, Any] = {
         "variant": "grouped",
         "kv_heads": kv_heads,
-        "qkv_bias": source.has_bias("q"),
-        "o_bias": source.has_bias("o"),
+        "qkv_bias": "q" in source.biased,
+        "o_bias": "o" in source.biased,
         "frequencies": frequencies,
         "amplitude": amplitude,
     }
@@ -94,7 +95,7 @@ def own_latent_layout(
         "variant": LATENT if norm is None else NORMED,
         "kv_rank": target.kv_rank,
         "rope_dim": target.rope_dim,
-        "qkv_bias": source.has_bias("q"),
+        "qkv_bias": "q" in source.biased,
         "o_bias": True,  # constant values are in it
     }
     if norm is not None:
@@ -160,7 +161,7 @@ def own_config(
     ``facts`` is the block without what every variant has. Raises ValueError for a family without this layout.
     """
     family, file = source.family, CODE.rpartition(".")[2]
-    if not family.has_own_layout:
+    if family.model_type not in SOURCES:
         raise ValueError(f"{family.model_type}: the family has no layout kvfold")
     classes = family.stock_classes[1]
     # Auto classes of the source that its config names keep their heads; most checkpoints name one.
@@ -208,7 +209,7 @@ def grouped_shapes(source: Model, layer: int, kv_heads: int) -> dict[str, Shape]
     for role, shape in sides.items():
         name = projection(source, layer, f"{role}_proj")
         shapes[f"{name}.weight"] = shape
-        if source.has_bias("o" if role == "o" else "q"):
+        if role in source.biased:
             shapes[f"{name}.bias"] = shape[:1]
     return shapes
 
@@ -241,14 +242,14 @@ def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, 
         "o_proj.weight": (width, heads * dim),
         "o_proj.bias": (width,),
     }
-    if source.has_bias("q"):
+    if "q" in source.biased:
         shapes["q_proj.bias"] = (queries,)
     if source.qk_norm is not None:
         keys = size.kv_heads * dim
         shapes |= {"q_norm.weight": (heads, dim), "k_proj.weight": (keys, width), "k_up_proj.bias": (heads * dim,)}
         if rope:
             shapes["q_rope_proj.weight"] = (heads * rope, dim)
-        if source.has_bias("k"):
+        if "k" in source.biased:
             shapes["k_proj.bias"] = (keys,)
     return {projection(source, layer, name): shape for name, shape in shapes.items()}
 

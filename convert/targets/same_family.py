@@ -11,7 +11,6 @@ from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import older_rope_keys
 from kvfold.convert.families.schema import ROLES, Role
-from kvfold.convert.families.wrappers import edit_text
 from kvfold.convert.targets.target import TargetLayout
 
 if TYPE_CHECKING:
@@ -30,13 +29,14 @@ def folded_layout(
 
     ``dtype`` is the stored dtype in torch's spelling, or None to keep each tensor's own.
     """
-    target = Model(source.family, {**source.config, **source.kv_config(kv_heads)}, source.tower)
-    changes = source.kv_config(kv_heads)
+    changes: dict[str, Any] = source.kv_config(kv_heads)
+    target = Model(source.family, {**source.config, **changes}, source.tower)
     # Only the keys that change are edited: other readers need the older spellings that a round trip would drop.
     # mlx-lm and others read the rotary embedding only in the spelling of before transformers 5.
-    changes = (
-        changes | older_rope_keys(checkpoint.config) if source.tower is None else edit_text(checkpoint.config, changes)
-    )
+    if source.tower is None:
+        changes = changes | older_rope_keys(checkpoint.config)
+    elif text := checkpoint.config.get("text_config"):  # some wrappers were flat before transformers 5
+        changes = {"text_config": {**text, **changes}}
     config = {**checkpoint.config, **changes}
     if dtype is not None:
         config = with_dtype(config, dtype)

@@ -127,7 +127,7 @@ def query_rank(model: Model, target: LatentTarget) -> int | None:
 
     Stock classes can store a query bias only in a query latent, so a bias forces one of full rank.
     """
-    if target.q_rank is None and model.has_bias("q") and target.layout != "kvfold":
+    if target.q_rank is None and "q" in model.biased and target.layout != "kvfold":
         return full_query_rank(model.geometry, target)
     return target.q_rank
 

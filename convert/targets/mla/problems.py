@@ -6,9 +6,11 @@ Each is one line: the property of the model that the layout cannot express, and 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kvfold.attention.checkpoints import SOURCES
 from kvfold.convert.errors import opt
 from kvfold.convert.families.geometry import Block, Geometry
 from kvfold.convert.families.model import Model
+from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors, dense_layers, full_query_rank
@@ -52,7 +54,7 @@ def model_problems(model: Model) -> list[str]:
         *_stock_attention_problems(model),
         *_rope_problems(model),
     ]
-    own = model.family.has_own_layout and not any(_own_attention_problems(model))
+    own = model.family.model_type in SOURCES and not any(_own_attention_problems(model))
     instead = f"{opt('layout', 'kvfold')} works" if own else f"{opt('to', 'gqa')} works"
     return [f"{opt('to', 'mla')}: {model.family.model_type} {problem}; {instead}" for problem in problems]
 
@@ -60,7 +62,7 @@ def model_problems(model: Model) -> list[str]:
 def _own_problems(model: Model, target: LatentTarget) -> Iterator[str]:
     """Properties of the model that latent attention of layout ``kvfold`` cannot express."""
     attention = [f"{problem}; {opt('to', 'gqa')} works" for problem in _own_attention_problems(model)]
-    if not attention and (not model.family.has_own_layout or model.tower is not None):
+    if not attention and (model.family.model_type not in SOURCES or model.tower is not None):
         yield f"has no such layout yet; its stock class or {opt('to', 'gqa')} work"
     if target.q_rank is not None:
         yield f"would have queries without a latent in it; leave {opt('q_rank')} out"
@@ -79,7 +81,7 @@ def _own_attention_problems(model: Model) -> Iterator[str]:
 
 def context(model: Model) -> int:
     """Positions of the output: those of the source, for longrope only the range of its short factors."""
-    positions, table = model.geometry.positions, model.rope_table()
+    positions, table = model.geometry.positions, rope_table(model.values)
     if table["rope_type"] == "longrope" and table.get("short_factor") != table.get("long_factor"):
         return min(positions, int(table["original_max_position_embeddings"]))
     return positions
@@ -160,7 +162,7 @@ def _stock_attention_problems(model: Model) -> Iterator[str]:
 def _rope_tables(model: Model) -> list[Mapping[str, Any]]:
     """The rope parameters of each layer type."""
     types = {layer.type for layer in model.layers}
-    return [model.rope_table(kind) for kind in sorted(types, key=str)]
+    return [rope_table(model.values, kind) for kind in sorted(types, key=str)]
 
 
 def _rope_problems(model: Model) -> Iterator[str]:
@@ -181,11 +183,11 @@ def _engine_problems(model: Model) -> Iterator[str]:
     """Properties that loaders of engines drop or misread silently."""
     if model.tower is not None:
         yield f"{model.family.model_type} wraps a language model, and no engine is known to read a latent one there"
-    if model.has_bias("q"):
+    if "q" in model.biased:
         yield f"{model.family.model_type} has biases on queries, keys and values, which engines do not read"
-    if model.has_bias("o"):
+    if "o" in model.biased:
         yield f"{model.family.model_type} has a bias on the attention output, which engines do not read"
-    if (kind := model.rope_table()["rope_type"]) != "default":
+    if (kind := rope_table(model.values)["rope_type"]) != "default":
         yield f"rope_type is {kind!r}, engines take 'default' only"
     if (activation := model.block.activation) not in ("silu", "swish"):
         yield f"the activation is {activation!r}, engines take 'silu' only"

@@ -11,8 +11,7 @@ from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.plan import check_processes, make_plan
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.model import model_of
-from kvfold.convert.families.tensors import StoredTensor
+from kvfold.convert.families.model import StoredTensor, model_of
 from kvfold.convert.families.values import Values
 from kvfold.convert.request import ConvertRequest
 

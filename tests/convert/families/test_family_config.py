@@ -1,7 +1,6 @@
 """Reading configs: spellings, defaults of the stock classes, errors that name the key, and problems with tensors."""
 
 import json
-import time
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +9,6 @@ from transformers import AutoConfig
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import family_of, supported
 from kvfold.convert.families.model import model_of
-from kvfold.convert.families.wrappers import WRAPPERS
 
 LLAMA = {
     "model_type": "llama",
@@ -62,87 +60,54 @@ def test_either_spelling_of_the_number_of_experts(name, alias, tiny_family):
     assert model_of({**config, alias: 4}).tensors == expected
 
 
+def values(case) -> str:
+    return "-".join(f"{key}={value}" for key, value in case.items())[:60]
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"hidden_size": None}, "config.json: hidden_size is null; model_type 'llama' needs a positive whole number"),
-        ({"num_hidden_layers": "2"}, "config.json: num_hidden_layers must be a positive whole number, found '2'"),
-        ({"num_key_value_heads": 0}, "config.json: num_key_value_heads must be a positive whole number, found 0"),
-        ({"num_attention_heads": True}, "config.json: num_attention_heads must be a positive whole number, found True"),
-        ({"initializer_range": float("nan")}, "config.json: initializer_range must be a number, found nan"),
-        (
-            {"num_key_value_heads": 5},
-            "config.json: num_key_value_heads is 5, which does not divide the 32 query heads; a divisor was expected",
-        ),
-        (
-            {"head_dim": 5},
-            "config.json: 5 of 5 dims of a head rotate; an even number above 0 was expected "
-            "(head_dim, partial_rotary_factor)",
-        ),
-        ({"vocab_size": ...}, "config.json: vocab_size is missing; model_type 'llama' needs a positive whole number"),
-        ({"attention_bias": "no"}, "config.json: attention_bias must be true or false, found 'no'"),
-        (
-            {"model_type": "qwen2", "layer_types": ["full_attention"]},
-            "config.json: layer_types must have one entry for each of 2 layers, found 1",
-        ),
-        (
-            {"model_type": "qwen2", "layer_types": ["full_attention", "linear_attention"]},
-            "config.json: layer 1 is 'linear_attention'; model_type 'qwen2' is supported with 'full_attention' and "
-            "'sliding_attention'",
-        ),
-        (
-            {"architectures": ["LlamaForSequenceClassification"]},
-            "config.json: architectures is ['LlamaForSequenceClassification']; for model_type 'llama' LlamaForCausalLM "
-            "was expected: other heads are not supported",
-        ),
+        {"hidden_size": None},
+        {"num_hidden_layers": "2"},
+        {"num_key_value_heads": 0},
+        {"num_attention_heads": True},
+        {"initializer_range": float("nan")},
+        {"num_key_value_heads": 5},
+        {"head_dim": 5},
+        {"vocab_size": ...},
+        {"attention_bias": "no"},
+        {"model_type": "qwen2", "layer_types": ["full_attention"]},
+        {"model_type": "qwen2", "layer_types": ["full_attention", "linear_attention"]},
+        {"architectures": ["LlamaForSequenceClassification"]},
+        {"model_type": "gemma2", "use_bidirectional_attention": True},
     ],
+    ids=values,
 )
-def test_a_wrong_value_is_an_error_that_names_its_key(changes, message):
+def test_a_wrong_value_is_an_error_that_names_its_key(changes, told):
     config = {**LLAMA, "num_key_value_heads": 32, "architectures": None, **changes}
     config = {key: value for key, value in config.items() if value is not ...}
     with pytest.raises(InputError) as caught:
-        _ = model_of(config).geometry, model_of(config).check_values()
-    assert str(caught.value) == message
-
-
-LISTED = "(docs/families.md lists them, CONTRIBUTING.md says how to add one)"
-UNKNOWN = f"is not among the supported causal language models {LISTED}"
-NO_MODEL = "is no causal language model ({}); kvfold converts causal language models, for only these have a KV cache"
-WRAPPER = "is not among the supported wrappers of a language model (text_config, vision_config); expected one of: "
+        model_of(config).check_values()
+    told(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    "config",
     [
-        ({"model_type": "nonesuch"}, UNKNOWN),
-        ({"model_type": None}, UNKNOWN),
-        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, UNKNOWN),
-        ({"model_type": "t5", "is_encoder_decoder": True}, NO_MODEL.format("is_encoder_decoder is true")),
-        ({"model_type": "bert", "architectures": ["BertModel"]}, NO_MODEL.format("architectures is ['BertModel']")),
-        (
-            {"model_type": "idefics3", "text_config": {}, "vision_config": {}},
-            f"{WRAPPER}{', '.join(WRAPPERS)} {LISTED}",
-        ),
-        (
-            {"model_type": "llava", "text_config": {"model_type": "mamba"}},
-            f"wraps a language model of model_type 'mamba', which {UNKNOWN}",
-        ),
+        {"model_type": "nonesuch"},
+        {"model_type": None},
+        {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
+        {"model_type": "t5", "is_encoder_decoder": True},
+        {"model_type": "bert", "architectures": ["BertModel"]},
+        {"model_type": "idefics3", "text_config": {}, "vision_config": {}},
+        {"model_type": "llava", "text_config": {"model_type": "mamba"}},
     ],
+    ids=values,
 )
-def test_an_unsupported_model_is_told_what_is_missing(config, reason):
+def test_an_unsupported_model_is_told_what_is_missing(config, told):
     with pytest.raises(InputError) as caught:
         family_of(config)
-    assert str(caught.value) == f"config.json: model_type {config['model_type']!r} {reason}"
-
-
-@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3_text"])
-def test_a_gemma_that_looks_both_ways_is_no_causal_language_model(name):
-    assert family_of({"model_type": name, "use_bidirectional_attention": None}).model_type == name
-    with pytest.raises(InputError) as caught:
-        family_of({"model_type": name, "use_bidirectional_attention": True})
-    assert str(caught.value) == (
-        f"config.json: use_bidirectional_attention is True; model_type {name!r} is supported with False"
-    )
+    told(caught.value)
 
 
 def test_tensor_problems_are_all_listed_in_the_terms_of_the_files():
@@ -182,21 +147,3 @@ def test_windows_that_a_saved_qwen2_moe_does_not_use_are_zero(tiny_family):
     model = model_of(config)
     model.check_values()
     assert {layer.window for layer in model.layers} == {None}
-
-
-def test_a_checkpoint_of_eighteen_thousand_tensors_is_checked_at_once():
-    config = {
-        "model_type": "qwen3_moe",
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-    }
-    tensors = headers(config)
-    assert len(tensors) == 48 * (128 * 3 + 1 + 2 + 6) + 3
-    start = time.process_time()
-    assert model_of(config).tensor_problems(tensors) == []
-    assert time.process_time() - start < 1.0

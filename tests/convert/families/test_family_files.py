@@ -17,6 +17,7 @@ from kvfold.convert.families import schema, values
 from kvfold.convert.families.family import family_of, load_family, supported
 from kvfold.convert.families.layout import layer_rotary, read_layer, write_layer
 from kvfold.convert.families.model import Model
+from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.families.values import TYPES, Values
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout, own_latent_layout
@@ -161,8 +162,8 @@ def test_every_key_of_every_file_is_read(name, tiny_family, monkeypatch):
     config = json.loads((tiny_family(name) / "config.json").read_text())
     ask_everything(family, config)
     ask_everything(family, {**config, "tie_word_embeddings": True, "layer_types": None})
-    Model(family, {**config, "rope_scaling": {"type": "yarn"}}).rope_table()
-    Model(family, {key: value for key, value in config.items() if not key.startswith("rope_")}).rope_table()
+    rope_table(Values(family, {**config, "rope_scaling": {"type": "yarn"}}))
+    rope_table(Values(family, {key: value for key, value in config.items() if not key.startswith("rope_")}))
     optional = {key for key in data["config"] if {"default", "otherwise"} & data["config"][key].keys()}
     absent = optional - {"num_key_value_heads", "num_hidden_layers"}  # by default of full size: many tensors to name
     ask_everything(family, {key: value for key, value in config.items() if key not in absent})
