@@ -11,8 +11,9 @@ Shapes: ``B`` sequences of a batch, ``T`` positions, ``N`` positions of all sequ
 vocabulary, ``H`` query heads, ``Dv`` value dim.
 """
 
+import itertools
 import math
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -114,105 +115,88 @@ def compare_layer(
     student: LayerStream,
 ) -> LayerDrift:
     """Take both residual streams (sequences of ``[B, T, E]``, replaced in place) through one layer."""
-    sums, heads = [], _HeadTotals()
+    sums: list[Tensor] = []
+    heads: list[_Compared] = []
+    sequences = 0
     for part, (hidden, student_hidden) in enumerate(zip(expected, actual, strict=True)):
         shown = hidden.to(student.device, student.dtype)
         output, local = layer(hidden), student_layer(shown)
         # until the first difference both streams are the same, and half of the work is saved
         propagated = local if torch.equal(shown, student_hidden) else student_layer(student_hidden)
-        after, *others = output.states, local.states, propagated.states
         pairs = [(output.attention, other.attention) for other in (local, propagated)]
-        pairs += [(after, other) for other in others]
-        sums.append(torch.stack([_squared_error(*pair) for pair in pairs]))
-        heads.add(output, local)
-        expected[part], actual[part] = after, propagated.states
-    errors = [relative(difference, size) for difference, size in torch.stack(sums).sum(0).tolist()]
-    mean_kl, of_heads = heads.drifts()
+        pairs += [(output.states, other.states) for other in (local, propagated)]
+        sums.append(_squared_errors(pairs))
+        # heads are matched on the first batch
+        compared = _compare_heads(output, local, heads[0][0] if heads else None)
+        heads += [] if compared is None else [compared]
+        expected[part], actual[part] = output.states, propagated.states
+        sequences += len(hidden)
+    errors = [relative(*pair) for pair in torch.stack(sums).sum(0).tolist()]
+    mean_kl, of_heads = _head_drifts(heads, sequences)
     return LayerDrift(index, errors[0], errors[1], errors[2], errors[3], mean_kl, of_heads)
 
 
-class _HeadTotals:
-    """Sums over batches of the comparison head by head. Heads are matched on the first batch."""
-
-    def __init__(self) -> None:
-        self.order: Tensor | None = None
-        self.sums: list[Tensor] = []
-        self.rows: list[Tensor] = []
-        self.sequences = 0
-
-    def add(self, output: LayerOutput, other: LayerOutput) -> None:
-        """Add one batch, unless a side does not show its heads or their numbers differ."""
-        if any(each.context is None or each.output_weight is None for each in (output, other)):
-            return
-        teacher, student = (Heads.of(each, output.attention.device) for each in (output, other))
-        if teacher.count != student.count:
-            return
-        self.order = match_heads(teacher, student) if self.order is None else self.order
-        pairs = [(teacher.contribution(h), student.contribution(o)) for h, o in enumerate(self.order.tolist())]
-        self.sums.append(torch.stack([_squared_error(*pair) for pair in pairs]))
-        rows = compare_rows(output, other, self.order)
-        if rows is not None:
-            self.rows.append(rows * len(output.attention))
-            self.sequences += len(output.attention)
-
-    def drifts(self) -> tuple[float | None, tuple[HeadDrift, ...]]:
-        """The mean row KL over heads, and the drift of every head."""
-        if self.order is None:
-            return None, ()
-        kls: list[float | None] = [None] * len(self.order)
-        mean = None
-        if self.rows:
-            of_heads: list[float] = (torch.stack(self.rows).sum(0) / self.sequences).tolist()
-            kls, mean = [*of_heads], math.fsum(of_heads) / len(of_heads)
-        errors = [relative(difference, size) for difference, size in torch.stack(self.sums).sum(0).tolist()]
-        others = self.order.tolist()
-        return mean, tuple(HeadDrift(h, others[h], errors[h], kls[h]) for h in range(len(others)))
+# weighted values at the positions of all sequences ``[N, H, Dv]`` and output projection ``[E, H, Dv]``
+_Heads = tuple[Tensor, Tensor]
+# of a batch: the student's head for each of the teacher's ``[H]``, squared differences and sizes of contributions
+# ``[H, 2]``, and row KL ``[H]``, summed over sequences
+_Compared = tuple[Tensor, Tensor, Tensor | None]
 
 
-@dataclass(frozen=True)
-class Heads:
-    """The heads of one layer: weighted values ``context [N, H, Dv]`` and output projection ``weight [E, H, Dv]``."""
-
-    context: Tensor
-    weight: Tensor
-
-    @classmethod
-    def of(cls, output: LayerOutput, device: torch.device) -> "Heads":
-        """The heads that a layer's output shows, on ``device``."""
-        assert output.context is not None
-        assert output.output_weight is not None
-        return cls(output.context.flatten(0, 1).to(device), output.output_weight.to(device))
-
-    @property
-    def count(self) -> int:
-        return self.context.shape[1]
-
-    def contribution(self, head: int) -> Tensor:
-        """The contribution of one head to the attention's output: ``[N, E]``, float32 or wider."""
-        wide = torch.promote_types(self.context.dtype, torch.float32)
-        return self.context[:, head].to(wide) @ self.weight[:, head].to(wide).mT
-
-    def sample(self) -> Tensor:
-        """Contributions of all heads at some positions spread over the batch: ``[H, n * E]``, float64."""
-        count = max(1, _SAMPLED // (self.count * self.weight.shape[0]))
-        some = self.context[:: -(-self.context.shape[0] // count)].double()
-        return torch.einsum("nhd,ehd->hne", some, self.weight.double()).flatten(1)
+def _compare_heads(teacher: LayerOutput, student: LayerOutput, order: Tensor | None) -> _Compared | None:
+    """Compare one batch, unless a side does not show its heads or their numbers differ; None matches the heads."""
+    if teacher.context is None or teacher.output_weight is None:
+        return None
+    if student.context is None or student.output_weight is None or student.context.shape[2] != teacher.context.shape[2]:
+        return None
+    ours, theirs = (
+        (
+            context.flatten(0, 1).to(teacher.attention.device, torch.promote_types(context.dtype, torch.float32)),
+            weight.to(teacher.attention.device, torch.promote_types(context.dtype, torch.float32)),
+        )
+        for context, weight in ((teacher.context, teacher.output_weight), (student.context, student.output_weight))
+    )
+    order = match_heads(ours, theirs) if order is None else order
+    # what each head adds to the attention's output, [N, E]
+    pairs = (
+        (ours[0][:, head] @ ours[1][:, head].mT, theirs[0][:, other] @ theirs[1][:, other].mT)
+        for head, other in enumerate(order.tolist())
+    )
+    rows = compare_rows(teacher, student, order)
+    return order, _squared_errors(pairs), None if rows is None else rows * len(teacher.attention)
 
 
-def match_heads(teacher: Heads, student: Heads) -> Tensor:
+def _head_drifts(batches: Sequence[_Compared], sequences: int) -> tuple[float | None, tuple[HeadDrift, ...]]:
+    """The mean row KL over heads, and the drift of every head."""
+    if not batches:
+        return None, ()
+    errors = [relative(*pair) for pair in torch.stack([errors for _, errors, _ in batches]).sum(0).tolist()]
+    rows = [kl for _, _, kl in batches if kl is not None]
+    kls: list[float] = (torch.stack(rows).sum(0) / sequences).tolist() if rows else []
+    drifts = itertools.zip_longest(range(len(errors)), batches[0][0].tolist(), errors, kls)
+    return math.fsum(kls) / len(kls) if kls else None, tuple(HeadDrift(*each) for each in drifts)
+
+
+def match_heads(teacher: _Heads, student: _Heads) -> Tensor:
     """The student's head that corresponds to each head of the teacher: ``[H]``.
 
     Folding may relabel heads (a layer computes the same in any order). Heads keep their number unless another matching,
     made of the most similar pairs first, leaves less than half of the difference.
     """
-    ours, theirs = teacher.sample(), student.sample()
-    # greedy, because heads that correspond are far more alike than any others
-    product = ours @ theirs.mT
+    samples = []
+    for context, weight in (teacher, student):
+        # contributions of all heads at some positions spread over the batch, [H, n * E]
+        count = max(1, _SAMPLED // (context.shape[1] * len(weight)))
+        some = context[:: -(-len(context) // count)].double()
+        samples.append(torch.einsum("nhd,ehd->hne", some, weight.double()).flatten(1))
+    ours, theirs = samples
+    product, heads = ours @ theirs.mT, len(ours)
     distance = (ours.square().sum(1)[:, None] + theirs.square().sum(1) - 2 * product).clamp_min(0).cpu()
     cosine = product / (ours.norm(dim=1)[:, None] * theirs.norm(dim=1)).clamp_min(torch.finfo(product.dtype).tiny)
-    same, order, free = torch.arange(teacher.count), torch.zeros(teacher.count, dtype=torch.long), cosine.cpu()
-    for _ in range(teacher.count):
-        row, column = divmod(int(free.argmax()), teacher.count)
+    same, order, free = torch.arange(heads), torch.zeros(heads, dtype=torch.long), cosine.cpu()
+    # greedy, because heads that correspond are far more alike than any others
+    for _ in range(heads):
+        row, column = divmod(int(free.argmax()), heads)
         order[row] = column
         free[row], free[:, column] = -torch.inf, -torch.inf
     return order if distance[same, order].sum() < _CLEARLY * distance[same, same].sum() else same
@@ -265,7 +249,10 @@ def compare_predictions(
         labels = tokens[:, 1:].to(teacher.device)
         vocabulary, other = teacher.logits(hidden[:1, :1]).shape[-1], student.logits(student_hidden[:1, :1]).shape[-1]
         if vocabulary != other:
-            raise ValueError(f"student: expected logits over the source's {vocabulary} tokens, found {other}")
+            raise ValueError(
+                f"the student's logits are over {other} tokens, the source's over {vocabulary}; compare models that "
+                "share a tokenizer"
+            )
         # vocabularies are large: logits of all positions would not fit
         budget = _CPU_LOGITS if teacher.device.type == "cpu" else _GPU_LOGITS
         of_part = torch.zeros(4, len(tokens), dtype=torch.float64, device=teacher.device)
@@ -327,8 +314,11 @@ def squares(values: Tensor) -> Tensor:
     return total
 
 
-def _squared_error(expected: Tensor, actual: Tensor) -> Tensor:
-    """The squared difference and the squared size of ``expected``, whose device is used: ``[2]``, float64."""
-    wide = torch.promote_types(torch.promote_types(expected.dtype, actual.dtype), torch.float32)
-    expected = expected.to(wide)
-    return torch.stack([squares(expected - actual.to(expected.device, wide)), squares(expected)])
+def _squared_errors(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Squared difference and squared size of the first of each pair, on its device: ``[pairs, 2]``, float64."""
+    errors = []
+    for expected, actual in pairs:
+        wide = torch.promote_types(torch.promote_types(expected.dtype, actual.dtype), torch.float32)
+        exact = expected.to(wide)
+        errors.append(torch.stack([squares(exact - actual.to(exact.device, wide)), squares(exact)]))
+    return torch.stack(errors)

@@ -11,6 +11,7 @@ residual stream of ours into logits::
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ class Stop(Exception):
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a decoder layer of a stock model beside the residual stream."""
+    """What a stock model passes a decoder layer in addition to the residual stream."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -37,7 +38,7 @@ Visit = Callable[[int, Tensor, Arguments], Tensor]
 
 
 class StandIn(nn.Module):
-    """Takes a decoder layer's place in the stock forward: the layer to whoever asks, a call of ``visit`` inside."""
+    """Takes a decoder layer's place in the stock forward: its attributes are the layer's, its call is a ``visit``."""
 
     def __init__(self, index: int, layer: nn.Module, frame: "Frame") -> None:
         super().__init__()
@@ -52,7 +53,9 @@ class StandIn(nn.Module):
             return getattr(super().__getattribute__("_behind")[0], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
-        return self._behind[1].visited(self.index, hidden_states, Arguments(args, kwargs))
+        frame = self._behind[1]
+        after: Tensor = frame.visit(self.index, hidden_states, Arguments(args, kwargs))
+        return (after,) if frame.returns_tuples else after
 
 
 class Frame:
@@ -61,9 +64,9 @@ class Frame:
     def __init__(self, model: nn.Module) -> None:
         path, layers = layer_list(model)
         self.model, self.path, self.layers = model, path, list(layers)
-        self._visit: Visit | None = None
+        self.visit: Visit
         # some families (bloom) unpack what their layers return; ``enter`` and ``logits`` learn it from what comes back
-        self._returns_tuples = False
+        self.returns_tuples = False
         parent, _, name = path.rpartition(".")
         stand_ins = nn.ModuleList(StandIn(index, layer, self) for index, layer in enumerate(self.layers))
         setattr(model.get_submodule(parent), name, stand_ins)
@@ -75,22 +78,11 @@ class Frame:
         """
         # stand-ins leave a cache unfilled, which stock models would then read
         inputs = {"use_cache": False, **inputs}
-        self._visit = visit
+        self.visit = visit
         try:
-            if tensors is None:
-                return self.model(**inputs)
-            return functional_call(self.model, dict(tensors), (), inputs, strict=False)
+            return functional_call(self.model, dict(tensors or {}), (), inputs, strict=False)
         except Stop:
             return None
-        finally:
-            self._visit = None
-
-    def visited(self, index: int, hidden: Tensor, arguments: Arguments) -> Tensor | tuple[Tensor]:
-        """The output of a layer's stand-in for the stock forward."""
-        if self._visit is None:
-            raise RuntimeError("a stand-in for a layer was called outside the frame's forward")
-        after = self._visit(index, hidden, arguments)
-        return (after,) if self._returns_tuples else after
 
     def enter(self, tensors: Mapping[str, Tensor] | None = None, **inputs: Any) -> tuple[Tensor, list[Arguments]]:
         """The residual stream before the first layer, ``[B, T, E]``, and the arguments of every layer."""
@@ -100,9 +92,9 @@ class Frame:
         def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
             entered.append(hidden)
             recorded.append(arguments)
-            self._returns_tuples |= hidden.dim() < entered[0].dim()
+            self.returns_tuples |= hidden.dim() < entered[0].dim()
             # the model took the first sequence for the whole batch
-            if index and self._returns_tuples:
+            if index and self.returns_tuples:
                 hidden = entered[0]
             if index == len(self.layers) - 1:
                 raise Stop
@@ -121,7 +113,7 @@ class Frame:
         if logits.dim() == hidden.dim():
             return logits
         # the model took the first row of a stand-in's tensor for the whole output
-        self._returns_tuples = True
+        self.returns_tuples = True
         return self.logits(hidden, tensors, **inputs)
 
 
@@ -138,14 +130,12 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     inside = {id(module) for module in decoder.modules()}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count and count and id(module) in inside:
-            attention_of(module[0])
+            attention_name(module[0])
             return path, module
-    raise ValueError(f"model: expected a list of {count} decoder layers in {type(model).__name__}, found none")
-
-
-def attention_of(layer: nn.Module) -> nn.Module:
-    """The self-attention module of a decoder layer. Raises ValueError when it has none of the usual names."""
-    return layer.get_submodule(attention_name(layer))
+    raise ValueError(
+        f"{type(model).__name__} has no list of {count} decoder layers, as many as its config says; "
+        "give a causal language model of transformers"
+    )
 
 
 def attention_name(layer: nn.Module) -> str:
@@ -154,13 +144,13 @@ def attention_name(layer: nn.Module) -> str:
         if isinstance(getattr(layer, name, None), nn.Module):
             return name
     children = ", ".join(name for name, _ in layer.named_children()) or "no children"
-    raise ValueError(f"layer: expected a child named {', '.join(_ATTENTION_NAMES)}, found {children}")
+    raise ValueError(f"a decoder layer has {children}; its self-attention must be one of {', '.join(_ATTENTION_NAMES)}")
 
 
 def cache_bytes_per_token(
     layers: Sequence[nn.Module], enter: Callable[[int], tuple[Tensor, Sequence[Arguments]]]
 ) -> int:
-    """By how many bytes per token the cache of generation grows, all layers together.
+    """Growth of generation's cache in bytes per token, all layers together.
 
     ``enter(tokens)`` gives the residual stream of one sequence and the arguments of every layer, as ``Frame.enter(...,
     use_cache=True)`` records them: the cache among them is the object that the stock model makes for generation. On the
@@ -174,34 +164,13 @@ def cache_bytes_per_token(
     for tokens in (2, 4):
         hidden, arguments = enter(tokens)
         for layer, call in zip(layers, arguments, strict=True):
-            handle = attention_of(layer).register_forward_hook(stop)
-            try:  # the cache is filled before the attention returns: the rest of the layer is not needed
+            # the cache is filled before the attention returns: the rest of the layer is not needed
+            with suppress(Stop), layer.get_submodule(attention_name(layer)).register_forward_hook(stop):
                 layer(hidden, *call.args, **call.kwargs)
-            except Stop:
-                pass
-            finally:
-                handle.remove()
         passed = [value for call in arguments for value in (*call.args, *call.kwargs.values())]
-        sizes.append(tensor_bytes([value for value in passed if isinstance(value, Cache)]))
+        # all layers are given the same object
+        caches = {id(value): value for value in passed if isinstance(value, Cache)}.values()
+        held = [value for cache in caches for layer in cache.layers for value in vars(layer).values()]
+        sizes.append(sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor)))
     # the difference leaves out what a cache holds whatever its length
     return (sizes[1] - sizes[0]) // 2
-
-
-def tensor_bytes(holder: Any) -> int:
-    """Bytes of all tensors that an object holds in its attributes, lists and dicts, each counted once."""
-    seen: set[int] = set()
-    pending, total = [holder], 0
-    while pending:
-        item = pending.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            total += item.numel() * item.element_size()
-        elif isinstance(item, dict):
-            pending.extend(item.values())
-        elif isinstance(item, (list, tuple)):
-            pending.extend(item)
-        elif hasattr(item, "__dict__") and not isinstance(item, (type, nn.Module)):
-            pending.extend(vars(item).values())
-    return total

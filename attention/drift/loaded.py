@@ -29,11 +29,9 @@ class LoadedStream:
         self.device = first.device if device is None else torch.device(device)
         self.dtype = first.dtype if dtype is None else dtype
         self._layers = list(layer_list(model)[1])
-        self._recorded: tuple[tuple[int, int], list[Arguments]] | None = None
-
-    @property
-    def layers(self) -> int:
-        return len(self._layers)
+        self.layers = len(self._layers)
+        # the arguments of every layer, by the shape of the tokens that were embedded last
+        self._recorded: dict[tuple[int, ...], list[Arguments]] = {}
 
     @cached_property
     def _frame(self) -> Frame:
@@ -48,16 +46,22 @@ class LoadedStream:
 
     def embed(self, tokens: Tensor) -> Tensor:
         hidden, arguments = self._frame.enter(input_ids=tokens.to(self.device))
-        self._recorded = ((tokens.shape[0], tokens.shape[1]), arguments)
+        self._recorded = {tuple(tokens.shape): arguments}
         return hidden
 
     @contextmanager
     def open_layer(self, index: int) -> Iterator[OpenLayer]:
+        def arguments(hidden: Tensor) -> Arguments:
+            shape = tuple(hidden.shape[:2])
+            if shape not in self._recorded:
+                self.embed(torch.zeros(shape, dtype=torch.long))
+            return self._recorded[shape][index]
+
         layer = self._layers[index]
         if _differs(layer, self.device, self.dtype):
             layer = _convert(copy.deepcopy(layer), self.device, self.dtype)
         with evaluating(layer):
-            yield OpenLayer(index, layer, lambda hidden: self._arguments(hidden)[index])
+            yield OpenLayer(index, layer, arguments)
 
     def logits(self, hidden: Tensor) -> Tensor:
         blank = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
@@ -80,15 +84,6 @@ class LoadedStream:
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LoadedStream":
         return LoadedStream(self.model, self.device if device is None else device, dtype or self.dtype)
 
-    def _arguments(self, hidden: Tensor) -> list[Arguments]:
-        """The arguments of each layer beside ``hidden [B, T, E]``."""
-        shape = (hidden.shape[0], hidden.shape[1])
-        if self._recorded is None or self._recorded[0] != shape:
-            self.embed(torch.zeros(shape, dtype=torch.long))
-        # embed has just recorded them
-        assert self._recorded is not None
-        return self._recorded[1]
-
 
 def as_stream(
     model: nn.Module | LayerStream, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -100,7 +95,7 @@ def as_stream(
     if isinstance(model, nn.Module):
         return LoadedStream(model, device, dtype)
     if not isinstance(model, LayerStream):
-        raise ValueError(f"model: expected a transformers model or a LayerStream, found {type(model).__name__}")
+        raise ValueError(f"a {type(model).__name__} must be a model of transformers or a LayerStream to be compared")
     unchanged = device in (None, model.device) and dtype in (None, model.dtype)
     return model if unchanged else model.to(device=device, dtype=dtype)
 

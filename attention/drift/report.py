@@ -7,7 +7,7 @@ Every number has its *floor* beside it: the same number for the source in its dt
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -143,11 +143,14 @@ def measure_drift(
     ``progress(done, total)`` is called after each layer. Cache bytes are those of the models as given.
     Raises ValueError for tokens of the wrong shape, models of different depth or vocabulary.
     """
-    _check_tokens(tokens, batch, floor_sequences)
-    streams = as_stream(source), as_stream(student)
-    if streams[0].layers != streams[1].layers:
-        raise ValueError(f"student: expected the source's {streams[0].layers} layers, found {streams[1].layers}")
-    cache_bytes = [stream.cache_bytes_per_token() for stream in streams]
+    if tokens.dim() != 2 or not len(tokens) or tokens.shape[1] < 2 or tokens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"tokens have shape {list(tokens.shape)} and dtype {tokens.dtype}; they must be integers [N, T], at least "
+            "one sequence of two"
+        )
+    for name, number in (("batch", batch), ("floor_sequences", floor_sequences)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} = {number} must be at least 1 (floor=False measures no rounding floor)")
     # a loaded model goes to the GPU by default, a stream stays where it is
     default = "cuda" if torch.cuda.is_available() else None
     devices = [
@@ -155,12 +158,17 @@ def measure_drift(
         for model in (source, student)
     ]
     teacher, compared = (
-        as_stream(stream, device=place, dtype=dtype) for stream, place in zip(streams, devices, strict=True)
+        as_stream(model, device=place, dtype=dtype) for model, place in zip((source, student), devices, strict=True)
     )
+    if teacher.layers != compared.layers:
+        raise ValueError(
+            f"the student has {compared.layers} layers, the source {teacher.layers}; compare a model with what it was "
+            "converted from"
+        )
     size = batch or max(1, _TOKENS_AT_ONCE // tokens.shape[1])
-    # a floor is an average over many positions, so a few sequences give it
-    some = tokens[:floor_sequences] if floor and _floor_dtypes(teacher, compared)[1] is not None else None
-    total, done = (1 if some is None else 2) * teacher.layers, itertools.count(1)
+    some = tokens[: floor_sequences if floor else 0]
+    measures_floor = floor and _floor_dtypes(teacher, compared)[1] is not None
+    total, done = (2 if measures_floor else 1) * teacher.layers, itertools.count(1)
 
     def step() -> None:
         if progress is not None:
@@ -168,42 +176,45 @@ def measure_drift(
 
     with torch.no_grad():
         measured = compare(teacher, compared, tokens, size, step)
-    lowest = None if some is None else rounding_floor(teacher, compared, some, size, step)
-    return _report(measured, teacher, compared, tokens, lowest, cache_bytes)
+    return report_of(measured, teacher, compared, tokens, some, size, step)
 
 
 def floor_count(tokens: Tensor) -> int:
-    """The number of sequences of ``tokens [N, T]`` for a rounding floor: those of about 512 tokens.
-
-    Twice as many gave the same floor.
-    """
+    """The number of sequences of ``tokens [N, T]`` for a rounding floor: those of about 512 tokens."""
+    # twice as many gave the same floor
     return max(1, min(len(tokens), _FLOOR_TOKENS // tokens.shape[1]))
 
 
-def report_of(measured: Measurement, source: LayerStream, student: LayerStream, tokens: Tensor) -> DriftReport:
-    """The report of a comparison that has been ``measured`` over ``tokens [N, T]``, with its floor and cache bytes."""
-    floor = rounding_floor(source, student, tokens[: floor_count(tokens)])
-    cache_bytes = [stream.cache_bytes_per_token() for stream in (source, student)]
-    return _report(measured, source, student, tokens, floor, cache_bytes)
-
-
-def _report(
+@torch.no_grad()
+def report_of(
     measured: Measurement,
     source: LayerStream,
     student: LayerStream,
     tokens: Tensor,
-    floor: Floor | None,
-    cache_bytes: Sequence[int],
+    floor_tokens: Tensor | None = None,
+    batch: int | None = None,
+    step: Callable[[], None] = lambda: None,
 ) -> DriftReport:
-    """The report of a comparison of two streams over ``tokens [N, T]``; ``cache_bytes`` are those of both."""
+    """The report of a comparison that has been ``measured`` over ``tokens [N, T]``, with its floor and cache bytes.
+
+    The floor is measured on ``floor_tokens`` (none where they are empty), by default on as many as ``floor_count``
+    says. ``batch`` and ``step`` are those of ``compare``.
+    """
+    some = tokens[: floor_count(tokens)] if floor_tokens is None else floor_tokens
+    rounded, exact = _floor_dtypes(source, student)
+    floor = None
+    if exact is not None and len(some):
+        reference, coarse = source.to(dtype=exact), as_stream(source, dtype=rounded)
+        lowest = compare(reference, coarse, some, batch or len(some), step)
+        floor = Floor(_name(rounded), _name(exact), len(some), lowest)
     return DriftReport(
         sequences=tokens.shape[0],
         length=tokens.shape[1],
         device=source.device.type,
         source_dtype=_name(source.dtype),
         student_dtype=_name(student.dtype),
-        source_cache_bytes=cache_bytes[0],
-        student_cache_bytes=cache_bytes[1],
+        source_cache_bytes=source.cache_bytes_per_token(),
+        student_cache_bytes=student.cache_bytes_per_token(),
         measured=measured,
         floor=floor,
     )
@@ -214,39 +225,12 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf if loss == loss else loss
 
 
-@torch.no_grad()
-def rounding_floor(
-    source: LayerStream,
-    student: LayerStream,
-    tokens: Tensor,
-    batch: int | None = None,
-    step: Callable[[], None] = lambda: None,
-) -> Floor | None:
-    """The source in the coarser dtype of the two against itself in a wider one; None when there is no wider one."""
-    rounded, exact = _floor_dtypes(source, student)
-    if exact is None:
-        return None
-    measured = compare(source.to(dtype=exact), as_stream(source, dtype=rounded), tokens, batch or len(tokens), step)
-    return Floor(_name(rounded), _name(exact), len(tokens), measured)
-
-
 def _floor_dtypes(source: LayerStream, student: LayerStream) -> tuple[torch.dtype, torch.dtype | None]:
     """The coarser of two streams' dtypes, and the one that its rounding is measured against (None when none is)."""
     coarse = max(source.dtype, student.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     if coarse == torch.float64:
         return coarse, None
     return coarse, torch.float64 if coarse == torch.float32 else torch.float32
-
-
-def _check_tokens(tokens: Tensor, batch: int | None, floor_sequences: int) -> None:
-    integer = tokens.dtype in (torch.int32, torch.int64)
-    if tokens.dim() != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2 or not integer:
-        actual = f"{list(tokens.shape)} of {tokens.dtype}"
-        raise ValueError(f"tokens: expected integers [N, T] with N >= 1 and T >= 2, found {actual}")
-    if batch is not None and batch < 1:
-        raise ValueError(f"batch: expected at least 1 sequence, found {batch}")
-    if floor_sequences < 1:
-        raise ValueError(f"floor_sequences: expected at least 1 (floor=False measures none), found {floor_sequences}")
 
 
 def _layer(layer: LayerDrift, floor: LayerDrift | None) -> dict[str, Any]:

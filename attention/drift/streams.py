@@ -6,6 +6,7 @@ of their own. Shapes: ``B`` sequences, ``T`` positions, ``E`` model dim, ``V`` v
 key/value heads, ``D`` query/key dim of a head, ``Dv`` value dim of a head.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -42,22 +43,14 @@ class LayerOutput:
 
     @property
     def states(self) -> Tensor:
-        """``hidden`` of a whole layer. Raises ValueError for the output of an attention alone."""
-        if self.hidden is None:
-            raise ValueError("output: expected a whole layer's, found one of its attention only")
+        """``hidden`` of a whole layer."""
+        # an attention run alone has none
+        assert self.hidden is not None
         return self.hidden
 
 
-class StreamLayer(Protocol):
-    """One layer, in memory. ``hidden [B, T, E]`` is the residual stream before it, at a text's positions 0 .. T-1."""
-
-    def __call__(self, hidden: Tensor) -> LayerOutput:
-        """Run the whole layer."""
-        ...
-
-    def attend(self, hidden: Tensor) -> LayerOutput:
-        """Run the layer up to its attention's output only; ``hidden`` of the result is ``None``."""
-        ...
+# One layer, in memory: takes the residual stream before it, ``[B, T, E]``, at a text's positions 0 .. T-1.
+StreamLayer = Callable[[Tensor], LayerOutput]
 
 
 @runtime_checkable

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, DynamicCache, StaticCache
 
 from kvfold.attention.checkpoints.registered import register_model
-from kvfold.attention.drift.frame import attention_of, layer_list
+from kvfold.attention.drift.frame import attention_name, layer_list
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import free_memory
 from kvfold.convert.measure.bench_models import BenchTask, ParameterCount, Subject, step_costs
@@ -151,7 +151,7 @@ def _attention_clock(model: Any, device: torch.device) -> Callable[[int], float]
     clock = Clock(device)
     marks: list[tuple[Any, Any]] = []
     starts: list[Any] = []
-    modules = [attention_of(layer) for layer in layer_list(model)[1]]
+    modules = [layer.get_submodule(attention_name(layer)) for layer in layer_list(model)[1]]
     hooks = []
     for module in modules:
         hooks.append(module.register_forward_pre_hook(lambda *_: starts.append(clock.mark())))

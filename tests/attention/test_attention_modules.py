@@ -5,9 +5,7 @@ import torch
 from helpers import precision
 from torch import Tensor, nn
 
-from kvfold.attention import GroupedAttention, KVCache, LatentAttention, LatentCache, rotary_frequencies
-from kvfold.attention.reference import cached, pieces
-from kvfold.attention.reference import whole as reference
+from kvfold.attention import GroupedAttention, KVCache, LatentAttention, LatentCache, reference, rotary_frequencies
 
 E, H, G, D, DV, T = 12, 4, 2, 6, 5, 7
 R, P, DN = 9, 4, 6
@@ -73,53 +71,41 @@ def latent_module(w: reference.LatentProjections, **options) -> LatentAttention:
 @pytest.mark.parametrize(("groups", "layout"), [(4, "half"), (2, "interleaved"), (1, "half")])
 def test_grouped_module_equals_reference_and_its_steps(groups, layout):
     w, x = grouped_weights(groups), random(2, T, E)
-    rope = pieces.rotary_by(rotary_frequencies(4), layout == "interleaved")
+    rope = reference.rotary_by(rotary_frequencies(4), layout == "interleaved")
     module = grouped_module(w, frequencies=rotary_frequencies(4), layout=layout)
     expected = torch.stack([reference.grouped_query_attention(row, w, rotary=rope) for row in x])
     torch.testing.assert_close(module(x), expected, **precision.EXACT)
-    steps: cached.Cache = []
-    stepped = torch.stack([cached.grouped_query_step(token, steps, w, rope) for token in x[0]])
+    steps: reference.Cache = []
+    stepped = torch.stack([reference.grouped_query_step(token, steps, w, rope) for token in x[0]])
     torch.testing.assert_close(stepped, expected[0], **precision.EXACT)
-
-
-def test_group_counts_at_both_ends_are_multi_head_and_multi_query():
-    x = random(T, E)
-    every, one = grouped_weights(H), grouped_weights(1)
-    torch.testing.assert_close(reference.grouped_query_attention(x, every), reference.multi_head_attention(x, every))
-    torch.testing.assert_close(reference.grouped_query_attention(x, one), reference.multi_query_attention(x, one))
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(reference.multi_query_attention(x, every), reference.multi_head_attention(x, every))
 
 
 @pytest.mark.parametrize("query_rank", [None, 8])
 @pytest.mark.parametrize("absorbed", [False, True])
 def test_latent_module_equals_reference_and_its_steps(query_rank, absorbed):
     w, x = latent_weights(query_rank), random(2, T, E)
-    rope = pieces.rotary_by(rotary_frequencies(P), interleaved=True)
+    rope = reference.rotary_by(rotary_frequencies(P), interleaved=True)
     expected = torch.stack([reference.latent_attention(row, w, rope) for row in x])
     torch.testing.assert_close(latent_module(w)(x, absorbed=absorbed), expected, **precision.EXACT)
     rolled = reference.latent_attention(x[0], w, rope, absorbed=True)
     torch.testing.assert_close(rolled, expected[0], **precision.EXACT)
-    steps: cached.Cache = []
-    stepped = torch.stack([cached.latent_step(token, steps, w, rope, absorbed=absorbed) for token in x[0]])
+    steps: reference.Cache = []
+    stepped = torch.stack([reference.latent_step(token, steps, w, rope, absorbed=absorbed) for token in x[0]])
     torch.testing.assert_close(stepped, expected[0], **precision.EXACT)
     assert sum(part.numel() for part in steps[0]) == R + P
 
 
 def test_encoder_module_equals_reference():
     w, x = grouped_weights(), random(1, T, E)
-    expected = reference.encoder_attention(x[0], w)
+    expected = reference.grouped_query_attention(x[0], w, reference.BIDIRECTIONAL)
     torch.testing.assert_close(grouped_module(w, causal=False)(x)[0], expected, **precision.EXACT)
 
 
 def test_cross_module_equals_reference_and_reads_its_memory_once():
     w, x, memory = grouped_weights(), random(1, T, E), random(1, 5, E, seed=3)
     module = grouped_module(w, causal=False, cross=True)
-    expected = reference.cross_attention(x[0], memory[0], w)
+    expected = reference.grouped_query_attention(x[0], w, reference.BIDIRECTIONAL, memory=memory[0])
     torch.testing.assert_close(module(x, memory=memory)[0], expected, **precision.EXACT)
-    kept = cached.cross_cache(memory[0], w)
-    stepped = torch.stack([cached.cross_step(token, kept, w) for token in x[0]])
-    torch.testing.assert_close(stepped, expected, **precision.EXACT)
     cache = module.new_cache(1, dtype=torch.float64)
     with torch.no_grad():
         first = module(x[:, :1], memory=memory, cache=cache)
@@ -202,15 +188,15 @@ def test_batch_with_left_padding_equals_each_sequence_alone(name, module):
 
 def test_gradients_equal_the_references():
     w, x = latent_weights(8), random(1, T, E).requires_grad_()
-    rope, probe = pieces.rotary_by(rotary_frequencies(P), interleaved=True), random(T, E, seed=4)
+    rope, probe = reference.rotary_by(rotary_frequencies(P), interleaved=True), random(T, E, seed=4)
     (expected,) = torch.autograd.grad((reference.latent_attention(x[0], w, rope) * probe).sum(), x)
     for absorbed in (False, True):
         (found,) = torch.autograd.grad((latent_module(w)(x, absorbed=absorbed)[0] * probe).sum(), x)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     g = grouped_weights()
-    rope = pieces.rotary_by(rotary_frequencies(D))
+    rope = reference.rotary_by(rotary_frequencies(D))
     for window in (None, 3):
-        masks = pieces.Masks(window=window)
+        masks = reference.Masks(window=window)
         (expected,) = torch.autograd.grad((reference.grouped_query_attention(x[0], g, masks, rope) * probe).sum(), x)
         module = grouped_module(g, frequencies=rotary_frequencies(D), window=window)
         (found,) = torch.autograd.grad((module(x)[0] * probe).sum(), x)

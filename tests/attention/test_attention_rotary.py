@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.attention import apply_rotary, rotary_frequencies, rotary_tables
-from kvfold.attention.reference import pieces
+from kvfold.attention import apply_rotary, reference, rotary_frequencies, rotary_tables
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -22,7 +21,7 @@ def test_equals_the_reference(pairs, extra, interleaved, batched, seed):
     for row in range(2):
         places = positions[row] if batched else positions
         for head in range(3):
-            expected = pieces.rotate(x[row, head], places, frequencies, interleaved)
+            expected = reference.rotate(x[row, head], places, frequencies, interleaved)
             torch.testing.assert_close(found[row, head], expected, rtol=0, atol=1e-12)
 
 

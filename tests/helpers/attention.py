@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvfold.attention import GroupedAttention, LatentAttention, rotary_frequencies
-from kvfold.attention.reference import pieces
-from kvfold.attention.reference import whole as reference
+from kvfold.attention import GroupedAttention, LatentAttention, reference, rotary_frequencies
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,14 @@ class Case:
             seen = seen & (key < self.lengths[:, None, None])
         return seen[:, None]
 
-    def masks(self, row: int, queries: int, keys: int) -> pieces.Masks:
+    def masks(self, row: int, queries: int, keys: int) -> reference.Masks:
         """The reference's masks for one sequence of the batch."""
 
         def of_row(value: int | Tensor | None) -> int | None:
             return int(value[row]) if isinstance(value, Tensor) else value
 
         offset = of_row(self.offset_of(queries, keys))
-        return pieces.Masks(self.causal, offset, self.window, of_row(self.starts) or 0, of_row(self.lengths))
+        return reference.Masks(self.causal, offset, self.window, of_row(self.starts) or 0, of_row(self.lengths))
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, case: Case, scale: float | None = None) -> Tensor:

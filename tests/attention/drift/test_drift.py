@@ -321,12 +321,17 @@ def test_only_one_layer_of_each_model_is_open_at_a_time(monkeypatch):
 @pytest.mark.parametrize(
     ("student", "tokens", "options", "message"),
     [
-        ({"num_hidden_layers": 2}, some_tokens(), {}, "student: expected the source's 3 layers, found 2"),
-        ({"vocab_size": 64}, some_tokens(), {}, "student: expected logits over the source's 61 tokens, found 64"),
-        ({}, some_tokens()[0], {}, r"tokens: expected integers \[N, T\].*found \[12\] of torch.int64"),
-        ({}, some_tokens().float(), {}, r"tokens: expected integers \[N, T\].*found \[5, 12\] of torch.float32"),
-        ({}, some_tokens(), {"batch": 0}, "batch: expected at least 1 sequence, found 0"),
-        ({}, some_tokens(), {"floor_sequences": 0}, "floor_sequences: expected at least 1"),
+        ({"num_hidden_layers": 2}, some_tokens(), {}, "the student has 2 layers, the source 3; compare"),
+        (
+            {"vocab_size": 64},
+            some_tokens(),
+            {},
+            "the student's logits are over 64 tokens, the source's over 61; compare",
+        ),
+        ({}, some_tokens()[0], {}, r"tokens have shape \[12\] and dtype torch.int64; they must be integers"),
+        ({}, some_tokens().float(), {}, r"tokens have shape \[5, 12\] and dtype torch.float32; they must be integers"),
+        ({}, some_tokens(), {"batch": 0}, "batch = 0 must be at least 1"),
+        ({}, some_tokens(), {"floor_sequences": 0}, "floor_sequences = 0 must be at least 1"),
     ],
 )
 def test_what_cannot_be_compared_is_named(student, tokens, options, message):

@@ -11,6 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.attention import blocked
+from kvfold.attention.drift.frame import Arguments
 from kvfold.attention.drift.recording import RECORDER, run_layer
 from kvfold.attention.interface import BLOCKWISE, blockwise_attention
 
@@ -119,7 +120,7 @@ def test_what_is_noted_and_what_is_computed() -> None:
     for softcap, window in ((None, None), (None, 4), (0.7, 4)):
         seen = CAUSAL if window is None else CAUSAL & (window > ORDER)
         attention = Attention(scaling=0.3, softcap=softcap, sliding_window=window)
-        found = run_layer(Layer(attention), HIDDEN, (), {"mask": seen[None, None]})
+        found = run_layer(Layer(attention), HIDDEN, Arguments((), {"mask": seen[None, None]}))
         expected = whole_map(*attention.given, seen, 0.3, softcap)
         torch.testing.assert_close(found.attention.double(), expected.flatten(2), **precision.ACTIVATIONS)
         assert torch.equal(found.hidden, found.attention * 2)
@@ -130,13 +131,13 @@ def test_what_is_noted_and_what_is_computed() -> None:
 
 
 def test_the_scale_is_one_over_the_root_of_the_head_dim_unless_given() -> None:
-    assert run_layer(Layer(Attention()), HIDDEN, (), {}).scale == 8**-0.5
+    assert run_layer(Layer(Attention()), HIDDEN, Arguments((), {})).scale == 8**-0.5
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_without_a_mask_the_attention_functions_causality_counts(causal: bool) -> None:
     attention = Attention(is_causal=causal)
-    found = run_layer(Layer(attention), HIDDEN, (), {})
+    found = run_layer(Layer(attention), HIDDEN, Arguments((), {}))
     seen = CAUSAL if causal else torch.ones_like(CAUSAL)
     expected = whole_map(*attention.given, seen, 8**-0.5, None)
     torch.testing.assert_close(found.attention.double(), expected.flatten(2), **precision.ACTIVATIONS)
@@ -167,21 +168,21 @@ def test_a_mask_outweighs_the_modules_word(
     if additive:
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     attention = Attention(is_causal=is_causal, sliding_window=window)
-    found = run_layer(Layer(attention), HIDDEN, (), {"mask": mask})
+    found = run_layer(Layer(attention), HIDDEN, Arguments((), {"mask": mask}))
     assert (found.causal, found.window) == (causal, window)
     assert (found.query is not None) is (found.key is not None) is plain
 
 
 def test_sinks_are_shown_beside_queries_and_keys() -> None:
     sinks = torch.ones(4)
-    found = run_layer(Layer(Attention(s_aux=sinks)), HIDDEN, (), {"mask": CAUSAL[None, None]})
+    found = run_layer(Layer(Attention(s_aux=sinks)), HIDDEN, Arguments((), {"mask": CAUSAL[None, None]}))
     assert found.query is not None
     assert found.sinks is sinks
 
 
 def test_scores_that_are_more_than_queries_and_keys_show_none() -> None:
     attention = Attention(position_bias=torch.zeros(1, 4, 9, 9))
-    found = run_layer(Layer(attention), HIDDEN, (), {"mask": CAUSAL[None, None]})
+    found = run_layer(Layer(attention), HIDDEN, Arguments((), {"mask": CAUSAL[None, None]}))
     assert found.query is None
     assert found.key is None
 
@@ -194,7 +195,7 @@ def test_nothing_is_left_behind() -> None:
 
     layer = Layer(Broken())
     with pytest.raises(RuntimeError, match="broken"):
-        run_layer(layer, HIDDEN, (), {})
+        run_layer(layer, HIDDEN, Arguments((), {}))
     assert layer.self_attn.config._attn_implementation == BLOCKWISE
     assert not layer.self_attn._forward_hooks
     assert not layer.self_attn._forward_pre_hooks
@@ -205,12 +206,12 @@ def test_each_recording_notes_its_own_call() -> None:
 
     class Nested(Attention):
         def forward(self, hidden_states: Tensor, mask: Tensor | None) -> Any:
-            self.before = run_layer(inner, hidden_states, (), {})
+            self.before = run_layer(inner, hidden_states, Arguments((), {}))
             return super().forward(hidden_states, mask)
 
     outer = Layer(Nested())
     outer.self_attn.given = tuple(tensor * 2 for tensor in outer.self_attn.given)
-    found = run_layer(outer, HIDDEN, (), {})
+    found = run_layer(outer, HIDDEN, Arguments((), {}))
     assert found.query is outer.self_attn.given[0]
     assert outer.self_attn.before.query is inner.self_attn.given[0]
 
@@ -220,8 +221,8 @@ def test_a_layer_that_skips_its_attention_is_named() -> None:
         def forward(self, hidden_states: Tensor) -> Tensor:
             return hidden_states
 
-    with pytest.raises(ValueError, match="layer: expected Skipping to call its attention module, which it did not"):
-        run_layer(Skipping(Attention()), HIDDEN, (), {})
+    with pytest.raises(ValueError, match="Skipping never called its attention module"):
+        run_layer(Skipping(Attention()), HIDDEN, Arguments((), {}))
 
 
 def test_tensors_take_the_place_of_the_modules_parameters() -> None:
@@ -235,7 +236,7 @@ def test_tensors_take_the_place_of_the_modules_parameters() -> None:
 
     layer = Layer(Projected())
     weight = torch.randn(5, 24, requires_grad=True)
-    found = run_layer(layer, HIDDEN, (), {}, {"self_attn.o_proj.weight": weight})
+    found = run_layer(layer, HIDDEN, Arguments((), {}), {"self_attn.o_proj.weight": weight})
     assert torch.equal(found.output_weight, weight.view(5, 4, 6))
     torch.testing.assert_close(found.attention, torch.einsum("bthd,ehd->bte", found.context, found.output_weight))
     found.attention.sum().backward()

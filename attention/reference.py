@@ -1,0 +1,286 @@
+"""The attention variants as the papers write them: float64, one formula a function, loops and all. Slow on purpose.
+
+Nothing here shares code with the fast paths, which are tested against it. One sequence at a time; shapes: ``T`` query
+tokens, ``S`` key tokens, ``E`` model dim, ``H`` query heads, ``G`` key/value heads, ``D`` head dim, ``Dv`` value dim,
+``R`` latent rank, ``Rq`` query latent rank, ``P`` rotary dims, ``Dn`` dims of a query without rotation. Weights map
+columns: ``W [D, E]`` takes ``x [E]`` to ``W x [D]``. A ``*_step`` takes one token ``x [E]`` and a cache,
+appends to it what the variant keeps of ``x``, and gives ``y [E]``: step by step what the whole sequence gives at once.
+
+Sources: Vaswani et al. 2017 ("Attention is all you need"), Shazeer 2019 ("Fast transformer decoding"), Ainslie et al.
+2023 ("GQA"), DeepSeek-AI 2024 ("DeepSeek-V2"), Su et al. 2021 ("RoFormer").
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+# what a decoder keeps between steps: an entry per token
+Cache = list[tuple[Tensor, Tensor]]
+Rotary = Callable[[Tensor, Tensor], Tensor]  # x [T, D], positions [T] -> [T, D]
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Query, key or value of one head, ``q_t = W x_t + b`` (Vaswani 2017, 3.2.2).
+
+    ``x [T, E]``, ``weight [D, E]``, ``bias [D]`` -> ``[T, D]``.
+    """
+    rows = [weight @ token if bias is None else weight @ token + bias for token in x]
+    return torch.stack(rows)
+
+
+def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotary embedding (Su 2021, eq. 14-15): pair ``l`` is rotated by the angle ``t theta_l``.
+
+        x'_a = x_a cos(t theta_l) - x_b sin(t theta_l),    x'_b = x_a sin(t theta_l) + x_b cos(t theta_l)
+
+    Pair ``l`` is ``(a, b) = (2 l, 2 l + 1)`` if interleaved, else ``(l, l + Dr / 2)``; dims from ``Dr`` on stay.
+    ``x [T, D]``, ``positions [T]``, ``frequencies [Dr / 2]`` -> ``[T, D]``.
+    """
+    pairs = len(frequencies)
+    rows = []
+    for token, position in zip(x, positions, strict=True):
+        row = list(token)
+        for pair in range(pairs):
+            a, b = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + pairs)
+            angle = position.double() * frequencies[pair].double()
+            row[a] = token[a] * torch.cos(angle) - token[b] * torch.sin(angle)
+            row[b] = token[a] * torch.sin(angle) + token[b] * torch.cos(angle)
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
+
+
+def rotary_by(frequencies: Tensor, interleaved: bool = False) -> Rotary:
+    """``rotate`` by the frequencies ``[Dr / 2]`` of a layer."""
+    return partial(rotate, frequencies=frequencies, interleaved=interleaved)
+
+
+def no_rotary(x: Tensor, positions: Tensor) -> Tensor:
+    """No rotary embedding."""
+    return x
+
+
+def project_heads(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rotary: Rotary = no_rotary, positions: Tensor | None = None
+) -> Tensor:
+    """``project`` by every head of ``weight [H, D, E]`` and ``bias [H, D]``, then rotated: ``[H, T, D]``."""
+    places = torch.arange(len(x)) if positions is None else positions
+    biases = [None] * len(weight) if bias is None else bias
+    return torch.stack([rotary(project(x, w, b), places) for w, b in zip(weight, biases, strict=True)])
+
+
+def project_output(heads: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``y_t = sum_h W_o,h z_h,t + b``: ``heads [H, T, Dv]``, ``weight [E, H, Dv]``, ``bias [E]`` -> ``[T, E]``.
+
+    The same as Vaswani's ``Concat(z_1 .. z_H) W_o``, the product written by blocks.
+    """
+    result = []
+    for token in range(heads.shape[1]):
+        y = sum((weight[:, head] @ heads[head, token] for head in range(heads.shape[0])), torch.zeros(()))
+        result.append(y if bias is None else y + bias)
+    return torch.stack(result)
+
+
+@dataclass(frozen=True)
+class Masks:
+    """The masks of one sequence, and an additive bias ``[H, T, S]``."""
+
+    causal: bool = True
+    offset: int = 0  # tokens before query 0
+    window: int | None = None
+    start: int = 0
+    length: int | None = None
+    bias: Tensor | None = None
+
+    def apply(self, score: Tensor, head: int) -> Tensor:
+        """``score [T, S]`` of one head with its bias, ``-inf`` where a query ``i`` does not see a key ``j``."""
+        score = score if self.bias is None else score + self.bias[head]
+        distance = torch.arange(score.shape[0])[:, None] + self.offset - torch.arange(score.shape[1])
+        keys = torch.arange(score.shape[1])
+        # decoders: nothing later than the query (Vaswani 2017, 3.2.3)
+        hidden = (distance < 0) & self.causal
+        if self.window is not None:
+            # Beltagy et al. 2020, "Longformer"
+            hidden |= distance.abs() >= self.window
+        hidden |= (keys < self.start) | (keys >= (score.shape[1] if self.length is None else self.length))
+        return score.masked_fill(hidden, -torch.inf)
+
+
+CAUSAL = Masks()
+BIDIRECTIONAL = Masks(causal=False)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, masks: Masks, head: int, scale: float | None = None) -> Tensor:
+    """Scaled dot-product attention of one head, ``softmax(mask(q k^T / sqrt(d_head))) v`` (Vaswani 2017, 3.2.1).
+
+        s_ij = q_i . k_j / sqrt(d_head),    a_ij = exp(s_ij) / sum_j exp(s_ij),    z_i = sum_j a_ij v_j
+
+    ``query [T, D]``, ``key [S, D]``, ``value [S, Dv]`` -> ``[T, Dv]``; a query that sees nothing gives zeros.
+    """
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.stack([torch.stack([factor * (q * k).sum() for k in key]) for q in query])
+    result = []
+    for row in masks.apply(scores, head):
+        if bool((row == -torch.inf).all()):
+            result.append(torch.zeros_like(value[0]))
+            continue
+        # a common factor of all powers cancels; without it they would overflow
+        powers = torch.exp(row - row.detach().max())
+        weights = powers / powers.sum()
+        result.append(sum((a * v for a, v in zip(weights, value, strict=True)), torch.zeros(())))
+    return torch.stack(result)
+
+
+@dataclass(frozen=True)
+class GroupedProjections:
+    """One layer of MHA (``G = H``), GQA or MQA (``G = 1``); biases may be ``None``."""
+
+    query: Tensor  # [H, D, E]
+    key: Tensor  # [G, D, E]
+    value: Tensor  # [G, Dv, E]
+    output: Tensor  # [E, H, Dv]
+    query_bias: Tensor | None = None  # [H, D]
+    key_bias: Tensor | None = None  # [G, D]
+    value_bias: Tensor | None = None  # [G, Dv]
+    output_bias: Tensor | None = None  # [E]
+
+
+@dataclass(frozen=True)
+class LatentProjections:
+    """One layer of multi-head latent attention; ``query_down`` ``None`` means no query latent (then ``Rq = E``)."""
+
+    query_nope: Tensor  # [H, Dn, Rq], W_uq
+    query_rope: Tensor  # [H, P, Rq], W_qr
+    latent: Tensor  # [R, E], W_dkv
+    rope_key: Tensor  # [P, E], W_kr
+    up_key: Tensor  # [H, Dn, R], W_uk
+    up_value: Tensor  # [H, Dv, R], W_uv
+    output: Tensor  # [E, H, Dv]
+    query_down: Tensor | None = None  # [Rq, E], W_dq
+
+
+def grouped_query_attention(
+    x: Tensor,
+    w: GroupedProjections,
+    masks: Masks = CAUSAL,
+    rotary: Rotary = no_rotary,
+    scale: float | None = None,
+    memory: Tensor | None = None,
+) -> Tensor:
+    """``y = sum_h W_o,h attention(W_q,h x, W_k,g x, W_v,g x) + b``, ``g`` the group of ``h``: ``[T, E]``.
+
+    ``G`` keys for ``H`` heads (Ainslie 2023, 2.2): ``G = H`` is multi-head (Vaswani 2017, 3.2.2), ``G = 1`` multi-query
+    attention (Shazeer 2019, sec. 3). Encoders mask nothing (``BIDIRECTIONAL``); cross attention does not either, and
+    takes keys and values from the encoder's ``memory [S, E']`` (Vaswani 2017, 3.2.3).
+    """
+    query = project_heads(x, w.query, w.query_bias, rotary)
+    key, value = grouped_keys(x if memory is None else memory, w, rotary)
+    return project_output(grouped_query_heads(query, key, value, masks, scale), w.output, w.output_bias)
+
+
+def grouped_keys(
+    source: Tensor, w: GroupedProjections, rotary: Rotary = no_rotary, places: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Keys ``[G, S, D]`` and values ``[G, S, Dv]`` of ``source [S, E]``: all that is cached."""
+    key = project_heads(source, w.key, w.key_bias, rotary, places)
+    return key, project_heads(source, w.value, w.value_bias)
+
+
+def grouped_query_heads(query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float | None = None) -> Tensor:
+    """Attention of every head: ``query [H, T, D]``, ``key [G, S, D]``, ``value [G, S, Dv]`` -> ``[H, T, Dv]``.
+
+    Head ``h`` reads key head ``h // (H / G)``.
+    """
+    share = query.shape[0] // key.shape[0]
+    heads = [attention(q, key[h // share], value[h // share], masks, h, scale) for h, q in enumerate(query)]
+    return torch.stack(heads)
+
+
+def latent_queries(x: Tensor, w: LatentProjections, rotary: Rotary, places: Tensor) -> tuple[Tensor, Tensor]:
+    """``c_q = W_dq x; q_nope,h = W_uq,h c_q; q_rope,h = RoPE(W_qr,h c_q)`` (DeepSeek-V2 2024, eq. 12-14).
+
+    ``x [T, E]`` -> ``[H, T, Dn]``, ``[H, T, P]``.
+    """
+    c = x if w.query_down is None else project(x, w.query_down)
+    return project_heads(c, w.query_nope, None), project_heads(c, w.query_rope, None, rotary, places)
+
+
+def latent_keys(x: Tensor, w: LatentProjections, rotary: Rotary, places: Tensor) -> tuple[Tensor, Tensor]:
+    """``c = W_dkv x; k_rope = RoPE(W_kr x)`` (eq. 9, 15): all that is cached. ``[T, R]``, ``[T, P]``."""
+    return project(x, w.latent), rotary(project(x, w.rope_key), places)
+
+
+def latent_heads(
+    nope: Tensor, rope: Tensor, c: Tensor, rope_key: Tensor, w: LatentProjections, masks: Masks, scale: float | None
+) -> Tensor:
+    """``k_h = [W_uk,h c; k_rope]; v_h = W_uv,h c; z_h = attention([q_nope,h; q_rope,h], k_h, v_h)`` (eq. 10-11, 16-18).
+
+    ``nope [H, T, Dn]``, ``rope [H, T, P]``, ``c [S, R]``, ``rope_key [S, P]`` -> ``[H, T, Dv]``.
+    """
+    heads = []
+    for h in range(len(nope)):
+        query = torch.cat([nope[h], rope[h]], -1)
+        key = torch.cat([project(c, w.up_key[h]), rope_key], -1)
+        heads.append(attention(query, key, project(c, w.up_value[h]), masks, h, scale))
+    return torch.stack(heads)
+
+
+def absorbed_heads(
+    nope: Tensor, rope: Tensor, c: Tensor, rope_key: Tensor, w: LatentProjections, masks: Masks, scale: float | None
+) -> Tensor:
+    """``q_nope . W_uk c = (W_uk^T q_nope) . c`` and ``sum_s a_s W_uv c_s = W_uv sum_s a_s c_s`` (sec. 2.1.2).
+
+    No key and no value of any head is made; shapes as in ``latent_heads``.
+    """
+    scale = (nope.shape[-1] + rope.shape[-1]) ** -0.5 if scale is None else scale
+    heads = []
+    for h in range(len(nope)):
+        query = torch.cat([project(nope[h], w.up_key[h].T), rope[h]], -1)
+        z = attention(query, torch.cat([c, rope_key], -1), c, masks, h, scale)
+        heads.append(project(z, w.up_value[h]))
+    return torch.stack(heads)
+
+
+def latent_attention(
+    x: Tensor,
+    w: LatentProjections,
+    rotary: Rotary,
+    masks: Masks = CAUSAL,
+    scale: float | None = None,
+    absorbed: bool = False,
+) -> Tensor:
+    """Multi-head latent attention (DeepSeek-V2 2024, sec. 2.1): ``x [T, E]`` -> ``[T, E]``."""
+    places = torch.arange(len(x))
+    heads = absorbed_heads if absorbed else latent_heads
+    z = heads(*latent_queries(x, w, rotary, places), *latent_keys(x, w, rotary, places), w, masks, scale)
+    return project_output(z, w.output)
+
+
+def grouped_query_step(
+    x: Tensor, cache: Cache, w: GroupedProjections, rotary: Rotary = no_rotary, scale: float | None = None
+) -> Tensor:
+    """Causal self-attention of the newest token, which keeps ``[G, D]`` and ``[G, Dv]``: ``2 G D`` elements."""
+    here = torch.tensor([len(cache)])
+    query = project_heads(x[None], w.query, w.query_bias, rotary, here)
+    key, value = grouped_keys(x[None], w, rotary, here)
+    cache.append((key[:, 0], value[:, 0]))
+    keys, values = (torch.stack(each, 1) for each in zip(*cache, strict=True))  # [G, S, D]
+    # nothing later is there to be masked
+    z = grouped_query_heads(query, keys, values, BIDIRECTIONAL, scale)
+    return project_output(z, w.output, w.output_bias)[0]
+
+
+def latent_step(
+    x: Tensor, cache: Cache, w: LatentProjections, rotary: Rotary, scale: float | None = None, absorbed: bool = False
+) -> Tensor:
+    """Latent attention of the newest token, which keeps ``c [R]`` and ``k_rope [P]``: ``R + P`` elements."""
+    here = torch.tensor([len(cache)])
+    c, rope_key = latent_keys(x[None], w, rotary, here)
+    cache.append((c[0], rope_key[0]))
+    # explicit: every cached latent is expanded again; absorbed: none is
+    heads = absorbed_heads if absorbed else latent_heads
+    latents, rope_keys = (torch.stack(each) for each in zip(*cache, strict=True))  # [S, R]
+    z = heads(*latent_queries(x[None], w, rotary, here), latents, rope_keys, w, BIDIRECTIONAL, scale)
+    return project_output(z, w.output)[0]

@@ -1,1 +1,0 @@
-"""Literal float64 transcriptions of the attention formulas: the oracles of every fast path."""
