@@ -9,67 +9,46 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfold.convert.conversion.run import Conversion, convert_checkpoint
-    from kvfold.convert.data import demo_folder
-    from kvfold.convert.errors import InputError, KvfoldError
-    from kvfold.convert.measure.bench import bench_checkpoints
-    from kvfold.convert.measure.drift import drift_checkpoints
-    from kvfold.convert.measure.eval import eval_checkpoints
-    from kvfold.convert.measure.inspect import Inspection, inspect_checkpoint
-    from kvfold.convert.measure.sweep import sweep_checkpoint
-    from kvfold.convert.measure.sweep_result import Sweep
-    from kvfold.convert.measure.verify import Verification, verify_checkpoint
-    from kvfold.convert.recipes import recipe_request
-    from kvfold.convert.request import ConvertRequest
-    from kvfold.convert.uptrain.request import UptrainRequest
-    from kvfold.convert.uptrain.run import Uptrained, uptrain_checkpoint
+    from kvfold.convert.conversion.run import Conversion as Conversion
+    from kvfold.convert.conversion.run import convert_checkpoint as convert_checkpoint
+    from kvfold.convert.data import demo_folder as demo_folder
+    from kvfold.convert.errors import InputError as InputError
+    from kvfold.convert.errors import KvfoldError as KvfoldError
+    from kvfold.convert.measure.bench import bench_checkpoints as bench_checkpoints
+    from kvfold.convert.measure.drift import drift_checkpoints as drift_checkpoints
+    from kvfold.convert.measure.eval import eval_checkpoints as eval_checkpoints
+    from kvfold.convert.measure.inspect import Inspection as Inspection
+    from kvfold.convert.measure.inspect import inspect_checkpoint as inspect_checkpoint
+    from kvfold.convert.measure.sweep import sweep_checkpoint as sweep_checkpoint
+    from kvfold.convert.measure.sweep_result import Sweep as Sweep
+    from kvfold.convert.measure.verify import Verification as Verification
+    from kvfold.convert.measure.verify import verify_checkpoint as verify_checkpoint
+    from kvfold.convert.recipes import recipe_request as recipe_request
+    from kvfold.convert.request import ConvertRequest as ConvertRequest
+    from kvfold.convert.uptrain.request import UptrainRequest as UptrainRequest
+    from kvfold.convert.uptrain.run import Uptrained as Uptrained
+    from kvfold.convert.uptrain.run import uptrain_checkpoint as uptrain_checkpoint
 
     __version__: str
 
-__all__ = [
-    "Conversion",
-    "ConvertRequest",
-    "InputError",
-    "Inspection",
-    "KvfoldError",
-    "Sweep",
-    "UptrainRequest",
-    "Uptrained",
-    "Verification",
-    "__version__",
-    "bench_checkpoints",
-    "convert_checkpoint",
-    "demo_folder",
-    "drift_checkpoints",
-    "eval_checkpoints",
-    "inspect_checkpoint",
-    "recipe_request",
-    "sweep_checkpoint",
-    "uptrain_checkpoint",
-    "verify_checkpoint",
-]
-
-_MODULES = {
-    "Conversion": "conversion.run",
-    "ConvertRequest": "request",
-    "InputError": "errors",
-    "Inspection": "measure.inspect",
-    "KvfoldError": "errors",
-    "Sweep": "measure.sweep_result",
-    "UptrainRequest": "uptrain.request",
-    "Uptrained": "uptrain.run",
-    "Verification": "measure.verify",
-    "bench_checkpoints": "measure.bench",
-    "convert_checkpoint": "conversion.run",
-    "demo_folder": "data",
-    "drift_checkpoints": "measure.drift",
-    "eval_checkpoints": "measure.eval",
-    "inspect_checkpoint": "measure.inspect",
-    "recipe_request": "recipes",
-    "sweep_checkpoint": "measure.sweep",
-    "uptrain_checkpoint": "uptrain.run",
-    "verify_checkpoint": "measure.verify",
+# The imports above are for type checkers alone; this table is what runs.
+_NAMES = {
+    "conversion.run": ("Conversion", "convert_checkpoint"),
+    "data": ("demo_folder",),
+    "errors": ("InputError", "KvfoldError"),
+    "measure.bench": ("bench_checkpoints",),
+    "measure.drift": ("drift_checkpoints",),
+    "measure.eval": ("eval_checkpoints",),
+    "measure.inspect": ("Inspection", "inspect_checkpoint"),
+    "measure.sweep": ("sweep_checkpoint",),
+    "measure.sweep_result": ("Sweep",),
+    "measure.verify": ("Verification", "verify_checkpoint"),
+    "recipes": ("recipe_request",),
+    "request": ("ConvertRequest",),
+    "uptrain.request": ("UptrainRequest",),
+    "uptrain.run": ("Uptrained", "uptrain_checkpoint"),
 }
+__all__ = sorted(["__version__", *(name for names in _NAMES.values() for name in names)])
 
 
 def __getattr__(name: str) -> object:
@@ -77,8 +56,9 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         return version("kvfold")
-    if name in _MODULES:
-        return getattr(_import_module(f"{__name__}.{_MODULES[name]}"), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(_import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -28,7 +28,6 @@ from kvfold.convert.progress import stage
 from kvfold.convert.request import ConvertRequest, DriftRequest
 from kvfold.convert.uptrain.command import uptrain
 
-_RESUMABLE = ("convert", "uptrain")
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
@@ -72,21 +71,14 @@ def inspect(model: str | None, json_file: str | None) -> None:
     """
     from kvfold.convert.measure.inspect import inspect_checkpoint
 
-    if model is None:  # `--json MODEL`: the file may be left out, so MODEL was taken for it
-        if json_file in (None, STDOUT):
-            raise click.UsageError("missing argument 'MODEL'", click.get_current_context())
+    # `--json MODEL`: the file may be left out, so MODEL was taken for it.
+    if model is None:
         model, json_file = json_file, STDOUT
-    if json_file is not None:
-        check_writable(json_file)
-    facts = inspect_checkpoint(model)
+    if model in (None, STDOUT):
+        raise click.UsageError("missing argument 'MODEL'", click.get_current_context())
+    check_writable(json_file)
+    facts = inspect_checkpoint(str(model))
     tell(json_file, facts.to_dict, facts.summary())
-
-
-_report = click.option(
-    "--report", metavar="DIR", help="Also write DIR/report.html: the numbers drawn, in one file that loads nothing."
-)
-
-_running = partial(click.option, cls=PanelOption, panel="Running")
 
 
 def _convert_request(options: dict[str, Any], further: dict[str, Any]) -> ConvertRequest:
@@ -110,6 +102,7 @@ _recipe = click.option(
     metavar="NAME|FILE.toml",
     help="Defaults from a recipe; options on the command line override it.",
 )
+_running = partial(click.option, cls=PanelOption, panel="Running")
 _result_files = (
     _running("--json", "json_file", metavar="FILE|-", help="Also write the result to FILE; -: to stdout alone."),
     _running("--report", metavar="DIR", help="Also write DIR/report.html: the numbers drawn, in one file."),
@@ -127,8 +120,7 @@ def convert(request: ConvertRequest, json_file: str | None, report: str | None) 
     """Convert MODEL and write the result to the folder OUT."""
     if report is not None:
         check_report(report)
-    if json_file is not None:
-        check_writable(json_file)
+    check_writable(json_file)
     from kvfold.convert.conversion.run import convert_checkpoint
 
     if not (request.quiet or request.dry_run) and processes.started_first():
@@ -145,14 +137,18 @@ def convert(request: ConvertRequest, json_file: str | None, report: str | None) 
 kvfold.add_command(sweep)
 
 
+_report = click.option(
+    "--report", metavar="DIR", help="Also write DIR/report.html: the numbers drawn, in one file that loads nothing."
+)
+
+
 @kvfold.command(short_help="How far OUT is from MODEL, layer by layer and at the end.")
 @request_options(DriftRequest, before={"trust_remote_code": [json_file_option, _report]})
 def drift(request: DriftRequest, json_file: str | None, report: str | None) -> None:
     """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and at the end."""
     from kvfold.convert.text.corpus import check_sources
 
-    if json_file is not None:
-        check_writable(json_file)
+    check_writable(json_file)
     check_sources(filter(None, [request.text]), "text")
     if report is not None:
         check_report(report)
@@ -179,8 +175,7 @@ def verify(out: str, json_file: str | None) -> None:
     """
     from kvfold.convert.measure.verify import check_verified, verify_checkpoint
 
-    if json_file is not None:
-        check_writable(json_file)
+    check_writable(json_file)
     with stage(f"verifying {out}"):
         done = verify_checkpoint(out)
     tell(json_file, done.to_dict, "" if done.problems else done.summary())
@@ -211,8 +206,7 @@ def demo(folder: str | None, json_file: str | None) -> None:
     """
     from kvfold.convert.demo import rows_json, run_demo
 
-    if json_file is not None:
-        check_writable(json_file)
+    check_writable(json_file)
     rows = run_demo(folder, partial(click.echo, err=json_file == STDOUT))
     tell(json_file, lambda: rows_json(rows), "")
 
@@ -220,5 +214,5 @@ def demo(folder: str | None, json_file: str | None) -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line. Exit status: 0 done, 2 the request or the input is wrong, 1 anything else."""
     command = next(iter(sys.argv[1:] if arguments is None else arguments), "")
-    left = () if command in _RESUMABLE else ("nothing was left behind",)
+    left = () if command in ("convert", "uptrain") else ("nothing was left behind",)
     run_command(kvfold, "kvfold", arguments, *left)

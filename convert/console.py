@@ -18,17 +18,8 @@ from typing import Any, NoReturn
 
 import click
 
-from kvfold.convert.errors import (
-    InputError,
-    KvfoldError,
-    as_option,
-    did_you_mean,
-    one_line,
-    opt,
-    system_failure,
-    worded,
-)
-from kvfold.convert.options import Request, Spec, specs
+from kvfold.convert.errors import ALONE, InputError, KvfoldError, as_option, one_line, opt, system_failure, worded
+from kvfold.convert.options import Option, Request, specs
 from kvfold.convert.signals import interruptible
 
 # Written in place of a file's name, as other command line tools have it.
@@ -60,14 +51,6 @@ class PanelCommand(click.Command):
                 formatter.write_dl(rows)
 
 
-class WordChoice(click.Choice[str]):
-    """One of some words; an error names the one that was probably meant."""
-
-    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
-        message = super().get_invalid_choice_message(value, ctx)
-        return message.removesuffix(".") + did_you_mean(value, list(self.choices))
-
-
 Decorator = Callable[[Any], Any]
 
 
@@ -86,18 +69,19 @@ def request_options(
     default has an option ``--no-NAME``.
     """
     found = specs(request)
-    names = {_parameter_name(spec): name for name, spec in found.items()}
 
     def decorate(function: Callable[..., None]) -> Any:
         @functools.wraps(function)
         def command(**values: Any) -> None:
-            own = {names[name]: _value(found[names[name]], values.pop(name)) for name in names}
+            own = {name: values.pop(name) for name in found}
+            # Click would have to be told of a flag that sets False in another way in each of its versions.
+            own = {name: not value if found[name].default is True else value for name, value in own.items()}
             made = request(**own) if build is None else build(own, values)
             function(made, **values)
 
         decorated: Any = command
         for name, spec in reversed(found.items()):
-            decorated = parameter(spec, required=spec.required and name not in optional)(decorated)
+            decorated = _parameter(spec, required=spec.default is MISSING and name not in optional)(decorated)
             for extra in reversed((before or {}).get(name, ())):
                 decorated = extra(decorated)
         return decorated
@@ -105,53 +89,28 @@ def request_options(
     return decorate
 
 
-def _parameter_name(spec: Spec) -> str:
-    return f"no_{spec.name}" if spec.default is True else spec.name
-
-
-def _value(spec: Spec, value: Any) -> Any:
-    return not value if spec.default is True else value
-
-
-def parameter(spec: Spec, required: bool) -> Decorator:
-    """The click argument or option of one field."""
-    details = spec.details
-    if details.argument:
+def _parameter(spec: Option, required: bool) -> Decorator:
+    """The click argument or option of one field. Words are left to the request, whose errors name near ones."""
+    if spec.argument:
         several: dict[str, Any] = {"nargs": -1} if spec.each is not None else {"required": required}
-        return click.argument(spec.name, metavar=details.metavar, **several)
-    flag = as_option(spec.name, False) if spec.default is True else as_option(spec.name)
-    names = [flag, *details.spellings, _parameter_name(spec)]
-    settings: dict[str, Any] = {"help": details.help, "metavar": details.metavar}
-    if details.panel is not None:
-        settings |= {"cls": PanelOption, "panel": details.panel}
+        return click.argument(spec.name, metavar=spec.metavar, **several)
+    metavar = spec.metavar or (f"[{'|'.join(spec.words)}]" if spec.words else None)
+    settings: dict[str, Any] = {"help": spec.help, "metavar": metavar}
+    if spec.panel is not None:
+        settings |= {"cls": PanelOption, "panel": spec.panel}
+    names = [as_option(spec.name, False if spec.default is True else ALONE), *spec.spellings, spec.name]
     if bool in spec.kinds:
         return click.option(*names, is_flag=True, **settings)
-    settings |= {"required": required, "multiple": spec.many, "type": _click_type(spec)}
-    if spec.each is not None:
-        default = ",".join(map(str, spec.default))
-        settings |= {"default": default, "show_default": bool(default)}
-    elif spec.default not in (MISSING, None):
-        settings |= {"default": spec.default, "show_default": True}
+    settings |= {"required": required, "multiple": spec.many, "type": str}
+    if int in spec.kinds and spec.panel is None and spec.least is not None:
+        # A command without panels shows the range of its numbers in --help.
+        settings["type"] = click.IntRange(int(spec.least))
+    elif spec.kinds and str not in spec.kinds and not spec.words:
+        settings["type"] = spec.kinds[0]
+    default = ",".join(map(str, spec.default)) if spec.each is not None else spec.default
+    if default not in (MISSING, None):
+        settings |= {"default": default, "show_default": default != ""}
     return click.option(*names, **settings)
-
-
-def _click_type(spec: Spec) -> Any:
-    if spec.words and spec.kinds:
-        return steps_or_auto
-    if spec.words and spec.details.metavar is None:
-        return WordChoice(spec.words)
-    if str in spec.kinds or not spec.kinds:  # also names or numbers with commas between them
-        return str
-    # A command without panels shows the range of its numbers in --help.
-    if int in spec.kinds and spec.details.panel is None and spec.details.least is not None:
-        return click.IntRange(int(spec.details.least))
-    return spec.kinds[0]
-
-
-def steps_or_auto(value: int | str) -> int | str:
-    """The type of an option that takes a number of steps or a word; the request refuses other words."""
-    text = str(value)
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else value
 
 
 # How a command ends
@@ -172,10 +131,28 @@ def run_command(
     stopped = (f"interrupted: {interrupted}", 1)
     outcome: tuple[str | None, int] = stopped
     with suppress(KeyboardInterrupt), interruptible():
-        outcome = _outcome(command, name, words, stopped)
-        if outcome is stopped:
+        try:
+            with worded(as_option):
+                command.main(args=words, prog_name=name, standalone_mode=False)
+            outcome = None, 0
+        except (KeyboardInterrupt, click.Abort):
             # A signal may come between a context manager's ``yield`` and the block below it. The manager then cleans up
-            # when it is freed, as its frame is with the exception; what stands in a cycle is freed here.
+            # when it is freed, as its frame is with the exception; what stands in a cycle is freed below.
+            pass
+        except KvfoldError as error:
+            outcome = str(error), error.exit_status
+        except click.ClickException as error:
+            outcome = _usage(error, command, name, words), 2
+        except BrokenPipeError:
+            # The interpreter flushes stdout once more at its end, which would fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            outcome = None, 1
+        except Exception as error:
+            if os.environ.get("KVFOLD_TRACEBACK"):
+                raise
+            advice = "set KVFOLD_TRACEBACK=1 for the details, and please report it"
+            outcome = system_failure(error) or f"unexpected {type(error).__name__}: {one_line(error)} ({advice})", 1
+        if outcome is stopped:
             gc.collect()
     message, status = outcome
     if message is not None:
@@ -185,34 +162,8 @@ def run_command(
     raise SystemExit(status)
 
 
-def _outcome(
-    command: click.Command, name: str, words: Sequence[str], stopped: tuple[str, int]
-) -> tuple[str | None, int]:
-    """Run a command. Returns its error message, None if there is nothing to say, and its exit status."""
-    try:
-        with worded(as_option):
-            command.main(args=words, prog_name=name, standalone_mode=False)
-    except KvfoldError as error:
-        return str(error), error.exit_status
-    except click.ClickException as error:
-        return _usage(error, command, name, words), 2
-    except (KeyboardInterrupt, click.Abort):
-        return stopped
-    except BrokenPipeError:
-        # The interpreter flushes stdout once more at its end, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return None, 1
-    except Exception as error:
-        if os.environ.get("KVFOLD_TRACEBACK"):
-            raise
-        if (reason := system_failure(error)) is not None:
-            return reason, 1
-        advice = "set KVFOLD_TRACEBACK=1 for the details, and please report it"
-        return f"unexpected {type(error).__name__}: {one_line(error)} ({advice})", 1
-    return None, 0
-
-
 def _usage(error: click.ClickException, command: click.Command, name: str, arguments: Sequence[str]) -> str:
+    """A wrong command line in one sentence that names the command whose ``--help`` has the rules."""
     text, where = error.format_message().replace("\n", " ").rstrip("."), name
     called = next(iter(arguments), "")
     if isinstance(command, click.Group) and called in command.commands:
@@ -234,18 +185,19 @@ def duration(seconds: float) -> str:
 # Files of measurements and plots: refused before a long run rather than after it
 
 
-def check_writable(path: str, option: str = "json") -> None:
-    """Raise InputError when ``path`` (`STDOUT` never) cannot be written; ``option`` is the one that named it."""
-    file = Path(path)
-    if path == STDOUT:
+def check_writable(path: str | None, option: str = "json") -> None:
+    """Raise InputError when a file that ``option`` named cannot be written; None and `STDOUT` always can."""
+    if path is None or path == STDOUT:
         return
-    # A long run must not end in an error that its first second could have told.
+    file, reason = Path(path), None
     if file.is_dir():
-        raise _unwritable(path, option, "it is a folder")
-    if not file.parent.is_dir():
-        raise _unwritable(path, option, f"there is no folder {file.parent}")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise _unwritable(path, option, "permission denied")
+        reason = "it is a folder"
+    elif not file.parent.is_dir():
+        reason = f"there is no folder {file.parent}"
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        reason = "permission denied"
+    if reason is not None:
+        raise InputError(f"{opt(option, path)}: cannot be written ({reason}); name a file in a folder that exists")
 
 
 def check_matplotlib(option: str, value: str) -> None:
@@ -254,27 +206,25 @@ def check_matplotlib(option: str, value: str) -> None:
         raise InputError(f"{opt(option, value)} draws with matplotlib; install it: pip install 'kvfold[report]'")
 
 
-def check_plot(path: str) -> None:
+def check_plot(path: str | None) -> None:
     """Raise InputError if ``--plot path`` cannot be drawn: no matplotlib, an unknown kind of file, not writable."""
+    if path is None:
+        return
     check_matplotlib("plot", path)
     if Path(path).suffix not in _PLOT_KINDS:
         raise InputError(f"{opt('plot', path)} must end in {', '.join(_PLOT_KINDS)}")
     check_writable(path, "plot")
 
 
-def write_text(path: str, text: str, option: str = "json") -> None:
-    """Write ``text``, to the terminal where ``path`` is `STDOUT`. Raises InputError when that fails."""
+def write_text(path: str, text: str) -> None:
+    """Write the text of ``--json path``, to the terminal where it is `STDOUT`. Raises InputError when that fails."""
     if path == STDOUT:
         click.echo(text, nl=False)
         return
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise _unwritable(path, option, error.strerror) from error
-
-
-def _unwritable(path: str, option: str, reason: str | None) -> InputError:
-    return InputError(f"{opt(option, path)}: cannot be written ({reason}); name a file in a folder that exists")
+        raise InputError(f"{opt('json', path)}: cannot be written ({error.strerror}); name another file") from error
 
 
 def append_line(path: Path, line: str) -> None:

@@ -1,9 +1,8 @@
 """``kvfold demo``: convert the model that ships with kvfold to every target, load each with transformers, measure."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,8 @@ CONVERSIONS: tuple[dict[str, Any], ...] = (
 
 def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[Row]:
     """Inspect, convert and measure; ``echo`` gets every line. Raises InputError when ``folder`` is not empty."""
+    import torch
+
     from kvfold.convert.data import demo_folder
     from kvfold.convert.measure.inspect import inspect_checkpoint
 
@@ -47,8 +48,16 @@ def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[Row]:
     echo(f"two minutes of one core: {len(CONVERSIONS)} conversions, each measured.\n")
     facts = inspect_checkpoint(str(model))
     echo(facts.summary() + "\n")
-    with _workplace(folder) as place, _one_thread():
-        rows = _measure_all(model, facts.cache.numbers_per_token_and_layer, place, echo)
+    if folder is not None:
+        _make_empty(Path(folder))
+    threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory(prefix="kvfold-demo-") as temporary:
+        # The model is so small that several threads would mostly wait for each other.
+        torch.set_num_threads(1)
+        try:
+            rows = _measure_all(model, facts.cache.numbers_per_token_and_layer, Path(folder or temporary), echo)
+        finally:
+            torch.set_num_threads(threads)
     echo("\n" + table(rows))
     echo(f"\nMeasured on {_WINDOWS} x {_LENGTH} tokens of text that no conversion read.")
     if folder is not None:
@@ -57,33 +66,13 @@ def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[Row]:
     return rows
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread in the block: the model is so small that several would mostly wait for each other."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextmanager
-def _workplace(folder: str | None) -> Iterator[Path]:
-    if folder is None:
-        with tempfile.TemporaryDirectory(prefix="kvfold-demo-") as temporary:
-            yield Path(temporary)
-        return
-    place = Path(folder)
+def _make_empty(place: Path) -> None:
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise InputError(f"{place}: expected a new or an empty folder, found it in use; name another")
+        raise InputError(f"{place} must be a new or an empty folder; name another")
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{place}: cannot be made ({error.strerror}); name another folder") from error
-    yield place
 
 
 def _measure_all(model: Path, elements: int, place: Path, echo: Callable[[str], None]) -> list[Row]:
@@ -103,42 +92,27 @@ def _measure_all(model: Path, elements: int, place: Path, echo: Callable[[str], 
         echo(f"kvfold convert MODEL {name} {' '.join(command_words(options))}")
         request = ConvertRequest(model=str(model), out=str(place / name), quiet=True, **options)
         layout = convert_checkpoint(request).plan.layout
-        rows.append(
-            Row(_label(layout.kind, request), layout.cache_elements, checkpoint_perplexity(place / name, tokens))
-        )
+        label = f"{layout.kind}, {request.resolved_method}" + (f", layout {request.layout}" if request.layout else "")
+        rows.append(Row(label, layout.cache_elements, checkpoint_perplexity(place / name, tokens)))
     return rows
-
-
-def _label(kind: str, request: Any) -> str:
-    return f"{kind}, {request.resolved_method}" + (f", layout {request.layout}" if request.layout else "")
 
 
 def rows_json(rows: Sequence[Row]) -> dict[str, Any]:
     """The rows as ``--json`` has them, the original first."""
-    return {
-        "measured_on": f"{_WINDOWS} x {_LENGTH} held-out tokens",
-        "targets": [
-            {
-                "target": row.target,
-                "cache_elements_per_token_per_layer": row.elements,
-                "perplexity": row.perplexity,
-            }
-            for row in rows
-        ],
-    }
+    keys = ("target", "cache_elements_per_token_per_layer", "perplexity")
+    targets = [dict(zip(keys, astuple(row), strict=True)) for row in rows]
+    return {"measured_on": f"{_WINDOWS} x {_LENGTH} held-out tokens", "targets": targets}
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text; savings and perplexities are compared with the first, the original."""
-    width = max(len(row.target) for row in rows)
-    first = rows[0]
+    width, first = max(len(row.target) for row in rows), rows[0]
     lines = [
         f"{'target':{width}}  {'cache elements per':>18}  {'cache':>7}  {'held-out perplexity':>22}",
         f"{'':{width}}  {'token per layer':>18}  {'saving':>7}  {'before':>10}  {'after':>10}",
     ]
-    lines += [
-        f"{row.target:{width}}  {row.elements:18}  {100 * (1 - row.elements / first.elements):5.1f} %"
-        f"  {first.perplexity:10.2f}  {row.perplexity:10.2f}"
-        for row in rows
-    ]
+    for row in rows:
+        saving = f"{100 * (1 - row.elements / first.elements):5.1f} %"
+        perplexities = f"{first.perplexity:10.2f}  {row.perplexity:10.2f}"
+        lines.append(f"{row.target:{width}}  {row.elements:18}  {saving}  {perplexities}")
     return "\n".join(lines)

@@ -6,7 +6,6 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -25,14 +24,8 @@ _USUAL = {
 }
 
 
-class _Alone:
-    """No value: the option is named alone."""
-
-
-ALONE = _Alone()
-Wording = Callable[[str, Any], str]
-
-
+ALONE = object()  # in the place of a value: the option is named alone
+Wording = Callable[[str, Any], str | None]  # None leaves a field to the wording outside
 _OPTIONS = {"contexts": "context", "batches": "batch"}  # fields whose options have other names
 
 
@@ -49,17 +42,13 @@ def as_keyword(field: str, value: Any = ALONE) -> str:
     return field if value is ALONE else f"{field}={os.fspath(value) if isinstance(value, os.PathLike) else value!r}"
 
 
+# No context variable: the threads of a command word their errors as it does.
 _wording: list[Wording] = [as_keyword]
 
 
 def opt(field: str, value: Any = ALONE) -> str:
     """An option in a message: as the command line has it where a command runs, as a keyword elsewhere."""
-    return _wording[-1](field, value)
-
-
-def current_wording() -> Wording:
-    """The wording that ``opt`` uses here."""
-    return _wording[-1]
+    return next(said for wording in reversed(_wording) if (said := wording(field, value)) is not None)
 
 
 @contextmanager
@@ -72,30 +61,18 @@ def worded(wording: Wording) -> Iterator[None]:
         _wording.pop()
 
 
-@dataclass(frozen=True)
-class OptionProblem:
-    """A sentence on what is wrong with a request, and the option and the value that it is about."""
-
-    text: str
-    field: str | None = None
-    value: Any = None
-
-
 class KvfoldError(Exception):
     """An error that kvfold explains: what was wrong, where, which rule it breaks and what to do.
 
     ``message`` is that sentence; ``opt`` words the options in it. ``details`` are further problems of the same kind,
-    one short line each; ``str()`` shows the first 20, then a count. ``problems``: the options and values of a request
-    that are at fault.
+    one short line each; ``str()`` shows the first 20, then a count.
     """
 
     exit_status = 1
 
-    def __init__(self, message: str, details: Sequence[str] = (), problems: Sequence[OptionProblem] = ()) -> None:
+    def __init__(self, message: str, details: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.message = message
-        self.details = tuple(details)
-        self.problems = tuple(problems)
+        self.message, self.details = message, tuple(details)
 
     def __str__(self) -> str:
         lines = [self.message, *(f"  {detail}" for detail in self.details[:_SHOWN])]
@@ -108,12 +85,6 @@ class InputError(KvfoldError):
     """The request, or the checkpoint or text it names, is wrong: the user can fix it."""
 
     exit_status = 2
-
-    @classmethod
-    def of(cls, problems: Sequence[OptionProblem]) -> "InputError":
-        """One error of several problems."""
-        texts = [problem.text for problem in problems]
-        return cls(texts[0], texts[1:], problems)
 
 
 def first_line(error: BaseException) -> str:
@@ -150,27 +121,27 @@ def system_failure(error: Exception) -> str | None:
     if stated := re.search(r"\(os error (\d+)\)", text):
         code = int(stated[1])
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or _OUT_OF_MEMORY.search(text):
-        code = errno.ENOMEM
+        return f"no memory left ({text[:120]}); {_ADVICE[errno.ENOMEM]}"
     # torch.save does not say why; nearly always the disk is full.
     if code is None and "PytorchStreamWriter failed writing" in text:
-        return f"expected to be able to write a file, found that it failed ({text[:120]}); {_ADVICE[errno.ENOSPC]}"
+        return f"a file cannot be written ({text[:120]}); {_ADVICE[errno.ENOSPC]}"
     if code is None:
         return None
-    where = getattr(error, "filename", None) or "the system"
+    where = getattr(error, "filename", None) or "a file"
     advice = _ADVICE.get(code, "check the path, its permissions and its disk")
-    return f"{where}: expected to be able to read or write it, found: {os.strerror(code)}; {advice}"
+    return f"{where}: cannot be read or written ({os.strerror(code)}); {advice}"
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """`` (did you mean NAME?)`` for the one of ``known`` that ``name`` resembles most; empty when none does."""
+
+    def plain(text: Any) -> str:
+        return str(text).strip().lower().replace("-", "_")
+
     # Case, dashes and blanks do not make another word.
-    spellings = {_plain(item): item for item in known}
-    usual = _USUAL.get(_plain(name))
+    spellings = {plain(item): item for item in known}
+    usual = _USUAL.get(plain(name))
     if usual in spellings.values():
         return f" (did you mean {usual}?)"
-    close = get_close_matches(_plain(name), spellings, 1)
+    close = get_close_matches(plain(name), spellings, 1)
     return f" (did you mean {spellings[close[0]]}?)" if close else ""
-
-
-def _plain(text: Any) -> str:
-    return str(text).strip().lower().replace("-", "_")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvfold.convert.errors import InputError, KvfoldError, opt
+from kvfold.convert.errors import InputError, KvfoldError, first_line, one_line, opt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,9 +29,11 @@ def _distributed() -> Any:
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
-def count() -> int:
-    """The number of processes of this run."""
+def count(on_this_machine: bool = False) -> int:
+    """The number of processes of this run, in all or on this machine."""
     dist = _distributed()
+    if dist is not None and on_this_machine:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return 1 if dist is None else int(dist.get_world_size())
 
 
@@ -39,11 +41,6 @@ def rank() -> int:
     """The number of this process, from 0."""
     dist = _distributed()
     return 0 if dist is None else int(dist.get_rank())
-
-
-def on_this_machine() -> int:
-    """The number of processes of this run on this machine."""
-    return 1 if _distributed() is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def is_first() -> bool:
@@ -71,15 +68,23 @@ def joined(device: str) -> Iterator[None]:
 
     backend = "gloo"
     if device != "cpu" and torch.cuda.is_available():
-        _take_gpu(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count())
+        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= gpus:
+            raise InputError(
+                f"torchrun: {gpus} GPUs are too few for process {local + 1} of this machine, each takes one; lower "
+                f"--nproc-per-node, or use {opt('device', 'cpu')}"
+            )
+        torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl"
     try:
         # The rendezvous waits for everyone; afterwards the others wait for hours of work of the first one.
         store, number, size = next(rendezvous("env://", timeout=_CONNECTION))
         dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=_LONGEST_WORK)
     except (RuntimeError, ValueError) as error:
+        seconds = f"{_CONNECTION.total_seconds():g} s"
         raise KvfoldError(
-            f"torchrun: expected {os.environ['WORLD_SIZE']} processes to connect, found: {error}"
+            f"torchrun: not all {os.environ['WORLD_SIZE']} processes connected within {seconds} ({one_line(error)}); "
+            "start them on every machine, and check that the first one's address and port can be reached"
         ) from error
     try:
         yield
@@ -87,22 +92,9 @@ def joined(device: str) -> Iterator[None]:
         leave_processes()
 
 
-def _take_gpu(local: int, gpus: int) -> None:
-    import torch
-
-    if local >= gpus:
-        raise InputError(
-            f"torchrun: expected a GPU for each process, found {gpus} for process {local + 1} of this machine; lower "
-            f"--nproc-per-node, or use {opt('device', 'cpu')}"
-        )
-    torch.cuda.set_device(local)
-
-
 def leave_processes() -> None:
-    """Close the connections to the other processes at the end of a run; every process calls this.
-
-    Threads of gloo that still wait when the interpreter ends would abort the process after all its work.
-    """
+    """Close the connections to the other processes at the end of a run; every process calls this."""
+    # Threads of gloo that still wait when the interpreter ends would abort the process after all its work.
     if (dist := _distributed()) is not None:
         dist.destroy_process_group()
 
@@ -113,38 +105,34 @@ def _connected() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0][:200]
         raise KvfoldError(
-            f"another process of this run has ended, its error is above or in its own log ({reason}); run it again"
+            "another process of this run has ended, its error is above or in its own log "
+            f"({first_line(error)[:200]}); run it again"
         ) from error
 
 
 def run_on_first(work: Callable[[], Result]) -> Result | None:
     """Call ``work`` on the first process; the others return None when it is done. Every process must call this.
 
-    The wait has a process group of its own, so that it may last hours while the collectives of a training keep the
-    short timeout that reveals a hung process. Every process raises the KvfoldError of the first one.
+    Every process raises the KvfoldError of the first one.
     """
     if (dist := _distributed()) is None:
         return work()
+    # The wait may last hours, while the collectives of a training keep the short timeout that reveals a hung process.
     group = dist.new_group(backend="gloo", timeout=_LONGEST_WORK)
     done: list[Result] = []
-    _shared(lambda: done.append(work()), group)
+    from_first(lambda: done.append(work()), group)
     dist.destroy_process_group(group)
     return done[0] if done else None
 
 
-def from_first(work: Callable[[], Result]) -> Result:
+def from_first(work: Callable[[], Result], group: Any = None) -> Result:
     """Call ``work`` on the first process, and return its result on every one; every process must call this.
 
-    For runs that are ``joined``. Every process raises the KvfoldError of the first one.
+    ``group``: the process group to wait in. Every process raises the KvfoldError of the first one.
     """
-    return work() if _distributed() is None else _shared(work, None)
-
-
-def _shared(work: Callable[[], Result], group: Any) -> Result:
-    import torch.distributed as dist
-
+    if (dist := _distributed()) is None:
+        return work()
     outcome: list[Any] = [None, None]  # result, failure
     if is_first():
         try:
@@ -160,21 +148,14 @@ def _shared(work: Callable[[], Result], group: Any) -> Result:
 
 
 def gathered(value: Result) -> list[Result]:
-    """The ``value`` of every process, in the order of their numbers."""
+    """The ``value`` of every process, in the order of their numbers, when every one has called this."""
     if (dist := _distributed()) is None:
         return [value]
+    # Objects rather than a barrier: one of nccl would take a GPU, which a process on CPUs does not have.
     values: list[Any] = [None] * count()
     with _connected():
         dist.all_gather_object(values, value)
     return values
-
-
-def wait_for_all() -> None:
-    """Returns when every process has called this."""
-    if (dist := _distributed()) is not None:
-        with _connected():
-            # A barrier of nccl would take a GPU, which a process on CPUs does not have.
-            dist.all_gather_object([None] * count(), None)
 
 
 def add_up(tensors: Iterable["Tensor"]) -> None:
@@ -207,6 +188,7 @@ def first_rows(rows: "Tensor", limit: int) -> "Tensor":
     lengths = gathered(min(len(rows), limit))
     start = min(limit, sum(lengths[: rank()]))
     mine = rows[: limit - start]
+    # A sum of rows and zeros, the same bytes everywhere, where a gather would need rows of one length.
     together = rows.new_zeros(min(limit, sum(lengths)), *rows.shape[1:])
     together[start : start + len(mine)] = mine
     add_up([together])

@@ -1,4 +1,4 @@
-"""Progress on stderr: one tqdm bar on a terminal, elsewhere a line about once a minute.
+"""Progress on stderr: one tqdm bar on a terminal, elsewhere a line for every stage that lasts, and one every 30 s.
 
 Stages nest (refining step 40 of 150 while fitting layer 7 of 32): the innermost has the bar, the others are named in
 front of it. Time left is measured by the run itself.
@@ -19,8 +19,8 @@ Item = TypeVar("Item")
 Progress = Callable[[str, int, int], None]  # stage, done, total
 Advance = Callable[[int], None]
 
-# Seconds between lines where stderr is no terminal: a log stays readable after a day.
-EVERY = 50.0
+# Where stderr is no terminal, in seconds: between lines, how long a stage lasts before it is named, between looks.
+EVERY, LASTS, TICK = 30.0, 2.0, 0.5
 # The name of a stage on stderr, before its unit: "fitting layer 7 of 32".
 _SHOWN = {
     "survey": "calibrating",
@@ -50,13 +50,22 @@ class Stages:
     @contextmanager
     def __call__(self, name: str, total: int = 0, unit: str = "", done: int = 0) -> Iterator[Advance]:
         """A stage of ``total`` units ("B" is bytes), ``done`` of them before it began."""
-        if self._progress is not None and total:
-            yield self._reported(self._progress, name, total, done)
-        elif self._progress is not None or self._quiet:
-            yield lambda amount: None
-        else:
+        progress, count = self._progress, done
+
+        def report(amount: int) -> None:
+            nonlocal count
+            # A thread copies bytes while layers are fitted.
+            with self._lock:
+                count += amount
+                if progress is not None and total:
+                    progress(name, count, total)
+
+        if progress is None and not self._quiet:
             with stage(_SHOWN.get(name, name), total, unit, done) as advance:
                 yield advance
+        else:
+            report(0)
+            yield report
 
     def over(self, name: str, items: Iterable[Item], total: int, unit: str, done: int = 0) -> Iterator[Item]:
         """``items``, each a unit of the stage."""
@@ -64,19 +73,6 @@ class Stages:
             for item in items:
                 yield item
                 advance(1)
-
-    def _reported(self, progress: Progress, name: str, total: int, done: int) -> Advance:
-        count = done
-        progress(name, count, total)
-
-        def advance(amount: int) -> None:
-            nonlocal count
-            # A thread copies bytes while layers are fitted.
-            with self._lock:
-                count += amount
-                progress(name, count, total)
-
-        return advance
 
 
 @dataclass(eq=False)
@@ -108,8 +104,9 @@ class _Stage:
 _lock = threading.RLock()
 _open: list[_Stage] = []  # outermost first
 _bar: Any = None  # of the innermost
-# The time of the last line, over all stages: many short ones have a line now and then too.
-_told = time.time()
+_watching = False
+# The last line and the outermost stage that it named: many short stages have a line now and then too.
+_told, _named = time.time(), ""
 
 
 @contextmanager
@@ -120,9 +117,7 @@ def stage(name: str, total: int = 0, unit: str = "", done: int = 0) -> Iterator[
     def advance(amount: int) -> None:
         with _lock:
             this.done += amount
-            if _bar is None:
-                _tell()
-            elif _open[-1:] == [this]:
+            if _bar is not None and _open[-1:] == [this]:
                 _bar.update(amount)
 
     with _lock:
@@ -137,15 +132,17 @@ def stage(name: str, total: int = 0, unit: str = "", done: int = 0) -> Iterator[
 
 
 def _show() -> None:
-    """Replace the bar by one of the innermost stage; without a terminal print a line if it is time."""
-    global _bar
+    """Replace the bar by one of the innermost stage; without a terminal have a thread print lines."""
+    global _bar, _watching
     if _bar is not None:
         _bar.close()
         _bar = None
     if not _open:
         return
     if not _has_width():
-        _tell()
+        if not _watching:
+            _watching = True
+            threading.Thread(target=_watch, daemon=True).start()
         return
     from tqdm import tqdm
 
@@ -167,11 +164,20 @@ def _show() -> None:
     _bar.refresh()
 
 
-def _tell() -> None:
-    global _told
-    if _open and time.time() - _told >= EVERY:
-        _told = time.time()
-        print(f"[{time.strftime('%H:%M:%S')}] {_in_front(_open[-1].text())}", file=sys.stderr, flush=True)
+def _watch() -> None:
+    """Print a line for each outermost stage that lasts, and one every `EVERY` seconds, until no stage is open."""
+    global _told, _named, _watching
+    # A thread, because some stages take minutes from one step to the next, or have none.
+    while True:
+        time.sleep(TICK)
+        with _lock:
+            if not _open:
+                _watching, _named = False, ""
+                return
+            now, outer = time.time(), _open[0]
+            if now - _told >= EVERY or (outer.name != _named and now - outer.begun >= LASTS):
+                _told, _named = now, outer.name
+                print(f"[{time.strftime('%H:%M:%S')}] {_in_front(_open[-1].text())}", file=sys.stderr, flush=True)
 
 
 def _in_front(text: str) -> str:

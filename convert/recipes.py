@@ -14,7 +14,7 @@ from typing import Any
 
 from kvfold.convert.errors import InputError, as_keyword, did_you_mean, one_line, opt, worded
 from kvfold.convert.methods.registry import methods_of
-from kvfold.convert.options import Spec, run_only, specs, value_problems
+from kvfold.convert.options import Option, run_only, specs, value_problems
 from kvfold.convert.request import ConvertRequest
 
 _FOLDER = Path(__file__).resolve().parent.parent / "recipes"
@@ -48,12 +48,11 @@ def recipe_list() -> list[dict[str, Any]]:
 
 def recipe_table() -> str:
     """The recipes that ship, a line each: name, model, and the KV-cache elements per token per layer of both."""
+    keys = ("name", "model", "cached_before", "cached_after")
     rows = [["recipe", "model", "cached before", "after"]]
-    for name in recipe_names():
-        about = read_recipe(name).about
-        rows.append([name, *(str(about.get(key, "")) for key in ("model", "cached_before", "cached_after"))])
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    lines = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>13}  {row[3]:>6}" for row in rows]
+    rows += [[str(listed.get(key, "")) for key in keys] for listed in recipe_list()]
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    lines = [f"{name:<{first}}  {model:<{second}}  {before:>13}  {after:>6}" for name, model, before, after in rows]
     return "\n".join(
         [*lines, "", "kvfold convert MODEL OUT --recipe NAME; cached: KV-cache elements per token per layer"]
     )
@@ -70,7 +69,14 @@ def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
     (448, 64)
     """
     read = read_recipe(recipe)
-    values = {**_remaining(read.options, overrides), **overrides}
+    overridden = {name for name, value in overrides.items() if value is not None}
+    displaced = {other for name in overridden for other in _DISPLACES.get(name, ())} - overridden
+    if "to" in overridden and overrides["to"] != read.options.get("to"):
+        to = overrides["to"]
+        displaced |= {name for name, spec in _keys().items() if spec.targets and to not in spec.targets}
+        if read.options.get("method") not in methods_of(to):
+            displaced.add("method")
+    values = {name: value for name, value in read.options.items() if name not in displaced} | overrides
     if values.get("to") is None:
         raise InputError(
             f'{read.origin}: names no target; write to = "gqa", "mqa" or "mla" into it, or give {opt("to")}'
@@ -78,7 +84,7 @@ def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
     try:
         return ConvertRequest(**values)
     except InputError as error:
-        raise InputError(f"with {read.origin}: {error.message}", error.details, error.problems) from None
+        raise InputError(f"with {read.origin}: {error.message}", error.details) from None
 
 
 def read_recipe(recipe: str) -> Recipe:
@@ -86,101 +92,75 @@ def read_recipe(recipe: str) -> Recipe:
 
     Raises InputError when there is none, it is not TOML, or it holds an unknown key or a wrong value.
     """
-    path, origin = _find(recipe)
-    content = _parsed(path, origin)
-    about = content.pop("about", {})
-    problems = list(_option_problems(content))
-    problems += _about_problems(about) if isinstance(about, dict) else [f"about must be a table, not {about!r}"]
-    if problems:
-        raise InputError(f"{origin}: {problems[0]}", problems[1:])
-    return Recipe(origin, content, about)
-
-
-def _find(recipe: str) -> tuple[Path, str]:
-    """The file, and its name in errors."""
-    known, path = recipe_names(), Path(recipe)
+    known, path, origin = recipe_names(), Path(recipe), recipe
+    # A name comes first: a file of the same name in the current folder must not change what it means.
     if recipe in known:
-        return _FOLDER / f"{recipe}.toml", f"recipe {recipe}"
-    if path.suffix != ".toml" and len(path.parts) < 2 and not (recipe.strip() and os.path.exists(path)):
+        path, origin = _FOLDER / f"{recipe}.toml", f"recipe {recipe}"
+    elif path.suffix != ".toml" and len(path.parts) < 2 and not (recipe.strip() and os.path.exists(path)):
         hint = did_you_mean(recipe, known)
         raise InputError(
             f"{opt('recipe', repr(recipe))}: no recipe of that name{hint}; those that ship: {', '.join(known)}; or a "
             "FILE.toml"
         )
-    if os.path.isdir(path):
-        raise InputError(f"{opt('recipe', recipe)} must be a TOML file or the name of a recipe, not a folder")
-    if not os.path.exists(path):
-        hint = f"; without .toml it is a recipe that ships: {opt('recipe', path.stem)}" if path.stem in known else ""
-        raise InputError(f"{opt('recipe', recipe)}: there is no such file{hint or '; check the path'}")
-    return path, recipe
-
-
-def _read(path: Path, origin: str) -> bytes:
-    """The bytes of a recipe. InputError for what is no file, such as a pipe, and for one that is far too long."""
-    if not path.is_file():
-        raise InputError(f"{origin}: expected a TOML file, found something else, such as a pipe or a device")
-    with path.open("rb") as file:
-        data = file.read(_LARGEST + 1)
-    if len(data) > _LARGEST:
-        raise InputError(f"{origin}: expected a recipe of at most {_LARGEST >> 20} MiB, found a longer file")
-    return data
+    elif not os.path.exists(path):
+        ships = f"without .toml it is a recipe that ships: {opt('recipe', path.stem)}"
+        raise InputError(
+            f"{opt('recipe', recipe)}: there is no such file; {ships if path.stem in known else 'check the path'}"
+        )
+    content = _parsed(path, origin)
+    about = content.pop("about", {})
+    if problems := list(_problems(content, about)):
+        raise InputError(f"{origin}: {problems[0]}", problems[1:])
+    return Recipe(origin, content, about)
 
 
 def _parsed(path: Path, origin: str) -> dict[str, Any]:
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "a pipe or a device"
+        raise InputError(f"{origin} must be a TOML file, not {kind}; name a file, or a recipe that ships")
     try:
-        text = _read(path, origin).decode("utf-8")
+        with path.open("rb") as file:
+            data = file.read(_LARGEST + 1)
+        if len(data) > _LARGEST:
+            raise InputError(f"{origin} must be at most {_LARGEST >> 20} MiB; is it a recipe?")
+        text = data.decode("utf-8")
         return tomllib.loads(text)
     except OSError as error:
-        raise InputError(f"{origin}: cannot be read ({error.strerror}): check its permissions") from error
+        raise InputError(f"{origin}: cannot be read ({error.strerror}); check its permissions") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{origin}: expected TOML in UTF-8, found an invalid byte at {error.start}") from error
+        raise InputError(f"{origin} must be UTF-8 text; its byte at {error.start} is invalid") from error
     except (ValueError, RecursionError) as error:  # also a number of more digits than Python converts
-        end = f"at line {len(text.splitlines())}, the end"
-        reason = one_line(error).replace("at end of document", end)
-        raise InputError(f"{origin}: expected TOML, found something else: {reason}") from error
+        reason = one_line(error).replace("at end of document", f"at line {len(text.splitlines())}, the end")
+        raise InputError(f"{origin} is no valid TOML: {reason}; correct it there") from error
 
 
-def _keys() -> dict[str, Spec]:
+def _keys() -> dict[str, Option]:
     """The options that a recipe may hold: those that say what to make."""
     left_out = run_only(ConvertRequest)
     return {name: spec for name, spec in specs(ConvertRequest).items() if name not in left_out}
 
 
-def _option_problems(options: Mapping[str, Any]) -> Iterator[str]:
+def _problems(options: Mapping[str, Any], about: Any) -> Iterator[str]:
+    """A sentence for each key and value that a recipe must not hold."""
     keys = _keys()
     for key, value in options.items():
-        if key not in keys:
-            yield _unknown(key, value)
-        else:
+        if key in keys:
+            # Keys of a recipe are spelled as keywords, where a command runs too.
             with worded(as_keyword):
-                yield from (problem.text for problem in value_problems(keys, {key: keys[key].plain(value)}))
-
-
-def _unknown(key: str, value: Any) -> str:
-    if key in specs(ConvertRequest):
-        return f"{key}: belongs on the command line: a recipe says what to make, not where or how to run"
-    if isinstance(value, dict):
-        return f"unknown table [{key}]: options stand above all tables, and [about] is the only one"
-    return f"unknown key {key!r}{did_you_mean(key, _keys())}; expected keys: {', '.join(_keys())}"
-
-
-def _about_problems(about: Mapping[str, Any]) -> Iterator[str]:
+                yield from value_problems(keys, {key: keys[key].plain(value)})
+        elif key in specs(ConvertRequest):
+            yield f"{key} belongs on the command line: a recipe says what to make, not where or how to run"
+        elif isinstance(value, dict):
+            yield f"unknown table [{key}]: options stand above all tables, and [about] is the only one"
+        else:
+            yield f"unknown key {key!r}{did_you_mean(key, keys)}; a recipe may hold {', '.join(keys)}"
+    if not isinstance(about, dict):
+        yield f"about must be a table, not {about!r}"
+        return
     for key, value in about.items():
-        if key in _keys():
-            yield f"{key} in [about]: is an option: it goes above [about], which changes nothing"
+        if key in keys:
+            yield f"{key} in [about] is an option: write it above [about], which changes nothing"
         elif key not in _ABOUT:
-            yield f"unknown key {key!r} in [about]{did_you_mean(key, _ABOUT)}; expected keys: {', '.join(_ABOUT)}"
+            yield f"unknown key {key!r} in [about]{did_you_mean(key, _ABOUT)}; it may hold {', '.join(_ABOUT)}"
         elif type(value) is not _ABOUT[key]:
             yield f"{key} in [about] must be {_TYPES[_ABOUT[key]]}, not {value!r}"
-
-
-def _remaining(options: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``options`` of a recipe that ``overrides`` does not displace."""
-    overridden = {name for name, value in overrides.items() if value is not None}
-    displaced = {other for name in overridden for other in _DISPLACES.get(name, ())} - overridden
-    to = overrides.get("to")
-    if to is not None and to != options.get("to"):
-        displaced |= {name for name, spec in _keys().items() if spec.details.targets and to not in spec.details.targets}
-        if options.get("method") not in methods_of(to):
-            displaced.add("method")
-    return {name: value for name, value in options.items() if name not in displaced}

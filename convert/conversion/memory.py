@@ -129,7 +129,7 @@ def check_spill(plan: Plan) -> None:
     if not os.path.isdir(folder):
         raise InputError(f"{opt('spill', folder)}: no such folder to keep hidden states in; make it first")
     needs = needs_of(plan, processes.count())
-    needed, free = processes.on_this_machine() * needs.spilled, shutil.disk_usage(folder).free
+    needed, free = processes.count(on_this_machine=True) * needs.spilled, shutil.disk_usage(folder).free
     out = next(path for path in Path(plan.request.out).absolute().parents if path.exists())
     if os.stat(out).st_dev == os.stat(folder).st_dev:
         needed += plan.disk_bytes + needs.scratch

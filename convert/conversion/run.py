@@ -253,7 +253,7 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Cal
                     wrote(writer.write_own(layer.tensors))
                     if plan.request.calibrated:  # the others start over: they take as long as a copy of the model
                         writer.sync()
-                        processes.wait_for_all()
+                        processes.gathered(None)
                         journal.note(layer.index, layer.notes)
             writer.finish()
             made = processes.gathered(hashes())

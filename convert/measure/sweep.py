@@ -144,9 +144,7 @@ def _plan(options: TargetOptions, common: TargetOptions, layout: Layout | None, 
             request = ConvertRequest(**common, **options, layout=layout if options["to"] == "mla" else None)
             return make_plan(request, checkpoint)
     except InputError as error:
-        raise InputError(
-            f"{opt('targets', spelled(options))}: {error.message}", error.details, error.problems
-        ) from error
+        raise InputError(f"{opt('targets', spelled(options))}: {error.message}", error.details) from error
 
 
 def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path, stages: Stages, quiet: bool) -> Sweep:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvfold.convert.conversion.plan import possible_kv_heads
-from kvfold.convert.errors import ALONE, InputError, as_option, current_wording, did_you_mean, opt, worded
+from kvfold.convert.errors import ALONE, InputError, as_option, did_you_mean, opt, worded
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import TARGETS, Layout
 from kvfold.convert.targets.mla.config import LatentTarget
@@ -69,14 +69,13 @@ def _options(kind: str | None, size: str, item: str) -> TargetOptions:
 @contextmanager
 def worded_as_targets() -> Iterator[None]:
     """Errors of conversions in the block say "4 heads" for ``--kv-heads 4``: a sweep has targets, not options."""
-    outer = current_wording()
 
-    def wording(field: str, value: Any = ALONE) -> str:
+    def wording(field: str, value: Any = ALONE) -> str | None:
         if field == "allow_growth":
             # A sweep has no such option.
             return f"`kvfold convert {as_option(field)}`"
         if field not in _WORDS:
-            return outer(field, value)
+            return None
         return _WORDS[field] if value is ALONE else f"{value} {_WORDS[field]}"
 
     with worded(wording):

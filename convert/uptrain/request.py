@@ -115,13 +115,13 @@ class UptrainRequest(Request):
     quiet: bool = option(False, help="No progress, no summary.", panel="Running", runs=True)
     trust_remote_code: bool = option(False, help="Allow code in the checkpoint to run.", panel="Running", runs=True)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Iterator[str]:
         if self.distill_weight is not None and self.teacher is None:
-            yield "distill_weight", f"{opt('distill_weight')} needs {opt('teacher')} to distill from; leave it out"
+            yield f"{opt('distill_weight')} needs {opt('teacher')} to distill from; leave it out"
         whole = isinstance(self.batch_tokens, int) and isinstance(self.seq_len, int) and self.seq_len > 1
         if whole and (self.batch_tokens < 1 or self.batch_tokens % self.seq_len):
             multiple = f"a multiple of {opt('seq_len', self.seq_len)}"
-            yield "batch_tokens", f"{opt('batch_tokens')} must be {multiple}, not {self.batch_tokens}"
+            yield f"{opt('batch_tokens')} must be {multiple}, not {self.batch_tokens}"
 
     @property
     def sequences(self) -> int:

@@ -4,6 +4,7 @@ import io
 import os
 import re
 import sys
+import time
 
 import pytest
 
@@ -12,20 +13,22 @@ from kvfold.convert import progress
 
 @pytest.fixture
 def told(monkeypatch, capsys):
-    """The lines on stderr, which is no terminal: one for every step, without the time of day."""
-    monkeypatch.setattr(progress, "EVERY", 0.0)
-    lines = []
+    """``told(pattern)`` waits for a line on stderr, which is no terminal; one is printed at every look."""
+    for name, seconds in {"EVERY": 0.0, "LASTS": 0.0, "TICK": 0.005}.items():
+        monkeypatch.setattr(progress, name, seconds)
 
-    def read():
-        lines.extend(re.sub(r"^\[\d\d:\d\d:\d\d\] ", "", line) for line in capsys.readouterr().err.splitlines())
-        return lines
+    def wait(pattern):
+        lines, limit = [], time.monotonic() + 30
+        while not any(re.fullmatch(rf"\[\d\d:\d\d:\d\d\] {pattern}", line) for line in lines):
+            assert time.monotonic() < limit, lines
+            time.sleep(0.005)
+            lines += capsys.readouterr().err.splitlines()
 
-    return read
+    return wait
 
 
 def test_a_line_names_the_innermost_stage_and_those_around_it(told):
     with (
-        progress.stage("reading"),
         progress.stage("writing", 10**9, "B") as wrote,
         progress.stage("fitting", 32, "layer", 5) as fitted,
     ):
@@ -33,25 +36,39 @@ def test_a_line_names_the_innermost_stage_and_those_around_it(told):
         fitted(1)
         with progress.stage("refining", 150, "step") as refined:
             refined(1)
-        assert told()[-2:] == ["fitting layer 7 of 32, refining step 2 of 150", "fitting layer 7 of 32"]
+            told("fitting layer 7 of 32, refining step 2 of 150")
+        told("fitting layer 7 of 32")
     with progress.stage("writing", 10**9, "B", 10**6):
-        assert told()[-1] == "writing: 1.0 MB of 1.0 GB"
+        told("writing: 1.0 MB of 1.0 GB")
+
+
+def test_a_stage_without_steps_is_told_while_it_lasts(told):
+    with progress.stage("reading the model"):
+        told("reading the model")
+        told("reading the model")
+
+
+def test_a_stage_that_lasts_is_named_before_the_first_line_is_due(told, monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 1e9)
+    with progress.stage("measuring", 3, "sequence"):
+        told("measuring sequence 1 of 3")
 
 
 def test_time_left_is_told_after_two_steps(told):
     with progress.stage("fitting", 8, "layer", 3) as fitted:
         fitted(1)
-        assert told()[-1] == "fitting layer 5 of 8"
+        told("fitting layer 5 of 8")
         fitted(1)
-        assert re.fullmatch(r"fitting layer 6 of 8 \(00:00 left\)", told()[-1])
+        told(r"fitting layer 6 of 8 \(00:00 left\)")
 
 
 def test_a_short_run_prints_no_lines(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "_told", progress.time.time())
+    monkeypatch.setattr(progress, "_told", time.time())
     with pytest.raises(KeyboardInterrupt), progress.stage("fitting", 4, "layer"):
         raise KeyboardInterrupt
+    with progress.stage("fitting", 4, "layer"):
+        pass
     assert capsys.readouterr().err == ""
-    assert not progress._open
 
 
 def test_a_terminal_has_one_bar(monkeypatch):
@@ -74,7 +91,7 @@ def test_a_terminal_of_unknown_size_has_lines(monkeypatch):
     os.close(master)
 
 
-def test_steps_go_to_the_caller_where_there_is_one(told):
+def test_steps_go_to_the_caller_where_there_is_one(capsys):
     steps = []
     stages = progress.Stages(lambda *step: steps.append(step))
     with stages("reading"), stages("write", 10, "B", 4) as wrote:
@@ -83,4 +100,4 @@ def test_steps_go_to_the_caller_where_there_is_one(told):
     assert steps == [("write", 4, 10), ("write", 10, 10), *(("convert", done, 2) for done in range(3))]
     with progress.Stages(quiet=True)("reading"):
         pass
-    assert told() == []
+    assert (progress._open, capsys.readouterr().err) == ([], "")

@@ -1,6 +1,5 @@
 """The names that users import: listed, documented, lazy."""
 
-import importlib
 from importlib.metadata import version
 
 import pytest
@@ -49,10 +48,3 @@ def test_importing_the_packages_imports_nothing_heavy():
     )
     done = run_python("-c", script)
     assert done.stdout == "[]\n"
-
-
-def test_what_the_request_takes_is_said_by_its_types():
-    request = importlib.import_module("kvfold.convert.request")
-    assert request.TARGETS == ("gqa", "mqa", "mla")
-    assert request.DEVICES == ("auto", "cpu", "cuda")
-    assert request.LAYOUTS == ("free", "engine", "kvfold")

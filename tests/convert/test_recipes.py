@@ -69,9 +69,13 @@ def write(tmp_path, text):
     return str(path)
 
 
+def request_of(recipe, **overrides):
+    return recipe_request(recipe, model="m", out="o", **overrides)
+
+
 def refused(recipe, **overrides):
     with pytest.raises(InputError) as caught:
-        recipe_request(recipe, model="m", out="o", **overrides)
+        request_of(recipe, **overrides)
     return str(caught.value)
 
 
@@ -81,54 +85,38 @@ def run(*arguments):
     return caught.value.code
 
 
-def content(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-
-
 def test_the_recipes_that_ship_are_those_of_the_repository():
-    assert recipe_names() == sorted(SAVINGS)
-    assert {path.stem for path in FOLDER.glob("*.toml")} == set(SAVINGS)
+    assert recipe_names() == sorted(SAVINGS) == sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 @pytest.mark.parametrize("name", sorted(SAVINGS))
 def test_a_shipped_recipe_plans_and_saves_what_it_says(name, shapes_of, tmp_path):
     hub, before, after = SAVINGS[name]
-    about = read_recipe(name).about
+    text, about = (FOLDER / f"{name}.toml").read_text(), read_recipe(name).about
     assert (about["model"], about["cached_before"], about["cached_after"]) == SAVINGS[name]
     request = recipe_request(name, model=str(shapes_of(hub)), out=str(tmp_path / "out"), dry_run=True)
     plan = convert_checkpoint(request).plan
     assert (plan.cache_elements, plan.layout.cache_elements) == (before, after)
     assert about["saving"] == saving(plan)
     assert request.refine == "auto"
-    assert "not measured by us on the full model" in about["measured"]
-
-
-@pytest.mark.parametrize("name", sorted(SAVINGS))
-def test_a_shipped_recipe_names_itself_and_its_model(name):
-    text, recipe = (FOLDER / f"{name}.toml").read_text(), read_recipe(name)
-    assert f"# kvfold convert {SAVINGS[name][0]} OUT --recipe {name} " in text
-    assert f"--teacher {SAVINGS[name][0]} " in recipe.about["uptrain"]
-    assert "kvfold drift " + SAVINGS[name][0] in recipe.about["measured"]
+    assert f"# kvfold convert {hub} OUT --recipe {name} " in text
+    assert f"--teacher {hub} " in about["uptrain"]
+    assert all(said in about["measured"] for said in ("not measured by us on the full model", f"kvfold drift {hub}"))
 
 
 def test_models_that_cannot_be_latent_have_no_latent_recipe(shapes_of, tmp_path):
     for hub in ("microsoft/phi-1_5", "allenai/OLMo-1B-hf"):
+        recipe = recipe_request("llama-2-7b-mla-512-64", model=str(shapes_of(hub)), out=str(tmp_path / "o"))
         with pytest.raises(InputError, match="LayerNorm"):
-            convert_checkpoint(
-                recipe_request("llama-2-7b-mla-512-64", model=str(shapes_of(hub)), out=str(tmp_path / "o"))
-            )
-
-
-def test_values_and_overrides():
-    request = recipe_request("llama-2-7b-mla-512-64", model="m", out="o", samples=7, refine=0)
-    assert (request.to, request.kv_rank, request.rope_dim) == ("mla", 512, 64)
-    assert (request.samples, request.refine, request.seq_len) == (7, 0, 512)
+            convert_checkpoint(recipe)
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "expected"),
     [
         ("llama-2-7b-mla-512-64", {"budget": 576}, {"to": "mla", "budget": 576, "layout": "free"}),
+        ("llama-2-7b-gqa-8", {"samples": 7, "refine": 0}, {"to": "gqa", "kv_heads": 8, "samples": 7, "refine": 0}),
+        ("llama-2-7b-gqa-8", {"to": "mqa", "kv_heads": None}, {"to": "mqa"}),
         ("llama-2-7b-gqa-8", {"to": "mqa"}, {"to": "mqa"}),
         ("llama-2-7b-gqa-8", {"to": "gqa"}, {"to": "gqa", "kv_heads": 8}),
         ("llama-2-7b-mqa", {"to": "gqa", "kv_heads": 4}, {"to": "gqa", "kv_heads": 4}),
@@ -138,23 +126,18 @@ def test_values_and_overrides():
     ],
 )
 def test_an_override_displaces_what_cannot_stand_beside_it(name, overrides, expected):
-    request = recipe_request(name, model="m", out="o", **overrides)
     text = {"samples": 128, "seq_len": 512, "refine": "auto"}
-    assert request == ConvertRequest(model="m", out="o", **{**text, **expected})
+    assert request_of(name, **overrides) == ConvertRequest(model="m", out="o", **{**text, **expected})
 
 
 def test_a_budget_gives_way_to_a_split_and_a_method_to_a_target(tmp_path):
     budget = write(tmp_path, 'to = "mla"\nbudget = 64\nmethod = "principal"')
-    split = recipe_request(budget, model="m", out="o", kv_rank=32, rope_dim=32)
+    split = request_of(budget, kv_rank=32, rope_dim=32)
     assert (split.budget, split.kv_rank, split.method) == (None, 32, "principal")
     pooled = write(tmp_path, 'to = "mqa"\nmethod = "mean"\ngroup = "contiguous"')
-    assert recipe_request(pooled, model="m", out="o", to="gqa", kv_heads=2).method == "mean"
-    latent = recipe_request(pooled, model="m", out="o", to="mla", budget=64)
+    assert request_of(pooled, to="gqa", kv_heads=2).method == "mean"
+    latent = request_of(pooled, to="mla", budget=64)
     assert (latent.method, latent.group) == (None, None)
-
-
-def test_an_override_of_none_takes_a_value_away():
-    assert recipe_request("llama-2-7b-gqa-8", model="m", out="o", to="mqa", kv_heads=None).kv_heads is None
     assert "--to gqa needs --kv-heads" in refused("llama-2-7b-gqa-8", kv_heads=None)
 
 
@@ -163,18 +146,13 @@ def test_an_override_of_none_takes_a_value_away():
     [
         'to = "mqa"\nkv-heads = 8',
         'to = "mqa"\nsample = 8',
-        'to = "mqa"\nzzz = 8',
         'to = "mqa"\nquiet = true',
-        'to = "mqa"\nallow_growth = true',
         'to = "MLA"',
-        "to = 3",
         'to = "mqa"\nmethod = "average"',
         'to = "gqa"\nkv_heads = "8"',
         'to = "gqa"\nkv_heads = true',
-        'to = "gqa"\nkv_heads = 0',
         'to = "gqa"\nseq_len = 8.0',
         'to = "mqa"\nrefine = "often"',
-        'to = "mqa"\nrefine = -1',
         'to = "mqa"\ncalibration = ""',
         'to = "mqa"\nmax_shard_size = "5 apples"',
         '[convert]\nto = "mqa"',
@@ -186,7 +164,6 @@ def test_an_override_of_none_takes_a_value_away():
         'to = "gqa"',
         'to = "mqa"\nto = "mla"',
         'to = "mqa',
-        "to = mqa",
         'to = "mqa"\nsamples = 0\ncolour = "red"\n[about]\nsaving = 1',
     ],
 )
@@ -201,7 +178,7 @@ def test_files_that_cannot_be_recipes(tmp_path, monkeypatch, told):
     (tmp_path / "binary.toml").write_bytes(b'to = "\xff"')
     for name in ("folder.toml", "plain", "no/such.toml", "llama-2-7b-mqa.toml", "binary.toml"):
         told(refused(name))
-    assert "expected TOML, found something else" in refused(write(tmp_path, "a = " + "[" * 5000))
+    assert "is no valid TOML: " in refused(write(tmp_path, "a = " + "[" * 5000))
     assert "there is no such file" in refused("a" * 5000 + ".toml")
 
 
@@ -217,9 +194,8 @@ def test_a_file_needs_no_suffix_and_does_not_hide_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("mine", "llama-2-7b-mqa"):
         (tmp_path / name).write_text('to = "gqa"\nkv_heads = 2')
-    assert recipe_request("mine", model="m", out="o").kv_heads == 2
-    assert recipe_request("llama-2-7b-mqa", model="m", out="o").to == "mqa"
-    assert recipe_request("./llama-2-7b-mqa", model="m", out="o").kv_heads == 2
+    assert request_of("mine").kv_heads == request_of("./llama-2-7b-mqa").kv_heads == 2
+    assert request_of("llama-2-7b-mqa").to == "mqa"
 
 
 def test_the_command_line_and_the_request_have_the_same_defaults(monkeypatch):
@@ -231,29 +207,17 @@ def test_the_command_line_and_the_request_have_the_same_defaults(monkeypatch):
 
 
 def test_a_recipe_and_the_same_options_give_equal_bytes(tiny_reader, tmp_path):
+    options = "--group contiguous --samples 8 --seq-len 64 --seed 3"
     text = (
         'to = "gqa"\nkv_heads = 2\ngroup = "contiguous"\nsamples = 8\nseq_len = 64\nseed = 3\n[about]\nmodel = "demo"'
     )
-    with_recipe = ("--recipe", write(tmp_path, text), "--kv-heads", 4, "--quiet")
-    with_options = (
-        "--to",
-        "gqa",
-        "--kv-heads",
-        4,
-        "--group",
-        "contiguous",
-        "--samples",
-        8,
-        "--seq-len",
-        64,
-        "--seed",
-        3,
-        "--quiet",
-    )
-    for name, options in (("a", with_recipe), ("b", with_options)):
-        assert run("convert", tiny_reader, tmp_path / name, *options) == 0
-    assert content(tmp_path / "a") == content(tmp_path / "b")
-    recorded = json.loads((tmp_path / "a" / "kvfold.json").read_text())["request"]
+    lines = {"a": ["--recipe", write(tmp_path, text)], "b": ["--to", "gqa", *options.split()]}
+    written = {}
+    for name, line in lines.items():
+        assert run("convert", tiny_reader, tmp_path / name, *line, "--kv-heads", 4, "--quiet") == 0
+        written[name] = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+    assert written["a"] == written["b"]
+    recorded = json.loads(written["a"]["kvfold.json"])["request"]
     assert (recorded["kv_heads"], recorded["samples"], recorded["seed"]) == (4, 8, 3)
     assert "recipe" not in recorded
 
@@ -285,6 +249,5 @@ def test_a_dry_run_by_recipe(shapes_of, tmp_path, capsys):
 def test_a_budget_looks_at_the_splits_that_kernels_are_written_for(shapes_of, tmp_path):
     folder = str(shapes_of("meta-llama/Llama-2-7b-hf"))
     request = ConvertRequest(model=folder, out=str(tmp_path / "out"), to="mla", budget=576, dry_run=True)
-    plan = convert_checkpoint(request).plan
-    targets = latent_targets(request, plan.model)
+    targets = latent_targets(request, convert_checkpoint(request).plan.model)
     assert {(512, 64), (448, 128)} < {(target.kv_rank, target.rope_dim) for target in targets}

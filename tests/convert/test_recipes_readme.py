@@ -4,12 +4,12 @@ import json
 import math
 import re
 import shlex
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from kvfold.convert import ConvertRequest, recipe_request
+from kvfold.convert.options import run_only, specs
 from kvfold.convert.recipes import read_recipe, recipe_names
 from kvfold.convert.uptrain.command import uptrain
 from kvfold.convert.uptrain.request import UptrainRequest
@@ -60,19 +60,7 @@ def test_the_recipe_that_the_readme_shows_is_one(tmp_path):
     (shown,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
     (tmp_path / "mine.toml").write_text(shown)
     assert recipe_request(str(tmp_path / "mine.toml"), model="m", out="o").budget == 576
-    run_only = {
-        "model",
-        "out",
-        "device",
-        "dry_run",
-        "spill",
-        "resume",
-        "overwrite",
-        "quiet",
-        "allow_growth",
-        "trust_remote_code",
-    }
-    keys = {field.name for field in fields(ConvertRequest)} - run_only
+    keys = set(specs(ConvertRequest)) - run_only(ConvertRequest)
     assert keys == set(re.findall(r"`(\w+)`", re.search(r"spells them:(.*?)\. A path", README, re.DOTALL)[1]))
 
 
