@@ -20,10 +20,10 @@ from kvfold.convert.device import training_autocast
 from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.training.budget import steps_of
-from kvfold.convert.training.constant import check_constant, has_constant
 from kvfold.convert.training.fit import FitResult
 from kvfold.convert.training.polish import ModelTrainee, Text
 from kvfold.convert.training.polish import polish as train
+from kvfold.convert.training.steps import check_constant, has_constant
 from kvfold.convert.walk.passes import chunk_size, last_states
 
 

@@ -1,1 +1,1 @@
-"""Training that conversion and uptraining share: losses, learning rates, the constant channel, polishing."""
+"""Training that conversion and uptraining share: losses, sizes of steps, the fit loop, refinement, polishing."""

@@ -6,8 +6,8 @@ after the last layer, made once: its head is the student's. Everything but the c
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,7 @@ from kvfold.attention.drift.frame import Arguments, Frame, Stop
 from kvfold.convert.stream.stock import empty_model
 from kvfold.convert.stream.weights import Read, WeightMap
 from kvfold.convert.training.budget import ROUND, batch_size
-from kvfold.convert.training.fit import FitResult, fit, random_batches
-from kvfold.convert.training.loss import divergence
-from kvfold.convert.training.trainee import Trainee
+from kvfold.convert.training.fit import FitResult, Trainee, divergence, fit, random_batches
 
 # Steps. KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 1 0.1027 / 0.0250, 10 0.1045 / 0.0249:
 # flat (bench_polish_constants.py)
@@ -48,10 +46,6 @@ class Text:
     tokens: Tensor
     states: Tensor
 
-    def batch(self, sequences: Sequence[int] | slice) -> "Text":
-        """Some of the sequences."""
-        return Text(self.tokens[sequences], self.states[sequences])
-
 
 def polish(
     trainee: "ModelTrainee",
@@ -60,41 +54,29 @@ def polish(
     steps: int,
     *,
     seed: int = 0,
-    lr: float | None = None,
     saved: Path | None = None,
     progress: Callable[[int, float], None] = lambda step, error: None,
 ) -> FitResult:
     """Train ``trainee``; the errors are the KL on held-out sequences, nats per token.
 
-    ``lr`` is relative to the size of each tensor, `polishing_rate` by default. The state of the run is kept in the file
-    ``saved``: where there is one, the run goes on from it.
+    The state of the run is kept in the file ``saved``: where there is one, the run goes on from it.
     """
     count, length = training.tokens.shape
     width = training.states.shape[-1]
 
     def schedule(done: int, errors: Sequence[float]) -> float:
-        peak = lr or polishing_rate(errors[0], width, trainee.layers)
+        peak = polishing_rate(errors[0], width, trainee.layers)
         return peak * slowdown(errors, steps) * min(1.0, (done + 1) / _WARMUP) * (1 - done / steps)
 
-    return fit(
-        trainee,
-        lambda batch: trainee.backward(training.batch(batch)),
-        lambda: trainee.error(held_out),
-        schedule,
-        random_batches(count, batch_size(length), seed),
-        every=ROUND,
-        saved=saved,
-        progress=progress,
-    )
+    batches = random_batches(count, batch_size(length), seed)
+    return fit(trainee, training, held_out, schedule, batches, every=ROUND, saved=saved, progress=progress)
 
 
 def polishing_rate(error: float, width: int, layers: int) -> float:
-    """The default peak learning rate, relative to the size of each tensor, of a model of ``width`` and ``layers``.
-
-    Near its minimum the KL grows with the square of the distance, so that the way to go is in proportion to the root of
-    the ``error`` before training; with more, a model that was close is thrown away from where it was. What the layers
-    change adds up, as what a matrix's inputs do. Rounding may make the error of a lossless model negative.
-    """
+    """The default peak learning rate, relative to the size of each tensor, of a model of ``width`` and ``layers``."""
+    # Near its minimum the KL grows with the square of the distance, so that the way to go is in proportion to the root
+    # of the error before training; with more, a model that was close is thrown away from where it was. What the layers
+    # change adds up, as what a matrix's inputs do. Rounding may make the error of a lossless model negative.
     return _RATE / layers * min(1.0, math.sqrt(max(error, 0.0))) / math.sqrt(width)
 
 
@@ -102,8 +84,9 @@ def slowdown(errors: Sequence[float], steps: int) -> float:
     """Half for every part of a run of ``steps`` that hardly lowered the least error at the end of those before it.
 
     ``errors`` are those before training and after every round so far; a part is an eighth of the rounds, rounded up.
-    How far a model may be moved in a step differs between layouts and with how well it is fitted; the first parts tell.
     """
+    # How far a model may be moved in a step differs between layouts and with how well it is fitted; the first parts
+    # tell.
     ends = errors[:: max(1, math.ceil(steps / ROUND / _PARTS))]
     best = accumulate(ends, min)
     return 0.5 ** sum(error > (1 - _MIN_GAIN) * least for error, least in zip(ends[1:], best, strict=False))
@@ -132,89 +115,17 @@ class ModelTrainee(Trainee):
         constant: bool = False,
     ) -> None:
         self.device, self._autocast, self._read = device, autocast, read
+        self._precision = partial(torch.autocast, device.type, autocast, enabled=autocast is not None)
         self.model = empty_model(config, torch.float32, device)
         self._map = WeightMap(self.model, names)
         self.sources = [source for source in self._map.sources.values() if not trained.keys().isdisjoint(source.names)]
-        self._load_frozen()
         super().__init__({name: read(name) for name in trained}, trained, device, constant=constant, by_channel=True)
-        self.vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
+        self._load_frozen()
         self._frame = Frame(self.model)
         self.layers = len(self._frame.layers)
 
-    def backward(self, text: Text) -> None:
-        """Add the gradients of the mean divergence on ``text``; the head is run for a few positions at a time."""
-        hidden = self.hidden(text.tokens)
-        leaf = hidden.detach().requires_grad_()
-        for span in self._spans(text):
-            loss = self._divergence(leaf[:, span], text.states[:, span]) / text.tokens.numel()
-            loss.backward()  # type: ignore[no-untyped-call]
-        hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
-
-    @torch.no_grad()
-    def error(self, text: Text) -> float:
-        """Mean KL of the next-token distributions, nats per token."""
-        total = 0.0
-        size = batch_size(text.tokens.shape[1])
-        for start in range(0, len(text.tokens), size):
-            part = text.batch(slice(start, start + size))
-            hidden = self.hidden(part.tokens)
-            total += sum(float(self._divergence(hidden[:, span], part.states[:, span])) for span in self._spans(part))
-        return total / text.tokens.numel()
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """``tokens [B, T]`` -> the residual stream after the last layer, ``[B, T, E]``."""
-        after: list[Tensor] = []
-        weights = self._rounded_by_layer()
-
-        def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
-            layer = self._frame.layers[index]
-            output = functional_call(layer, weights[index], (hidden, *arguments.args), arguments.kwargs)
-            hidden = output[0] if isinstance(output, tuple) else output
-            if index == len(self._frame.layers) - 1:
-                after.append(hidden)
-                raise Stop
-            return hidden
-
-        with self._precision():
-            self._frame.run(visit, input_ids=tokens.to(self.device))
-        return after[0]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The residual stream after the last layer, ``[B, T, E]`` -> logits ``[B, T, V]``."""
-        with self._precision():
-            return self._frame.logits(hidden, inputs_embeds=hidden.detach())
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        """Matrix products in the dtype of the computation."""
-        return torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None)
-
-    def _divergence(self, hidden: Tensor, states: Tensor) -> Tensor:
-        """The sum over positions of ``KL(source || student)`` of residual streams after the last layer."""
-        with torch.no_grad():
-            expected = self.logits(states.to(hidden.device, hidden.dtype))
-        return divergence(self.logits(hidden).flatten(0, 1), expected.flatten(0, 1))
-
-    def _spans(self, text: Text) -> Iterator[slice]:
-        """Positions whose logits are in memory together."""
-        count, length = text.tokens.shape
-        size = max(1, _LOGITS // (count * self.vocabulary))
-        yield from (slice(start, start + size) for start in range(0, length, size))
-
-    def _rounded_by_layer(self) -> list[dict[str, Tensor]]:
-        """The trained parameters of every layer, as a reader of the files would make them; gradients pass."""
-        weights: list[dict[str, Tensor]] = [{} for _ in self._frame.layers]
-        for source in self.sources:
-            made = self._map.load(source, self._read_rounded, self._autocast or torch.float32, self.device)
-            for target, tensor in made.items():
-                index, _, name = target.removeprefix(f"{self._frame.path}.").partition(".")
-                weights[int(index)][name] = tensor
-        return weights
-
-    def _read_rounded(self, name: str) -> Tensor:
-        return self.masters[name].to(self.stored[name]) if name in self.masters else self._read(name)
-
     def _load_frozen(self) -> None:
-        """Give the model all tensors but the masters; matrices are kept in the dtype of matrix products."""
+        """Give the model all tensors but the masters."""
         made: dict[str, Tensor] = {}
         for source in self._map.sources.values():
             if source not in self.sources:
@@ -226,6 +137,68 @@ class ModelTrainee(Trainee):
             if kind not in module._parameters:
                 module._buffers[kind] = tensor
                 continue
+            # Matrices are kept in the dtype of matrix products: autocast would cast them at every step.
             if self._autocast is not None and tensor.dim() > 1 and not isinstance(module, nn.Embedding):
                 tensor = tensor.to(self._autocast)
             module._parameters[kind] = nn.Parameter(tensor, requires_grad=False)
+
+    def backward(self, training: Text, batch: list[int]) -> None:
+        tokens, states = training.tokens[batch], training.states[batch]
+        hidden = self.hidden(tokens)
+        # The head's gradients add up here, a few positions at a time, and go through the layers once.
+        leaf = hidden.detach().requires_grad_()
+        for loss in self._divergences(leaf, states):
+            (loss / tokens.numel()).backward()  # type: ignore[no-untyped-call]
+        hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def error(self, held_out: Text) -> float:
+        """Mean KL of the next-token distributions, nats per token."""
+        total, size = 0.0, batch_size(held_out.tokens.shape[1])
+        for tokens, states in zip(
+            *(torch.split(each, size) for each in (held_out.tokens, held_out.states)), strict=True
+        ):
+            total += sum(float(each) for each in self._divergences(self.hidden(tokens), states))
+        return total / held_out.tokens.numel()
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """``tokens [B, T]`` -> the residual stream after the last layer, ``[B, T, E]``."""
+        after: list[Tensor] = []
+        weights: list[dict[str, Tensor]] = [{} for _ in self._frame.layers]
+
+        def rounded(name: str) -> Tensor:
+            return self.masters[name].to(self.stored[name]) if name in self.masters else self._read(name)
+
+        def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
+            layer = self._frame.layers[index]
+            output = functional_call(layer, weights[index], (hidden, *arguments.args), arguments.kwargs)
+            hidden = output[0] if isinstance(output, tuple) else output
+            if index == len(self._frame.layers) - 1:
+                after.append(hidden)
+                raise Stop
+            return hidden
+
+        # The trained parameters of every layer, as a reader of the files would make them; gradients pass.
+        for source in self.sources:
+            made = self._map.load(source, rounded, self._autocast or torch.float32, self.device)
+            for target, tensor in made.items():
+                index, _, name = target.removeprefix(f"{self._frame.path}.").partition(".")
+                weights[int(index)][name] = tensor
+        with self._precision():
+            self._frame.run(visit, input_ids=tokens.to(self.device))
+        return after[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The residual stream after the last layer, ``[B, T, E]`` -> logits ``[B, T, V]``."""
+        with self._precision():
+            return self._frame.logits(hidden, inputs_embeds=hidden.detach())
+
+    def _divergences(self, hidden: Tensor, states: Tensor) -> Iterator[Tensor]:
+        """The sums of ``KL(source || student)`` over stretches of positions, each as long as memory allows."""
+        count, length = hidden.shape[:2]
+        size = max(1, _LOGITS // (count * self.model.get_output_embeddings().weight.shape[0]))
+        for start in range(0, length, size):
+            part = hidden[:, start : start + size]
+            with torch.no_grad():
+                expected = self.logits(states[:, start : start + size].to(part.device, part.dtype))
+            yield divergence(self.logits(part).flatten(0, 1), expected.flatten(0, 1))

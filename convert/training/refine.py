@@ -18,7 +18,7 @@ In memory are a layer of either model, the masters and their moments.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,7 @@ from torch import Tensor
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.device import bfloat16_pays
-from kvfold.convert.errors import KvfoldError
-from kvfold.convert.training.fit import fit, random_batches
-from kvfold.convert.training.trainee import Trainee
+from kvfold.convert.training.fit import Trainee, fit, random_batches
 from kvfold.convert.walk.hidden import Hidden, sequence
 from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, token_weights
 from kvfold.convert.walk.walk import Step, Student, energy
@@ -58,7 +56,6 @@ _ERROR_POWER = 0.5  # the same times this power of the error before training, wh
 _RETRY_LR = (1.0, 0.25, 0.0625)  # a layer that got no better is trained again with a lower learning rate
 
 Tensors = Mapping[str, Tensor]
-Batch = tuple[Tensor, Tensor, Tensor]  # inputs, targets, weights
 
 
 @dataclass(frozen=True)
@@ -104,11 +101,9 @@ def refine_layer(
 ) -> Refined:
     """Train those of ``tensors`` that the attention module of ``step``'s layer is made of.
 
-    ``progress(done, error)`` is called with the steps done and the error on held-out sequences. Raises KvfoldError in a
-    walk that does not keep the calibration sequences.
+    ``progress(done, error)`` is called with the steps done and the error on held-out sequences. The walk of ``step``
+    keeps the calibration sequences.
     """
-    if not step.calibration:
-        raise KvfoldError("refinement needs a walk that keeps the calibration sequences")
     training = examples(task.update, step.teacher, step.calibration, step.student_calibration, shared=True)
     held_out = examples(task.update, step.teacher, step.held_out, step.student_held_out)
     width = training.inputs[0].shape[-1]
@@ -120,15 +115,9 @@ def refine_layer(
             def schedule(done: int, errors: Sequence[float], slower: float = slower) -> float:
                 return slower * refining_rate(width, errors[0]) * decay(task.steps, done, errors)
 
-            fitted = fit(
-                trainee,
-                lambda batch, trainee=trainee: trainee.backward(training, batch),  # type: ignore[misc]
-                lambda trainee=trainee: trainee.error(held_out),  # type: ignore[misc]
-                schedule,
-                layer_batches(training.count, task.seed, step.index),
-                every=ROUND,
-                progress=progress,
-            )
+            # Each layer has its own order of the sequences.
+            batches = random_batches(training.count, _BATCH, task.seed * 1_000_003 + step.index)
+            fitted = fit(trainee, training, held_out, schedule, batches, every=ROUND, progress=progress)
             if fitted.kept:
                 break
         made = {**tensors, **fitted.tensors}
@@ -161,11 +150,6 @@ def decay(steps: int | str, done: int, errors: Sequence[float]) -> float:
     return 1.0 if done < falls else 1 - (done - falls) / _DECAY_STEPS
 
 
-def layer_batches(count: int, seed: int, layer: int) -> Iterator[list[int]]:
-    """Batches of the numbers below ``count`` for the refinement of ``layer``: other ones for each layer."""
-    return random_batches(count, _BATCH, seed * 1_000_003 + layer)
-
-
 class LayerTrainee(Trainee):
     """The attention of one converted layer, open; gradients reach its masters through the reading of stored tensors."""
 
@@ -180,12 +164,14 @@ class LayerTrainee(Trainee):
         student.put({**tensors, **self.masters})
         self._bfloat16 = bfloat16_pays(self._stream.device, stored.values())
 
-    def backward(self, training: "Examples", batch: Sequence[int]) -> None:
+    def backward(self, training: "Examples", batch: list[int]) -> None:
         """Leave the gradients of a batch in the masters; several processes share its sequences out."""
-        own = [index for index in batch if index in training.own]
+        own = [index - training.own.start for index in batch if index in training.own]
         if own:
+            parts = training.inputs, training.targets, training.weights
+            drawn = (torch.stack([sequence(states, place) for place in own]) for states in parts)
             with torch.autocast("cpu", torch.bfloat16, enabled=self._bfloat16):
-                missing = self._missing(*training.batch(own))
+                missing = self._missing(*drawn)
             # Divided by the root of the count, not by the count: float16 gradients neither vanish nor overflow, and
             # Adam does not see the difference. The count is that of all sequences of the batch.
             count = math.sqrt(missing.numel())
@@ -196,13 +182,14 @@ class LayerTrainee(Trainee):
                 master.grad = torch.zeros_like(master)
         processes.add_up(master.grad for master in self.learning.values() if master.grad is not None)
 
-    def error(self, sequences: "Examples") -> float:
-        """The error on held-out ``sequences``, as the first process computes it."""
+    def error(self, held_out: "Examples") -> float:
+        """The error on held-out sequences, as the first process computes it."""
 
         @torch.no_grad()
         def error() -> float:
-            missing = sum(energy(self._missing(*batch)) for batch in sequences.batches())
-            return missing / sequences.numbers / sequences.energy if sequences.energy else missing
+            batches = zip(held_out.inputs, held_out.targets, held_out.weights, strict=True)
+            missing = sum(energy(self._missing(*batch)) for batch in batches)
+            return missing / held_out.numbers / held_out.energy if held_out.energy else missing
 
         return processes.from_first(error)
 
@@ -231,19 +218,6 @@ class Examples:
     numbers: int
     count: int
     own: range
-
-    def batch(self, sequences: Sequence[int]) -> Batch:
-        """Inputs, targets and weights of some of the ``own`` sequences, ``[len(sequences), T, E]`` or ``[..., 1]``."""
-        places = [index - self.own.start for index in sequences]
-        inputs, targets, weights = (
-            torch.stack([sequence(states, place) for place in places])
-            for states in (self.inputs, self.targets, self.weights)
-        )
-        return inputs, targets, weights
-
-    def batches(self) -> Iterator[Batch]:
-        """All sequences, chunk by chunk."""
-        yield from zip(self.inputs, self.targets, self.weights, strict=True)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 
 from kvfold.convert.device import choose_device
 from kvfold.convert.errors import InputError, opt
-from kvfold.convert.training.trainee import BETAS
+from kvfold.convert.training.fit import BETAS
 from kvfold.convert.uptrain.request import UptrainRequest
 
 # A sixteenth of refinement's: all layers move at once. KL after 40 steps, MLA 24+8 of the model that ships:

@@ -22,7 +22,7 @@ from kvfold.convert.stream.stock import hide_bars, load_config, load_model
 from kvfold.convert.text.corpus import Corpus, open_corpus
 from kvfold.convert.text.tokenizer import load_tokenizer, renderer
 from kvfold.convert.text.windows import check_seq_len
-from kvfold.convert.training.constant import check_constant
+from kvfold.convert.training.steps import check_constant
 from kvfold.convert.uptrain.arguments import training_arguments
 from kvfold.convert.uptrain.data import TokenPlan, TrainingOrder
 from kvfold.convert.uptrain.output import SideFiles, read_side_files, write_trained

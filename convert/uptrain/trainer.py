@@ -1,6 +1,6 @@
 """``transformers.Trainer`` for uptraining: its models, its losses, drift on held-out text, and the log.
 
-The trainee's steps are those of polishing (`RelativeSteps`), but for those relative to rows and columns.
+The steps are those of polishing (`scale_steps`), but for those relative to rows and columns.
 """
 
 import json
@@ -26,9 +26,8 @@ from kvfold.convert.processes import started_first
 from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stock import load_model
 from kvfold.convert.targets.mla.constant import HeldSlice
-from kvfold.convert.training.constant import has_constant, hold_constant
-from kvfold.convert.training.loss import distillation_loss, next_token_loss
-from kvfold.convert.training.trainee import RelativeSteps
+from kvfold.convert.training.fit import distillation_loss, next_token_loss
+from kvfold.convert.training.steps import has_constant, hold_constant, scale_gradients, scale_steps, tensor_sizes
 from kvfold.convert.uptrain.arguments import compute_dtype
 from kvfold.convert.uptrain.data import TrainingOrder
 from kvfold.convert.uptrain.request import UptrainRequest
@@ -46,7 +45,7 @@ def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> di
         inside = f".{attention_name(layer_list(model)[1][0])}."
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(inside in name)
-    return hold_constant(model) if has_constant(source) else {}
+    return hold_constant(dict(model.named_parameters())) if has_constant(source) else {}
 
 
 def check_sharding(trainer: Any) -> None:
@@ -105,12 +104,12 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         self.model_accepts_loss_kwargs = False
         self._request, self._held_out = request, held_out
         self._teacher = teacher
-        self._steps = RelativeSteps(lambda: dict(model.named_parameters()), held or {})
+        self._held = held or {}
+        sizes = [tensor_sizes(dict(model.named_parameters()), self._held)]
         # A sharded model may have been loaded by the first process only.
         if dist.is_initialized():
-            shared = [self._steps.sizes]
-            dist.broadcast_object_list(shared, src=0)
-            self._steps.sizes = shared[0]
+            dist.broadcast_object_list(sizes, src=0)
+        self._sizes = sizes[0]
 
     def run(self, checkpoint: Path | None) -> None:
         """Train from ``checkpoint``, or from the start."""
@@ -125,8 +124,15 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         if self.optimizer is not None:
             return self.optimizer
         made: torch.optim.Optimizer = super().create_optimizer(*arguments)
-        self._steps.watch(made, dict((arguments[0] if arguments else self.model).named_parameters()))
+        scale_steps(made, lambda: dict(self.model.named_parameters()), self._sizes, self._held)
         return made
+
+    def training_step(self, *arguments: Any) -> Tensor:
+        loss: Tensor = super().training_step(*arguments)
+        # The gradients of all micro-batches are there: what comes next is clipping.
+        if self.accelerator.sync_gradients:
+            scale_gradients(dict(self.model.named_parameters()), self._held)
+        return loss
 
     def _get_learning_rate(self) -> float:
         """The common learning rate, for the log."""

@@ -26,8 +26,8 @@ from kvfold.convert.device import training_autocast
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.tokenizer import load_tokenizer
 from kvfold.convert.text.windows import load_calibration
-from kvfold.convert.training import budget, polish, trainee
-from kvfold.convert.training.constant import has_constant
+from kvfold.convert.training import budget, fit, polish
+from kvfold.convert.training.steps import has_constant
 
 TEXT = {"samples": 96, "seq_len": 128}
 RUNS: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ LARGER_RUNS: dict[str, dict[str, Any]] = {
 CONSTANTS: list[tuple[Any, str, list[Any]]] = [
     (polish, "_RATE", [0.3, 1.2, 2.4, 4.8]),
     (budget, "BATCH_TOKENS", [512, 1024, 2048]),
-    (trainee, "BETAS", [(0.9, 0.95), (0.9, 0.99), (0.95, 0.99)]),
+    (fit, "BETAS", [(0.9, 0.95), (0.9, 0.99), (0.95, 0.99)]),
     (polish, "_WARMUP", [1, 10]),
 ]
 

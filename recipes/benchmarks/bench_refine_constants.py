@@ -24,7 +24,7 @@ from typing import Any
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder, read_text
 
-REFINE, TRAINEE = "convert.training.refine", "convert.training.trainee"
+REFINE, FIT = "convert.training.refine", "convert.training.fit"
 WALK, TRIALS = "convert.walk.walk", "convert.conversion.splits"
 SMALL: dict[str, Any] = {"samples": 64, "seq_len": 64}
 RUNS: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ CONSTANTS: list[tuple[str, tuple[str, ...], list[Any], tuple[str, ...]]] = [  # 
     (REFINE, ("_RELATIVE_LR",), [0.0125, 0.05], SHORT),
     (REFINE, ("_RELATIVE_LR", "_WIDTH_LR"), [(0.05, 0.8), (0.2, 3.2)], SHORT),  # the smaller of the two decides
     (REFINE, ("_ERROR_POWER",), [0.0, 0.5, 0.75], SHORT),
-    (TRAINEE, ("BETAS",), [(0.9, 0.95), (0.9, 0.98), (0.9, 0.999)], SHORT),
+    (FIT, ("BETAS",), [(0.9, 0.95), (0.9, 0.98), (0.9, 0.999)], SHORT),
     (REFINE, ("_RETRY_LR",), [(1.0,), (1.0, 0.25, 0.0625)], SHORT[:1]),
     (REFINE, ("_DECAY_STEPS",), [50, 100, 200], AUTO),
     (REFINE, ("MIN_GAIN",), [0.003, 0.01, 0.03], AUTO),

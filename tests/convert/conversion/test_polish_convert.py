@@ -103,11 +103,11 @@ def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_pat
     monkeypatch.setattr(training, "ROUND", 2)
     backward, steps = training.ModelTrainee.backward, []
 
-    def counted(self, text):
+    def counted(self, text, batch):
         if killed == "in a round" and len(steps) == 3:
             raise RuntimeError("killed")
-        backward(self, text)
-        steps.append(text)
+        backward(self, text, batch)
+        steps.append(batch)
 
     with monkeypatch.context() as patch:
         patch.setattr(training.ModelTrainee, "backward", counted)

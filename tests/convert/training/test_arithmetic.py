@@ -16,11 +16,6 @@ from kvfold.convert.training.refine import refine_layer
 from tests.convert.training.test_refine import first_step, plan_of, task_of
 
 
-@pytest.fixture
-def matrix_units(monkeypatch):
-    monkeypatch.setattr(device, "has_bfloat16_units", lambda: True)
-
-
 @pytest.mark.parametrize(("heads", "groups", "dim", "value_dim"), [(4, 4, 12, 8), (6, 2, 8, 8), (3, 1, 8, 8)])
 @pytest.mark.parametrize("length", [1, 5, 128, 200])
 def test_under_autocast_attention_is_causal_and_rounds_to_bfloat16(heads, groups, dim, value_dim, length):
@@ -37,18 +32,14 @@ def test_under_autocast_attention_is_causal_and_rounds_to_bfloat16(heads, groups
         assert float((one - other).detach().norm()) <= 0.01 * float(other.detach().norm()) + 1e-6
 
 
-@pytest.mark.usefixtures("matrix_units")
-def test_bfloat16_pays_for_weights_that_are_stored_in_it():
+def test_bfloat16_pays_for_weights_that_are_stored_in_it_on_a_cpu_with_units_for_it(monkeypatch):
     cpu = torch.device("cpu")
-    assert bfloat16_pays(cpu, [torch.bfloat16, torch.bfloat16])
-    assert not bfloat16_pays(cpu, [torch.bfloat16, torch.float32])
-    assert not bfloat16_pays(cpu, [torch.float16])
-    assert not bfloat16_pays(torch.device("cuda"), [torch.bfloat16])
-
-
-def test_bfloat16_does_not_pay_withouthas_bfloat16_units(monkeypatch):
-    monkeypatch.setattr(device, "has_bfloat16_units", lambda: False)
-    assert not bfloat16_pays(torch.device("cpu"), [torch.bfloat16])
+    for units in (True, False):
+        monkeypatch.setattr(device, "has_bfloat16_units", lambda units=units: units)
+        assert bfloat16_pays(cpu, [torch.bfloat16, torch.bfloat16]) == units
+        assert not bfloat16_pays(cpu, [torch.bfloat16, torch.float32])
+        assert not bfloat16_pays(cpu, [torch.float16])
+        assert not bfloat16_pays(torch.device("cuda"), [torch.bfloat16])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from kvfold.convert.targets.mla.constant import CONSTANT, HeldSlice, held_slices, latent_norms
-from kvfold.convert.training.trainee import RelativeSteps, channel_scales, tensor_sizes
+from kvfold.convert.training.steps import channel_scales, scale_steps, tensor_sizes
 
 ATTENTION = "model.layers.0.self_attn"
 LATENT = {
@@ -29,9 +29,8 @@ def outer(rows: list[float], columns: list[float]) -> torch.Tensor:
     return torch.outer(torch.tensor(rows), torch.tensor(columns)) * signs
 
 
-def product(scales: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    rows, columns = scales
-    return rows * columns
+def products(named, held=None):
+    return {name: rows * columns for name, (rows, columns) in channel_scales(named, held or {}).items()}
 
 
 def test_the_constant_channel_of_a_layer():
@@ -53,25 +52,26 @@ def test_every_tensor_learns_in_proportion_to_its_size():
         "a.bias": nn.Parameter(torch.zeros(2)),
         "b.weight": nn.Parameter(torch.zeros(2, 2)),
     }
-    steps = RelativeSteps(lambda: named, {"a.weight": HeldSlice(1, 2, 1 / CONSTANT)})
+    held = {"a.weight": HeldSlice(1, 2, 1 / CONSTANT)}
+    sizes = tensor_sizes(named, held)
     # Neither zeros, as of padded heads, nor the constant channel count; zeros can learn all the same.
-    expected = {"a.weight": 12.5**0.5, "a.bias": 12.5**0.5, "b.weight": 1e-6}
-    assert steps.sizes == pytest.approx(expected)
+    assert sizes == pytest.approx({"a.weight": 12.5**0.5, "a.bias": 12.5**0.5, "b.weight": 1e-6})
+    assert tensor_sizes(named, {})["a.weight"] > 500
     optimizer = torch.optim.AdamW([{"params": list(named.values()), "weight_decay": 0.1}], lr=0.01)
-    steps.watch(optimizer)
+    scale_steps(optimizer, lambda: named, sizes, held)
     rates = [group["lr"] for group in optimizer.param_groups]
-    assert rates == pytest.approx([0.01 * size for size in expected.values()])
+    assert rates == pytest.approx([0.01 * size for size in sizes.values()])
     decays = [group["lr"] * group["weight_decay"] for group in optimizer.param_groups]
     assert decays == pytest.approx([0.01 * 0.1] * 3)
-    assert tensor_sizes(named, {})["a.weight"] > 500
 
 
 def test_elements_move_by_a_share_of_their_size_or_of_the_mean_where_that_is_less():
     """Of a matrix whose rows and columns differ a hundredfold, under Adam, whose own steps are alike."""
     weight = nn.Parameter(outer([0.01, 1.0], [0.1, 1.0, 10.0]))
-    before, size = weight.detach().clone(), float(weight.detach().square().mean().sqrt())
+    named, before = {"proj.weight": weight}, weight.detach().clone()
+    size = float(before.square().mean().sqrt())
     optimizer = torch.optim.Adam([weight], lr=0.01, eps=1e-12)
-    RelativeSteps(lambda: {"proj.weight": weight}, {}, by_channel=True).watch(optimizer)
+    scale_steps(optimizer, lambda: named, tensor_sizes(named, {}), {}, channel_scales(named, {}))
     for _ in range(3):
         optimizer.zero_grad()
         (weight * torch.tensor([[3.0, 1.0, 2.0], [1.0, 5.0, 1.0]])).sum().backward()
@@ -85,28 +85,23 @@ def test_zeros_of_padded_heads_do_not_count():
     inner = outer([0.2, 1.0], [1.0, 2.0, 3.0])
     padded = torch.zeros(5, 6)
     padded[1:3, :3] = inner
-    whole, part = (product(channel_scales({"a.weight": weight}, {})["a.weight"]) for weight in (padded, inner))
-    torch.testing.assert_close(whole[1:3, :3], part)
+    found = products({"padded.weight": padded, "inner.weight": inner, "zero.weight": torch.zeros(2, 2)})
+    torch.testing.assert_close(found["padded.weight"][1:3, :3], found["inner.weight"])
+    assert found["zero.weight"].isfinite().all()
 
 
 def test_a_bias_moves_as_the_rows_of_its_matrix_and_a_norm_as_before():
     named = {"a.weight": outer([0.5, 2.0], [1.0, 1.0, 1.0]), "a.bias": torch.zeros(2), "norm.weight": torch.ones(3)}
-    scales = channel_scales(named, {})
-    assert scales.keys() == {"a.weight", "a.bias"}
-    small, large = product(scales["a.bias"])
+    found = products(named)
+    assert found.keys() == {"a.weight", "a.bias"}
+    small, large = found["a.bias"]
     assert float(large / small) == pytest.approx(4)
-    torch.testing.assert_close(product(scales["a.weight"]), product(scales["a.bias"])[:, None].expand(2, 3))
+    torch.testing.assert_close(found["a.weight"], found["a.bias"][:, None].expand(2, 3))
 
 
 def test_the_reader_of_the_constant_channel_moves_as_a_bias():
     """It is zero where there was no bias to fold in, and must learn all the same."""
     named = {"a.weight": outer([0.5, 2.0], [1.0, 1.0, 0.0]), "a.bias": torch.zeros(2)}
-    scales = channel_scales(named, {"a.weight": HeldSlice(1, 2, 1 / CONSTANT), "a.bias": HeldSlice(0, 1, 0.0)})
-    torch.testing.assert_close(product(scales["a.weight"])[:, 2], product(scales["a.bias"]))
-    usual = product(channel_scales(named, {})["a.weight"])
-    torch.testing.assert_close(product(scales["a.weight"])[:, :2], usual[:, :2])
-
-
-def test_a_matrix_of_zeros_is_finite():
-    scales = channel_scales({"a.weight": torch.zeros(2, 2)}, {})
-    assert product(scales["a.weight"]).isfinite().all()
+    found = products(named, {"a.weight": HeldSlice(1, 2, 1 / CONSTANT), "a.bias": HeldSlice(0, 1, 0.0)})
+    torch.testing.assert_close(found["a.weight"][:, 2], found["a.bias"])
+    torch.testing.assert_close(found["a.weight"][:, :2], products(named)["a.weight"][:, :2])

@@ -16,9 +16,8 @@ from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.targets.mla.constant import CONSTANT, norm_weight
-from kvfold.convert.training.constant import check_constant, has_constant, hold_constant
-from kvfold.convert.training.loss import next_token_loss
-from kvfold.convert.training.trainee import RelativeSteps
+from kvfold.convert.training.fit import next_token_loss
+from kvfold.convert.training.steps import check_constant, has_constant, hold_constant, scale_gradients, scale_steps
 
 RANKS = {"kv_a": 24, "q_a": 40}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -39,22 +38,20 @@ def batches(steps):
     return [torch.randint(97, (4, 24), generator=generator) for _ in range(steps)]
 
 
-def relative(model):
-    """Steps that hold the channel, and are otherwise as the optimizer takes them."""
-    steps = RelativeSteps(lambda: dict(model.named_parameters()), hold_constant(model))
-    steps.sizes = dict.fromkeys(steps.sizes, 1.0)
-    return steps
+def adam(model, held, **options):
+    """An optimizer that holds the slices, and takes its steps otherwise as they are."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3, **options)
+    if held:
+        sizes = dict.fromkeys(dict(model.named_parameters()), 1.0)
+        scale_steps(optimizer, lambda: dict(model.named_parameters()), sizes, held)
+    return optimizer
 
 
 def trained(folder, dtype, steps=6, held=True, decay=0.1):
     """The model after some steps with every tensor of the optimizer in ``dtype``, weight decay on all of them."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    holding = relative(model) if held else None
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=5e-3, weight_decay=decay, eps=1e-4
-    )
-    if holding is not None:
-        holding.watch(optimizer)
+    slices = hold_constant(dict(model.named_parameters())) if held else {}
+    optimizer = adam(model, slices, weight_decay=decay, eps=1e-4)
     losses = []
     for tokens in batches(1) * steps:
         loss = next_token_loss(model(input_ids=tokens).logits, tokens)
@@ -123,9 +120,11 @@ def test_the_channel_would_move_if_it_were_not_held_and_its_readers_move_by_as_m
 def test_gradients_are_those_of_the_model_but_for_what_is_held(latent):
     tokens = batches(1)[0]
     plain, held = (AutoModelForCausalLM.from_pretrained(latent) for _ in range(2))
-    hold_constant(held)
+    named = dict(held.named_parameters())
+    slices = hold_constant(named)
     for model in (plain, held):
         next_token_loss(model(input_ids=tokens).logits, tokens).backward()
+    scale_gradients(named, slices)
     for name, value in plain.named_parameters():
         expected, found = value.grad.clone(), held.get_parameter(name).grad
         kind = name.split(".")[-2]
@@ -157,7 +156,7 @@ def test_a_channel_that_moved_is_not_written(latent):
     name = "model.layers.1.self_attn.kv_a_proj_with_mqa.bias"
     state[name] = state[name].clone()
     state[name][RANKS["kv_a"] - 1] += 1
-    with pytest.raises(KvfoldError, match=f"{name}: expected the constant channel as it was, found it moved"):
+    with pytest.raises(KvfoldError, match=f"{name}: the training moved the constant channel, which must stay"):
         check_constant(state, checkpoint)
 
 
@@ -166,16 +165,16 @@ def train_rank(folder, out, is_sharded):
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     model = AutoModelForCausalLM.from_pretrained(folder)
-    steps = relative(model)
+    held = hold_constant(dict(model.named_parameters()))
     if is_sharded:
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3, weight_decay=0.1)
-    steps.watch(optimizer)
+    optimizer = adam(model, held, weight_decay=0.1)
     for tokens in batches(4):
         own = tokens[rank::world]
         next_token_loss(model(input_ids=own).logits, own).backward()
+        scale_gradients(dict(model.named_parameters()), held)
         optimizer.step()
         optimizer.zero_grad()
     state = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}

@@ -1,0 +1,174 @@
+"""The size of a training step: in proportion to tensors, rows and columns, and less for the constant channel.
+
+Adam moves every element by about the learning rate, whatever its size. The tensors of a converted attention differ in
+size far more than those of a trained model: a channel of a latent may be written small and read large, and one rate for
+all would leave some tensors unchanged and destroy others. So steps are relative, on three levels:
+
+    tensors             the learning rate is multiplied by the root mean square of the tensor's elements
+    rows and columns    in polishing, an element's step is multiplied by the relative sizes of its row and its column
+    constant channel    the slices of layout ``free`` that hold it are frozen, or move 1 / CONSTANT as far as the others
+
+The first is a learning rate for each tensor. Adam undoes any scale of a gradient, so the other two shorten the step
+itself, by one mechanism (`scale_steps`), whichever loop drives the optimizer: `fit` or ``transformers.Trainer``.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.convert.checkpoint.opening import Checkpoint
+from kvfold.convert.errors import KvfoldError
+from kvfold.convert.targets.mla.config import is_latent
+from kvfold.convert.targets.mla.constant import CONSTANT, HeldSlice, held_slices, latent_norms
+
+# The least size of a tensor, so that one of zeros can learn at all.
+_LEAST_SIZE = 1e-6
+
+Named = Mapping[str, Tensor]
+Held = Mapping[str, HeldSlice]
+Channels = Mapping[str, tuple[Tensor, Tensor]]
+
+
+def scale_steps(
+    optimizer: torch.optim.Optimizer,
+    parameters: Callable[[], Named],
+    sizes: Mapping[str, float],
+    held: Held,
+    channels: Channels | None = None,
+) -> None:
+    """Make the steps of a new ``optimizer`` relative to its tensors: learning rates times ``sizes``, by name.
+
+    Each tensor gets its own group, which keeps its ``size``; weight decay stays the common learning rate times the
+    decay. ``held`` slices move by their pace, elements of a matrix in ``channels`` in proportion to their row and
+    column, whatever the basis; such a matrix is in memory twice during a step. ``parameters()`` gives the trained
+    tensors by name.
+    """
+    names = {id(tensor): name for name, tensor in parameters().items()}
+    groups = []
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            size = sizes[names[id(tensor)]]
+            changed = {"lr": group["lr"] * size, "weight_decay": group["weight_decay"] / size, "size": size}
+            groups.append({**group, "params": [tensor], **changed})
+    optimizer.param_groups = groups
+    # Views of all elements that do not take the whole step, with the factors of theirs, and copies from before it.
+    parts: list[tuple[Tensor, tuple[Tensor | float, ...]]] = []
+    before: list[Tensor] = []
+
+    @torch.no_grad()
+    def remember(*_: Any) -> None:
+        # Looked up at every step, because sharding replaces them.
+        named = parameters()
+        parts[:] = [(_local_slice(named[name].data, part), (part.pace,)) for name, part in held.items()]
+        parts.extend((named[name].data, factors) for name, factors in (channels or {}).items())
+        before[:] = [part.clone() for part, _ in parts]
+
+    @torch.no_grad()
+    def shorten(*_: Any) -> None:
+        for (part, factors), old in zip(parts, before, strict=True):
+            # Never further than in a tensor whose elements are all alike: moved in proportion to more than that, the
+            # few largest channels shake what every token reads.
+            scale: Any = math.prod(factors, start=part.new_ones(()))
+            part.copy_(old.lerp(part, scale.clamp_max(1)))
+        before.clear()
+
+    optimizer.register_step_pre_hook(remember)
+    optimizer.register_step_post_hook(shorten)
+
+
+def _local_slice(tensor: Any, held: HeldSlice) -> Tensor:
+    """The slice of this process's part of ``tensor``, as a view; empty where another process has it."""
+    if not hasattr(tensor, "to_local"):
+        whole: Tensor = tensor.narrow(held.axis, held.index, 1)
+        return whole
+    local: Tensor = tensor.to_local()
+    # Tensors are sharded along their first axis: every process has a part of a slice along another one.
+    if held.axis != 0:
+        return local.narrow(held.axis, held.index, 1)
+    from torch.distributed.tensor import distribute_tensor
+
+    rows = torch.arange(tensor.shape[0], device=tensor.device)
+    mine = distribute_tensor(rows, tensor.device_mesh, tensor.placements).to_local()
+    where = (mine == held.index).nonzero()[:, 0]
+    return local.narrow(0, int(where[0]) if len(where) else 0, len(where))
+
+
+def tensor_sizes(named: Named, held: Held) -> dict[str, float]:
+    """Root mean square of every tensor, without its held slice and without zeros; a bias has its weight's.
+
+    The constant channel is large and hardly moves, and the zeros of padded heads never do.
+    """
+    sizes: dict[str, float] = {}
+    for name, tensor in named.items():
+        free = tensor.detach()
+        if name in held:
+            others = torch.arange(free.shape[held[name].axis], device=free.device) != held[name].index
+            free = free.index_select(held[name].axis, others.nonzero()[:, 0])
+        filled = free if free.all() else free[free != 0]
+        sizes[name] = float(filled.float().square().mean().sqrt()) if filled.numel() else 0.0
+    weights = {name: name.removesuffix(".bias") + ".weight" if name.endswith(".bias") else name for name in sizes}
+    return {name: max(_LEAST_SIZE, sizes.get(weights[name], size)) for name, size in sizes.items()}
+
+
+def channel_scales(named: Named, held: Held) -> dict[str, tuple[Tensor, Tensor]]:
+    """For each matrix ``[m, n]`` the relative sizes ``r [m, 1]`` and ``c [n]`` of its channels; for its bias ``r [m]``.
+
+    The sizes are root mean squares over that of the tensor, without the zeros of padded heads.
+    """
+    # A converted attention is a product of factors, and how the size of a channel is shared between them is arbitrary.
+    # Within one tensor rows or columns differ by a factor of a hundred (SmolLM2-135M, MLA 128+64): a step that is right
+    # for the large ones throws the small ones away.
+    scales: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, weight in named.items():
+        if weight.dim() != 2:
+            continue
+        energy, filled = weight.detach().float().square(), weight.detach() != 0
+        mean = (energy.sum() / filled.sum().clamp_min(1)).clamp_min(torch.finfo(energy.dtype).tiny)
+        rows, columns = ((energy.sum(axis) / filled.sum(axis).clamp_min(1) / mean).sqrt() for axis in (1, 0))
+        # A column that reads the constant channel is a bias divided by the constant, often zero.
+        if name in held and held[name].axis == 1:
+            columns[held[name].index] = 1
+        scales[name] = rows[:, None], columns
+        bias = f"{name.removesuffix('.weight')}.bias"
+        if bias in named:
+            scales[bias] = rows, torch.ones_like(rows)
+    return scales
+
+
+def hold_constant(named: Named) -> dict[str, HeldSlice]:
+    """Freeze the latents' norms among the parameters ``named``; returns the held slices by name."""
+    for name in latent_norms(named):
+        named[name].requires_grad_(False)
+    return held_slices(named)
+
+
+def scale_gradients(named: Named, held: Held) -> None:
+    """Multiply the gradients of ``held`` slices by their paces, so that clipping sees what moves."""
+    with torch.no_grad():
+        for name, part in held.items():
+            if named[name].grad is not None:
+                _local_slice(named[name].grad, part).mul_(part.pace)
+
+
+def has_constant(checkpoint: Checkpoint) -> bool:
+    """True if every latent of the checkpoint has the constant channel (``targets/mla/constant.py``)."""
+    if not is_latent(checkpoint.config) or not checkpoint.config.get("attention_bias"):
+        return False
+    shapes = {name: torch.empty(info.shape, device="meta") for name, info in checkpoint.tensors.items()}
+    held = {name: part for name, part in held_slices(shapes).items() if name.endswith(".bias")}
+    # Other latent models with biases have the tensors too, but no such value in them.
+    return bool(held) and all(checkpoint.read(name)[part.index] == CONSTANT for name, part in held.items())
+
+
+def check_constant(state: Named, checkpoint: Checkpoint) -> None:
+    """Raises KvfoldError unless the constant channel of ``state`` is that of ``checkpoint``."""
+    frozen = {name: held for name, held in held_slices(state).items() if held.pace == 0}
+    for name in [*latent_norms(state), *frozen]:
+        after, before = state[name], checkpoint.read(name).to(state[name].dtype)
+        if name in frozen:
+            after, before = (tensor.select(frozen[name].axis, frozen[name].index) for tensor in (after, before))
+        if not torch.equal(after, before):
+            raise KvfoldError(f"{name}: the training moved the constant channel, which must stay; please report it")
