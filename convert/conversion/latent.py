@@ -157,8 +157,8 @@ def fitted_latent(chosen: Candidate, index: int, step: Step | None = None, surve
             context=plan.geometry.positions,
             scale=plan.model.layers[index].scale,
             query_channels=None if rank is None else rank - target.constant,
-            centered=target.centered,
-            keeps_norms=target.keeps_norms,
+            centered=target.layout != "engine",
+            keeps_norms=target.layout == "kvfold",
             gain=plan.checkpoint.read(norms[0]) if norms else None,
             statistics=statistics,
             inputs=inputs,
@@ -176,9 +176,9 @@ def spectrum_note(chosen: Candidate, layer: int, surveyed: Survey) -> Notes:
     if not plan.request.chosen_method.reads_text:
         return {}
     statistics, _ = surveyed.notes(layer)
-    weights = linear_heads(source_layer(plan, layer), statistics, key_constant=target.centered)
+    weights = linear_heads(source_layer(plan, layer), statistics, key_constant=target.layout != "engine")
     rotary, slots, context = source_rotary(plan, layer), chosen.slots[layer], plan.geometry.positions
-    shares = latent_spectrum(weights, statistics, rotary, slots, context=context, centered=target.centered)
+    shares = latent_spectrum(weights, statistics, rotary, slots, context=context, centered=target.layout != "engine")
     shown = shares[: _SHOWN_CHANNELS * target.channels].tolist()
     return {SPECTRUM: {"sorted": shown, "lost": float(shares[target.channels :].sum())}}
 

@@ -28,11 +28,9 @@ from kvfold.convert.targets.engines import (
     latent_result_of,
     verdicts,
 )
-from kvfold.convert.targets.kept import keepable, kept_config, kept_tensors
 from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors, query_rank
-from kvfold.convert.targets.mla.layout import latent_layout, latent_reads
+from kvfold.convert.targets.mla.layout import latent_layout, latent_reads, padding
 from kvfold.convert.targets.mla.problems import latent_problems
-from kvfold.convert.targets.mla.shapes import padding
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout, own_latent_layout
 from kvfold.convert.targets.same_family import (
     ABSORBED,
@@ -40,9 +38,8 @@ from kvfold.convert.targets.same_family import (
     attention_label,
     cache_elements,
     folded_layout,
-    stored_dtype,
 )
-from kvfold.convert.targets.target import TargetLayout
+from kvfold.convert.targets.target import TargetLayout, keepable, kept_config, kept_tensors, stored_dtype
 
 _SLACK = 1 << 20  # config, index, card and file system blocks
 
@@ -78,7 +75,7 @@ class Plan:
     @property
     def keepable(self) -> int:
         """Quantized weights of the source that ``--keep-quantized`` leaves as they are, given or not."""
-        return keepable(self.layout.tensors, self.checkpoint, self._attention)
+        return len(keepable(self.layout.tensors, self.checkpoint, self._attention))
 
     @property
     def made_of(self) -> tuple[str, ...]:
@@ -107,7 +104,7 @@ class Plan:
 
     @property
     def source_kind(self) -> str:
-        return attention_label(self.geometry)
+        return attention_label(self.geometry.heads, self.geometry.kv_heads)
 
     @property
     def cache_elements(self) -> int:

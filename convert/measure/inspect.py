@@ -20,7 +20,7 @@ from kvfold.convert.targets.engines import Verdict, folded_result, latent_result
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.mla.problems import model_problems
 from kvfold.convert.targets.own_code import needs_own_code, source_type
-from kvfold.convert.targets.same_family import attention_kind, cache_elements
+from kvfold.convert.targets.same_family import attention_label, cache_elements
 
 # The least, mean and greatest of the layers.
 Range = tuple[float, float, float]
@@ -242,7 +242,7 @@ def _inspect_converted(checkpoint: Checkpoint) -> Inspection:
         facts |= {"attention": "MLA", "kv_rank": rank, "rotary_dims": rope}
         facts |= {"value_dim": facts["head_dim"], "head_dim": facts["head_dim"] + rope}
     elif made.kv_heads is not None:
-        facts |= {"attention": attention_kind(heads, made.kv_heads), "kv_heads": made.kv_heads}
+        facts |= {"attention": attention_label(heads, made.kv_heads)[:3], "kv_heads": made.kv_heads}
     return Inspection(
         **facts,
         cache=cache_size(made.result, [None] * made.source.geometry.layers, facts["dtype"]),
@@ -302,7 +302,7 @@ def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
         "model": checkpoint.origin,
         "family": family.model_type,
         "architecture": next(iter(checkpoint.config.get("architectures") or ()), family.architecture),
-        "attention": attention_kind(geometry.heads, geometry.kv_heads),
+        "attention": attention_label(geometry.heads, geometry.kv_heads)[:3],
         "layers": geometry.layers,
         "heads": geometry.heads,
         "kv_heads": geometry.kv_heads,

@@ -1,15 +1,14 @@
 """The engines that serve a converted model, and at which cache size; without torch.
 
-This file holds all facts about engines. A `Result` has the properties of a model that engines look at; ``ENGINES``
-says where the facts were read and what was run; a function for each engine (`WAYS`) answers for a result.
-``tests/engines`` runs the engines.
+This file holds all facts about engines. A `Result` has the properties of a model that engines look at. A row of
+``ENGINES``, at the end, says where the facts of an engine were read and what was run, and names the function that
+answers for a result. ``tests/engines`` runs the engines.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import older_rope_keys
 from kvfold.convert.families.wrappers import WRAPPERS
@@ -19,14 +18,12 @@ from kvfold.convert.targets.mla.config import (
     KERNEL_HEADS,
     LatentTarget,
     cached_divisors,
-    changes_no_frequency,
 )
 from kvfold.convert.targets.mla.problems import latent_problems
 
 PROPOSED = ((512, 64), (448, 64), (256, 64))  # splits that MLA kernels take
-
-
 RANKS = (1, 2, 4, 8)  # of tensor parallelism
+_NOT_IN_SGLANG = ("nemotron", "smollm3")  # families whose class no EntryClass of srt/models names
 
 
 @dataclass(frozen=True)
@@ -58,11 +55,6 @@ class Result:
     experts: bool = False
     kept: bool = False
 
-    @property
-    def lite(self) -> bool:
-        """True if llama.cpp takes the model for a DeepSeek-V2-Lite, whose queries have no latent."""
-        return self.layers in (26, 27) or (self.layers, self.vocabulary) == (48, 128256)
-
     def elements(self, ranks: int = 1) -> int:
         """KV-cache elements per token per layer on each of ``ranks`` tensor-parallel ranks.
 
@@ -72,13 +64,13 @@ class Result:
 
     def per_rank(self) -> dict[str, int]:
         """``elements`` for every number of ranks in ``RANKS`` to which the heads can be shared out."""
-        # Fewer key/value heads than ranks are repeated, as long as each rank gets a whole number.
-        possible = [
-            ranks
-            for ranks in RANKS
-            if self.query_heads % ranks == 0 and (self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0)
-        ]
-        return {str(ranks): self.elements(ranks) for ranks in possible}
+        sizes = {}
+        for ranks in RANKS:
+            # Fewer key/value heads than ranks are repeated, as long as each rank gets a whole number.
+            whole = self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0
+            if self.query_heads % ranks == 0 and whole:
+                sizes[str(ranks)] = self.elements(ranks)
+        return sizes
 
 
 def folded_result(model: Model, kv_heads: int | None = None) -> Result:
@@ -87,6 +79,7 @@ def folded_result(model: Model, kv_heads: int | None = None) -> Result:
     present = size.kv_heads if kv_heads is None else kv_heads
     if model.family.sizes.kv_heads is None:
         return Result("own", size.layers, size.heads, present, size.head_dim)
+    # A fold is written with the older keys that its source lacks.
     older = _older_rope(family, {**model.config, **older_rope_keys(model.config)})
     return Result("fold", size.layers, size.heads, present, size.head_dim, family=family, older_rope=older)
 
@@ -100,18 +93,19 @@ def _older_rope(family: str, config: Mapping[str, Any]) -> bool:
 
 def latent_result_of(model: Model, target: LatentTarget) -> Result:
     """The result of converting ``model`` to ``target``."""
-    wrapper = "" if model.tower is None else model.family.model_type
-    made = target_result(model.geometry, target, experts=model.block.sparse)
-    return replace(made, family=wrapper, divisors=cached_divisors(model, target))
-
-
-def target_result(geometry: Geometry, target: LatentTarget, *, experts: bool = False) -> Result:
-    """The result of any model of this geometry, with ``experts`` or not, as ``target``."""
-    nope, value = target.head_dims(geometry.head_dim)
-    split, heads = (target.kv_rank, target.rope_dim), (nope, target.rope_dim, value)
-    sizes: Any = {"split": split, "heads": heads, "q_rank": target.q_rank, "vocabulary": geometry.vocabulary}
-    kind: Any = "own" if target.layout == "kvfold" else target.layout
-    return Result(kind, geometry.layers, geometry.heads, experts=experts, **sizes)
+    size, (nope, value) = model.geometry, target.head_dims(model.geometry.head_dim)
+    return Result(
+        "own" if target.layout == "kvfold" else target.layout,
+        size.layers,
+        size.heads,
+        split=(target.kv_rank, target.rope_dim),
+        divisors=cached_divisors(model, target),
+        heads=(nope, target.rope_dim, value),
+        q_rank=target.q_rank,
+        family="" if model.tower is None else model.family.model_type,
+        vocabulary=size.vocabulary,
+        experts=model.block.sparse,
+    )
 
 
 def latent_result(config: Mapping[str, Any]) -> Result:
@@ -120,10 +114,14 @@ def latent_result(config: Mapping[str, Any]) -> Result:
         return replace(latent_result(config["text_config"]), family=wrapper)
     nope, rope, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
     experts, biased = config["model_type"] == EXPERT_TYPE, bool(config.get("attention_bias"))
-    # Early versions wrote layout free as a DeepSeek model, of which engines drop biases and frequencies silently.
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind: Any = "free" if config["model_type"] == "youtu" or (experts and biased) else "engine"
-    if kind == "engine" and (biased or not changes_no_frequency(table)):
+    rope_type = table.get("rope_type", "default")
+    plain = rope_type == "default" or (rope_type == "yarn" and table.get("factor") == 1.0)
+    kind: Literal["free", "engine", "biased"] = "engine"
+    if config["model_type"] == "youtu" or (experts and biased):
+        kind = "free"
+    elif biased or not plain:
+        # Early versions wrote layout free as a DeepSeek model, of which engines drop biases and frequencies silently.
         kind = "biased"
     return Result(
         kind,
@@ -134,68 +132,49 @@ def latent_result(config: Mapping[str, Any]) -> Result:
         q_rank=config.get("q_lora_rank"),
         vocabulary=config.get("vocab_size", 0),
         older_rope=experts or _older_rope(config["model_type"], config),
-        yarn=table.get("rope_type") == "yarn",
+        yarn=rope_type == "yarn",
         experts=experts,
     )
 
 
 @dataclass(frozen=True)
-class Engine:
-    """An engine: the version and files that the facts come from, and the kinds of results that were run there.
+class Way:
+    """How one engine serves a result, or why not. ``read``: from its sources only, although others were run."""
 
-    A run compared greedy tokens with those of transformers in float32. Folds were run for a llama (those of other
-    families count as read); ``ran_experts``: the kinds run for a model with experts. All others were read only.
+    serves: bool
+    how: str = ""
+    read: bool = False
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine: the version that the facts come from, and the kinds of results that were run there.
+
+    ``ask`` answers for a result. A run compared greedy tokens with those of transformers in float32. Folds were run for
+    a llama (those of other families count as read); ``ran_experts``: the kinds run for a model with experts. All others
+    were read only. ``kept`` is the answer in place of a yes where weights outside the attention are quantized.
     """
 
     name: str
     version: str
-    sources: str
-    ran: tuple[str, ...]
+    ask: Callable[[Result], Way]
+    ran: tuple[str, ...] = ()
     ran_experts: tuple[str, ...] = ()
+    kept: Way | None = None
 
-
-ENGINES = (
-    Engine(
-        "transformers",
-        "5.23.0",
-        "models/youtu/modeling_youtu.py, models/deepseek_v3/modeling_deepseek_v3.py, "
-        "models/mistral4/modeling_mistral4.py (experts)",
-        ("fold", "free", "engine", "own"),
-        ("free", "engine"),
-    ),
-    Engine(
-        "vLLM",
-        "0.32.0",
-        "model_executor/layers/attention/mla_attention.py (sizes of the cache), v1/attention/backends/mla/prefill/"
-        "flash_attn.py (sizes of heads), v1/attention/backends/mla/cpu_mla.py and amx_mla.py (512+64 only), "
-        "model_executor/models/transformers/base.py (layout free), moe.py and fusers/moe.py beside it (experts)",
-        ("fold", "free", "engine"),
-        ("free", "engine"),
-    ),
-    Engine(
-        "SGLang",
-        "0.5.23",
-        "srt/models/deepseek_v2.py (config keys), EntryClass of srt/models/*.py (classes of folds), srt/models/phi.py "
-        "and olmo.py (key/value heads), srt/model_loader/utils.py (the way to transformers' code)",
-        (),
-    ),
-    Engine(
-        "llama.cpp",
-        "b11739",
-        "conversion/deepseek.py, conversion/phi.py (key/value heads), src/models/deepseek2.cpp (query rank), "
-        "src/llama-model.cpp (number of tensors), conversion/mistral3.py and src/models/mistral4.cpp (experts)",
-        ("fold", "free", "engine"),
-        ("free", "engine"),
-    ),
-    Engine(
-        "mlx-lm",
-        "0.32.2",
-        "utils.py (model types), models/deepseek_v3.py, models/llama.py (rope_theta), models/olmo.py (config keys), "
-        "models/mistral4.py (shared experts)",
-        ("fold", "free", "engine"),
-        ("free", "engine"),
-    ),
-)
+    def way(self, result: Result) -> Way:
+        """The answer for ``result``; no engine but transformers was tested with everything that kvfold writes."""
+        if self.ask is not _transformers:
+            if result.kind == "own":
+                return Way(
+                    False, "the result brings its own modeling code; whether it runs such code was neither run nor read"
+                )
+            if result.family in WRAPPERS:
+                return Way(False, "how it serves multimodal wrappers was neither run nor read")
+            if result.kind == "biased":
+                return Way(False, "it drops or misreads attention biases and scaled RoPE in a DeepSeek model")
+        answer = self.ask(result)
+        return self.kept if self.kept and result.kept and answer.serves else answer
 
 
 @dataclass(frozen=True)
@@ -224,25 +203,15 @@ class Verdict:
 
 def verdicts(result: Result, alternatives: Mapping[str, Result] | None = None) -> list[Verdict]:
     """Every engine's answer. ``alternatives``: other results of the same source by their options, the best first."""
-    return [_verdict(engine, result, alternatives or {}) for engine in ENGINES]
-
-
-def _verdict(engine: Engine, result: Result, alternatives: Mapping[str, Result]) -> Verdict:
-    ask = WAYS[engine.name]
-    way = ask(result)
-    instead = (
-        None if way.serves else next((options for options, other in alternatives.items() if ask(other).serves), None)
-    )
-    cache = result.elements() if way.serves else None
-    runs = engine.ran_experts if result.experts else engine.ran
-    ran = result.kind in runs and result.family in ("", "llama") and not way.read
-    return Verdict(engine.name, engine.version, way.serves, cache, way.how, instead, ran)
-
-
-def proposals(model: Model) -> list[LatentTarget]:
-    """The targets of ``model`` that MLA kernels support, layout ``engine`` before ``free``."""
-    targets = [LatentTarget(*split, layout=layout) for layout in ("engine", "free") for split in PROPOSED]
-    return [target for target in targets if not latent_problems(model, target)]
+    made = []
+    for engine in ENGINES:
+        way, runs = engine.way(result), engine.ran_experts if result.experts else engine.ran
+        others = (options for options, other in (alternatives or {}).items() if engine.way(other).serves)
+        instead = None if way.serves else next(others, None)
+        cache = result.elements() if way.serves else None
+        ran = result.kind in runs and result.family in ("", "llama") and not way.read
+        made.append(Verdict(engine.name, engine.version, way.serves, cache, way.how, instead, ran))
+    return made
 
 
 def alternatives(model: Model, target: LatentTarget | None = None) -> dict[str, Result]:
@@ -254,19 +223,16 @@ def alternatives(model: Model, target: LatentTarget | None = None) -> dict[str, 
     return results | fold
 
 
+def proposals(model: Model) -> list[LatentTarget]:
+    """The targets of ``model`` that MLA kernels support, layout ``engine`` before ``free``."""
+    targets = [LatentTarget(*split, layout=layout) for layout in ("engine", "free") for split in PROPOSED]
+    return [target for target in targets if not latent_problems(model, target)]
+
+
 def latent_options(target: LatentTarget) -> str:
     """The options of ``kvfold convert`` that make ``target``."""
     options = f"--to mla --kv-rank {target.kv_rank} --rope-dim {target.rope_dim} --layout {target.layout}"
     return options if target.q_rank is None else f"{options} --q-rank {target.q_rank}"
-
-
-@dataclass(frozen=True)
-class Way:
-    """How one engine serves a result, or why not. ``read``: from its sources only, although others were run."""
-
-    serves: bool
-    how: str = ""
-    read: bool = False
 
 
 def _transformers(result: Result) -> Way:
@@ -295,25 +261,19 @@ def _vllm(result: Result) -> Way:
     if result.heads in KERNEL_HEADS:
         where = "on CPUs with AMX float32 needs --attention-backend CPU_MLA" if on_cpu else "on GPUs only"
         return Way(True, f"{backend}{where}", read=not on_cpu)
-    heads = f"on GPUs its MLA prefill takes heads of {_spell(KERNEL_HEADS)} dims, found {_spell([result.heads])}"
+    *known, found = (f"{nope}+{rope} and {value}" for nope, rope, value in (*KERNEL_HEADS, result.heads))
+    heads = f"on GPUs its MLA prefill takes heads of {', '.join(known)} dims, found {found}"
     if on_cpu:
         return Way(True, f"{backend}on CPUs only: {heads}")
     return Way(False, heads)
 
 
-def _spell(heads: Sequence[tuple[int, int, int]]) -> str:
-    return ", ".join(f"{nope}+{rope} and {value}" for nope, rope, value in heads)
-
-
-_NOT_IN_SGLANG = ("nemotron", "smollm3")  # families whose class no EntryClass of srt/models names
-
-
 def _sglang(result: Result) -> Way:
+    missing = result.family if result.family in _NOT_IN_SGLANG else ""
     if result.experts or result.kind == "free":
-        name = "Mistral4" if result.experts else "Youtu"
-        return Way(False, f"it has no {name} model; whether it runs transformers' code of one is not known")
-    if result.family in _NOT_IN_SGLANG:
-        return Way(False, f"it has no {result.family} model; whether it runs transformers' code of one is not known")
+        missing = "Mistral4" if result.experts else "Youtu"
+    if missing:
+        return Way(False, f"it has no {missing} model; whether it runs transformers' code of one is not known")
     if result.family in ("phi", "olmo") and result.kv_heads != result.query_heads:
         return Way(False, f"it gives {result.family} models as many key/value heads as query heads")
     return Way(True, "" if result.kind == "fold" else "its kernels' sizes are not known")
@@ -327,10 +287,12 @@ def _llama_cpp(result: Result) -> Way:
     if result.kind == "free":
         converter = "its converter knows no Mistral4ForCausalLM, and ggml asserts on a shared expert of width 0"
         return Way(False, converter if result.experts else "it refuses attention biases (wrong number of tensors)")
-    if result.lite and result.q_rank is not None:
+    # It takes models of these sizes for a DeepSeek-V2-Lite, whose queries have no latent.
+    lite = result.layers in (26, 27) or (result.layers, result.vocabulary) == (48, 128256)
+    if lite and result.q_rank is not None:
         return Way(False, f"in models of {result.layers} layers it takes queries for ones without a latent")
     # Its converter looks these keys up without a default, or knows the class by another name.
-    edits = [] if result.q_rank is not None or result.lite else ['"q_lora_rank": 0']
+    edits = [] if result.q_rank is not None or lite else ['"q_lora_rank": 0']
     edits += ['"architectures": ["Mistral3ForConditionalGeneration"]'] if result.experts else []
     edit = f"with {' and '.join(edits)} in the copy of config.json that is converted" if edits else ""
     return Way(True, ", ".join(filter(None, [edit, "BPE tokenizers only"])))
@@ -347,38 +309,33 @@ def _mlx_lm(result: Result) -> Way:
     return Way(True)
 
 
-def _current(way: Callable[[Result], Way]) -> Callable[[Result], Way]:
-    """``way`` for results of today; of a ``biased`` model engines drop biases and scaled RoPE silently."""
-    dropped = Way(False, "it drops or misreads attention biases and scaled RoPE in a DeepSeek model")
-    return lambda result: dropped if result.kind == "biased" else way(result)
-
-
-def _stock(way: Callable[[Result], Way]) -> Callable[[Result], Way]:
-    """``way`` for stock classes: engines were not tested with code that a checkpoint brings along."""
-    unknown = Way(False, "the result brings its own modeling code; whether it runs such code was neither run nor read")
-    return lambda result: unknown if result.kind == "own" else way(result)
-
-
-def _plain(way: Callable[[Result], Way]) -> Callable[[Result], Way]:
-    """``way`` for plain language models: engines were not tested with multimodal wrappers."""
-    unknown = Way(False, "how it serves multimodal wrappers was neither run nor read")
-    return lambda result: unknown if result.family in WRAPPERS else way(result)
-
-
-def _quantized(way: Callable[[Result], Way], kept: Way) -> Callable[[Result], Way]:
-    """``way``, with ``kept`` in place of a yes where weights outside the attention are quantized."""
-    return lambda result: kept if result.kept and way(result).serves else way(result)
-
-
-_SCALES = Way(
-    False, "it refuses the scales of FP8 weights in a fold, and reads blocks of 128 alone in a DeepSeek model"
+ENGINES = (
+    # models/youtu/modeling_youtu.py, models/deepseek_v3/modeling_deepseek_v3.py, models/mistral4/modeling_mistral4.py
+    Engine("transformers", "5.23.0", _transformers, ("fold", "free", "engine", "own"), ("free", "engine")),
+    # model_executor/layers/attention/mla_attention.py (sizes of the cache),
+    # v1/attention/backends/mla/prefill/flash_attn.py (sizes of heads),
+    # v1/attention/backends/mla/cpu_mla.py and amx_mla.py (512+64 only),
+    # model_executor/models/transformers/base.py (layout free), moe.py and fusers/moe.py in that folder (experts)
+    Engine("vLLM", "0.32.0", _vllm, ("fold", "free", "engine"), ("free", "engine")),
+    # srt/models/deepseek_v2.py (config keys), EntryClass of srt/models/*.py (classes of folds),
+    # srt/models/phi.py and olmo.py (key/value heads), srt/model_loader/utils.py (the way to transformers' code)
+    Engine(
+        "SGLang",
+        "0.5.23",
+        _sglang,
+        kept=Way(False, "whether it serves FP8 weights beside dense attention was neither run nor read"),
+    ),
+    # conversion/deepseek.py, conversion/phi.py (key/value heads), src/models/deepseek2.cpp (query rank),
+    # src/llama-model.cpp (number of tensors), conversion/mistral3.py and src/models/mistral4.cpp (experts)
+    Engine("llama.cpp", "b11739", _llama_cpp, ("fold", "free", "engine"), ("free", "engine")),
+    # utils.py (model types), models/deepseek_v3.py, models/llama.py (rope_theta), models/olmo.py (config keys),
+    # models/mistral4.py (shared experts)
+    Engine(
+        "mlx-lm",
+        "0.32.2",
+        _mlx_lm,
+        ("fold", "free", "engine"),
+        ("free", "engine"),
+        Way(False, "it refuses the scales of FP8 weights in a fold, and reads blocks of 128 alone in a DeepSeek model"),
+    ),
 )
-_UNSEEN = Way(False, "whether it serves FP8 weights beside dense attention was neither run nor read")
-
-WAYS: dict[str, Callable[[Result], Way]] = {
-    "transformers": _transformers,
-    "vLLM": _stock(_plain(_current(_vllm))),
-    "SGLang": _quantized(_stock(_plain(_current(_sglang))), _UNSEEN),
-    "llama.cpp": _stock(_plain(_current(_llama_cpp))),
-    "mlx-lm": _quantized(_stock(_plain(_current(_mlx_lm))), _SCALES),
-}

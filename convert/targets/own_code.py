@@ -8,7 +8,7 @@ and latent attention, the latter with norms on queries and keys where the source
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,8 @@ from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.values import evaluate
 from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
-from kvfold.convert.targets.same_family import attention_label, cache_elements, stored_dtype
-from kvfold.convert.targets.target import TargetLayout
+from kvfold.convert.targets.same_family import attention_label, cache_elements
+from kvfold.convert.targets.target import TargetLayout, stored_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,20 +66,16 @@ def own_folded_layout(source: Model, checkpoint: Checkpoint, kv_heads: int, dtyp
     }
     if (clip := source.layers[0].clip) is not None:
         facts["clip"] = clip
-
-    def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
-        return _grouped_tensors(source, layer, weights)
-
     size = replace(source.geometry, kv_heads=kv_heads)
-    return own_layout(
-        source,
-        checkpoint,
-        facts,
-        [grouped_shapes(source, layer, kv_heads) for layer in range(size.layers)],
-        dtype,
-        kind=attention_label(size),
-        cache_elements=cache_elements(size),
-        encode=encode,
+    shapes = [grouped_shapes(source, layer, kv_heads) for layer in range(size.layers)]
+    return TargetLayout(
+        attention_label(size.heads, kv_heads),
+        own_config(source, checkpoint, facts, dtype),
+        _output_tensors(source, checkpoint, shapes, dtype),
+        tuple(tuple(layer) for layer in shapes),
+        cache_elements(size),
+        lambda layer, weights: _grouped_tensors(source, layer, weights),
+        CODE,
     )
 
 
@@ -103,49 +99,22 @@ def own_latent_layout(
         eps = float(evaluate(norm.eps, source.values))
         described = {"kind": norm.kind, "flat": norm.extent == "flat", "eps": eps, "offset": norm.offset}
         facts |= {"kv_heads": source.geometry.kv_heads, "norm": described}
+    layers = range(source.geometry.layers)
+    shapes = [latent_shapes(source, layer, target.kv_rank, target.rope_dim) for layer in layers]
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
         from kvfold.convert.transforms.latent.variants import rotated  # needs torch
 
         return _latent_tensors(source, layer, rotated(weights) if target.rotated else weights)
 
-    return own_layout(
-        source,
-        checkpoint,
-        facts,
-        [latent_shapes(source, layer, target.kv_rank, target.rope_dim) for layer in range(source.geometry.layers)],
-        dtype,
-        kind=f"MLA {target.kv_rank}+{target.rope_dim}" + (f"+{divisors}" if divisors else ""),
-        cache_elements=target.kv_rank + target.rope_dim + divisors,
-        encode=encode,
-        layer_facts=[{"frequencies": list(each)} for each in theta],
-    )
-
-
-def own_layout(
-    source: Model,
-    checkpoint: Checkpoint,
-    facts: Mapping[str, Any],
-    shapes: Sequence[Mapping[str, Shape]],
-    dtype: str | None,
-    *,
-    kind: str,
-    cache_elements: int,
-    encode: Callable[[int, Any], Mapping[str, "Tensor"]],
-    layer_facts: Sequence[Mapping[str, Any]] = (),
-) -> TargetLayout:
-    """The layout for an attention of tensors ``shapes``, by layer and name.
-
-    In config.json ``facts`` describe it, and ``layer_facts`` the part that may differ from layer to layer.
-    """
     return TargetLayout(
-        kind=kind,
-        config=own_config(source, checkpoint, facts, dtype, layer_facts),
-        tensors=tuple(_output_tensors(source, checkpoint, shapes, dtype)),
-        computed=tuple(tuple(layer) for layer in shapes),
-        cache_elements=cache_elements,
-        encode=encode,
-        code=CODE,
+        f"MLA {target.kv_rank}+{target.rope_dim}" + (f"+{divisors}" if divisors else ""),
+        own_config(source, checkpoint, facts, dtype, theta),
+        _output_tensors(source, checkpoint, shapes, dtype),
+        tuple(tuple(layer) for layer in shapes),
+        target.kv_rank + target.rope_dim + divisors,
+        encode,
+        CODE,
     )
 
 
@@ -154,60 +123,56 @@ def own_config(
     checkpoint: Checkpoint,
     facts: Mapping[str, Any],
     dtype: str | None,
-    layer_facts: Sequence[Mapping[str, Any]] = (),
+    theta: Sequence[Sequence[float]] = (),
 ) -> dict[str, Any]:
     """``config.json`` of this layout: the source's with other model type and classes, and the block on its attention.
 
-    ``facts`` is the block without what every variant has. Raises ValueError for a family without this layout.
+    ``facts`` is the block without what every variant has; ``theta [layers][P/2]`` are the frequencies of each layer,
+    where they may differ. Raises ValueError for a family without this layout.
     """
-    family, file = source.family, CODE.rpartition(".")[2]
+    family, size, file = source.family, source.geometry, CODE.rpartition(".")[2]
     if family.model_type not in SOURCES:
         raise ValueError(f"{family.model_type}: the family has no layout kvfold")
-    classes = family.stock_classes[1]
+    attention_class, classes = family.stock_classes
+    layers: list[dict[str, Any]] = []
+    for layer in source.layers:
+        layers.append({"scale": layer.scale, "sliding_window": layer.window, "softcap": layer.softcap})
+        if theta:
+            layers[-1]["frequencies"] = list(theta[layer.index])
+    # Facts that all layers share stand once, so that configs of uniform models stay short.
+    shared = {name: value for name, value in layers[0].items() if all(each[name] == value for each in layers)}
+    differing = [{name: value for name, value in each.items() if name not in shared} for each in layers]
+    block = {
+        **facts,
+        "replaces": attention_class,
+        "model_dim": size.model_dim,
+        "heads": size.heads,
+        "head_dim": size.head_dim,
+        "attention_dropout": evaluate(family.attention.dropout, source.values),
+        "output_dropout": evaluate(family.attention.output_dropout, source.values),
+        **{name: value for name, value in shared.items() if value is not None},
+        **({"layers": differing} if differing[0] else {}),
+    }
     # Auto classes of the source that its config names keep their heads; most checkpoints name one.
     stated = [name for name in checkpoint.config.get("architectures") or () if name in classes.values()]
     changes = {
         "model_type": f"{_PREFIX}{family.model_type}",
         "architectures": [f"Kvfold{name}" for name in stated or [family.architecture]],
         "auto_map": {auto: f"{file}.Kvfold{stock}" for auto, stock in classes.items()},
-        BLOCK: {**facts, **_facts(source, layer_facts)},
+        BLOCK: block,
     }
-    config = {**checkpoint.config, **changes}
-    stored = dtype or TORCH_NAMES[_computed_dtype(source, checkpoint)]
-    return with_dtype(config, stored)
-
-
-def _facts(source: Model, layer_facts: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """The part of the block ``kvfold`` that every variant has; ``layers`` holds the values that differ by layer."""
-    family, size, values = source.family, source.geometry, source.values
-    common = {
-        "replaces": family.stock_classes[0],
-        "model_dim": size.model_dim,
-        "heads": size.heads,
-        "head_dim": size.head_dim,
-        "attention_dropout": evaluate(family.attention.dropout, values),
-        "output_dropout": evaluate(family.attention.output_dropout, values),
-    }
-    layers: list[dict[str, Any]] = [
-        {"scale": layer.scale, "sliding_window": layer.window, "softcap": layer.softcap} for layer in source.layers
-    ]
-    if layer_facts:
-        layers = [{**common, **more} for common, more in zip(layers, layer_facts, strict=True)]
-    # Facts that all layers share stand once, so that configs of uniform models stay short.
-    shared = {name: value for name, value in layers[0].items() if all(facts[name] == value for facts in layers)}
-    differing = [{name: value for name, value in facts.items() if name not in shared} for facts in layers]
-    given = {name: value for name, value in shared.items() if value is not None}
-    return {**common, **given, **({"layers": differing} if differing[0] else {})}
+    present = checkpoint.tensors[source.attention_names(0)[0]].dtype
+    return with_dtype({**checkpoint.config, **changes}, dtype or TORCH_NAMES[present])
 
 
 def grouped_shapes(source: Model, layer: int, kv_heads: int) -> dict[str, Shape]:
     """The tensors of the attention of ``layer``, by name."""
-    size = source.geometry
+    size, module = source.geometry, source.family.attention.place(layer)
     queries, keys, width = size.heads * size.head_dim, kv_heads * size.head_dim, size.model_dim
     sides = {"q": (queries, width), "k": (keys, width), "v": (keys, width), "o": (width, queries)}
     shapes: dict[str, Shape] = {}
     for role, shape in sides.items():
-        name = projection(source, layer, f"{role}_proj")
+        name = f"{module}.{role}_proj"
         shapes[f"{name}.weight"] = shape
         if role in source.biased:
             shapes[f"{name}.bias"] = shape[:1]
@@ -216,11 +181,12 @@ def grouped_shapes(source: Model, layer: int, kv_heads: int) -> dict[str, Shape]
 
 def _grouped_tensors(source: Model, layer: int, weights: "AttentionWeights") -> dict[str, "Tensor"]:
     """The tensors of `grouped_shapes` from the weights of ``layer``."""
+    module = source.family.attention.place(layer)
     biases = {"q": weights.q_bias, "k": weights.k_bias, "v": weights.v_bias, "o": weights.o_bias}
     parts = {"q": weights.q.flatten(0, 1), "k": weights.k.flatten(0, 1), "v": weights.v.flatten(0, 1)}
     tensors = {}
     for role, weight in {**parts, "o": weights.o.flatten(1)}.items():
-        name = projection(source, layer, f"{role}_proj")
+        name = f"{module}.{role}_proj"
         tensors[f"{name}.weight"] = weight.contiguous()
         if (bias := biases[role]) is not None:
             tensors[f"{name}.bias"] = bias.flatten().contiguous()
@@ -229,7 +195,7 @@ def _grouped_tensors(source: Model, layer: int, weights: "AttentionWeights") -> 
 
 def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, Shape]:
     """The tensors of the attention of ``layer`` with ``rank`` latent channels and ``rope`` rotary dims, by name."""
-    size = source.geometry
+    size, module = source.geometry, source.family.attention.place(layer)
     width, heads, dim = size.model_dim, size.heads, size.head_dim
     # Kept norms act on whole queries, so their rotary part is a map of the normalized query.
     queries = heads * dim if source.qk_norm is not None else heads * (dim + rope)
@@ -251,7 +217,7 @@ def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, 
             shapes["q_rope_proj.weight"] = (heads * rope, dim)
         if "k" in source.biased:
             shapes["k_proj.bias"] = (keys,)
-    return {projection(source, layer, name): shape for name, shape in shapes.items()}
+    return {f"{module}.{name}": shape for name, shape in shapes.items()}
 
 
 def _latent_tensors(source: Model, layer: int, latent: "LatentWeights") -> dict[str, "Tensor"]:
@@ -283,36 +249,30 @@ def _latent_tensors(source: Model, layer: int, latent: "LatentWeights") -> dict[
         tensors["q_proj.weight"] = torch.cat([latent.q_nope, latent.q_rope], 1).flatten(0, 1)
         if latent.q_nope_bias is not None and latent.q_rope_bias is not None:
             tensors["q_proj.bias"] = torch.cat([latent.q_nope_bias, latent.q_rope_bias], 1).flatten()
-    return {projection(source, layer, name): tensor.contiguous() for name, tensor in tensors.items()}
-
-
-def projection(source: Model, layer: int, name: str) -> str:
-    """The full name of ``name``, such as ``o_proj.weight``, in the attention of ``layer``."""
-    return f"{source.family.attention.place(layer)}.{name}"
+    module = source.family.attention.place(layer)
+    return {f"{module}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def _output_tensors(
     source: Model, checkpoint: Checkpoint, shapes: Sequence[Mapping[str, Shape]], dtype: str | None
-) -> Iterator[OutputTensor]:
+) -> tuple[OutputTensor, ...]:
     """The source's tensors in their order, with each layer's new attention in the place of the old.
 
     Buffers of the old attention (causal masks, frequencies) are left out.
     """
-    computed = stored_dtype(_computed_dtype(source, checkpoint), dtype)
+    computed = stored_dtype(checkpoint.tensors[source.attention_names(0)[0]].dtype, dtype)
     # Modules are replaced whole: what the source keeps in them besides weights has no place in the new ones.
     inner = f"{source.family.attention.module}."
     pattern = re.compile(re.escape(inner).replace(r"\{layer\}", r"(\d+)"))
     stored = {name: layer for layer in range(len(shapes)) for name in source.attention_names(layer)}
+    tensors: list[OutputTensor] = []
     made: set[int] = set()
     for info in checkpoint.tensors.values():
         inside = pattern.match(info.name)
         layer = stored.get(info.name) if inside is None else int(inside[1])
         if layer is None:
-            yield OutputTensor(info.name, stored_dtype(info.dtype, dtype), info.shape, info.name)
+            tensors.append(OutputTensor(info.name, stored_dtype(info.dtype, dtype), info.shape, info.name))
         elif layer not in made:
             made.add(layer)
-            yield from (OutputTensor(name, computed, shape, None) for name, shape in shapes[layer].items())
-
-
-def _computed_dtype(source: Model, checkpoint: Checkpoint) -> str:
-    return checkpoint.tensors[source.attention_names(0)[0]].dtype
+            tensors += [OutputTensor(name, computed, shape, None) for name, shape in shapes[layer].items()]
+    return tuple(tensors)

@@ -1,13 +1,25 @@
-"""The layout of an output checkpoint, known before any weight is read: config, tensors, how a layer is stored."""
+"""The layout of an output checkpoint, known before any weight is read: config, tensors, how a layer is stored.
 
-from collections.abc import Callable, Mapping
+With ``--keep-quantized`` copied weights stay as the source has them (FP8, MXFP4). Stock classes read them together with
+dense attention: ``modules_to_not_convert`` of the config names the dense modules. All other weights, and those that the
+output class stores in another form, are dequantized.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvfold.convert.checkpoint.dequantized import DequantizingReader
+from kvfold.convert.checkpoint.formats import StoredWeight
+from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES
+from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_STORED = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+_HEAD = "lm_head"  # always named as dense: whether it is a module depends on tying, which transformers decides
 
 
 @dataclass(frozen=True)
@@ -28,3 +40,50 @@ class TargetLayout:
     cache_elements: int
     encode: Callable[[int, Any], Mapping[str, "Tensor"]]
     code: str | None = None
+
+
+def stored_dtype(present: str, dtype: str | None) -> str:
+    """The safetensors dtype of an output tensor: ``dtype`` (torch's spelling) for floats, else the present one."""
+    return present if dtype is None or present not in FLOAT_DTYPES else _STORED[dtype]
+
+
+def keepable(
+    tensors: Iterable[OutputTensor], checkpoint: Checkpoint, attention: Collection[str]
+) -> dict[str, StoredWeight]:
+    """The weights among ``tensors`` that can stay as the source's files hold them, by name."""
+    reader, kept = checkpoint.reader, {}
+    if not isinstance(reader, DequantizingReader):
+        return {}
+    for tensor in tensors:
+        # Attention is dense, converted or not: engines join its projections and need one form.
+        copied = isinstance(tensor.source, str) and tensor.source not in attention
+        if copied and (weight := reader.keepable(str(tensor.source))) is not None:
+            kept[tensor.name] = weight
+    return kept
+
+
+def kept_tensors(
+    tensors: Sequence[OutputTensor], checkpoint: Checkpoint, attention: Collection[str]
+) -> tuple[OutputTensor, ...]:
+    """``tensors`` with every weight that can stay quantized replaced by its parts in the source's files."""
+    parts: list[OutputTensor] = []
+    kept = keepable(tensors, checkpoint, attention)
+    for tensor in tensors:
+        if (weight := kept.get(tensor.name)) is None:
+            parts.append(tensor)
+            continue
+        stem = tensor.name.removesuffix(weight.format.dense)
+        for end, info in weight.parts.items():
+            parts.append(OutputTensor(stem + end, info.dtype, info.shape, info.name, kept=info))
+    return tuple(parts)
+
+
+def kept_config(config: Mapping[str, Any], tensors: Iterable[OutputTensor], checkpoint: Checkpoint) -> dict[str, Any]:
+    """``config`` with the quantization of the source, for a result with the tensors of `kept_tensors`."""
+    assert isinstance(checkpoint.reader, DequantizingReader)
+    dense = {_HEAD}
+    for tensor in tensors:
+        if len(tensor.shape) == 2 and tensor.name.endswith(".weight") and tensor.kept is None:
+            dense.add(tensor.name.removesuffix(".weight"))
+    settings = {**checkpoint.reader.settings, "modules_to_not_convert": sorted(dense)}
+    return {**config, "quantization_config": settings}

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.targets.mla.config import is_latent
-from kvfold.convert.targets.mla.constant import CONSTANT, HeldSlice, held_slices, latent_norms
+from kvfold.convert.targets.mla.tensors import CONSTANT, HeldSlice, held_slices, latent_norms
 
 # The least size of a tensor, so that one of zeros can learn at all.
 _LEAST_SIZE = 1e-6

@@ -25,7 +25,7 @@ from kvfold.convert.errors import InputError, KvfoldError, opt
 from kvfold.convert.processes import started_first
 from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stock import load_model
-from kvfold.convert.targets.mla.constant import HeldSlice
+from kvfold.convert.targets.mla.tensors import HeldSlice
 from kvfold.convert.training.fit import distillation_loss, next_token_loss
 from kvfold.convert.training.steps import has_constant, hold_constant, scale_gradients, scale_steps, tensor_sizes
 from kvfold.convert.uptrain.arguments import compute_dtype

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
+from kvfold.convert.families.rotary import rope_table
 
 NORM_EPS = 1e-6  # of both latent norms, as the stock class hard-codes it
 
@@ -63,91 +63,76 @@ class LatentTarget:
         return self.layout == "free"
 
     @property
-    def centered(self) -> bool:
-        """True if the layout has biases, which hold the means of the latent."""
-        return self.layout != "engine"
-
-    @property
-    def keeps_norms(self) -> bool:
-        """True if the layout has norms on queries and keys; otherwise linear maps approximate them."""
-        return self.layout == "kvfold"
-
-    @property
     def channels(self) -> int:
         """Latent channels without the constant one."""
         return self.kv_rank - self.constant
-
-    @property
-    def shared_experts(self) -> int:
-        """Number of shared experts, all zeros; the loaders of engines expect one."""
-        return int(self.layout == "engine")
 
     @property
     def has_kernels(self) -> bool:
         """True if the MLA kernels of engines support this cache size."""
         return self.rope_dim in {rope for _, rope, _ in KERNEL_HEADS} and self.kv_rank + self.rope_dim in KERNEL_CACHES
 
-    @property
-    def padded(self) -> bool:
-        """True if heads are padded with zeros to sizes that MLA kernels support."""
-        return self.layout == "engine" and self.has_kernels
-
     def head_dims(self, dim: int) -> tuple[int, int]:
         """Unrotated dims and value dims of a stored head of ``dim`` dims: the smallest sizes that fit.
 
-        Zeros change nothing: the scale of the scores is in the queries, and the cache holds no heads.
+        Only layout ``engine`` pads heads with zeros to sizes that MLA kernels support. Zeros change nothing: the scale
+        of the scores is in the queries, and the cache holds no heads.
         """
+        if self.layout != "engine" or not self.has_kernels:
+            return dim, dim
         sizes = [(n, v) for n, rope, v in KERNEL_HEADS if rope == self.rope_dim and min(n, v) >= dim]
-        return min(sizes, key=sum, default=(dim, dim)) if self.padded else (dim, dim)
+        return min(sizes, key=sum, default=(dim, dim))
 
     def rope_kept(self, rotary_dims: int) -> int:
         """Stored rotary dims that hold keys; the others are zero if only ``P / k`` dims of a head rotate."""
-        fills = not self.padded or rotary_dims == 0 or self.rope_dim % rotary_dims
-        return self.rope_dim if fills else rotary_dims
+        if self.layout != "engine" or not self.has_kernels or rotary_dims == 0:
+            return self.rope_dim
+        return self.rope_dim if self.rope_dim % rotary_dims else rotary_dims
 
 
 def cached_divisors(model: Model, target: LatentTarget) -> int:
     """KV-cache elements per token per layer for the divisors of kept key norms, in addition to R + P.
 
-    One per key/value head, or one for a norm over all heads.
+    One per key/value head, or one for a norm over all heads. Stock classes have linear maps in place of the norms.
     """
-    if model.qk_norm is None or not target.keeps_norms:
+    if model.qk_norm is None or target.layout != "kvfold":
         return 0
     return 1 if model.qk_norm.extent == "flat" else model.geometry.kv_heads
 
 
-def full_query_rank(geometry: Geometry, target: LatentTarget) -> int:
+def full_query_rank(model: Model, target: LatentTarget) -> int:
     """The smallest ``q_rank`` with which the query latent is exact."""
-    rows = geometry.heads * (geometry.head_dim + target.rope_dim)
-    return min(geometry.model_dim, rows) + target.constant
+    size = model.geometry
+    return min(size.model_dim, size.heads * (size.head_dim + target.rope_dim)) + target.constant
 
 
 def query_rank(model: Model, target: LatentTarget) -> int | None:
-    """``q_lora_rank`` of the output.
-
-    Stock classes can store a query bias only in a query latent, so a bias forces one of full rank.
-    """
-    if target.q_rank is None and "q" in model.biased and target.layout != "kvfold":
-        return full_query_rank(model.geometry, target)
-    return target.q_rank
+    """``q_lora_rank`` of the output, None for queries without a latent."""
+    if target.layout == "kvfold" or target.q_rank is not None or "q" not in model.biased:
+        return target.q_rank
+    # Stock classes can store a query bias only in a query latent, so a bias forces one of full rank.
+    return full_query_rank(model, target)
 
 
-def mla_config(
-    model: Model,
-    target: LatentTarget,
-    theta: Sequence[float],
-    *,
-    dtype: str,
-    positions: int | None = None,
-) -> dict[str, Any]:
+def context(model: Model) -> int:
+    """Positions of the output: those of the source, for longrope with two sets only the range of its short factors."""
+    positions, table = model.geometry.positions, rope_table(model.values)
+    if table["rope_type"] == "longrope" and table.get("short_factor") != table.get("long_factor"):
+        return min(positions, int(table["original_max_position_embeddings"]))
+    return positions
+
+
+def mla_config(model: Model, target: LatentTarget, theta: Sequence[float], *, dtype: str) -> dict[str, Any]:
     """``config.json`` of the output. ``theta [P/2]``: radians per position of each rotary pair.
 
-    ``dtype`` as transformers spells it. ``positions``: the longest context, where it is shorter than the source's.
-    The dtype is spelled twice, for readers before and after transformers 5, and in layout ``engine`` the frequencies.
+    ``dtype`` as transformers spells it. The dtype is spelled twice, for readers before and after transformers 5, and in
+    layout ``engine`` the frequencies.
     """
     size, block, config = model.geometry, model.block, model.config
-    longest = size.positions if positions is None else positions
     nope, value = target.head_dims(size.head_dim)
+    # Where all layers have experts, the width of the MLPs that the model lacks is theirs.
+    down = model.names.get(("down", 0)) or model.names["expert_down", 0]
+    width = model.tensors[down[0]].shape[1]
     special = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if target.layout == "free":
         # transformers 5.23 zeroes the embedding of the pad token when it loads a Youtu model.
@@ -160,7 +145,7 @@ def mla_config(
         "vocab_size": size.vocabulary,
         "hidden_size": size.model_dim,
         "hidden_act": block.activation,
-        "intermediate_size": _intermediate(model),
+        "intermediate_size": width,
         "num_hidden_layers": size.layers,
         "num_attention_heads": size.heads,
         "num_key_value_heads": size.heads,
@@ -169,75 +154,67 @@ def mla_config(
         "qk_nope_head_dim": nope,
         "qk_rope_head_dim": target.rope_dim,
         "v_head_dim": value,
-        "max_position_embeddings": longest,
+        "max_position_embeddings": context(model),
         "initializer_range": size.initializer_range,
         "rms_norm_eps": block.norm_eps,
         "tie_word_embeddings": block.tied and target.layout != "engine",
         "use_cache": True,
         "rope_interleave": True,
-        **_expert_config(model, target),
-        **_rope(model, target, theta, longest),
+        **_expert_config(model, target, width),
+        **_rope(model, target, theta),
         "dtype": dtype,
         "torch_dtype": dtype,  # the spelling before transformers 5
     }
 
 
-def _rope(model: Model, target: LatentTarget, theta: Sequence[float], positions: int) -> dict[str, Any]:
-    """The keys about rotary embedding and ``head_dim``.
-
-    vLLM's Transformers backend takes ``head_dim`` for the size of the latent cache. Youtu and Mistral4 rotate a part of
-    their ``head_dim`` dims and otherwise ignore it, so where kernels support the cache one value serves all readers.
-    """
-    cached = target.kv_rank + target.rope_dim
+def _rope(model: Model, target: LatentTarget, theta: Sequence[float]) -> dict[str, Any]:
+    """The keys about rotary embedding and ``head_dim``."""
+    cached, positions = target.kv_rank + target.rope_dim, context(model)
+    head_dim = cached if target.has_kernels else target.head_dims(model.geometry.head_dim)[0] + target.rope_dim
+    # vLLM's Transformers backend takes head_dim for the size of the latent cache. Youtu and Mistral4 rotate a part of
+    # their head_dim dims, rounded down, and otherwise ignore it: where kernels support the cache one value serves all.
+    part = {"partial_rotary_factor": (target.rope_dim + 0.5) / head_dim}
     if model.block.sparse:
-        head_dim = cached if target.has_kernels else target.head_dims(model.geometry.head_dim)[0] + target.rope_dim
         # Mistral4 rotates a part of a head, but not by plain RoPE, and would scale its queries by position.
-        part = {"partial_rotary_factor": _part(target.rope_dim, head_dim), "llama_4_scaling_beta": 0.0}
-        return {"head_dim": head_dim, "rope_parameters": _scaled(theta, positions) | part}
+        table = stored_rope(theta, positions, plain="yarn")
+        return {"head_dim": head_dim, "rope_parameters": {**table, **part, "llama_4_scaling_beta": 0.0}}
     if target.layout == "engine":
-        return engine_rope(theta, positions)
+        # YaRN of factor 1 changes no frequency and no scale. It is the way of DeepSeek-V3 itself; for plain interleaved
+        # RoPE vLLM 0.32 has a kernel on CPUs that rotates several heads wrongly.
+        table = stored_rope(theta, positions, plain="yarn")
+        scaling = {name: value for name, value in table.items() if name != "rope_theta"}
+        older = {"rope_theta": table["rope_theta"], "rope_scaling": {**scaling, "type": table["rope_type"]}}
+        return {**older, "rope_parameters": table}
     if not target.has_kernels:
-        return rope_config(theta, positions)
-    part = {"partial_rotary_factor": _part(target.rope_dim, cached)}
-    return {"head_dim": cached, "rope_parameters": _longrope(theta, positions) | part}
+        return {"rope_parameters": stored_rope(theta, positions)}
+    return {"head_dim": cached, "rope_parameters": {**stored_rope(theta, positions, plain="longrope"), **part}}
 
 
-def _intermediate(model: Model) -> int:
-    """Width of the MLPs, or of the experts where all layers have them."""
-    down = model.names.get(("down", 0)) or model.names["expert_down", 0]
-    return model.tensors[down[0]].shape[1]
-
-
-def _expert_config(model: Model, target: LatentTarget) -> dict[str, Any]:
-    """The keys about experts; layout ``free`` has none without experts."""
-    if not model.block.sparse:
-        return dense_config(model.geometry.layers, _intermediate(model)) if target.layout == "engine" else {}
-    routing, first = model.block.routing, dense_layers(model)
-    assert routing is not None  # expert_problems refuses models without
-    downs = model.names["expert_down", first]
+def _expert_config(model: Model, target: LatentTarget, width: int) -> dict[str, Any]:
+    """The keys about experts, ``width`` being that of the MLPs; layout ``free`` has none without experts."""
+    if model.block.sparse:
+        routing, first = model.block.routing, dense_layers(model)
+        assert routing is not None  # model_problems refuses models without
+        downs = model.names["expert_down", first]
+        return {
+            "first_k_dense_replace": first,
+            "moe_intermediate_size": model.tensors[downs[0]].shape[1],
+            "n_routed_experts": len(downs),
+            "n_shared_experts": int(target.layout == "engine"),
+            "num_experts_per_tok": routing.per_token,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": routing.renormalized,
+            "routed_scaling_factor": 1.0,
+        }
+    if target.layout != "engine":
+        return {}
+    # A DeepSeek model without experts has the smallest numbers that its readers accept.
     return {
-        "first_k_dense_replace": first,
-        "moe_intermediate_size": model.tensors[downs[0]].shape[1],
-        "n_routed_experts": len(downs),
-        "n_shared_experts": target.shared_experts,
-        "num_experts_per_tok": routing.per_token,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": routing.renormalized,
-        "routed_scaling_factor": 1.0,
-    }
-
-
-def dense_config(layers: int, intermediate: int) -> dict[str, Any]:
-    """The keys about experts of a DeepSeek model that has none: the smallest numbers that their readers accept.
-
-    Two experts: llama.cpp refuses a model with as many groups of experts as experts.
-    """
-    return {
-        "first_k_dense_replace": layers,
+        "first_k_dense_replace": model.geometry.layers,
         "moe_layer_freq": 1,
-        "moe_intermediate_size": intermediate,
-        "n_routed_experts": 2,
+        "moe_intermediate_size": width,
+        "n_routed_experts": 2,  # llama.cpp refuses a model with as many groups of experts as experts
         "n_shared_experts": 1,
         "num_experts_per_tok": 1,
         "n_group": 1,
@@ -255,47 +232,28 @@ def dense_layers(model: Model) -> int:
     return next(layer.index for layer in model.layers if layer.sparse)
 
 
-def rope_config(theta: Sequence[float], positions: int) -> dict[str, Any]:
-    """``rope_parameters`` for these frequencies: plain RoPE where it has them, else ``longrope``."""
-    base = plain_base(theta)
-    return {
-        "rope_parameters": _longrope(theta, positions) if base is None else {"rope_type": "default", "rope_theta": base}
-    }
+def stored_rope(
+    theta: Sequence[float], positions: int, plain: Literal["default", "yarn", "longrope"] = "default"
+) -> dict[str, Any]:
+    """``rope_parameters`` for these frequencies, in the spelling ``plain`` where they are those of plain RoPE.
 
-
-def engine_rope(theta: Sequence[float], positions: int) -> dict[str, Any]:
-    """Plain RoPE as DeepSeek's YaRN of factor 1, which changes no frequency and no scale.
-
-    In the newer spelling and in that of transformers before 5, which engines have read longer. YaRN is the way of
-    DeepSeek-V3 itself; for plain interleaved RoPE vLLM 0.32 has a kernel on CPUs that rotates several heads wrongly.
+    All others are ``longrope``: its factors divide the standard frequencies one by one, here by the same for every
+    length of text.
     """
-    table = _scaled(theta, positions)
-    scaling = {name: value for name, value in table.items() if name != "rope_theta"}
-    return {
-        "rope_theta": table["rope_theta"],
-        "rope_scaling": {**scaling, "type": table["rope_type"]},
-        "rope_parameters": table,
-    }
-
-
-def changes_no_frequency(table: Mapping[str, Any]) -> bool:
-    """True if ``table`` is plain RoPE, as ``default`` or as the YaRN of factor 1 that ``engine_rope`` writes."""
-    kind = table.get("rope_type", "default")
-    return kind == "default" or (kind == "yarn" and table.get("factor") == 1.0)
-
-
-def _part(rope_dim: int, head_dim: int) -> float:
-    """The fraction of ``head_dim`` that readers round down to ``rope_dim``."""
-    return (rope_dim + 0.5) / head_dim
-
-
-def _scaled(theta: Sequence[float], positions: int) -> dict[str, Any]:
-    """YaRN of factor 1 where ``theta`` is plain RoPE, else longrope."""
-    base = plain_base(theta)
-    return _longrope(theta, positions) if base is None else _yarn(base, positions)
-
-
-def _yarn(base: float, positions: int) -> dict[str, Any]:
+    base = None if plain == "longrope" else plain_base(theta)
+    if base is None:
+        factors = [_ROPE_BASE ** (-index / len(theta)) / angle for index, angle in enumerate(theta)]
+        return {
+            "rope_type": "longrope",
+            "factor": 1.0,
+            "attention_factor": 1.0,
+            "short_factor": factors,
+            "long_factor": factors,
+            "original_max_position_embeddings": positions,
+            "rope_theta": _ROPE_BASE,
+        }
+    if plain == "default":
+        return {"rope_type": "default", "rope_theta": base}
     return {
         "rope_type": "yarn",
         "rope_theta": base,
@@ -305,20 +263,6 @@ def _yarn(base: float, positions: int) -> dict[str, Any]:
         "beta_slow": 1,
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
-    }
-
-
-def _longrope(theta: Sequence[float], positions: int) -> dict[str, Any]:
-    """Its factors divide the standard frequencies one by one, here by the same for every length of text."""
-    factors = [_ROPE_BASE ** (-index / len(theta)) / angle for index, angle in enumerate(theta)]
-    return {
-        "rope_type": "longrope",
-        "factor": 1.0,
-        "attention_factor": 1.0,
-        "short_factor": factors,
-        "long_factor": factors,
-        "original_max_position_embeddings": positions,
-        "rope_theta": _ROPE_BASE,
     }
 
 

@@ -1,4 +1,10 @@
-"""MLA: the stock class that holds a converted model, as a plan's layout."""
+"""MLA: the stock class that holds a converted model, as a plan's layout with names and shapes; without torch.
+
+Experts are copied and never decoded: the experts of a layer are two tensors, ``[n, 2 I, E]`` with the rows of each gate
+before those of its up projection, and ``[n, E, I]``, in both of which the bytes of the source's tensors follow one
+another. The class adds a shared expert to the routed ones, and the source has none: layout ``free`` has one of width 0,
+layout ``engine`` one of zeros, because the loaders of engines expect its tensors.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,15 +14,26 @@ from kvfold.convert.checkpoint.json_text import with_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.model import Model
+from kvfold.convert.families.schema import BlockRole
 from kvfold.convert.families.wrappers import names_in_files
-from kvfold.convert.targets.mla.config import LatentTarget, mla_config
-from kvfold.convert.targets.mla.problems import context
-from kvfold.convert.targets.mla.shapes import Source, layer_shapes, mla_shapes, split_gate_up
-from kvfold.convert.targets.same_family import stored_dtype
-from kvfold.convert.targets.target import TargetLayout
+from kvfold.convert.targets.mla.config import LatentTarget, mla_config, query_rank
+from kvfold.convert.targets.target import TargetLayout, stored_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+ATTENTION = "model.layers.{layer}.self_attn"
+_NAMES: dict[BlockRole, str] = {
+    "attention_norm": "model.layers.{layer}.input_layernorm.weight",
+    "mlp_norm": "model.layers.{layer}.post_attention_layernorm.weight",
+    "gate": "model.layers.{layer}.mlp.gate_proj.weight",
+    "up": "model.layers.{layer}.mlp.up_proj.weight",
+    "down": "model.layers.{layer}.mlp.down_proj.weight",
+}
+
+Shape = tuple[int, ...]
+Source = str | tuple[str, ...] | None
+Shapes = dict[str, tuple[Shape, Source]]
 
 
 def latent_layout(
@@ -28,11 +45,6 @@ def latent_layout(
     that of the first query projection.
     """
     computed_dtype = checkpoint.tensors[model.attention_names(0)[0]].dtype
-
-    def stored(source: Source) -> str:
-        first = source if isinstance(source, str) else next(iter(source or ()), None)
-        return stored_dtype(computed_dtype if first is None else checkpoint.tensors[first].dtype, dtype)
-
     # A wrapper's files have a prefix before the language model's names, which the stock shapes lack.
     moved = (lambda name: name) if model.tower is None else names_in_files(checkpoint.tensors).wrapped
     shapes = {moved(name): value for name, value in mla_shapes(model, target).items()}
@@ -40,12 +52,16 @@ def latent_layout(
         # A multimodal wrapper also holds a vision tower and a projector, which are copied.
         others = (info for info in checkpoint.tensors.values() if info.name not in model.tensors)
         shapes |= {info.name: (info.shape, info.name) for info in others if not info.name.startswith(model.tower)}
-    tensors = tuple(OutputTensor(name, stored(source), shape, source) for name, (shape, source) in shapes.items())
+    tensors = []
+    for name, (shape, source) in shapes.items():
+        first = source if isinstance(source, str) else next(iter(source or ()), None)
+        present = computed_dtype if first is None else checkpoint.tensors[first].dtype
+        tensors.append(OutputTensor(name, stored_dtype(present, dtype), shape, source))
     computed = tuple(
         tuple(moved(name) for name, (_, source) in layer_shapes(model, target, layer).items() if source is None)
         for layer in range(model.geometry.layers)
     )
-    config = mla_config(model, target, theta, dtype=dtype or TORCH_NAMES[computed_dtype], positions=context(model))
+    config = mla_config(model, target, theta, dtype=dtype or TORCH_NAMES[computed_dtype])
     if model.tower is not None:
         config = {**checkpoint.config, "text_config": config}
         config = config if dtype is None else with_dtype(config, dtype)
@@ -57,10 +73,99 @@ def latent_layout(
         return {moved(name): tensor for name, tensor in made.items()}
 
     kind, elements = f"MLA {target.kv_rank}+{target.rope_dim}", target.kv_rank + target.rope_dim
-    return TargetLayout(kind, config, tensors, computed, elements, encode)
+    return TargetLayout(kind, config, tuple(tensors), computed, elements, encode)
 
 
 def latent_reads(model: Model, layer: int) -> tuple[str, ...]:
     """The source tensors that ``layer`` of the output is computed from."""
+    return model.attention_names(layer) + model.names.get(("gate_up", layer), ())
+
+
+def mla_shapes(model: Model, target: LatentTarget) -> Shapes:
+    """The shape of every output tensor, and the source tensors whose bytes it repeats (see ``OutputTensor.source``)."""
+    (embedding,), (norm,) = model.names["embedding", None], model.names["final_norm", None]
+    (head,) = model.names.get(("head", None), (embedding,))
+    shapes: Shapes = {
+        "model.embed_tokens.weight": (model.tensors[embedding].shape, embedding),
+        "model.norm.weight": (model.tensors[norm].shape, norm),
+    }
+    # A tied head is not stored, except for engines, whose loaders ask for it.
+    if head != embedding or target.layout == "engine":
+        shapes["lm_head.weight"] = (model.tensors[head].shape, head)
+    for layer in range(model.geometry.layers):
+        shapes |= layer_shapes(model, target, layer)
+    return shapes
+
+
+def layer_shapes(model: Model, target: LatentTarget, layer: int) -> Shapes:
+    """The part of `mla_shapes` that belongs to ``layer``."""
+    shapes: Shapes = {name: (shape, None) for name, shape in _attention_shapes(model, target, layer).items()}
     fused = split_gate_up(model, layer)
-    return model.attention_names(layer) + (() if fused is None else fused[:1])
+    if fused is not None:
+        rows, width = model.tensors[fused[0]].shape
+        shapes |= dict.fromkeys(fused[1:], ((rows // 2, width), None))
+    for role, name in _NAMES.items():
+        for source in model.names.get((role, layer), ()):
+            shapes[name.format(layer=layer)] = (model.tensors[source].shape, source)
+    if model.layers[layer].sparse:
+        shapes |= _expert_shapes(model, target, layer)
+    return shapes
+
+
+def split_gate_up(model: Model, layer: int) -> tuple[str, str, str] | None:
+    """For a source with one gate-and-up tensor: its name, and the names of gate and up in the output, which has two."""
+    source = model.names.get(("gate_up", layer))
+    if source is None:
+        return None
+    return source[0], _NAMES["gate"].format(layer=layer), _NAMES["up"].format(layer=layer)
+
+
+def _attention_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, Shape]:
+    """The attention tensors of ``layer``, all of them computed."""
+    size = model.geometry
+    heads, width, rank = size.heads, size.model_dim, target.kv_rank
+    nope, value = target.head_dims(size.head_dim)
+    queries, q_rank = heads * (nope + target.rope_dim), query_rank(model, target)
+    if q_rank is None:
+        shapes: dict[str, Shape] = {"q_proj.weight": (queries, width)}
+    else:
+        shapes = {
+            "q_a_proj.weight": (q_rank, width),
+            "q_a_layernorm.weight": (q_rank,),
+            "q_b_proj.weight": (queries, q_rank),
+        }
+    shapes["kv_a_proj_with_mqa.weight"] = (rank + target.rope_dim, width)
+    shapes["kv_a_layernorm.weight"] = (rank,)
+    shapes["kv_b_proj.weight"] = (heads * (nope + value), rank)
+    shapes["o_proj.weight"] = (width, heads * value)
+    if target.constant:
+        biased = {"kv_a_proj_with_mqa": rank + target.rope_dim, "o_proj": width}
+        biased |= {} if q_rank is None else {"q_a_proj": q_rank}
+        shapes |= {f"{name}.bias": (rows,) for name, rows in biased.items()}
+    return {f"{ATTENTION.format(layer=layer)}.{name}": shape for name, shape in shapes.items()}
+
+
+def _expert_shapes(model: Model, target: LatentTarget, layer: int) -> Shapes:
+    """The router and the experts of ``layer``."""
+    mlp, names = f"model.layers.{layer}.mlp", model.names
+    (router,), downs = names["router", layer], names["expert_down", layer]
+    width, inner = model.tensors[downs[0]].shape
+    shared = inner if target.layout == "engine" else 0
+    pairs = zip(names["expert_gate", layer], names["expert_up", layer], strict=True)
+    return {
+        f"{mlp}.gate.weight": (model.tensors[router].shape, router),
+        f"{mlp}.experts.gate_up_proj": ((len(downs), 2 * inner, width), tuple(name for pair in pairs for name in pair)),
+        f"{mlp}.experts.down_proj": ((len(downs), width, inner), downs),
+        f"{mlp}.shared_experts.gate_proj.weight": ((shared, width), ()),
+        f"{mlp}.shared_experts.up_proj.weight": ((shared, width), ()),
+        f"{mlp}.shared_experts.down_proj.weight": ((width, shared), ()),
+    }
+
+
+def padding(model: Model, target: LatentTarget) -> int:
+    """Parameters that are zero because heads are padded."""
+    size = model.geometry
+    nope, value = (padded - size.head_dim for padded in target.head_dims(size.head_dim))
+    rope, inputs = target.rope_dim - target.rope_kept(size.rotary_dims), query_rank(model, target) or size.model_dim
+    heads = (nope + rope) * inputs + (nope + value) * target.kv_rank + value * size.model_dim
+    return size.layers * (size.heads * heads + rope * size.model_dim)

@@ -3,17 +3,15 @@
 Each is one line: the property of the model that the layout cannot express, and an option that works.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from kvfold.attention.checkpoints import SOURCES
 from kvfold.convert.errors import opt
-from kvfold.convert.families.geometry import Block, Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.wrappers import WRAPPERS
-from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors, dense_layers, full_query_rank
+from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors, context, dense_layers, full_query_rank
 from kvfold.convert.targets.same_family import cache_elements
 
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
@@ -28,35 +26,29 @@ _MLP_BIASES = frozenset({"gate_bias", "up_bias", "gate_up_bias", "down_bias"})
 def latent_problems(model: Model, target: LatentTarget, *, allow_growth: bool = False) -> list[str]:
     """All problems of this conversion, those of any target first. Empty when it is possible."""
     if target.layout == "kvfold":
-        own = [
-            f"{opt('layout', 'kvfold')}: {model.family.model_type} {problem}"
-            for problem in _own_problems(model, target)
-        ]
-        return [*own, *_size_problems(model, target, allow_growth)]
-    engine = _engine_problems(model) if target.layout == "engine" else ()
-    advised = (f"{opt('layout', 'engine')}: {problem}; use {opt('layout', 'free')}" for problem in engine)
-    return [*model_problems(model), *advised, *_size_problems(model, target, allow_growth)]
+        own = _own_problems(model, target)
+        problems = [f"{opt('layout', 'kvfold')}: {model.family.model_type} {problem}" for problem in own]
+    else:
+        engine = _engine_problems(model) if target.layout == "engine" else ()
+        advised = (f"{opt('layout', 'engine')}: {problem}; use {opt('layout', 'free')}" for problem in engine)
+        problems = [*model_problems(model), *advised]
+    return [*problems, *_rope_size_problems(model, target), *_size_problems(model, target, allow_growth)]
 
 
 def model_problems(model: Model) -> list[str]:
     """Properties of the model that no latent target of any size or layout can express."""
-    if model.tower is not None and not WRAPPERS[model.family.model_type].any_text:
-        kind = model.family.model_type
-        return [
-            f"{opt('to', 'mla')}: {kind} wraps a language model, always one of a class that is not latent; "
-            f"{opt('to', 'gqa')} works"
-        ]
+    kind, gqa = model.family.model_type, f"{opt('to', 'gqa')} works"
+    if model.tower is not None and not WRAPPERS[kind].any_text:
+        return [f"{opt('to', 'mla')}: {kind} wraps a language model, always one of a class that is not latent; {gqa}"]
     problems = [
-        *_block_problems(model.block),
-        *_tensor_problems(model),
+        *_block_problems(model),
         *(_expert_problems(model) if model.block.sparse else ()),
         *_attention_problems(model),
         *_stock_attention_problems(model),
-        *_rope_problems(model),
     ]
-    own = model.family.model_type in SOURCES and not any(_own_attention_problems(model))
-    instead = f"{opt('layout', 'kvfold')} works" if own else f"{opt('to', 'gqa')} works"
-    return [f"{opt('to', 'mla')}: {model.family.model_type} {problem}; {instead}" for problem in problems]
+    own = kind in SOURCES and not any(_own_attention_problems(model))
+    instead = f"{opt('layout', 'kvfold')} works" if own else gqa
+    return [f"{opt('to', 'mla')}: {kind} {problem}; {instead}" for problem in problems]
 
 
 def _own_problems(model: Model, target: LatentTarget) -> Iterator[str]:
@@ -71,23 +63,16 @@ def _own_problems(model: Model, target: LatentTarget) -> Iterator[str]:
 
 def _own_attention_problems(model: Model) -> Iterator[str]:
     yield from _attention_problems(model)
-    tables = _rope_tables(model)
-    yield from _rope_type_problems(tables)
-    if any(
-        table["rope_type"] == "longrope" and table.get("short_factor") != table.get("long_factor") for table in tables
-    ):
-        yield f"has other frequencies for texts longer than {context(model)} tokens, MLA layouts have one set"
+    for kind in {layer.type for layer in model.layers}:
+        table = rope_table(model.values, kind)
+        if table["rope_type"] == "longrope" and table.get("short_factor") != table.get("long_factor"):
+            # A stock class is cut to the shorter context instead; this layout keeps the source's.
+            yield f"has other frequencies for texts longer than {context(model)} tokens, MLA layouts have one set"
+            break
 
 
-def context(model: Model) -> int:
-    """Positions of the output: those of the source, for longrope only the range of its short factors."""
-    positions, table = model.geometry.positions, rope_table(model.values)
-    if table["rope_type"] == "longrope" and table.get("short_factor") != table.get("long_factor"):
-        return min(positions, int(table["original_max_position_embeddings"]))
-    return positions
-
-
-def _block_problems(block: Block) -> Iterator[str]:
+def _block_problems(model: Model) -> Iterator[str]:
+    block = model.block
     if block.norm != "rms" or block.norm_bias or not block.norm_weight or block.norm_offset:
         described = "LayerNorm" if block.norm == "layer" else "another kind of RMSNorm"
         yield f"layers use {described}, the stock MLA class has RMSNorm only"
@@ -101,9 +86,7 @@ def _block_problems(block: Block) -> Iterator[str]:
             yield f"has a {name} scale of {value:g}, the stock MLA class has none"
     if block.logit_softcap is not None:
         yield f"caps its logits softly at {block.logit_softcap:g}, the stock MLA class does not"
-
-
-def _tensor_problems(model: Model) -> Iterator[str]:
+    # Whatever the block says: a tensor that the class has no place for would be lost.
     roles = {role for role, _ in model.names if not role.startswith(_SHARED)} - {*ROLES}
     if biases := sorted(roles & _MLP_BIASES):
         yield f"has biases in its MLPs ({', '.join(biases)}), the stock MLA class has none"
@@ -145,6 +128,10 @@ def _attention_problems(model: Model) -> Iterator[str]:
         yield "clips queries, keys and values, MLA layouts do not"
     if any(layer.growth for layer in layers):
         yield "multiplies queries by a factor that grows with their position, MLA layouts do not"
+    types = sorted({layer.type for layer in layers}, key=str)
+    for kind in dict.fromkeys(rope_table(model.values, layer_type)["rope_type"] for layer_type in types):
+        if kind not in _FIXED_ROPE:
+            yield f"has rope_type {kind!r}, MLA layouts need fixed frequencies ({', '.join(_FIXED_ROPE)})"
 
 
 def _stock_attention_problems(model: Model) -> Iterator[str]:
@@ -157,26 +144,9 @@ def _stock_attention_problems(model: Model) -> Iterator[str]:
         )
     if any(layer.softcap is not None for layer in layers):
         yield "caps its scores softly, the stock MLA class does not"
-
-
-def _rope_tables(model: Model) -> list[Mapping[str, Any]]:
-    """The rope parameters of each layer type."""
-    types = {layer.type for layer in model.layers}
-    return [rope_table(model.values, kind) for kind in sorted(types, key=str)]
-
-
-def _rope_problems(model: Model) -> Iterator[str]:
-    tables = _rope_tables(model)
-    yield from _rope_type_problems(tables[:1])
-    if any(table != tables[0] for table in tables):
+    first, *others = (rope_table(model.values, kind) for kind in {layer.type for layer in layers})
+    if any(table != first for table in others):
         yield "rotates at frequencies that differ between layer types, the stock MLA class has one set"
-
-
-def _rope_type_problems(tables: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    kinds = dict.fromkeys(table["rope_type"] for table in tables)
-    fixed = ", ".join(_FIXED_ROPE)
-    for kind in (kind for kind in kinds if kind not in _FIXED_ROPE):
-        yield f"has rope_type {kind!r}, MLA layouts need fixed frequencies ({fixed})"
 
 
 def _engine_problems(model: Model) -> Iterator[str]:
@@ -195,7 +165,6 @@ def _engine_problems(model: Model) -> Iterator[str]:
 
 def _size_problems(model: Model, target: LatentTarget, allow_growth: bool) -> Iterator[str]:
     size, divisors = model.geometry, cached_divisors(model, target)
-    yield from _rope_size_problems(size, target)
     rank, rope, least = target.kv_rank, target.rope_dim, 1 + target.constant
     if rank < least:
         yield f"{opt('kv_rank', rank)} must be at least {least}{', because one channel is constant' * target.constant}"
@@ -206,13 +175,13 @@ def _size_problems(model: Model, target: LatentTarget, allow_growth: bool) -> It
             f"{opt('kv_rank', rank)} {opt('rope_dim', rope)} caches {rank + rope + divisors} elements per token and "
             f"layer{kept}, as many as the source's {present} or more; use less, or {opt('allow_growth', True)}"
         )
-    full = full_query_rank(size, target)
+    full = full_query_rank(model, target)
     if target.q_rank is not None and not least <= target.q_rank <= full:
         yield f"{opt('q_rank', target.q_rank)} must be from {least} to {full}; {full} is exact"
 
 
-def _rope_size_problems(size: Geometry, target: LatentTarget) -> Iterator[str]:
-    rope, engine = target.rope_dim, target.layout == "engine"
+def _rope_size_problems(model: Model, target: LatentTarget) -> Iterator[str]:
+    size, rope, engine = model.geometry, target.rope_dim, target.layout == "engine"
     most = size.rotary_dims * (1 if engine else size.kv_heads)
     if not most:
         if rope:

@@ -1,8 +1,17 @@
-"""A layer of latent attention in the tensors of the stock class.
+"""A layer of latent attention in the tensors of the stock class, and the constant channel of layout ``free``.
 
-In layout ``free`` a constant channel makes the norm of each latent a known factor (``constant.py``). In layout
-``engine`` the norm stays live, with weights of one: the latent must come in a scale in which its rms usually is one
-(``transforms/latent/norm.py``). Its heads may be padded with zeros to the sizes that kernels take (`padded`).
+DeepSeek normalizes its latents; a converted model must not. In layout ``engine`` the norm stays live, with weights of
+one: the latent must come in a scale in which its rms usually is one (``transforms/latent/norm.py``). Its heads may be
+padded with zeros to the sizes that kernels take (`padded`).
+
+In layout ``free`` the last channel of each latent is a constant ``B``, set by a bias, so large that the norm divides by
+``B / sqrt(R)`` whatever the token: for a latent ``c`` of unit energy the error is about ``|c|^2 / 2 B^2``. ``B`` and
+the norm's weight are powers of two, which bfloat16 and float16 hold exactly; what is left of the factor goes into the
+weights that read the latent.
+
+Training must keep all of it. The bias, the channel's row of zeros and the norm's weights are frozen; gradients would
+trade them for a little less error. The columns that read the channel have an input ``B`` times larger than the others
+and must move by as much less.
 
 A rotated latent (``transforms/latent/variants.py``) is meant for a quantized cache, which has no place for the constant
 either: it is a thousand times larger than the other channels. A weight of zero in the norm takes it out of the cache.
@@ -10,8 +19,8 @@ Nothing is lost, since the bias of the output projection holds constant values, 
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,10 +28,20 @@ from torch.nn.functional import pad
 
 from kvfold.convert.families.model import Model
 from kvfold.convert.targets.mla.config import LatentTarget
-from kvfold.convert.targets.mla.constant import CONSTANT, norm_remainder, norm_weight, with_constant
-from kvfold.convert.targets.mla.shapes import attention_module, split_gate_up
+from kvfold.convert.targets.mla.layout import ATTENTION, split_gate_up
 from kvfold.convert.transforms.latent.variants import rotated
 from kvfold.convert.transforms.latent.weights import LatentWeights
+
+# With 256 the logits of a full-rank factoring are off by more than 1e-4; with 1024 float16 still holds c sqrt(R) / B
+# of the weakest channels worth having.
+CONSTANT = 1024.0
+_NORM_OF = {"q_a_proj": "q_a_layernorm", "kv_a_proj_with_mqa": "kv_a_layernorm"}
+_READERS = ("q_b_proj", "kv_b_proj")
+
+
+def norm_weight(rank: int) -> float:
+    """The power of two nearest to ``B / sqrt(R)``, on a logarithmic scale."""
+    return float(2.0 ** round(math.log2(CONSTANT / math.sqrt(rank))))
 
 
 def mla_tensors(latent: LatentWeights, layer: int, target: LatentTarget) -> dict[str, Tensor]:
@@ -36,7 +55,7 @@ def mla_tensors(latent: LatentWeights, layer: int, target: LatentTarget) -> dict
     tensors["o_proj.weight"] = latent.o.flatten(1)
     if target.constant:
         tensors["o_proj.bias"] = _or_zeros(latent.o_bias, latent.o[:, 0, 0])
-    return {f"{attention_module(layer)}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    return {f"{ATTENTION.format(layer=layer)}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def interleave(rows: Tensor, dim: int) -> Tensor:
@@ -52,15 +71,14 @@ def _check(latent: LatentWeights, target: LatentTarget) -> None:
     rope = target.rope_kept(latent.rope_dim)
     if (latent.rank, latent.rope_dim) != (target.channels, rope):
         raise ValueError(
-            f"latent: expected {target.channels} channels and {rope} rotary dims, "
-            f"found {latent.rank} and {latent.rope_dim}"
+            f"latent: {latent.rank} channels and {latent.rope_dim} rotary dims must be {target.channels} and {rope}"
         )
     biases = ("down_bias", "rope_key_bias", "q_nope_bias", "q_rope_bias", "o_bias")
     placeless = [name for name in biases if getattr(latent, name) is not None]
     if not target.constant and placeless:
-        raise ValueError(f"latent: layout engine has no place for biases, found {', '.join(placeless)}")
+        raise ValueError(f"latent: layout engine has no place for {', '.join(placeless)}")
     if latent.q_nope_bias is not None and latent.query is None:
-        raise ValueError("latent: a bias on queries needs a query latent (transforms/latent/variants.py), found none")
+        raise ValueError("latent: a bias on queries needs a query latent (transforms/latent/variants.py)")
 
 
 def _queries(latent: LatentWeights, target: LatentTarget) -> dict[str, Tensor]:
@@ -76,11 +94,13 @@ def _queries(latent: LatentWeights, target: LatentTarget) -> dict[str, Tensor]:
     if latent.q_nope_bias is not None and latent.q_rope_bias is not None:
         bias = _heads(latent.q_nope_bias, latent.q_rope_bias).flatten() * factor
     rank = len(down) + 1
+    # The weights that read the latent undo what is left of the norm's factor.
+    remainder = CONSTANT / math.sqrt(rank) / norm_weight(rank)
     return {
-        "q_a_proj.weight": torch.cat([down, torch.zeros_like(down[:1])]),
-        "q_a_proj.bias": with_constant(down.new_zeros(len(down))),
+        "q_a_proj.weight": pad(down, (0, 0, 0, 1)),
+        "q_a_proj.bias": pad(down.new_zeros(len(down)), (0, 1), value=CONSTANT),
         "q_a_layernorm.weight": down.new_full((rank,), norm_weight(rank)),
-        "q_b_proj.weight": torch.cat([read, (bias / CONSTANT)[:, None]], 1) * norm_remainder(rank),
+        "q_b_proj.weight": torch.cat([read, (bias / CONSTANT)[:, None]], 1) * remainder,
     }
 
 
@@ -100,10 +120,10 @@ def _keys_and_values(latent: LatentWeights, target: LatentTarget) -> dict[str, T
     down_bias = _or_zeros(latent.down_bias, latent.down[:, 0])
     rope_bias = interleave(_or_zeros(latent.rope_key_bias, latent.rope_key[:, 0]), 0)
     return {
-        "kv_a_proj_with_mqa.weight": torch.cat([latent.down, torch.zeros_like(latent.down[:1]), rope_key]),
-        "kv_a_proj_with_mqa.bias": torch.cat([with_constant(down_bias), rope_bias]),
+        "kv_a_proj_with_mqa.weight": torch.cat([pad(latent.down, (0, 0, 0, 1)), rope_key]),
+        "kv_a_proj_with_mqa.bias": torch.cat([pad(down_bias, (0, 1), value=CONSTANT), rope_bias]),
         "kv_a_layernorm.weight": weight,
-        "kv_b_proj.weight": pad(read, (0, 1)) * norm_remainder(rank),
+        "kv_b_proj.weight": pad(read, (0, 1)) * (CONSTANT / math.sqrt(rank) / norm_weight(rank)),
     }
 
 
@@ -159,3 +179,37 @@ def spread(rows: Tensor, dim: int, size: int) -> Tensor:
 def _grown(rows: Tensor, size: int) -> Tensor:
     """``rows [H, n, ...]`` with zeros behind them: ``[H, size, ...]``."""
     return pad(rows, (0, 0, 0, size - rows.shape[1]))
+
+
+@dataclass(frozen=True)
+class HeldSlice:
+    """The constant channel's part of a tensor: slice ``index`` along ``axis``.
+
+    ``pace`` is its learning rate relative to the rest of the tensor; 0 freezes it.
+    """
+
+    axis: int
+    index: int
+    pace: float
+
+
+def held_slices(tensors: Mapping[str, Tensor]) -> dict[str, HeldSlice]:
+    """The held slice of each of ``tensors`` that has one, by name; only shapes are read.
+
+    The bias and the row of zeros behind it are frozen, the columns that read the channel move slowly.
+    """
+    held: dict[str, HeldSlice] = {}
+    for name in tensors:
+        parent, _, kind = name.rpartition(".")
+        path, _, projection = parent.rpartition(".")
+        if projection in _NORM_OF:
+            rank = len(tensors[f"{path}.{_NORM_OF[projection]}.weight"])
+            held[name] = HeldSlice(0, rank - 1, 0.0)
+        elif projection in _READERS and kind == "weight":
+            held[name] = HeldSlice(1, tensors[name].shape[1] - 1, 1 / CONSTANT)
+    return held
+
+
+def latent_norms(names: Iterable[str]) -> list[str]:
+    """The weights of the latents' norms among ``names``, which are frozen."""
+    return [name for name in names if name.split(".")[-2:-1] and name.split(".")[-2] in _NORM_OF.values()]

@@ -20,7 +20,7 @@ from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
 from kvfold.convert.methods.registry import Fitted
 from kvfold.convert.progress import Stages
-from kvfold.convert.targets.engines import target_result, verdicts
+from kvfold.convert.targets.engines import latent_result_of, verdicts
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.text.windows import CalibrationTokens
 
@@ -179,7 +179,7 @@ def tried(rank, rope, kl, layout="free", dim=128):
     config = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 64, "num_hidden_layers": 2}
     config |= {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 99, "head_dim": dim}
     model, target = model_of(config), LatentTarget(rank, rope, layout=layout)
-    plan = Mock(**{"latent_target.return_value": target, "engines": verdicts(target_result(model.geometry, target))})
+    plan = Mock(**{"latent_target.return_value": target, "engines": verdicts(latent_result_of(model, target))})
     return splits.Candidate(plan, Mock(), kl)
 
 

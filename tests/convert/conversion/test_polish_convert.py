@@ -12,7 +12,7 @@ from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion import memory, polishing
 from kvfold.convert.data import demo_folder
 from kvfold.convert.device import free_memory, training_autocast
-from kvfold.convert.targets.mla.constant import CONSTANT, norm_weight
+from kvfold.convert.targets.mla.tensors import CONSTANT, norm_weight
 from kvfold.convert.training import budget
 from kvfold.convert.training import polish as training
 

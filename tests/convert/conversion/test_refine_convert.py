@@ -8,7 +8,7 @@ from helpers.checkpoints import tensors
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
-from kvfold.convert.targets.mla.constant import CONSTANT, norm_weight
+from kvfold.convert.targets.mla.tensors import CONSTANT, norm_weight
 
 QUICK = {"samples": 12, "seq_len": 64, "quiet": True}
 ENOUGH = {"samples": 48, "seq_len": 64, "quiet": True}

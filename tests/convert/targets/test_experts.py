@@ -16,10 +16,10 @@ from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.families.model import model_of
 from kvfold.convert.stream.stock import AutoModelForCausalLM as CompletedAuto
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.targets.engines import alternatives, latent_result, target_result, verdicts
+from kvfold.convert.targets.engines import alternatives, latent_result, latent_result_of, verdicts
 from kvfold.convert.targets.mla.config import LatentTarget, mla_config
+from kvfold.convert.targets.mla.layout import mla_shapes
 from kvfold.convert.targets.mla.problems import model_problems
-from kvfold.convert.targets.mla.shapes import mla_shapes
 from kvfold.convert.walk.walk import Student
 
 MIXTRAL = {"sliding_window": None, "num_key_value_heads": 4}
@@ -203,7 +203,7 @@ def test_a_mixtral_can_become_mla():
 def serving(split, layout, **changes):
     source = model_of(config_of("mixtral", hidden_size=4096, head_dim=128, **changes))
     target = LatentTarget(*split, layout=layout)
-    result = target_result(source.geometry, target, experts=True)
+    result = latent_result_of(source, target)
     theta = [1e4 ** (-index / 32) for index in range(target.rope_dim // 2)]
     assert latent_result(mla_config(source, target, theta, dtype="bfloat16")) == result
     return {each.engine: each for each in verdicts(result, alternatives(source, target))}

@@ -7,11 +7,10 @@ import torch
 from transformers import AutoConfig
 
 from kvfold.convert.families.model import model_of
-from kvfold.convert.targets.mla.config import LatentTarget, mla_config, plain_base, rope_config
-from kvfold.convert.targets.mla.constant import CONSTANT, norm_weight
-from kvfold.convert.targets.mla.problems import context, latent_problems
-from kvfold.convert.targets.mla.shapes import mla_shapes
-from kvfold.convert.targets.mla.tensors import interleave, mla_tensors, spread
+from kvfold.convert.targets.mla.config import LatentTarget, context, mla_config, plain_base, stored_rope
+from kvfold.convert.targets.mla.layout import mla_shapes
+from kvfold.convert.targets.mla.problems import latent_problems
+from kvfold.convert.targets.mla.tensors import CONSTANT, interleave, mla_tensors, norm_weight, spread
 from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
 
 SIZES = {
@@ -189,7 +188,7 @@ def test_plain_rope_is_recognized_and_anything_else_is_longrope():
     assert plain_base([1.0]) == 10000.0
     for other in ([0.5, 0.25], [1.0, 1.0, 0.1], [*plain[:3], plain[3] * 1.001]):
         assert plain_base(other) is None
-        table = rope_config(other, 512)["rope_parameters"]
+        table = stored_rope(other, 512)
         assert table["short_factor"] == table["long_factor"]
         inverse = [1 / (f * 10000.0 ** (i / len(other))) for i, f in enumerate(table["short_factor"])]
         assert inverse == pytest.approx(other, rel=1e-12)
@@ -253,16 +252,16 @@ def test_rotary_rows_are_stored_in_pairs():
 @pytest.mark.parametrize(
     ("latent", "target", "text"),
     [
-        (random_latent(), LatentTarget(7, 4), "latent: expected 6 channels and 4 rotary dims, found 5 and 4"),
+        (random_latent(), LatentTarget(7, 4), "latent: 5 channels and 4 rotary dims must be 6 and 4"),
         (
             random_latent(),
             LatentTarget(5, 4, layout="engine"),
-            "latent: layout engine has no place for biases, found down_bias",
+            "latent: layout engine has no place for down_bias",
         ),
         (
             LatentWeights(**{**vars(random_latent()), "q_nope_bias": torch.zeros(2, 8)}),
             LatentTarget(6, 4),
-            r"latent: a bias on queries needs a query latent \(transforms/latent/variants.py\), found none",
+            r"latent: a bias on queries needs a query latent \(transforms/latent/variants.py\)",
         ),
     ],
 )

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Trainer
 
 from kvfold.convert.families.layout import layer_rotary, read_layer
 from kvfold.convert.families.model import model_of
-from kvfold.convert.targets.mla.config import NORM_EPS, LatentTarget, changes_no_frequency, mla_config, query_rank
-from kvfold.convert.targets.mla.problems import context, latent_problems
-from kvfold.convert.targets.mla.shapes import mla_shapes, padding
+from kvfold.convert.targets.mla.config import NORM_EPS, LatentTarget, mla_config, query_rank
+from kvfold.convert.targets.mla.layout import mla_shapes, padding
+from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.mla.tensors import mla_tensors, mlp_tensors
 from kvfold.convert.transforms.latent.latent import to_latent
 from kvfold.convert.transforms.latent.norm import live_norm
@@ -176,7 +176,6 @@ def convert(model, target, folder, dtype=torch.float32):
         target,
         slots.theta.tolist(),
         dtype=str(dtype).removeprefix("torch."),
-        positions=context(bound),
     )
     save_file(
         {name: tensor.to(dtype).contiguous().clone() for name, tensor in tensors.items()},
@@ -238,7 +237,7 @@ def test_engine_layout_computes_what_normed_latents_say(q_rank, tmp_path):
     model = source_model("gqa")
     latents = convert(model, LatentTarget(9, 6, q_rank, "engine"), tmp_path)
     loaded = stock_model(tmp_path)
-    assert changes_no_frequency(loaded.config.rope_parameters)
+    assert (loaded.config.rope_parameters["rope_type"], loaded.config.rope_parameters["factor"]) == ("yarn", 1.0)
     assert [name for name, _ in loaded.named_parameters() if name.endswith("bias")] == []
     for layer, latent in zip(model.model.layers, latents, strict=True):
         layer.self_attn = LatentAttention(latent, normed=True)

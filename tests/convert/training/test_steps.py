@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvfold.convert.targets.mla.constant import CONSTANT, HeldSlice, held_slices, latent_norms
+from kvfold.convert.targets.mla.tensors import CONSTANT, HeldSlice, held_slices, latent_norms
 from kvfold.convert.training.steps import channel_scales, scale_steps, tensor_sizes
 
 ATTENTION = "model.layers.0.self_attn"

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
-from kvfold.convert.targets.mla.constant import CONSTANT
+from kvfold.convert.targets.mla.tensors import CONSTANT
 from kvfold.convert.uptrain import run as uptrain_run
 from kvfold.convert.uptrain import trainer as uptrain_trainer
 from kvfold.convert.uptrain.__main__ import main
