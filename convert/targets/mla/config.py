@@ -28,6 +28,7 @@ NORM_EPS = 1e-6  # of both latent norms, as the stock class hard-codes it
 # Sizes that vLLM's MLA kernels take: cached elements R + P, and dims of a head (unrotated, rotary, value).
 KERNEL_CACHES = (576, 512, 320)
 KERNEL_HEADS = ((128, 64, 128), (64, 64, 128), (192, 64, 256), (256, 0, 256))
+ATTENTION = "model.layers.{layer}.self_attn"  # of all three classes
 EXPERT_TYPE = "mistral4"
 LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "youtu", EXPERT_TYPE)
 _CLASSES: dict[str, dict[str, Any]] = {

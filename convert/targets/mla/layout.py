@@ -6,7 +6,7 @@ another. The class adds a shared expert to the routed ones, and the source has n
 layout ``engine`` one of zeros, because the loaders of engines expect its tensors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
@@ -16,13 +16,12 @@ from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import BlockRole
 from kvfold.convert.families.wrappers import names_in_files
-from kvfold.convert.targets.mla.config import LatentTarget, mla_config, query_rank
+from kvfold.convert.targets.mla.config import ATTENTION, LatentTarget, mla_config, query_rank
 from kvfold.convert.targets.target import TargetLayout, stored_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ATTENTION = "model.layers.{layer}.self_attn"
 _NAMES: dict[BlockRole, str] = {
     "attention_norm": "model.layers.{layer}.input_layernorm.weight",
     "mlp_norm": "model.layers.{layer}.post_attention_layernorm.weight",
@@ -67,7 +66,7 @@ def latent_layout(
         config = config if dtype is None else with_dtype(config, dtype)
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
-        from kvfold.convert.targets.mla.tensors import mla_tensors, mlp_tensors
+        from kvfold.convert.targets.mla.tensors import mla_tensors  # needs torch, a plan does not
 
         made = mla_tensors(weights, layer, target) | mlp_tensors(model, layer, checkpoint.read)
         return {moved(name): tensor for name, tensor in made.items()}
@@ -118,6 +117,15 @@ def split_gate_up(model: Model, layer: int) -> tuple[str, str, str] | None:
     if source is None:
         return None
     return source[0], _NAMES["gate"].format(layer=layer), _NAMES["up"].format(layer=layer)
+
+
+def mlp_tensors(model: Model, layer: int, read: Callable[[str], "Tensor"]) -> dict[str, "Tensor"]:
+    """The computed tensors of ``layer`` outside its attention: gate and up of a source that holds them as one."""
+    names = split_gate_up(model, layer)
+    if names is None:
+        return {}
+    gate, up = read(names[0]).chunk(2)
+    return {names[1]: gate.contiguous(), names[2]: up.contiguous()}
 
 
 def _attention_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, Shape]:

@@ -19,16 +19,14 @@ Nothing is lost, since the bias of the output projection holds constant values, 
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvfold.convert.families.model import Model
-from kvfold.convert.targets.mla.config import LatentTarget
-from kvfold.convert.targets.mla.layout import ATTENTION, split_gate_up
+from kvfold.convert.targets.mla.config import ATTENTION, LatentTarget
 from kvfold.convert.transforms.latent.variants import rotated
 from kvfold.convert.transforms.latent.weights import LatentWeights
 
@@ -134,15 +132,6 @@ def _heads(nope: Tensor, rope: Tensor) -> Tensor:
 
 def _or_zeros(bias: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if bias is None else bias
-
-
-def mlp_tensors(model: Model, layer: int, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """The computed tensors of ``layer`` outside its attention: gate and up of a source that holds them as one."""
-    names = split_gate_up(model, layer)
-    if names is None:
-        return {}
-    gate, up = read(names[0]).chunk(2)
-    return {names[1]: gate.contiguous(), names[2]: up.contiguous()}
 
 
 def padded(latent: LatentWeights, target: LatentTarget) -> LatentWeights:

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Trainer
 from kvfold.convert.families.layout import layer_rotary, read_layer
 from kvfold.convert.families.model import model_of
 from kvfold.convert.targets.mla.config import NORM_EPS, LatentTarget, mla_config, query_rank
-from kvfold.convert.targets.mla.layout import mla_shapes, padding
+from kvfold.convert.targets.mla.layout import mla_shapes, mlp_tensors, padding
 from kvfold.convert.targets.mla.problems import latent_problems
-from kvfold.convert.targets.mla.tensors import mla_tensors, mlp_tensors
+from kvfold.convert.targets.mla.tensors import mla_tensors
 from kvfold.convert.transforms.latent.latent import to_latent
 from kvfold.convert.transforms.latent.norm import live_norm
 from kvfold.convert.transforms.latent.slots import choose_slots, plain_slots, survey_layer
