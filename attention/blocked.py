@@ -12,9 +12,8 @@ block and nothing has to be merged; memory is linear in ``S``. For the backward 
 are few, and made again block by block otherwise. Queries that see no key give zeros.
 
 ``blocked_attention`` is this as a pair of registered operators, so that a traced graph holds one node whatever the
-number of blocks. ``AttentionScores`` is the same without values, for callers that need the weights themselves:
-attention sums and the divergence of two attentions (``drift/profile.py``),
-and decoding over a latent cache (``latent.py``).
+number of blocks. ``AttentionScores`` is the same without values, for attention sums and the divergence of two
+attentions (``drift/profile.py``) and for decoding over a latent cache (``latent.py``).
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.mask import Visibility
-from kvfold.attention.products import add_spread, compiles_shapes, fast, is_slow, mix, row_products, shape_step
+from kvfold.attention.products import add_spread, fast, is_slow, mix, row_products, shape_step
 
 # Scores held at once. On a CPU 2^20 take 4 MB in float32: smaller budgets are slower, 2^22 is up to a quarter faster
 # for four times the memory (recipes/benchmarks/bench_attention.py --budgets). On a GPU 2^26 take 256 MB.
@@ -67,7 +66,7 @@ class AttentionScores:
     """The scores of one call and their softmax, made block by block; names and shapes as at the top of this file.
 
     ``queries`` and ``keys`` are parts whose products add up: one, or for a latent cache two (latent and rotary key).
-    ``bias`` is added to the scores, or boolean: true where a query sees a key, beside what ``rule`` says.
+    ``bias`` is added to the scores, or boolean: true where a query sees a key, if ``rule`` allows it.
     """
 
     queries: tuple[Tensor, ...]
@@ -95,7 +94,7 @@ class AttentionScores:
         widened = sum(key.shape[-1] for key in self.keys) if is_slow(self.keys[0]) else 0
         one_stride = groups == 1 or all(x.stride(0) == groups * x.stride(1) for x in (*self.keys, *others))
         # where every width costs a compilation ranges are widened to few widths; the mask hides the keys too many
-        grain = shape_step(keys) if compiles_shapes(self.keys[0]) else 1
+        grain = shape_step(self.keys[0], keys)
         for first in range(0, queries, step):
             last = min(first + step, queries)
             low, high = self.rule.key_range(first, last, keys)
@@ -124,7 +123,7 @@ class AttentionScores:
 
         Also the rows that see nothing, as booleans, or None where every row sees a key.
         """
-        scores = self.products(block, room)
+        scores, rule, low = self.products(block, room), self.rule, block.low
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
         parts = self.unflatten(scores, block)
@@ -132,7 +131,21 @@ class AttentionScores:
         if seen is not None and seen.dtype != torch.bool:
             parts += seen
             seen = None
-        return scores, self._hide(parts, block, seen)
+        # a row may then see nothing
+        sparse = seen is not None or rule.ragged
+        if rule.causal or rule.window is not None or rule.ragged:
+            if rule.window is None and not sparse:
+                assert isinstance(rule.offset, int)
+                # every query of the block sees all that comes before
+                low = max(low, rule.offset + block.first + 1)
+            ruled = rule.block(block.first, block.last, low, block.high, parts.device)
+            ruled = (ruled[block.batch] if ruled.shape[0] > 1 else ruled)[:, None, None]
+            seen = ruled if seen is None else seen & ruled
+        if seen is None:
+            return scores, None
+        # log(0) = -inf is added, because filling through a mask takes three times as long in bfloat16
+        parts[..., low - block.low :] += seen.to(parts.dtype).log_()
+        return scores, ~seen.any(-1, keepdim=True) if sparse else None
 
     def weights(self, block: QueryBlock, room: Tensor) -> Tensor:
         """The attention weights of a block in ``room``: ``[n, M * rows, width]``; zeros where a query sees nothing."""
@@ -171,25 +184,6 @@ class AttentionScores:
             row_products(rows[part], block.keys(key), self.scale, scores, add=part > 0)
         return scores
 
-    def _hide(self, parts: Tensor, block: QueryBlock, seen: Tensor | None) -> Tensor | None:
-        """Set hidden keys to ``-inf`` in ``parts``; return which rows see nothing, or None where all see a key."""
-        rule, low = self.rule, block.low
-        # a row may then see nothing
-        sparse = seen is not None or rule.ragged
-        if rule.causal or rule.window is not None or rule.ragged:
-            if rule.window is None and not sparse:
-                assert isinstance(rule.offset, int)
-                # every query of the block sees all that comes before
-                low = max(low, rule.offset + block.first + 1)
-            ruled = rule.block(block.first, block.last, low, block.high, parts.device)
-            ruled = (ruled[block.batch] if ruled.shape[0] > 1 else ruled)[:, None, None]
-            seen = ruled if seen is None else seen & ruled
-        if seen is None:
-            return None
-        # log(0) = -inf is added, because filling through a mask takes three times as long in bfloat16
-        parts[..., low - block.low :] += seen.to(parts.dtype).log_()
-        return ~seen.any(-1, keepdim=True) if sparse else None
-
 
 def _parts(batch: int, groups: int, pairs: int, one_stride: bool) -> Iterator[tuple[slice, slice]]:
     """Sequences and key heads in parts of at most ``pairs`` pairs: all heads of several sequences, or some of one."""
@@ -222,18 +216,6 @@ def weighted_values(scores: AttentionScores, value: Tensor, kept: Tensor | None 
         z = mix(weights, block.keys(value))
         part = result[block.batch, block.groups, :, block.first : block.last]
         part.copy_(z.view(part.shape))
-    return result
-
-
-def all_weights(scores: AttentionScores) -> Tensor:
-    """The attention weights of every head and query at once, for callers that show them: ``[B, G, M, T, S]``."""
-    query, keys = scores.queries[0], scores.keys[0].shape[2]
-    result = query.new_zeros(*query.shape[:-1], keys)
-    blocks = list(scores.blocks())
-    room = scores.room(blocks)
-    for block in blocks:
-        part = result[block.batch, block.groups, :, block.first : block.last, block.low : block.high]
-        part.copy_(scores.weights(block, room).view(part.shape))
     return result
 
 

@@ -28,24 +28,18 @@ class SlotCache:
     def __init__(self, buffers: tuple[Tensor, ...], *, growing: bool) -> None:
         self.buffers = buffers
         self.growing = growing
+        self.batch, self.capacity = buffers[0].shape[0], buffers[0].shape[-2]
         self.length = 0
         self.lengths: Tensor | None = None
 
     @property
-    def batch(self) -> int:
-        return self.buffers[0].shape[0]
-
-    @property
-    def capacity(self) -> int:
-        return self.buffers[0].shape[-2]
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the slots in use."""
-        return sum(b.numel() // max(1, b.shape[-2]) * self.length * b.element_size() for b in self.buffers)
+        return sum(b.numel() // max(1, self.capacity) * self.length * b.element_size() for b in self.buffers)
 
     @property
     def allocated_bytes(self) -> int:
+        """Bytes of all slots."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def positions(self, count: int) -> Tensor:
@@ -58,22 +52,28 @@ class SlotCache:
         for name, token, buffer in zip(names, tokens, self.buffers, strict=True):
             expect_alike(name, token, "the cache", buffer)
             if token.requires_grad and torch.is_grad_enabled():
-                raise ValueError(
-                    f"{name}: expected a tensor without gradient (torch.no_grad()), found one that requires it"
-                )
+                raise ValueError(f"{name} requires a gradient, which a cache does not keep; call under torch.no_grad()")
+        expect_counts("counts", counts, self.batch, "the cache", self.buffers[0])
         added = tokens[0].shape[-2]
-        self._make_room(self.length + added)
+        needed = self.length + added
+        if needed > self.capacity:
+            if not self.growing:
+                raise ValueError(f"capacity = {self.capacity} must be at least {needed} for the new tokens")
+            self.capacity = max(needed, math.ceil(_GROWTH * self.capacity))
+            old = self.buffers
+            self.buffers = tuple(each.new_empty(*each.shape[:-2], self.capacity, each.shape[-1]) for each in old)
+            for before, after in zip(old, self.buffers, strict=True):
+                after[..., : self.length, :] = before[..., : self.length, :]
         if counts is None and self.lengths is None:
             for token, buffer in zip(tokens, self.buffers, strict=True):
-                buffer[..., self.length : self.length + added, :] = token
-            self.length += added
+                buffer[..., self.length : needed, :] = token
+            self.length = needed
         else:
             self._scatter(tokens, counts)
         return tuple(buffer[..., : self.length, :] for buffer in self.buffers)
 
     def _scatter(self, tokens: tuple[Tensor, ...], counts: Tensor | None) -> None:
         """Append at the end of each sequence; of the new tokens of sequence ``b`` the first ``counts[b]`` are real."""
-        expect_counts("counts", counts, self.batch, "the cache", self.buffers[0])
         added = tokens[0].shape[-2]
         before = torch.full((self.batch,), self.length, device=self.buffers[0].device)
         before = before if self.lengths is None else self.lengths
@@ -82,23 +82,9 @@ class SlotCache:
             # padding of a shorter sequence is overwritten by its next tokens
             index = slots.view(self.batch, *([1] * (token.dim() - 3)), added, 1).expand_as(token)
             buffer.scatter_(-2, index, token)
-        if counts is None:
-            self.lengths, self.length = before + added, self.length + added
-        else:
-            self.lengths = before + counts
-            # slots in use are those of the longest sequence
-            self.length = int(self.lengths.max())
-
-    def _make_room(self, slots: int) -> None:
-        if slots <= self.capacity:
-            return
-        if not self.growing:
-            raise ValueError(f"capacity: expected at least {slots} slots for the new tokens, found {self.capacity}")
-        capacity = max(slots, math.ceil(_GROWTH * self.capacity))
-        grown = tuple(buffer.new_empty(*buffer.shape[:-2], capacity, buffer.shape[-1]) for buffer in self.buffers)
-        for old, new in zip(self.buffers, grown, strict=True):
-            new[..., : self.length, :] = old[..., : self.length, :]
-        self.buffers = grown
+        self.lengths = before + (added if counts is None else counts)
+        # slots in use are those of the longest sequence
+        self.length = self.length + added if counts is None else int(self.lengths.max())
 
 
 class KVCache(SlotCache):
@@ -116,13 +102,13 @@ class KVCache(SlotCache):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
-        sizes = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim}
-        for name, size in sizes.items():
+        for name, size in (("batch", batch), ("kv_heads", kv_heads), ("head_dim", head_dim)):
             expect_at_least(name, size, 1)
         expect_at_least("capacity", capacity, 0)
         widths = (head_dim, head_dim if value_dim is None else value_dim)
-        buffers = (torch.zeros(batch, kv_heads, capacity, width, dtype=dtype, device=device) for width in widths)
-        super().__init__(tuple(buffers), growing=growing)
+        shape = (batch, kv_heads, capacity)
+        buffers = tuple(torch.zeros(*shape, width, dtype=dtype, device=device) for width in widths)
+        super().__init__(buffers, growing=growing)
 
     def append(self, key: Tensor, value: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Add ``key [B, G, T, D]`` and ``value [B, G, T, Dv]``; return all so far, ``[B, G, length, D | Dv]``.
@@ -151,9 +137,8 @@ class LatentCache(SlotCache):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
-        expect_at_least("batch", batch, 1)
-        expect_at_least("kv_rank", kv_rank, 1)
-        expect_at_least("rope_dim", rope_dim, 0)
+        for name, size, least in (("batch", batch, 1), ("kv_rank", kv_rank, 1), ("rope_dim", rope_dim, 0)):
+            expect_at_least(name, size, least)
         expect_at_least("capacity", capacity, 0)
         self.kv_rank, self.rope_dim = kv_rank, rope_dim
         buffer = torch.zeros(batch, capacity, kv_rank + rope_dim, dtype=dtype, device=device)
@@ -180,20 +165,18 @@ def cache_numbers(
 
     ``value_dim`` defaults to ``head_dim``. Raises ValueError when a size that the variant needs is missing.
     """
-    variants = {
-        "mha": ("heads", "head_dim"),
-        "gqa": ("kv_heads", "head_dim"),
-        "mqa": ("head_dim",),
-        "mla": ("kv_rank", "rope_dim"),
+    needed = {
+        "mha": {"heads": heads, "head_dim": head_dim},
+        "gqa": {"kv_heads": kv_heads, "head_dim": head_dim},
+        "mqa": {"head_dim": head_dim},
+        "mla": {"kv_rank": kv_rank, "rope_dim": rope_dim},
     }
-    if variant not in variants:
-        raise ValueError(f"variant: expected 'mha', 'gqa', 'mqa' or 'mla', found {variant!r}")
-    given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "kv_rank": kv_rank, "rope_dim": rope_dim}
+    if variant not in needed:
+        raise ValueError(f"variant = {variant!r} must be one of {', '.join(needed)}")
     sizes: dict[str, int] = {}
-    for name in variants[variant]:
-        size = given[name]
+    for name, size in needed[variant].items():
         if size is None:
-            raise ValueError(f"{name}: expected a number, which {variant} needs, found None")
+            raise ValueError(f"{name} is missing; {variant} needs {' and '.join(needed[variant])}")
         expect_at_least(name, size, 0)
         sizes[name] = size
     if variant == "mla":

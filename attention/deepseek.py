@@ -13,6 +13,7 @@ Shapes: ``hidden [B, T, E]``; the cache holds per layer the normed latent ``[B, 
 key ``[B, 1, S, P]`` as values. Youtu has DeepSeek-V3's attention, Mistral4 too but for a scale of its queries.
 """
 
+import sys
 from importlib.util import find_spec
 from types import MethodType, ModuleType
 from typing import Any, TypeVar, cast
@@ -20,14 +21,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
-from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
-from transformers.models.youtu import modeling_youtu
 from transformers.models.youtu.modeling_youtu import YoutuAttention
 
-from kvfold.attention.latent import absorb_query, absorption_pays, expand_value, latent_decode, latent_weights
+from kvfold.attention.latent import absorb_query, absorption_pays, expand_value, latent_decode
 
 Model = TypeVar("Model", bound=nn.Module)
 Context = tuple[Tensor, Tensor | None]  # z [B, T, H, Dv], attention weights [B, H, T, S] (eager attention only)
@@ -55,8 +53,19 @@ class _Absorbed(nn.Module):
         down = this.kv_a_proj_with_mqa(hidden_states)
         latent, key_rope = torch.split(down, [this.kv_lora_rank, this.qk_rope_head_dim], -1)
         latent, key_rope = this.kv_a_layernorm(latent)[:, None], key_rope[:, None]  # [B, 1, T, R | P]
-        rope, key_rope = _rotate(this, rope, key_rope, position_embeddings)
-        nope, rope = self.scaled(nope, rope, kwargs.get("position_ids"))
+        # by the functions of the stock file, so that every version's conventions hold: V2 multiplies complex numbers
+        if isinstance(position_embeddings, Tensor):
+            rope, key_rope = this.home.apply_rotary_emb(rope, key_rope, position_embeddings.to(rope.device))
+        elif this.config.rope_interleave:
+            rope, key_rope = this.home.apply_rotary_pos_emb_interleave(rope, key_rope, *position_embeddings)
+        else:
+            rope, key_rope = this.home.apply_rotary_pos_emb(rope, key_rope, *position_embeddings)
+        if hasattr(this.home, "get_llama_4_attn_scale"):
+            # queries of Mistral4 grow with the logarithm of their position, as in Llama 4
+            table = this.config.rope_parameters
+            beta, length = table["llama_4_scaling_beta"], table["original_max_position_embeddings"]
+            factor = this.home.get_llama_4_attn_scale(kwargs["position_ids"], beta, length).to(nope.dtype)
+            nope, rope = nope * factor, rope * factor
         if past_key_values is not None:
             latent, key_rope = past_key_values.update(latent, key_rope, this.layer_idx)
         # without a past there is nothing to expand again: prefill and training stay explicit
@@ -67,30 +76,20 @@ class _Absorbed(nn.Module):
             z, weights = _explicit(this, nope, rope, latent, key_rope, attention_mask, kwargs)
         return this.o_proj(z.reshape(*hidden_states.shape[:-1], -1)), weights
 
-    def scaled(self, nope: Tensor, rope: Tensor, positions: Any) -> tuple[Tensor, Tensor]:
-        """Queries as the class scales them by their ``positions [B, T]``: most do not."""
-        return nope, rope
-
 
 class AbsorbedDeepseekV2Attention(_Absorbed, DeepseekV2Attention):  # type: ignore[misc]  # transformers has no types
     """Stock weights, absorbed decoding."""
-
-    home = modeling_deepseek_v2
 
 
 class AbsorbedDeepseekV3Attention(_Absorbed, DeepseekV3Attention):  # type: ignore[misc]  # transformers has no types
     """Stock weights, absorbed decoding."""
 
-    home = modeling_deepseek_v3
-
 
 class AbsorbedYoutuAttention(_Absorbed, YoutuAttention):  # type: ignore[misc]  # transformers has no types
     """Stock weights, absorbed decoding."""
 
-    home = modeling_youtu
 
-
-FORMS: dict[type[nn.Module], type[nn.Module]] = {
+FORMS: dict[type[nn.Module], type[_Absorbed]] = {
     DeepseekV2Attention: AbsorbedDeepseekV2Attention,
     DeepseekV3Attention: AbsorbedDeepseekV3Attention,
     YoutuAttention: AbsorbedYoutuAttention,
@@ -98,24 +97,16 @@ FORMS: dict[type[nn.Module], type[nn.Module]] = {
 
 # transformers 5.4 on
 if find_spec("transformers.models.mistral4"):
-    from transformers.models.mistral4 import modeling_mistral4
     from transformers.models.mistral4.modeling_mistral4 import Mistral4Attention
 
     class AbsorbedMistral4Attention(_Absorbed, Mistral4Attention):  # type: ignore[misc]  # transformers has no types
-        """Stock weights, absorbed decoding; queries grow with the logarithm of their position, as in Llama 4."""
-
-        home = modeling_mistral4
-
-        def scaled(self, nope: Tensor, rope: Tensor, positions: Any) -> tuple[Tensor, Tensor]:
-            table = cast(Any, self).config.rope_parameters
-            beta, length = table["llama_4_scaling_beta"], table["original_max_position_embeddings"]
-            factor = 1 + beta * torch.log(1 + torch.floor(positions / length))
-            factor = factor[:, None, :, None].to(nope.dtype)
-            return nope * factor, rope * factor
+        """Stock weights, absorbed decoding."""
 
     FORMS[Mistral4Attention] = AbsorbedMistral4Attention
 
-_STOCK = {absorbed: stock for stock, absorbed in FORMS.items()}
+for _stock, _form in FORMS.items():
+    _form.home = sys.modules[_stock.__module__]
+_STOCK: dict[type[nn.Module], type[nn.Module]] = {absorbed: stock for stock, absorbed in FORMS.items()}
 
 
 def absorb(model: Model) -> Model:
@@ -125,10 +116,9 @@ def absorb(model: Model) -> Model:
     """
     layers = [module for module in model.modules() if type(module) in FORMS or type(module) in _STOCK]
     if not layers:
-        names = ", ".join(stock.__name__ for stock in FORMS)
         raise ValueError(
-            f"model: expected latent attention of transformers' own classes ({names}), found none in "
-            f"{type(model).__name__}; convert a checkpoint with `kvfold convert MODEL OUT --to mla`"
+            f"{type(model).__name__} has no attention of DeepSeek, Youtu or Mistral4 to absorb; convert its checkpoint "
+            "with `kvfold convert MODEL OUT --to mla`"
         )
     for module in layers:
         _become(module, FORMS.get(type(module), type(module)))
@@ -151,17 +141,6 @@ def _become(module: nn.Module, form: type[nn.Module]) -> None:
         bound = module.__dict__.get(name)
         if isinstance(bound, MethodType) and bound.__self__ is module:
             module.__dict__[name] = MethodType(form.forward, module)
-
-
-def _rotate(this: Any, query: Tensor, key: Tensor, embeddings: Any) -> tuple[Tensor, Tensor]:
-    """By the functions of the stock file, so that every version's conventions hold: V2 multiplies complex numbers."""
-    if isinstance(embeddings, Tensor):
-        rotated = this.home.apply_rotary_emb(query, key, embeddings.to(query.device))
-    elif this.config.rope_interleave:
-        rotated = this.home.apply_rotary_pos_emb_interleave(query, key, *embeddings)
-    else:
-        rotated = this.home.apply_rotary_pos_emb(query, key, *embeddings)
-    return cast(tuple[Tensor, Tensor], rotated)
 
 
 def _absorbs(this: Any, nope: Tensor, mask: Any) -> bool:
@@ -190,12 +169,15 @@ def _absorbed(this: Any, nope: Tensor, rope: Tensor, latent: Tensor, key_rope: T
         # flash attention's mask: true for real tokens
         mask = mask[:, None, None].bool()
     mask = None if mask is None else mask[..., : latent.shape[2]]
-    c, arguments = latent[:, 0], (query, rope, latent[:, 0], key_rope[:, 0], this.scaling, mask)
     if this.config._attn_implementation != "eager":
-        return expand_value(latent_decode(*arguments), up_value).transpose(1, 2), None
-    weights = latent_weights(*arguments)
-    z = torch.unflatten(weights.flatten(1, 2) @ c, 1, weights.shape[1:3])
-    return expand_value(z, up_value).transpose(1, 2), weights
+        z = latent_decode(query, rope, latent[:, 0], key_rope[:, 0], this.scaling, mask)
+        return expand_value(z, up_value).transpose(1, 2), None
+    # whole maps, as every eager attention makes them
+    scores = this.scaling * (query @ latent.mT + rope @ key_rope.mT)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return expand_value(weights @ latent, up_value).transpose(1, 2), weights
 
 
 def _explicit(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvfold.attention.blocked import blocked_attention
-from kvfold.attention.checks import expect_alike, expect_device, expect_divides, expect_shape
+from kvfold.attention.checks import expect_alike, expect_divides, expect_shape
 from kvfold.attention.mask import Visibility, visibility
 
 # Gradients over very few keys are differences of nearly equal numbers, which torch's kernel rounds apart: over a single
@@ -58,8 +58,13 @@ def grouped_attention(
 def attend(query: Tensor, key: Tensor, value: Tensor, rule: Visibility, scale: float, bias: Tensor | None) -> Tensor:
     """``grouped_attention`` on checked arguments."""
     batch, heads, queries, _ = query.shape
-    # keys that no query sees are cut off first: a windowed decoding step then sees all that is left
-    key, value, rule, bias = _seen_by_any(queries, key, value, rule, bias)
+    # bounds in tensors would have to be read from the device
+    if not rule.ragged and isinstance(rule.offset, int):
+        # keys that no query sees are cut off first: a windowed decoding step then sees all that is left
+        low, high = rule.key_range(0, queries, key.shape[2])
+        if high - low < key.shape[2]:
+            key, value, rule = key[:, :, low:high], value[:, :, low:high], replace(rule, offset=rule.offset - low)
+            bias = None if bias is None else bias[..., low:high]
     groups, keys = key.shape[1:3]
     shared = torch.unflatten(query, 1, (groups, heads // groups))
     fused = bias is None and key.shape[-1] == value.shape[-1] and min(batch, queries) > 0 and keys > _FEW_KEYS
@@ -70,24 +75,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rule: Visibility, scale: f
         rows = shared.flatten(2, 3)
         z: Tensor = scaled_dot_product_attention(rows, key, value, scale=scale)
         return torch.unflatten(z, 2, (-1, queries)).flatten(1, 2)
-    if fused and rule.is_lower_triangle(queries, keys):
+    triangle = rule.causal and not rule.ragged and rule.offset == 0 and queries == keys
+    if fused and triangle and (rule.window is None or rule.window >= keys):
         return _triangle(query, key, value, scale)
     return blocked_attention(shared, key, value, rule, scale, bias).flatten(1, 2)
-
-
-def _seen_by_any(
-    queries: int, key: Tensor, value: Tensor, rule: Visibility, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Visibility, Tensor | None]:
-    """Cut off the keys that no query sees: after that a windowed decoding step sees all keys."""
-    # bounds in tensors would have to be read from the device
-    if isinstance(rule.offset, Tensor) or rule.starts is not None or rule.lengths is not None:
-        return key, value, rule, bias
-    keys = key.shape[2]
-    low, high = rule.key_range(0, queries, keys)
-    if (low, high) == (0, keys):
-        return key, value, rule, bias
-    bias = None if bias is None else bias[..., low:high]
-    return key[:, :, low:high], value[:, :, low:high], replace(rule, offset=rule.offset - low), bias
 
 
 def _triangle(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -111,7 +102,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> No
     expect_shape("key", key, "B G S D", {"B": batch, "D": width})
     groups, keys = key.shape[1:3]
     expect_shape("value", value, "B G S Dv", {"B": batch, "G": groups, "S": keys})
-    expect_divides("key", groups, "the query heads H", heads)
+    expect_divides("key heads G", groups, "query heads H", heads)
     expect_alike("key", key, "query", query)
     expect_alike("value", value, "query", query)
     if bias is None:
@@ -119,5 +110,5 @@ def _check(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> No
     expect_shape("bias", bias, "B H T S", {"T": queries, "S": keys})
     for dim, size, total in (("B", bias.shape[0], batch), ("H", bias.shape[1], heads)):
         if size not in (1, total):
-            raise ValueError(f"bias: expected {dim} = 1 or {total}, found {size} in shape {list(bias.shape)}")
-    expect_device("bias", bias, "query", query)
+            raise ValueError(f"bias has shape {list(bias.shape)}; {dim} must be 1 or {total}")
+    expect_alike("bias", bias, "query", query, dtype=False)

@@ -40,7 +40,7 @@ def blockwise_attention(
     mask: Gemma 2's classes say ``is_causal = False`` of a causal model, so only the mask tells.
     """
     if softcap is not None and attention_mask is None:
-        raise ValueError("attention_mask: expected a mask beside a softcap, found none")
+        raise ValueError("attention_mask is None; a softcap needs a mask, which alone tells what is causal")
     unfused = softcap is not None or s_aux is not None
     in_half = query.device.type == "cpu" and torch.is_autocast_enabled("cpu")
     more = attention_mask is not None or options.get("position_bias") is not None or dropout > 0

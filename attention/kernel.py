@@ -13,7 +13,6 @@ log-sum-exp. More than 64 heads take turns over the same slots.
 
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,30 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 _LOG2_E = 1.4426950408889634
-# rows of a program; more would not fit the registers (see _tiles)
+# rows of a program; more would not fit the registers
 _HEADS_AT_ONCE = 64
 # per part: below that a merge costs more than parallel reads gain
 _FEWEST_SLOTS = 256
 # channels of a merging program
 _MERGED = 128
-
-
-@dataclass(frozen=True)
-class _Tiles:
-    heads: int
-    slots: int
-    warps: int
-    stages: int
-
-
-def _tiles(heads: int, rank: int) -> _Tiles:
-    """Hopper has 228 KiB of shared memory a block and 64 K registers: 64 slots of 512 channels, twice, and the queries.
-
-    Float32 sums of 64 heads by 512 channels are half of the registers, so they take eight warps.
-    """
-    block = max(16, min(_HEADS_AT_ONCE, triton.next_power_of_2(heads)))
-    wide = block * triton.next_power_of_2(rank) > 16 * 512
-    return _Tiles(block, 64 if block < 64 or rank <= 256 else 32, 8 if wide else 4, 2)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
@@ -159,13 +140,18 @@ def decode_latent(
     query, query_rope, latent, key_rope = (
         tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, query_rope, latent, key_rope)
     )
-    tiles = _tiles(heads, rank)
-    blocks = triton.cdiv(heads, tiles.heads)
+    # Tensor cores take at least 16 rows. Hopper has 228 KiB of shared memory a block, for 64 slots of 512 channels,
+    # twice, and the queries; and 64 K registers, half of them for the float32 sums of 64 heads by 512 channels.
+    rank_width, rope_width = (max(16, int(triton.next_power_of_2(width))) for width in (rank, rope))
+    tile_heads = max(16, min(_HEADS_AT_ONCE, int(triton.next_power_of_2(heads))))
+    tile_slots = 64 if tile_heads < 64 or rank <= 256 else 32
+    options: dict[str, Any] = {"num_warps": 8 if tile_heads * rank_width > 16 * 512 else 4, "num_stages": 2}
+    blocks = triton.cdiv(heads, tile_heads)
     on_gpu = query.device.type == "cuda"
     # enough parts for two waves of programs, one per multiprocessor at a time, none under the fewest slots
     busy = 2 * torch.cuda.get_device_properties(query.device).multi_processor_count if on_gpu else batch * blocks
     parts = splits or max(1, min(-(-busy // (batch * blocks)), -(-slots // _FEWEST_SLOTS)))
-    part = triton.cdiv(triton.cdiv(slots, parts), tiles.slots) * tiles.slots
+    part = triton.cdiv(triton.cdiv(slots, parts), tile_slots) * tile_slots
     parts = max(1, triton.cdiv(slots, part))
     z = torch.empty(batch, heads, parts, rank, dtype=torch.float32, device=query.device)
     log_sums = torch.empty(batch, heads, parts, dtype=torch.float32, device=query.device)
@@ -173,25 +159,20 @@ def decode_latent(
     strides = (0, 0) if seen is None else seen.stride()
     # Triton's interpreter treats bfloat16 numbers as their integer bits
     widen = os.environ.get("TRITON_INTERPRET") == "1" and query.dtype == torch.bfloat16
-    options: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     result = torch.empty(batch, heads, 1, rank, dtype=query.dtype, device=query.device)
     # merging reads little: several programs share a head so that none of them waits
-    channels = min(_MERGED, _dot_width(rank))
+    channels = min(_MERGED, rank_width)
     # Triton launches on the current device, wherever its arguments are
     with torch.cuda.device(query.device) if on_gpu else nullcontext():
         _part_kernel[(batch, blocks, parts)](
             query, query_rope, latent, key_rope, lengths, seen, z, log_sums,
             scale * _LOG2_E, heads, slots, part, parts,
             *query.stride()[:2], *query_rope.stride()[:2], *latent.stride()[:2], *key_rope.stride()[:2], *strides,
-            R=rank, P=rope, RANK=_dot_width(rank), ROPE=_dot_width(rope),
-            HEADS=tiles.heads, SLOTS=tiles.slots, HAS_LENGTHS=lengths is not None, HAS_MASK=mask is not None,
+            R=rank, P=rope, RANK=rank_width, ROPE=rope_width,
+            HEADS=tile_heads, SLOTS=tile_slots, HAS_LENGTHS=lengths is not None, HAS_MASK=mask is not None,
             WIDEN=widen, **options,
         )  # fmt: skip
         _merge_kernel[(batch * heads, triton.cdiv(rank, channels))](
             z, log_sums, result, parts, R=rank, PARTS=triton.next_power_of_2(parts), CHANNELS=channels
         )
     return result
-
-
-def _dot_width(width: int) -> int:
-    return max(16, int(triton.next_power_of_2(width)))

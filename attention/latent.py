@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kvfold.attention.blocked import AttentionScores, all_weights, weighted_values
+from kvfold.attention.blocked import AttentionScores, weighted_values
 from kvfold.attention.checks import expect_alike, expect_shape
 from kvfold.attention.grouped import attend
 from kvfold.attention.mask import Visibility, visibility
@@ -93,18 +93,18 @@ def latent_decode(
     ``query [B, H, T, R]`` is absorbed already; ``query_rope [B, H, T, P]``, ``latent [B, S, R]``, ``key_rope
     [B, S, P]``; ``mask [1|B, 1|H, T, S]``: booleans (true: visible) or numbers that are added to the scores.
     """
+    # eagerly, an operator's call is slower than a short step
     if torch.compiler.is_compiling():
         result: Tensor = _operator(query, query_rope, latent, key_rope, scale, mask)
         return result
-    # an operator's call is slow
-    return _decode(query, query_rope, latent, key_rope, scale, mask)
+    if kernel_takes(query, query_rope, mask):
+        # imports Triton, which is optional
+        from kvfold.attention.kernel import decode_latent
 
-
-def latent_weights(
-    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None = None
-) -> Tensor:
-    """The attention weights of ``latent_decode``, ``[B, H, T, S]``, for models that are asked to show them."""
-    return all_weights(_scores(query, query_rope, latent, key_rope, scale, mask))[:, 0]
+        return decode_latent(query, query_rope, latent, key_rope, scale, mask=None if mask is None else mask[:, 0, 0])
+    # all heads are members of one key head, whose keys stay in two tensors: nothing of the cache is copied
+    queries, keys = (query[:, None], query_rope[:, None]), (latent[:, None], key_rope[:, None])
+    return weighted_values(AttentionScores(queries, keys, scale, _EVERYTHING, mask), latent[:, None])[:, 0]
 
 
 def kernel_takes(query: Tensor, query_rope: Tensor, mask: Tensor | None) -> bool:
@@ -123,31 +123,12 @@ def kernel_takes(query: Tensor, query_rope: Tensor, mask: Tensor | None) -> bool
 def _operator(
     query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None
 ) -> Tensor:
-    return _decode(query, query_rope, latent, key_rope, scale, mask)
+    return latent_decode(query, query_rope, latent, key_rope, scale, mask)
 
 
 @_operator.register_fake
 def _(query: Tensor, *rest: object) -> Tensor:
     return query.new_empty(query.shape)
-
-
-def _decode(
-    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None
-) -> Tensor:
-    if kernel_takes(query, query_rope, mask):
-        # imports Triton, which is optional
-        from kvfold.attention.kernel import decode_latent
-
-        return decode_latent(query, query_rope, latent, key_rope, scale, mask=None if mask is None else mask[:, 0, 0])
-    return weighted_values(_scores(query, query_rope, latent, key_rope, scale, mask), latent[:, None])[:, 0]
-
-
-def _scores(
-    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None
-) -> AttentionScores:
-    """All heads as members of one key head, whose keys stay in two tensors: nothing of the cache is copied."""
-    queries, keys = (query[:, None], query_rope[:, None]), (latent[:, None], key_rope[:, None])
-    return AttentionScores(queries, keys, scale, _EVERYTHING, mask)
 
 
 @dataclass(frozen=True)

@@ -42,12 +42,6 @@ class Visibility:
         far = self.window is None or (last < self.window and (self.causal or keys - first <= self.window))
         return near and far
 
-    def is_lower_triangle(self, queries: int, keys: int) -> bool:
-        """True if this is the plain causal mask of a sequence on itself."""
-        if self.ragged or isinstance(self.offset, Tensor):
-            return False
-        return self.causal and self.offset == 0 and queries == keys and (self.window is None or self.window >= keys)
-
     def key_range(self, first: int, last: int, keys: int) -> tuple[int, int]:
         """The keys ``low .. high - 1`` that queries ``first .. last - 1`` may see; they see none outside of it."""
         # hidden keys inside the range are masked; those outside are never read
@@ -109,10 +103,9 @@ def visibility(
         if offset is None:
             offset = keys - queries if placed else 0
             if offset < 0:
-                raise ValueError(f"key: expected at least as many keys as queries, T = {queries}, found S = {keys}")
+                raise ValueError(f"key has S = {keys} keys; each of the T = {queries} queries needs its own")
         expect_at_least("offset", offset, 0)
         # a query past the last key would see the wrong window
         if placed and offset + queries > keys:
-            bound = f"at most S - T = {keys - queries}, so that every query has its own key"
-            raise ValueError(f"offset: expected {bound}, found {offset}")
+            raise ValueError(f"offset = {offset} must be at most S - T = {keys - queries}: every query has its own key")
     return Visibility(causal, offset, window, starts, lengths)

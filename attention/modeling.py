@@ -64,9 +64,7 @@ class GroupedAttention(nn.Module):
         super().__init__()
         expect_divides("kv_heads", kv_heads, "heads", heads)
         if cross and (causal or frequencies is not None):
-            raise ValueError(
-                "cross: expected causal=False and no frequencies, found a causal or rotary cross attention"
-            )
+            raise ValueError("cross=True needs causal=False and no frequencies: a memory has no order of its own")
         self.query, self.key, self.value, self.output = query, key, value, output
         self.query_norm, self.key_norm = query_norm or nn.Identity(), key_norm or nn.Identity()
         self.rotation = None if frequencies is None else Rotation(frequencies, layout)
@@ -98,15 +96,19 @@ class GroupedAttention(nn.Module):
         """
         offset, slots = _place(x, cache)
         query = self.query_norm(_heads(self.query(x), self.heads))
-        if self.cross:
-            offset = None
-            key, value = self._memory(x, memory, cache, counts)
-        else:
-            key, value = self._project(x)
+        source = memory if self.cross else x
+        if source is not None:
+            expect_shape("memory", source, "B S E'", {"B": x.shape[0]})
+            key = self.key_norm(_heads(self.key(source), self.kv_heads))
+            value = _heads(self.value(source), self.kv_heads)
             if self.rotation is not None:
                 query, key = self.rotation(slots if positions is None else positions, query, key)
             if cache is not None:
                 key, value = cache.append(key, value, counts)
+        elif cache is None or cache.length == 0:
+            raise ValueError("memory is None; cross attention needs [B, S, E'], or a cache that has read it")
+        else:
+            key, value = (buffer[..., : cache.length, :] for buffer in cache.buffers)
         # after appending pieces of unequal lengths the cache knows best where padding begins
         lengths = cache.lengths if cache is not None and lengths is None else lengths
         z = grouped_attention(
@@ -114,7 +116,7 @@ class GroupedAttention(nn.Module):
             key,
             value,
             causal=self.causal,
-            offset=offset,
+            offset=None if self.cross else offset,
             window=self.window,
             starts=starts,
             lengths=lengths,
@@ -123,23 +125,6 @@ class GroupedAttention(nn.Module):
         )
         result: Tensor = self.output(z.transpose(1, 2).flatten(2))
         return result
-
-    def _project(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys ``[B, G, S, D]``, not yet rotated, and values ``[B, G, S, Dv]``."""
-        key = self.key_norm(_heads(self.key(source), self.kv_heads))
-        return key, _heads(self.value(source), self.kv_heads)
-
-    def _memory(
-        self, x: Tensor, memory: Tensor | None, cache: KVCache | None, counts: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if memory is not None:
-            expect_shape("memory", memory, "B S E'", {"B": x.shape[0]})
-            key, value = self._project(memory)
-            return (key, value) if cache is None else cache.append(key, value, counts)
-        if cache is None or cache.length == 0:
-            raise ValueError("memory: expected [B, S, E'] (or a cache that holds its keys and values), found None")
-        key, value = (buffer[..., : cache.length, :] for buffer in cache.buffers)
-        return key, value
 
 
 class LatentAttention(nn.Module):
@@ -172,10 +157,10 @@ class LatentAttention(nn.Module):
         super().__init__()
         expect_shape("up.weight", up.weight, "H*(Dn+Dv) R", {"H*(Dn+Dv)": heads * (nope_dim + value_dim), "R": kv_rank})
         if getattr(up, "bias", None) is not None:
-            raise ValueError("up: expected a linear layer without bias, found one with a bias")
+            raise ValueError("up has a bias; absorption needs a linear layer without one")
         expect_shape("frequencies", frequencies, "P/2", {"P/2": rope_dim // 2})
         if rope_dim % 2:
-            raise ValueError(f"rope_dim: expected an even number, found {rope_dim}")
+            raise ValueError(f"rope_dim = {rope_dim} must be even: rotary dims come in pairs")
         self.query, self.down, self.up, self.output = query, down, up, output
         self.latent_norm = latent_norm or nn.Identity()
         self.rotation = Rotation(frequencies, layout)
@@ -240,7 +225,7 @@ class LatentAttention(nn.Module):
 
 def _heads(x: Tensor, heads: int) -> Tensor:
     """``[B, T, H D]`` to ``[B, H, T, D]``."""
-    expect_divides("heads", heads, "the projection's width", x.shape[-1])
+    expect_divides("heads", heads, "width of the projection", x.shape[-1])
     return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
@@ -250,7 +235,7 @@ def _place(x: Tensor, cache: SlotCache | None) -> tuple[int | Tensor | None, Ten
     Raises ValueError for other shapes and for no tokens.
     """
     expect_shape("x", x, "B T E", {})
-    expect_at_least("x: number of tokens T", x.shape[1], 1)
+    expect_at_least("tokens T of x", x.shape[1], 1)
     if cache is None:
         return None, torch.arange(x.shape[1], device=x.device)
     return cache.length if cache.lengths is None else cache.lengths, cache.positions(x.shape[1])

@@ -15,13 +15,15 @@ from torch import Tensor
 _FEWEST = 64
 
 
-def shape_step(keys: int) -> int:
-    """Granularity of the number of keys, a power of two: at most 32 shapes, at least 64 keys apart."""
+def shape_step(tensor: Tensor, keys: int) -> int:
+    """Granularity of the number of ``keys`` that are multiplied in the dtype of ``tensor``.
+
+    One where a new shape costs nothing, else a power of two.
+    """
+    if tensor.dtype != torch.bfloat16 or tensor.device.type != "cpu":
+        return 1
+    # at most 32 shapes for a context of any length
     return max(_FEWEST, 1 << max(0, (keys // 16).bit_length() - 1))
-
-
-def compiles_shapes(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
 
 
 def is_slow(tensor: Tensor) -> bool:
@@ -33,18 +35,14 @@ def fast(tensor: Tensor) -> Tensor:
     return tensor.float() if is_slow(tensor) else tensor
 
 
-def _even(tensor: Tensor, keys: int) -> int:
-    """The number of ``keys`` that are multiplied in the dtype of ``tensor``; the rest is multiplied in float32."""
-    return keys // shape_step(keys) * shape_step(keys) if compiles_shapes(tensor) else keys
-
-
 def row_products(rows: Tensor, keys: Tensor, scale: float, out: Tensor, add: bool = False) -> None:
     """``out = scale * rows keys^T``, or with ``add`` ``out += ...``.
 
     ``rows [n, r, d]``, ``keys [n, w, d]``, ``out [n, r, w]``.
     """
-    even, beta = _even(keys, keys.shape[1]), int(add)
-    if even == keys.shape[1]:
+    width, beta = keys.shape[1], int(add)
+    even = width - width % shape_step(keys, width)
+    if even == width:
         torch.baddbmm(out, rows, keys.mT, beta=beta, alpha=scale, out=out)
         return
     if even:
@@ -56,8 +54,9 @@ def row_products(rows: Tensor, keys: Tensor, scale: float, out: Tensor, add: boo
 
 def mix(weights: Tensor, values: Tensor, scale: float = 1.0) -> Tensor:
     """``scale * weights values``: ``[n, r, w]``, ``[n, w, d]`` -> ``[n, r, d]``, ``values``' dtype or wider."""
-    even = _even(values, values.shape[1])
-    if even == values.shape[1]:
+    width = values.shape[1]
+    even = width - width % shape_step(values, width)
+    if even == width:
         return torch.bmm(weights, values) if scale == 1 else torch.bmm(weights, values).mul_(scale)
     rest = torch.bmm(weights[..., even:].float(), values[:, even:].float())
     # the larger part last: it is rounded to bfloat16 once
@@ -68,8 +67,9 @@ def mix(weights: Tensor, values: Tensor, scale: float = 1.0) -> Tensor:
 
 def add_spread(total: Tensor, weights: Tensor, rows: Tensor, scale: float = 1.0) -> None:
     """``total += scale * weights^T rows``: ``[n, w, d]``, ``[n, r, w]``, ``[n, r, d]``."""
-    even = _even(rows, weights.shape[-1])
+    width = weights.shape[-1]
+    even = width - width % shape_step(rows, width)
     if even:
         total[:, :even].add_(torch.bmm(weights[..., :even].mT, rows), alpha=scale)
-    if even < weights.shape[-1]:
+    if even < width:
         total[:, even:].add_(torch.bmm(weights[..., even:].float().mT, rows.float()), alpha=scale)

@@ -9,6 +9,7 @@ Shapes: ``B`` sequences, ``T`` new tokens, ``S`` tokens with those in the cache,
 query heads.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,24 +43,20 @@ class FixedRotation(nn.Module):
         return torch.cat([rotated * cos + torch.cat([-right, left], -1) * sin, rest], -1)
 
 
-class GroupedSelfAttention(nn.Module):
-    """GQA, or MQA with one key/value head: ``H`` query heads over ``G`` key/value heads."""
+class SelfAttention(nn.Module):
+    """The parts that grouped and latent attention share; ``heads_of`` gives the heads' results."""
 
-    def __init__(self, config: Any, layer_idx: int) -> None:
+    heads_of: Callable[..., tuple[Tensor, Tensor | None]]
+
+    def __init__(self, config: Any, layer_idx: int, facts: dict[str, Any]) -> None:
         super().__init__()
         self.config, self.layer_idx, self.is_causal = config, layer_idx, True
-        facts = facts_of(config, layer_idx)
-        width, self.head_dim, bias = facts["model_dim"], facts["head_dim"], facts["qkv_bias"]
-        queries, keys = facts["heads"] * self.head_dim, facts["kv_heads"] * self.head_dim
-        self.q_proj = nn.Linear(width, queries, bias=bias)
-        self.k_proj = nn.Linear(width, keys, bias=bias)
-        self.v_proj = nn.Linear(width, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, width, bias=facts["o_bias"])
-        self.rotation = FixedRotation(facts["frequencies"], facts["amplitude"]) if facts["frequencies"] else None
-        self.num_key_value_groups = facts["heads"] // facts["kv_heads"]
-        self.clip: float | None = facts.get("clip")
+        self.head_dim: int = facts["head_dim"]
+        self.o_proj = nn.Linear(facts["heads"] * self.head_dim, facts["model_dim"], bias=facts["o_bias"])
+        self.rotation: FixedRotation | None = None
         self.scaling: float = facts["scale"]
-        self.rules = rules_of(facts)
+        # what attention functions are told in addition to the mask: a soft cap of scores, and how far back a query sees
+        self.rules = {name: facts[name] for name in ("softcap", "sliding_window") if facts.get(name) is not None}
         self.attention_dropout: float = facts["attention_dropout"]
         self.output_dropout = nn.Dropout(facts["output_dropout"])
 
@@ -78,21 +75,44 @@ class GroupedSelfAttention(nn.Module):
         ``residual``: what the result is added to, in families that do so here (Bloom).
         """
         cache = layer_past if past_key_values is None else past_key_values
-        query, key, value = (
-            torch.unflatten(self.clipped(projection(hidden_states)), -1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )  # [B, heads, T, D]
-        if self.rotation is not None:
-            positions = positions_of(hidden_states, position_ids, cache, self.layer_idx)
-            query, key = self.rotation(query, positions), self.rotation(key, positions)
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
-        context, weights = attend(self, query, key, value, with_alibi(attention_mask, query, options), **options)
+        if position_ids is None and self.rotation is not None:
+            # those that follow the cache
+            start = 0 if cache is None else cache.get_seq_length(self.layer_idx)
+            position_ids = torch.arange(start, start + hidden_states.shape[1], device=hidden_states.device)[None]
+        context, weights = self.heads_of(hidden_states, attention_mask, position_ids, cache, options)
         result = self.output_dropout(self.o_proj(context.flatten(2)))
         return result if residual is None else residual + result, weights
 
-    def clipped(self, projected: Tensor) -> Tensor:
-        return projected if self.clip is None else projected.clamp(-self.clip, self.clip)
+
+class GroupedSelfAttention(SelfAttention):
+    """GQA, or MQA with one key/value head: ``H`` query heads over ``G`` key/value heads."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        facts = facts_of(config, layer_idx)
+        super().__init__(config, layer_idx, facts)
+        width, bias = facts["model_dim"], facts["qkv_bias"]
+        self.q_proj = nn.Linear(width, facts["heads"] * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, facts["kv_heads"] * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, facts["kv_heads"] * self.head_dim, bias=bias)
+        self.num_key_value_groups = facts["heads"] // facts["kv_heads"]
+        self.clip: float | None = facts.get("clip")
+        if facts["frequencies"]:
+            self.rotation = FixedRotation(facts["frequencies"], facts["amplitude"])
+
+    def heads_of(
+        self, hidden_states: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The heads' results ``[B, T, H, D]``, and the attention weights where they were computed."""
+        projected = [projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj)]
+        if self.clip is not None:
+            projected = [each.clamp(-self.clip, self.clip) for each in projected]
+        # [B, heads, T, D]
+        query, key, value = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in projected)
+        if self.rotation is not None and positions is not None:
+            query, key = self.rotation(query, positions), self.rotation(key, positions)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        return attend(self, query, key, value, with_alibi(mask, query, options), **options)
 
 
 class QueryNorm(nn.Module):
@@ -110,7 +130,7 @@ class QueryNorm(nn.Module):
         return normed.to(x.dtype)
 
 
-class LatentSelfAttention(nn.Module):
+class LatentSelfAttention(SelfAttention):
     """MLA: keys and values of all heads are read from one latent, beside one rotary key (DeepSeek-V2, 2024).
 
     The cache holds the latents ``[B, 1, S, R]`` as its keys and the rotary keys ``[B, 1, S, P]`` as its values.
@@ -122,12 +142,12 @@ class LatentSelfAttention(nn.Module):
     """
 
     def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__()
-        self.config, self.layer_idx, self.is_causal = config, layer_idx, True
         facts = facts_of(config, layer_idx)
+        super().__init__(config, layer_idx, facts)
         if str(config._attn_implementation).startswith("flash"):
-            raise ValueError("attn_implementation: expected sdpa or eager, found one whose keys and values are as wide")
-        width, self.heads, self.head_dim = facts["model_dim"], facts["heads"], facts["head_dim"]
+            name = config._attn_implementation
+            raise ValueError(f"attn_implementation={name!r} needs values as wide as keys; load with 'sdpa' or 'eager'")
+        width, self.heads = facts["model_dim"], facts["heads"]
         self.rank, self.rope_dim = facts["kv_rank"], facts["rope_dim"]
         self.norm: dict[str, Any] | None = facts.get("norm")
         outer = self.heads * self.head_dim
@@ -138,37 +158,25 @@ class LatentSelfAttention(nn.Module):
         # with a norm, a constant key does not move all scores of a query alike: divisors make it differ by token
         self.k_up_proj = nn.Linear(self.rank, outer, bias=self.norm is not None)
         self.v_up_proj = nn.Linear(self.rank, outer, bias=False)
-        self.o_proj = nn.Linear(outer, width, bias=facts["o_bias"])
         if self.norm:
             self.q_norm = QueryNorm(facts)
             self.k_proj = nn.Linear(width, facts["kv_heads"] * self.head_dim, bias=facts["qkv_bias"])
             # each head reads its normed query in its own way
             if self.rope_dim:
                 self.q_rope_proj = nn.Linear(self.head_dim, self.heads * self.rope_dim, bias=False)
-        self.rotation = FixedRotation(facts["frequencies"], 1.0) if self.rope_dim else None
+        if self.rope_dim:
+            # an amplitude is part of the weights
+            self.rotation = FixedRotation(facts["frequencies"], 1.0)
         self.num_key_value_groups = 1
-        self.scaling: float = facts["scale"]
-        self.rules = rules_of(facts)
-        self.attention_dropout: float = facts["attention_dropout"]
-        self.output_dropout = nn.Dropout(facts["output_dropout"])
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        residual: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        layer_past: Any = None,
-        **options: Any,
+    def heads_of(
+        self, hidden_states: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``GroupedSelfAttention.forward``."""
-        cache = layer_past if past_key_values is None else past_key_values
+        """As ``GroupedSelfAttention.heads_of``."""
         plain, turning = self.queries(hidden_states)
         down = self.kv_down_proj(hidden_states)[:, None]
         latent, rope = down[..., : self.rank], down[..., self.rank :]
-        if self.rotation is not None:
-            positions = positions_of(hidden_states, position_ids, cache, self.layer_idx)
+        if self.rotation is not None and positions is not None:
             turning, rope = self.rotation(turning, positions), self.rotation(rope, positions)
         if self.norm is not None:
             _, inverse = divided(self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)), self.norm)
@@ -178,20 +186,17 @@ class LatentSelfAttention(nn.Module):
         scales, rope = rope[:, 0, :, self.rope_dim :].transpose(1, 2), rope[..., : self.rope_dim]
         if self.norm is not None:
             scales = scales.repeat_interleave(self.heads // scales.shape[1], 1)  # [B, H, S]
-        attention_mask = with_alibi(attention_mask, plain, options)
+        mask = with_alibi(mask, plain, options)
         # with one query, up-projections of all cached tokens would cost more than attention itself
         if cache is not None and hidden_states.shape[1] == 1:
-            context, weights = self.over_latents(plain, turning, latent, rope, scales, attention_mask, options)
-        else:
-            key, value = (
-                projection(latent[:, 0]).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, S, D]
-                for projection in (self.k_up_proj, self.v_up_proj)
-            )
-            key = torch.cat([key, rope.expand(-1, self.heads, -1, -1)], -1)
-            key = key if self.norm is None else key * scales[..., None]
-            context, weights = attend(self, torch.cat([plain, turning], -1), key, value, attention_mask, **options)
-        result = self.output_dropout(self.o_proj(context.flatten(2)))
-        return result if residual is None else residual + result, weights
+            return self.over_latents(plain, turning, latent, rope, scales, mask, options)
+        key, value = (
+            projection(latent[:, 0]).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, S, D]
+            for projection in (self.k_up_proj, self.v_up_proj)
+        )
+        key = torch.cat([key, rope.expand(-1, self.heads, -1, -1)], -1)
+        key = key if self.norm is None else key * scales[..., None]
+        return attend(self, torch.cat([plain, turning], -1), key, value, mask, **options)
 
     def queries(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Those that meet latents ``[B, H, T, N]`` and, before they rotate, rotary keys ``[B, H, T, P]``."""
@@ -250,19 +255,6 @@ def facts_of(config: Any, layer: int) -> dict[str, Any]:
     block = dict(config.kvfold)
     layers = block.pop("layers", None)
     return {**block, **layers[layer]} if layers else block
-
-
-def rules_of(facts: dict[str, Any]) -> dict[str, Any]:
-    """What attention functions are told beside the mask: a soft cap of scores, how many positions back a query sees."""
-    return {name: facts[name] for name in ("softcap", "sliding_window") if facts.get(name) is not None}
-
-
-def positions_of(hidden_states: Tensor, position_ids: Tensor | None, cache: Any, layer: int) -> Tensor:
-    """The positions ``[B or 1, T]`` of ``hidden_states [B, T, E]``: as given, or those that follow the cache."""
-    if position_ids is not None:
-        return position_ids
-    start = 0 if cache is None else cache.get_seq_length(layer)
-    return torch.arange(start, start + hidden_states.shape[1], device=hidden_states.device)[None]
 
 
 def with_alibi(mask: Tensor | None, query: Tensor, options: dict[str, Any]) -> Any:

@@ -95,7 +95,9 @@ def as_stream(
     if isinstance(model, nn.Module):
         return LoadedStream(model, device, dtype)
     if not isinstance(model, LayerStream):
-        raise ValueError(f"a {type(model).__name__} must be a model of transformers or a LayerStream to be compared")
+        raise ValueError(
+            f"{type(model).__name__} is neither a model of transformers nor a LayerStream; give one of them"
+        )
     unchanged = device in (None, model.device) and dtype in (None, model.dtype)
     return model if unchanged else model.to(device=device, dtype=dtype)
 

@@ -95,8 +95,8 @@ def row_kl(
     Equal maps give exactly 0.
     """
     if other_query.shape[:3] != query.shape[:3]:
-        expected, found = list(query.shape[:3]), list(other_query.shape[:3])
-        raise ValueError(f"other_query: expected batch, heads and length {expected} as in query, found {found}")
+        shapes = list(other_query.shape[:3]), list(query.shape[:3])
+        raise ValueError("other_query has batch, heads and length {}; they must be {}, as in query".format(*shapes))
     batch, heads, length, _ = query.shape
     models = (
         _scores(query, key, scale, window, causal, softcap, expand=True),
@@ -141,7 +141,7 @@ def _scores(
     expect_shape("query", query, "B H T D", {})
     batch, heads, length, dim = query.shape
     expect_shape("key", key, "B G T D", {"B": batch, "T": length, "D": dim})
-    expect_divides("key", key.shape[1], "the query heads H", heads)
+    expect_divides("key heads G", key.shape[1], "query heads H", heads)
     expect_alike("key", key, "query", query)
     if window is not None:
         expect_at_least("window", window, 1)

@@ -229,45 +229,8 @@ def test_frequencies_survive_a_cast_to_low_precision():
     assert module(random(1, T, E).bfloat16()).dtype == torch.bfloat16
 
 
-def test_a_cache_refuses_tensors_that_want_gradients():
-    module = grouped_module(grouped_weights())
-    with pytest.raises(ValueError, match=r"^key: expected a tensor without gradient \(torch.no_grad\(\)\)"):
-        module(random(1, 1, E), cache=module.new_cache(1, dtype=torch.float64))
-
-
 def test_new_caches_have_the_modules_shapes():
     assert isinstance(grouped_module(grouped_weights()).new_cache(3, 4), KVCache)
     cache = latent_module(latent_weights()).new_cache(3, 4)
     assert isinstance(cache, LatentCache)
     assert cache.buffers[0].shape == (3, 4, R + P)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda m: m(random(T, E)), r"^x: expected 3 dims \[B, T, E\], found shape \[7, 12\]$"),
-        (lambda m: m(random(1, 0, E)), r"^x: number of tokens T: expected at least 1, found 0$"),
-    ],
-)
-def test_module_errors(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(grouped_module(grouped_weights()))
-
-
-def test_module_construction_errors():
-    w = grouped_weights()
-    with pytest.raises(ValueError, match=r"^kv_heads: expected a number that divides heads = 4, found 3$"):
-        GroupedAttention(
-            query=linear(w.query.flatten(0, 1)),
-            key=nn.Identity(),
-            value=nn.Identity(),
-            output=nn.Identity(),
-            heads=4,
-            kv_heads=3,
-            head_dim=D,
-        )
-    with pytest.raises(ValueError, match=r"^cross: expected causal=False and no frequencies, found"):
-        grouped_module(w, cross=True)
-    cross = grouped_module(w, cross=True, causal=False)
-    with pytest.raises(ValueError, match=r"^memory: expected \[B, S, E'\] \(or a cache .*\), found None$"):
-        cross(random(1, 2, E))

@@ -35,8 +35,11 @@ def calls(monkeypatch):
 
     def decode_latent(query, query_rope, c, key_rope, scale, *, mask):
         seen.append(mask)
-        mask = None if mask is None else mask[:, None, None]
-        return latent.latent_weights(query, query_rope, c, key_rope, scale, mask) @ c[:, None]
+        wide = torch.promote_types(c.dtype, torch.float32)
+        keys = torch.cat([c, key_rope], -1)[:, None].to(wide)
+        scores = scale * torch.cat([query, query_rope], -1).to(wide) @ keys.mT
+        scores = scores if mask is None else scores.masked_fill(~mask[:, None, None], -torch.inf)
+        return (scores.softmax(-1) @ c[:, None].to(wide)).to(c.dtype)
 
     monkeypatch.setitem(sys.modules, "kvfold.attention.kernel", SimpleNamespace(decode_latent=decode_latent))
     monkeypatch.setattr(latent, "kernel_takes", lambda query, query_rope, mask: query.shape[2] == 1)

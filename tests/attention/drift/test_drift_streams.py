@@ -3,7 +3,6 @@
 import pytest
 import torch
 from helpers import precision
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvfold.attention.drift.loaded import as_stream
@@ -173,10 +172,3 @@ def test_cache_bytes_of_latent_attention_are_what_the_cache_really_holds():
     assert as_stream(model).cache_bytes_per_token() == held // 7
     if hasattr(model.model.layers[0].self_attn, "expand_kv"):  # transformers that caches the latent itself
         assert held // 7 == 3 * (12 + 4) * 4
-
-
-def test_what_is_not_a_decoder_is_named():
-    with pytest.raises(ValueError, match="a int must be a model of transformers or a LayerStream"):
-        as_stream(3)
-    with pytest.raises(ValueError, match="Linear has no list of None decoder layers"):
-        as_stream(nn.Linear(2, 2))

@@ -176,32 +176,6 @@ def test_inputs_that_require_gradients_are_taken():
     assert not found.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("query", "key", "options", "message"),
-    [
-        ([2, 4, 5], [2, 4, 5, 3], {}, "query: expected 4 dims [B, H, T, D], found shape [2, 4, 5]"),
-        ([2, 4, 5, 3], [2, 2, 6, 3], {}, "key: expected shape [B, G, T, D] with T = 5, found [2, 2, 6, 3]"),
-        ([2, 4, 5, 3], [2, 3, 5, 3], {}, "key: expected a number that divides the query heads H = 4, found 3"),
-        ([2, 4, 5, 3], [2, 2, 5, 3], {"window": 0}, "window: expected at least 1, found 0"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_named(query, key, options, message):
-    with pytest.raises(ValueError) as raised:  # noqa: PT011 (the whole text is compared below)
-        distance_profile(torch.ones(query), torch.ones(key), 1.0, **options)
-    assert str(raised.value).startswith(message)
-
-
-def test_mixed_dtypes_are_named():
-    with pytest.raises(ValueError, match=r"key: expected dtype torch\.float32 as in query, found torch\.float64"):
-        distance_profile(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2, dtype=torch.float64), 1.0)
-
-
-def test_row_kl_wants_the_same_heads():
-    query, key = torch.ones(1, 2, 3, 4), torch.ones(1, 1, 3, 4)
-    with pytest.raises(ValueError, match=r"other_query: expected batch, heads and length \[1, 2, 3\] as in query"):
-        row_kl(query, key, torch.ones(1, 4, 3, 4), key, 1.0, 1.0)
-
-
 MEMORY = """
 import resource, torch
 from kvfold.attention.drift.profile import distance_profile, row_kl

@@ -79,12 +79,6 @@ def test_sinks_are_keys_without_a_value(length: int, keys: int, softcap: float |
     torch.testing.assert_close(found.double(), expected, **precision.ACTIVATIONS)
 
 
-def test_capped_scores_need_a_mask() -> None:
-    query, key, value = arguments(5)
-    with pytest.raises(ValueError, match="attention_mask: expected a mask beside a softcap, found none"):
-        ALL_ATTENTION_FUNCTIONS[BLOCKWISE](nn.Module(), query, key, value, None, softcap=1.0)
-
-
 class Attention(nn.Module):
     """Queries, keys and values that are given, through transformers' attention interface."""
 
