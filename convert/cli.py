@@ -13,7 +13,6 @@ from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import (
     STDOUT,
     PanelCommand,
-    PanelOption,
     check_writable,
     request_options,
     run_command,
@@ -96,16 +95,11 @@ def _convert_request(options: dict[str, Any], further: dict[str, Any]) -> Conver
 
 
 _recipe = click.option(
-    "--recipe",
-    cls=PanelOption,
-    panel="Target",
-    metavar="NAME|FILE.toml",
-    help="Defaults from a recipe; options on the command line override it.",
+    "--recipe", metavar="NAME|FILE.toml", help="Defaults from a recipe; options on the command line override it."
 )
-_running = partial(click.option, cls=PanelOption, panel="Running")
 _result_files = (
-    _running("--json", "json_file", metavar="FILE|-", help="Also write the result to FILE; -: to stdout alone."),
-    _running("--report", metavar="DIR", help="Also write DIR/report.html: the numbers drawn, in one file."),
+    click.option("--json", "json_file", metavar="FILE|-", help="Also write the result to FILE; -: to stdout alone."),
+    click.option("--report", metavar="DIR", help="Also write DIR/report.html: the numbers drawn, in one file."),
 )
 
 
@@ -114,7 +108,6 @@ _result_files = (
     ConvertRequest,
     before={"allow_growth": [_recipe], "trust_remote_code": _result_files},
     build=_convert_request,
-    optional=["to"],
 )
 def convert(request: ConvertRequest, json_file: str | None, report: str | None) -> None:
     """Convert MODEL and write the result to the folder OUT."""

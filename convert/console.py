@@ -30,14 +30,6 @@ _PLOT_KINDS = (".png", ".svg", ".pdf")
 # The options of a request
 
 
-class PanelOption(click.Option):
-    """An option that ``--help`` lists under the heading ``panel``."""
-
-    def __init__(self, *args: Any, panel: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.panel = panel
-
-
 class PanelCommand(click.Command):
     """A command whose ``--help`` lists options by their panels; ``--help`` itself is under Running."""
 
@@ -59,14 +51,13 @@ def request_options(
     *,
     before: Mapping[str, Sequence[Decorator]] | None = None,
     build: Callable[[dict[str, Any], dict[str, Any]], Request] | None = None,
-    optional: Sequence[str] = (),
 ) -> Decorator:
     """Gives a click command the arguments and options of ``request``, and its function the request made of them.
 
-    ``before`` has further options that ``--help`` lists before one of the request's. ``build(values, further)`` makes
-    the request of the values of its options and of the further ones, from which it may take some; by default it is
-    ``request(**values)``. ``optional`` names options without a default that ``build`` may supply. A flag that is set by
-    default has an option ``--no-NAME``.
+    ``before`` has further options, which ``--help`` lists before one of the request's and in its panel. ``build(values,
+    further)`` makes the request of the values of its options, none of which is required then, and of the further ones,
+    from which it may take some; by default it is ``request(**values)``. A flag that is set by default has an option
+    ``--no-NAME``.
     """
     found = specs(request)
 
@@ -81,9 +72,11 @@ def request_options(
 
         decorated: Any = command
         for name, spec in reversed(found.items()):
-            decorated = _parameter(spec, required=spec.default is MISSING and name not in optional)(decorated)
-            for extra in reversed((before or {}).get(name, ())):
-                decorated = extra(decorated)
+            required = spec.default is MISSING and (build is None or spec.argument)
+            for parameter in (_parameter(spec, required), *reversed((before or {}).get(name, ()))):
+                decorated = parameter(decorated)
+                if spec.panel is not None:
+                    decorated.__click_params__[-1].panel = spec.panel
         return decorated
 
     return decorate
@@ -96,8 +89,6 @@ def _parameter(spec: Option, required: bool) -> Decorator:
         return click.argument(spec.name, metavar=spec.metavar, **several)
     metavar = spec.metavar or (f"[{'|'.join(spec.words)}]" if spec.words else None)
     settings: dict[str, Any] = {"help": spec.help, "metavar": metavar}
-    if spec.panel is not None:
-        settings |= {"cls": PanelOption, "panel": spec.panel}
     names = [as_option(spec.name, False if spec.default is True else ALONE), *spec.spellings, spec.name]
     if bool in spec.kinds:
         return click.option(*names, is_flag=True, **settings)
@@ -165,12 +156,12 @@ def run_command(
 def _usage(error: click.ClickException, command: click.Command, name: str, arguments: Sequence[str]) -> str:
     """A wrong command line in one sentence that names the command whose ``--help`` has the rules."""
     text, where = error.format_message().replace("\n", " ").rstrip("."), name
+    # Click says of an option without its argument neither to which command it belongs nor what is missing.
     called = next(iter(arguments), "")
     if isinstance(command, click.Group) and called in command.commands:
         command, where = command.commands[called], f"{name} {called}"
     if isinstance(error, click.UsageError) and error.ctx:
         where = error.ctx.command_path
-    # Click does not say which argument is missing.
     if isinstance(error, click.BadOptionUsage) and text.endswith("requires an argument"):
         options = (option for option in command.params if error.option_name in option.opts and option.metavar)
         text += "".join(f": {option.metavar}" for option in options)

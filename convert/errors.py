@@ -134,14 +134,11 @@ def system_failure(error: Exception) -> str | None:
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """`` (did you mean NAME?)`` for the one of ``known`` that ``name`` resembles most; empty when none does."""
-
-    def plain(text: Any) -> str:
-        return str(text).strip().lower().replace("-", "_")
-
+    known = list(known)
     # Case, dashes and blanks do not make another word.
-    spellings = {plain(item): item for item in known}
-    usual = _USUAL.get(plain(name))
-    if usual in spellings.values():
+    asked, *spelled = (str(text).strip().lower().replace("-", "_") for text in (name, *known))
+    usual = _USUAL.get(asked)
+    if usual in known:
         return f" (did you mean {usual}?)"
-    close = get_close_matches(plain(name), spellings, 1)
-    return f" (did you mean {spellings[close[0]]}?)" if close else ""
+    close = get_close_matches(asked, spelled, 1)
+    return f" (did you mean {known[spelled.index(close[0])]}?)" if close else ""

@@ -36,6 +36,7 @@ _SHOWN = {
 }
 
 
+@dataclass
 class Stages:
     """The stages of a run: ``with stages("convert", 32, "layer") as advance: advance(1)``.
 
@@ -43,24 +44,23 @@ class Stages:
     ``total`` has no known length; ``progress`` does not hear of it.
     """
 
-    def __init__(self, progress: Progress | None = None, quiet: bool = False) -> None:
-        self._progress, self._quiet = progress, quiet
-        self._lock = threading.Lock()
+    progress: Progress | None = None
+    quiet: bool = False
 
     @contextmanager
     def __call__(self, name: str, total: int = 0, unit: str = "", done: int = 0) -> Iterator[Advance]:
         """A stage of ``total`` units ("B" is bytes), ``done`` of them before it began."""
-        progress, count = self._progress, done
+        progress, count = self.progress, done
 
         def report(amount: int) -> None:
             nonlocal count
             # A thread copies bytes while layers are fitted.
-            with self._lock:
+            with _lock:
                 count += amount
                 if progress is not None and total:
                     progress(name, count, total)
 
-        if progress is None and not self._quiet:
+        if progress is None and not self.quiet:
             with stage(_SHOWN.get(name, name), total, unit, done) as advance:
                 yield advance
         else:
@@ -148,7 +148,7 @@ def _show() -> None:
 
     this = _open[-1]
     _bar = tqdm(
-        desc=_in_front(this.name),
+        desc=_line(this.name),
         total=this.total or None,
         initial=this.kept,
         unit=this.unit,
@@ -177,12 +177,14 @@ def _watch() -> None:
             now, outer = time.time(), _open[0]
             if now - _told >= EVERY or (outer.name != _named and now - outer.begun >= LASTS):
                 _told, _named = now, outer.name
-                print(f"[{time.strftime('%H:%M:%S')}] {_in_front(_open[-1].text())}", file=sys.stderr, flush=True)
+                print(f"[{time.strftime('%H:%M:%S')}] {_line(_open[-1].text())}", file=sys.stderr, flush=True)
 
 
-def _in_front(text: str) -> str:
-    """The counted stages around the innermost, then ``text``; bytes copied at the same time are left out."""
-    return ", ".join([*(each.text() for each in _open[:-1] if each.total and each.unit != "B"), text])
+def _line(text: str) -> str:
+    """``text`` of the innermost stage behind the counted ones around it."""
+    # Bytes are copied at the same time, and are no part of what a step is doing.
+    around = [each.text() for each in _open[:-1] if each.total and each.unit != "B"]
+    return ", ".join([*around, text])
 
 
 def _has_width() -> bool:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, job s
 _RESEND_SECONDS = 0.02  # the finalizer that swallowed a KeyboardInterrupt has returned by then
 
 
+@dataclass
 class DeferredSignals:
     """Holds signals back while files are created or removed, and lets them through in between::
 
@@ -35,10 +37,9 @@ class DeferredSignals:
     the main thread, where Python runs no handlers, this does nothing. Can be nested.
     """
 
-    def __init__(self) -> None:
-        self.deferred = False
-        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._waiting: list[int] = []
+    deferred: bool = False
+    _handlers: dict[int, Callable[[int, FrameType | None], Any]] = field(default_factory=dict)
+    _waiting: list[int] = field(default_factory=list)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():

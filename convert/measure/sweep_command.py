@@ -1,7 +1,6 @@
 """The command ``kvfold sweep``."""
 
 import re
-from functools import partial
 
 import click
 
@@ -10,7 +9,6 @@ from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import (
     STDOUT,
     PanelCommand,
-    PanelOption,
     check_plot,
     check_writable,
     request_options,
@@ -25,19 +23,16 @@ from kvfold.convert.text.corpus import check_sources
 _TARGET = re.compile(r"[\w+]*[:,][\w:,+]*|\d[\d,+]*|gqa|mqa|mla", re.IGNORECASE)
 _within = click.option(
     "--within",
-    cls=PanelOption,
-    panel="Decision",
     type=click.FloatRange(0, min_open=True),
     default=WITHIN,
     show_default=True,
     metavar="X",
     help="Perplexity that may be lost, as a fraction: 0.01 is 1 %. The smallest target within it is named.",
 )
-_running = partial(click.option, cls=PanelOption, panel="Running")
 _files = (
-    _running("--json", "json_file", metavar="FILE|-", help="Also write the result to FILE; -: to stdout alone."),
-    _running("--plot", metavar="FILE", help="Draw the curve (PNG, SVG, PDF); needs the report extra."),
-    _running("--report", metavar="DIR", help="Also write DIR/report.html: table and curve, self-contained."),
+    click.option("--json", "json_file", metavar="FILE|-", help="Also write the result to FILE; -: to stdout alone."),
+    click.option("--plot", metavar="FILE", help="Draw the curve (PNG, SVG, PDF); needs the report extra."),
+    click.option("--report", metavar="DIR", help="Also write DIR/report.html: table and curve, self-contained."),
 )
 
 

@@ -17,7 +17,7 @@ import click
 
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import check_opens
-from kvfold.convert.console import PanelCommand, PanelOption, check_plot, check_writable, request_options
+from kvfold.convert.console import PanelCommand, check_plot, check_writable, request_options
 from kvfold.convert.measure.options import tell
 from kvfold.convert.processes import leave_processes, started_first
 from kvfold.convert.text.corpus import check_sources
@@ -29,8 +29,6 @@ INTERRUPTED = "OUT was not written; continue with --resume"
 _json = click.option(
     "--json",
     "json_file",
-    cls=PanelOption,
-    panel="Running",
     metavar="FILE|-",
     help="Also write the record and the log to FILE; -: to stdout alone.",
 )
