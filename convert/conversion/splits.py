@@ -69,9 +69,9 @@ def slots_record(layers: Sequence[LayerSurvey], slots: Sequence[Slots]) -> dict[
 
 def slots_worth_record(layers: Sequence[LayerSurvey], slots: Slots) -> dict[str, Any]:
     """What rotation is worth at every frequency and slot, mean over layers, and how much of it ``slots`` keep."""
-    worth = mean_worth(layers)
-    if worth is None or not slots.counts:
+    if not slots.counts:
         return {}
+    worth = mean_worth(layers)
     kept = [float(row[:count].sum()) for row, count in zip(worth, slots.counts, strict=True)]
     shown = _SHOWN_SLOTS * max(1, sum(slots.counts))
     return {

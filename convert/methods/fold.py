@@ -59,7 +59,8 @@ def principal(layer: FoldLayer) -> Fitted:
             return choice
         return replace(choice, weights=other, errors={**choice.errors, choice.groups: error})
 
-    best = judged(statistics, fitted, lambda choice: choice.errors[choice.groups])
-    groups = [list(group) for group in best.weights.groups]
-    notes = {"groups": groups, "received_attention_share": best.share, **norms_note(weights, statistics)}
-    return Fitted(best.weights.weights, notes)
+    best, share = judged(statistics, fitted, lambda choice: choice.errors[choice.groups])
+    groups = [list(group) for group in best.groups]
+    return Fitted(
+        best.weights, {"groups": groups, "received_attention_share": share, **norms_note(weights, statistics)}
+    )

@@ -22,7 +22,7 @@ def principal(layer: LatentLayer) -> Fitted:
     of norms on queries and keys where these do not stay.
     """
     from kvfold.convert.transforms.head_norms import norms_note
-    from kvfold.convert.transforms.latent.norm import live_norm
+    from kvfold.convert.transforms.latent.variants import live_norm
     from kvfold.convert.transforms.sinks import judged, with_damper
 
     statistics = layer.known()
@@ -39,9 +39,8 @@ def principal(layer: LatentLayer) -> Fitted:
         damped = with_damper(fit_latent(layer, counted, layer.channels - 1), statistics)
         return min(plain, (live_norm(damped, layer.inputs), 1), key=error)
 
-    best = judged(statistics, fitted, error)
-    latent, dampers = best.weights
-    notes = {"received_attention_share": best.share, **({} if layer.centered else {"damper_channels": dampers})}
+    (latent, dampers), share = judged(statistics, fitted, error)
+    notes = {"received_attention_share": share, **({} if layer.centered else {"damper_channels": dampers})}
     if not layer.keeps_norms:
         notes |= norms_note(layer.weights, statistics, key_constant=layer.centered)
     return Fitted(latent, notes)
@@ -52,14 +51,13 @@ def fit_latent(layer: LatentLayer, statistics: "LayerStatistics", channels: int)
 
     Norms on queries and keys stay where the layout has a place for them; else linear maps stand in.
     """
-    from kvfold.convert.transforms.head_norms import has_norms, linear_heads
+    from kvfold.convert.transforms.head_norms import linear_heads
     from kvfold.convert.transforms.latent.latent import to_latent
-    from kvfold.convert.transforms.latent.normed import to_normed_latent
     from kvfold.convert.transforms.latent.variants import query_latent
 
-    weights, place, context, scale = layer.weights, (layer.rotary, layer.slots, channels), layer.context, layer.scale
-    if layer.keeps_norms and has_norms(weights):
-        return to_normed_latent(weights, statistics, *place, context=context, scale=scale)
-    linear = linear_heads(weights, statistics, key_constant=layer.centered)
-    latent = to_latent(linear, statistics, *place, context=context, scale=scale, centered=layer.centered)
+    weights, centered = layer.weights, layer.centered
+    if not layer.keeps_norms:
+        weights = linear_heads(weights, statistics, key_constant=centered)
+    place = layer.rotary, layer.slots, channels
+    latent = to_latent(weights, statistics, *place, context=layer.context, scale=layer.scale, centered=centered)
     return latent if layer.query_channels is None else query_latent(latent, statistics, layer.query_channels)

@@ -11,18 +11,15 @@ from kvfold.convert.methods.registry import Fitted, LatentLayer, method
 )
 def svd(layer: LatentLayer) -> Fitted:
     """Singular vectors of ``[W_k; W_v]``, inputs taken as white behind the gain of the attention's norm."""
-    from kvfold.convert.transforms.head_norms import has_norms, linear_heads
+    from kvfold.convert.transforms.head_norms import linear_heads
     from kvfold.convert.transforms.latent.latent import svd_latent
-    from kvfold.convert.transforms.latent.normed import svd_normed_latent
     from kvfold.convert.transforms.latent.variants import query_latent
     from kvfold.convert.transforms.weights import blank_statistics
 
     weights, gain = layer.weights, layer.gain
-    place, scale = (layer.rotary, layer.slots, layer.channels), layer.scale
-    blank = blank_statistics(weights.model_dim, weights.heads, scales=gain)
-    if layer.keeps_norms and has_norms(weights):
-        return Fitted(svd_normed_latent(weights, blank, *place, scale=scale, gain=gain))
-    latent = svd_latent(linear_heads(weights, blank), *place, scale=scale, gain=gain)
+    if not layer.keeps_norms:
+        weights = linear_heads(weights, blank_statistics(weights.model_dim, weights.heads, scales=gain))
+    latent = svd_latent(weights, layer.rotary, layer.slots, layer.channels, scale=layer.scale, gain=gain)
     if layer.query_channels is None:
         return Fitted(latent)
     plain = blank_statistics(latent.model_dim, latent.heads)

@@ -46,13 +46,6 @@ class Distances:
     tail: float = 0.0
     flat: float = 0.0
 
-    @property
-    def weights(self) -> Tensor:
-        """``p_h(delta)`` as a tensor ``[H, reach]``."""
-        seen = torch.nn.functional.pad(self.profile, (0, self.reach - self.profile.shape[1]))
-        common = _common_weights(self.reach, self.tail, self.flat).to(seen.device)
-        return (1 - self.tail - self.flat) * seen + common
-
 
 def mixed_distances(profile: Tensor, context: int, uniform: float = 0.0, tail: float | None = None) -> Distances:
     """The mixture above for ``profile [H, S]`` and a model that has to serve ``context`` positions.
@@ -84,17 +77,13 @@ def rotation_gains(distances: Distances, theta: Tensor) -> Tensor:
     return rotary_moments(distances, torch.cat([speed, speed.new_zeros(1)]))[:, :-1, -1]
 
 
-def _common_weights(reach: int, tail: float, flat: float) -> Tensor:
-    """Tail and flat part of the mixture, ``[reach]``, which sum to ``tail + flat``."""
-    ahead = torch.arange(reach, 0, -1, dtype=torch.float64)
-    octaves = 1 / ahead.flip(0)
-    return tail * octaves / octaves.sum() + flat * ahead / ahead.sum()
-
-
 @lru_cache(maxsize=16)
 def _common_moment(reach: int, tail: float, flat: float, speed: tuple[float, ...]) -> Tensor:
-    """`_wave_moment` of the part of the mixture that all heads of a model share."""
-    return _wave_moment(_common_weights(reach, tail, flat), torch.tensor(speed, dtype=torch.float64))
+    """`_wave_moment` of tail and flat part, ``[n, n]``, which all heads of a model share."""
+    ahead = torch.arange(reach, 0, -1, dtype=torch.float64)
+    octaves = 1 / ahead.flip(0)
+    weights = tail * octaves / octaves.sum() + flat * ahead / ahead.sum()
+    return _wave_moment(weights, torch.tensor(speed, dtype=torch.float64))
 
 
 def _wave_moment(weights: Tensor, speed: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ result must be a linear function of the input, the closest is that of least squa
 
 pulled towards ``L_0``, the projection divided by one number per head, the more the shorter the text. Both are exact
 where ``d`` does not vary. Where it does, most of the variation follows the input: the energy of ``norm(W x)`` that
-``L`` misses (`NormFit`) is far below the square of the divisors' coefficient of variation.
+``L`` misses (`norms_note`) is far below the square of the divisors' coefficient of variation.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,31 +31,27 @@ def has_norms(weights: AttentionWeights) -> bool:
     return weights.q_norm is not None or weights.k_norm is not None
 
 
-def normalized(rows: Tensor, norm: HeadNorm | None) -> tuple[Tensor, Tensor]:
-    """``rows [N, n, D]`` after ``norm``, and the divisors ``[N, n]`` (1 without a norm)."""
-    if norm is None:
-        return rows, rows.new_ones(rows.shape[:2])
-    over = (1, 2) if norm.extent == "flat" else (2,)
-    if norm.kind == "layer":
-        rows = rows - rows.mean(over, keepdim=True)
-    divisor = (rows.square().mean(over, keepdim=True) + norm.eps).sqrt()
-    rows = rows / divisor * (norm.weight.to(rows) + norm.offset)
-    rows = rows if norm.bias is None else rows + norm.bias.to(rows)
-    return rows, divisor[..., 0].expand(rows.shape[:2])
-
-
 def project(weights: AttentionWeights, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Queries, then keys, of ``inputs [N, E]`` after their norms ``[N, H + G, D]``, and their divisors ``[N, H + G]``.
 
-    They are not rotated, and in the dtype of ``inputs``.
+    They are not rotated, and in the dtype of ``inputs``. Divisors are 1 without a norm.
     """
+    results, divisors = [], []
     sides = ((weights.q, weights.q_bias, weights.q_norm), (weights.k, weights.k_bias, weights.k_norm))
-    parts = []
     for weight, bias, norm in sides:
         rows = torch.unflatten(inputs @ weight.to(inputs).flatten(0, 1).mT, 1, weight.shape[:2])
-        parts.append(normalized(rows if bias is None else rows + bias.to(rows), norm))
-    queries, keys = parts
-    return torch.cat([queries[0], keys[0]], 1), torch.cat([queries[1], keys[1]], 1)
+        rows = rows if bias is None else rows + bias.to(rows)
+        divisor = rows.new_ones(rows.shape[:2])
+        if norm is not None:
+            over = (1, 2) if norm.extent == "flat" else (2,)
+            rows = rows - rows.mean(over, keepdim=True) if norm.kind == "layer" else rows
+            root = (rows.square().mean(over, keepdim=True) + norm.eps).sqrt()
+            rows = rows / root * (norm.weight.to(rows) + norm.offset)
+            rows = rows if norm.bias is None else rows + norm.bias.to(rows)
+            divisor = root[..., 0].expand_as(divisor)
+        results.append(rows)
+        divisors.append(divisor)
+    return torch.cat(results, 1), torch.cat(divisors, 1)
 
 
 def linear_heads(
@@ -71,17 +67,16 @@ def linear_heads(
     if not has_norms(weights):
         return weights
     statistics, heads = statistics.to(weights.q.device), weights.heads
-    constant = key_constant or weights.k_bias is not None
-    q = _side(
-        with_bias(weights.q, weights.q_bias), weights.q_norm, statistics, slice(heads), weights.q_bias is not None
-    )
-    k = _side(with_bias(weights.k, weights.k_bias), weights.k_norm, statistics, slice(heads, None), constant)
+    q_constant, k_constant = weights.q_bias is not None, key_constant or weights.k_bias is not None
+    rows = with_bias(weights.q, weights.q_bias), with_bias(weights.k, weights.k_bias)
+    q = _linear(rows[0], weights.q_norm, statistics, slice(heads), q_constant)
+    k = _linear(rows[1], weights.k_norm, statistics, slice(heads, None), k_constant)
     return replace(
         weights,
         q=q[..., :-1],
         k=k[..., :-1],
-        q_bias=None if weights.q_bias is None else q[..., -1],
-        k_bias=k[..., -1] if constant else None,
+        q_bias=q[..., -1] if q_constant else None,
+        k_bias=k[..., -1] if k_constant else None,
         q_norm=None,
         k_norm=None,
     )
@@ -92,25 +87,22 @@ def divided_heads(
 ) -> tuple[AttentionWeights, Tensor]:
     """`linear_heads` with keys divided by one number per head, exact up to a factor per token; and the numbers ``[G]``.
 
-    Raises ValueError for keys without a norm.
+    Raises ValueError unless queries and keys both have a norm.
     """
-    norm = weights.k_norm
-    if norm is None:
-        raise ValueError("weights: the keys have no norm; use linear_heads")
+    if weights.q_norm is None or weights.k_norm is None:
+        raise ValueError("weights: queries and keys must both have a norm; use linear_heads")
     statistics = statistics.to(weights.q.device)
-    rows, factor = _divided(with_bias(weights.k, weights.k_bias), norm, statistics, slice(weights.heads, None))
+    rows = with_bias(weights.k, weights.k_bias)
+    rows, factor = _over_one_number(rows, weights.k_norm, statistics, slice(weights.heads, None))
     linear = linear_heads(replace(weights, k_norm=None), statistics, key_constant=key_constant)
     return replace(linear, k=rows[..., :-1], k_bias=None if linear.k_bias is None else rows[..., -1]), 1 / factor
 
 
-def _side(rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, heads: slice, constant: bool) -> Tensor:
-    """The linear map ``[n, D, E+1]`` of a projection ``rows [n, D, E+1]`` followed by ``norm``.
-
-    ``heads``: their indices in the statistics. ``constant``: the map may have one.
-    """
+def _linear(rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, heads: slice, constant: bool) -> Tensor:
+    """``L [n, D, E+1]`` for ``rows [n, D, E+1]`` and ``norm``: ``heads`` of the statistics, a ``constant`` or none."""
     if norm is None:
         return rows
-    start, _ = _divided(rows, norm, statistics, heads)
+    start, _ = _over_one_number(rows, norm, statistics, heads)
     if not constant:
         start[..., -1] = 0
     if statistics.normed is None:
@@ -120,19 +112,17 @@ def _side(rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, head
     size = len(moment) - (not constant)
     # The fewer tokens, the stronger the pull towards the projection over one number.
     ridge = SHRINK * statistics.gram.trace() / max(statistics.tokens, 1)
-    moment[: len(statistics.gram), : len(statistics.gram)].diagonal().add_(ridge)
+    moment[:-1, :-1].diagonal().add_(ridge)
     change = torch.linalg.solve(moment[:size, :size], residual.flatten(0, 1)[:, :size].mT).mT
     return start + torch.nn.functional.pad(change, (0, len(moment) - size)).reshape(rows.shape)
 
 
-def _divided(rows: Tensor, norm: HeadNorm, statistics: LayerStatistics, heads: slice) -> tuple[Tensor, Tensor]:
+def _over_one_number(rows: Tensor, norm: HeadNorm, statistics: LayerStatistics, heads: slice) -> tuple[Tensor, Tensor]:
     """``L_0``: ``rows [n, D, E+1]`` times a factor per head and the gain of ``norm``, plus bias; factors ``[n]``."""
-    if norm.kind == "layer":
-        rows = rows - rows.mean((0, 1) if norm.extent == "flat" else (1,), keepdim=True)
-    if statistics.divisors is None:  # statistics without text: the root mean square of uncorrelated inputs
-        square = ((rows @ input_moment(statistics)) * rows).sum(-1).mean(-1)
-        square = square.mean().expand_as(square) if norm.extent == "flat" else square
-        factor = (square + norm.eps).rsqrt()
+    rows = centered(rows, norm)
+    # Without text the divisor is the root mean square of uncorrelated inputs.
+    if statistics.divisors is None:
+        factor = 1 / root_mean_square(rows, norm, input_moment(statistics))
     else:
         mean, square, _ = statistics.divisors[heads].unbind(-1)
         factor = mean / square
@@ -142,42 +132,38 @@ def _divided(rows: Tensor, norm: HeadNorm, statistics: LayerStatistics, heads: s
     return rows, factor
 
 
-@dataclass(frozen=True)
-class NormFit:
-    """The distance of norms from linear maps, for queries and for keys, over all heads and the calibration text.
+def centered(rows: Tensor, norm: HeadNorm) -> Tensor:
+    """``rows [n, D, F]`` less what a layer norm subtracts: the mean over its extent, which is linear."""
+    if norm.kind == "rms":
+        return rows
+    return rows - rows.mean((0, 1) if norm.extent == "flat" else (1,), keepdim=True)
 
-    ``spread``: the coefficient of variation of the divisors, mean over the heads. ``missed``: the share of the energy
-    of normalized queries or keys that the linear maps leave out.
-    """
 
-    query_spread: float
-    key_spread: float
-    query_missed: float
-    key_missed: float
-
-    def record(self) -> dict[str, float]:
-        """For ``kvfold.json``."""
-        return asdict(self)
+def root_mean_square(rows: Tensor, norm: HeadNorm, moment: Tensor) -> Tensor:
+    """The divisors ``[n]`` of `centered` rows over text, for the second moment ``[F, F]`` of the inputs ``[x; 1]``."""
+    square = ((rows @ moment) * rows).sum(-1).mean(-1)
+    square = square.mean().expand_as(square) if norm.extent == "flat" else square
+    return (square + norm.eps).sqrt()
 
 
 def norms_note(weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False) -> dict[str, Any]:
-    """For ``kvfold.json``: how much the divisors of norms on queries and keys vary, and what linear maps miss.
+    """For ``kvfold.json``: the distance of norms on queries and keys from linear maps, over the calibration text.
 
-    Empty for a layer without such norms.
+    ``head_norms`` holds for queries and keys, over all heads, ``spread``: the coefficient of variation of the divisors,
+    and ``missed``: the share of the energy of normalized queries or keys that `linear_heads` leaves out. Empty for a
+    layer without such norms, and for statistics that say nothing about them.
     """
-    fit = norm_fit(weights, linear_heads(weights, statistics, key_constant=key_constant), statistics)
-    return {} if fit is None else {"head_norms": fit.record()}
-
-
-def norm_fit(weights: AttentionWeights, linear: AttentionWeights, statistics: LayerStatistics) -> NormFit | None:
-    """The loss where ``linear`` replaces ``weights``; None where the statistics say nothing about norms."""
     if statistics.normed is None or statistics.divisors is None:
-        return None
-    moment, heads = input_moment(statistics, ridge=0.0), weights.heads
+        return {}
+    linear = linear_heads(weights, statistics, key_constant=key_constant)
+    moment = input_moment(statistics, ridge=0.0)
     mean, square, energy = statistics.divisors.unbind(-1)
     spread = (square / mean.square() - 1).clamp_min(0).sqrt()
     rows = torch.cat([with_bias(linear.q, linear.q_bias), with_bias(linear.k, linear.k_bias)]).to(moment.device)
     left = energy + ((rows @ moment - 2 * statistics.normed) * rows).sum((1, 2))
-    sides = (slice(heads), slice(heads, None))
-    missed = [float(left[side].sum().clamp_min(0) / energy[side].sum()) for side in sides]
-    return NormFit(*(float(spread[side].mean()) for side in sides), *missed)
+    sides = {"query": slice(weights.heads), "key": slice(weights.heads, None)}
+    spreads = {f"{name}_spread": float(spread[side].mean()) for name, side in sides.items()}
+    missed = {
+        f"{name}_missed": float(left[side].sum().clamp_min(0) / energy[side].sum()) for name, side in sides.items()
+    }
+    return {"head_norms": spreads | missed}

@@ -11,8 +11,8 @@ sinks alone, the row ``w`` with the largest ``E[r (w x)^2] / E[(w x)^2]``, ``r``
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -30,28 +30,18 @@ DAMPER_RIDGE = 1e-4
 Fitted = TypeVar("Fitted")
 
 
-@dataclass(frozen=True)
-class Judged(Generic[Fitted]):
-    """The fit with the smallest error, its share of `SHARES`, and every share's error."""
-
-    weights: Fitted
-    share: float
-    errors: dict[float, float]
-
-
 def judged(
     statistics: LayerStatistics, fit: Callable[[LayerStatistics], Fitted], judge: Callable[[Fitted], float]
-) -> Judged[Fitted]:
-    """The best of ``fit(statistics)`` over `SHARES` by the error ``judge`` gives it; the first of equals.
+) -> tuple[Fitted, float]:
+    """The best of ``fit(statistics)`` over `SHARES` by the error ``judge`` gives it, the first of equals; its share.
 
     Without averages by received attention all tokens weigh the same, and ``judge`` is not called.
     """
     if statistics.received_gram is None:
-        return Judged(fit(statistics), 0.0, {})
+        return fit(statistics), 0.0
     fits = {share: fit(statistics.counting_received(share)) for share in SHARES}
-    errors = {share: judge(weights) for share, weights in fits.items()}
-    best = min(errors, key=lambda share: errors[share])
-    return Judged(fits[best], best, errors)
+    best = min(SHARES, key=lambda share: judge(fits[share]))
+    return fits[best], best
 
 
 def with_damper(latent: LatentWeights, statistics: LayerStatistics) -> LatentWeights:
@@ -61,10 +51,11 @@ def with_damper(latent: LatentWeights, statistics: LayerStatistics) -> LatentWei
     """
     statistics = statistics.to(latent.down.device)
     if statistics.received_gram is None:
-        raise ValueError("statistics: averages by received attention are missing")
+        raise ValueError("statistics: a damper needs averages by received attention, which were not measured")
     gram = statistics.gram.clone()
     energy = gram.diagonal().mean()
-    gram.diagonal().add_(DAMPER_RIDGE * torch.where(energy > 0, energy, 1.0))  # inputs that are all zero: no sinks
+    # Inputs that are all zero have no sinks.
+    gram.diagonal().add_(DAMPER_RIDGE * torch.where(energy > 0, energy, 1.0))
     # The generalized eigenproblem received w = lambda gram w, through the Cholesky root of gram.
     root = torch.linalg.cholesky(gram)
     half = torch.linalg.solve_triangular(root, statistics.received_gram, upper=False)

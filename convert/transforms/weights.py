@@ -7,14 +7,31 @@ a head rotate, and dim ``l`` pairs with dim ``l + D_rot/2``; the remaining dims 
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 
+class Tensors:
+    """A dataclass of tensors, numbers and further such dataclasses. ``unmapped``: the tensors that `map` leaves."""
+
+    unmapped: ClassVar[tuple[str, ...]] = ()
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with ``change`` (a cast, a move, a choice of heads) applied to every tensor, also to nested ones."""
+        changed: dict[str, Any] = {}
+        for field in fields(self):  # type: ignore[arg-type]  # a dataclass, in every subclass
+            value = getattr(self, field.name)
+            if isinstance(value, Tensors):
+                changed[field.name] = value.map(change)
+            elif isinstance(value, Tensor) and field.name not in self.unmapped:
+                changed[field.name] = change(value)
+        return replace(self, **changed)  # type: ignore[type-var]
+
+
 @dataclass(frozen=True)
-class HeadNorm:
+class HeadNorm(Tensors):
     """A norm on queries or keys, between projection and rotary embedding unless ``after_rotary``.
 
     ``weight`` and ``bias`` are ``[heads, D]``; ``shared``: the file holds one row ``[D]`` for all heads, which is
@@ -33,13 +50,9 @@ class HeadNorm:
     shared: bool = False
     after_rotary: bool = False
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "HeadNorm":
-        """The same norm with ``change`` (a cast, a choice of heads) applied to its weight and its bias."""
-        return replace(self, weight=change(self.weight), bias=None if self.bias is None else change(self.bias))
-
 
 @dataclass(frozen=True)
-class AttentionWeights:
+class AttentionWeights(Tensors):
     """``q [H, D, E]``, ``k, v [G, D, E]``, ``o [E, H, D]``; biases ``[H, D]``, ``[G, D]``, ``[G, D]``, ``[E]``.
 
     ``sinks [H]``: scores of one more key, whose value is zero (gpt-oss).
@@ -73,14 +86,6 @@ class AttentionWeights:
     def model_dim(self) -> int:
         return self.q.shape[2]
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "AttentionWeights":
-        """The same layer with ``change`` (a cast, a move) applied to every tensor, including those of the norms."""
-        present = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
-        changed: dict[str, Any] = {
-            name: value.map(change) if isinstance(value, HeadNorm) else change(value) for name, value in present.items()
-        }
-        return replace(self, **changed)
-
 
 @dataclass(frozen=True)
 class Rotary:
@@ -102,7 +107,7 @@ class Rotary:
 
 
 @dataclass(frozen=True)
-class LayerStatistics:
+class LayerStatistics(Tensors):
     """Calibration statistics of one layer, float64.
 
     ``gram [E, E] = E[x x^T]`` and ``mean [E] = E[x]`` over ``tokens`` attention inputs ``x`` (after the layer's norm);
@@ -126,19 +131,18 @@ class LayerStatistics:
     divisors: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "LayerStatistics":
-        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
-        moved: dict[str, Any] = {name: each.to(device) for name, each in tensors.items() if isinstance(each, Tensor)}
-        return replace(self, **moved)
+        return self.map(lambda tensor: tensor.to(device))
 
     def counting_received(self, share: float) -> "LayerStatistics":
         """Statistics with tokens weighted by ``1 - share + share * received`` attention, which is 1 on average.
 
         Raises ValueError for a share above 0 where received attention was not measured.
         """
-        if share == 0:  # needs no averages by received attention
+        # Without a share nothing need have been measured.
+        if share == 0:
             return self
         if self.received_gram is None or self.received_mean is None:
-            raise ValueError("statistics: averages by received attention are missing, needed for a share above 0")
+            raise ValueError(f"share: {share} needs averages by received attention, which were not measured; use 0")
         gram, mean = torch.lerp(self.gram, self.received_gram, share), torch.lerp(self.mean, self.received_mean, share)
         if self.normed is None or self.received_normed is None:
             return replace(self, gram=gram, mean=mean)

@@ -42,8 +42,8 @@ CONSTANTS: list[tuple[str, str, list[float], str]] = [  # module, name, values, 
     ("fold.score_fit", "ROUNDS", [0, 3, 10, 30], "GQA-2"),
     ("fold.score_fit", "DAMPING", [1e-9, 1e-6, 1e-3], "GQA-2"),
     ("fold.grouping", "PAIR_ROUNDS", [0, 1, 3], "GQA-2"),
-    ("latent.norm", "STEPS", [0, 10, 40, 80], "MLA 48+16 engine"),
-    ("latent.norm", "FLATTEST", [1e-6, 1e-3, 1e-1], "MLA 48+16 engine"),
+    ("latent.variants", "STEPS", [0, 10, 40, 80], "MLA 48+16 engine"),
+    ("latent.variants", "FLATTEST", [1e-6, 1e-3, 1e-1], "MLA 48+16 engine"),
 ]
 
 

@@ -46,7 +46,7 @@ from kvfold.convert.transforms import head_norms
 from kvfold.convert.transforms.fold import grouping, principal
 from kvfold.convert.transforms.head_norms import linear_heads, project
 from kvfold.convert.transforms.latent import slots as rope_slots
-from kvfold.convert.transforms.latent.normed import to_normed_latent
+from kvfold.convert.transforms.latent.latent import to_latent
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 from kvfold.convert.walk.passes import survey
 from kvfold.convert.walk.statistics import StatisticsAccumulator
@@ -180,7 +180,7 @@ def show_latents(folder: str, samples: int, splits: list[tuple[int, int]]) -> No
         for rank, rope in splits:
             surveyed = rope_slots.survey_layer(linear_heads(weights, step.statistics), step.statistics, rotary, context)
             slots = rope_slots.choose_slots([surveyed], rope)
-            latent = to_normed_latent(weights, step.statistics, rotary, slots, rank, context=context)
+            latent = to_latent(weights, step.statistics, rotary, slots, rank, context=context)
             cached = inputs @ torch.cat([latent.down, latent.rope_key]).double().mT
             cached = torch.cat([cached, torch.ones_like(cached[:, :1])], 1)
             keys = torch.einsum("ne,gde->ngd", inputs, weights.k.double())

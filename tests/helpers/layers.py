@@ -38,6 +38,15 @@ def statistics_of(x: Tensor, heads: int) -> LayerStatistics:
     return LayerStatistics(flat.T @ flat / len(flat), flat.mean(0), len(flat), profile)
 
 
+def dense_distances(profile: Tensor, reach: int, uniform: float = 0.0, tail: float = 0.5) -> Tensor:
+    """The mixture of distances that fits average over, ``[H, reach]``, written out for ``profile [H, S]``."""
+    octaves = torch.tensor([1 / (1 + distance) for distance in range(reach)], dtype=torch.float64)
+    ahead = torch.tensor([float(reach - distance) for distance in range(reach)], dtype=torch.float64)
+    seen = torch.nn.functional.pad(profile.double(), (0, reach - profile.shape[1]))
+    mixed = (1 - tail) * seen + tail * octaves / octaves.sum()
+    return (1 - uniform) * mixed + uniform * ahead / ahead.sum()
+
+
 def normed_statistics(weights: AttentionWeights, x: Tensor) -> LayerStatistics:
     """The same, with those of what is behind the norms of ``weights`` on queries and keys."""
     flat = x.flatten(0, 1)

@@ -27,7 +27,8 @@ Partition = tuple[tuple[int, ...], ...]
 # reference MHA model at 8 -> 2 heads (recipes/benchmarks/bench_constants.py): 0 and 1: 0.0559, 3: 0.0551.
 PAIR_ROUNDS = 1
 
-TINY = 1e-100  # keeps 0 / 0 of heads without energy at 0; far below any energy of trained weights
+# Keeps 0 / 0 of heads without energy at 0; far below any energy of trained weights.
+TINY = 1e-100
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,19 @@ class Pairs:
 
     @cached_property
     def losses(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The result of `pair_losses`, computed at the first use: a single candidate needs none."""
-        return pair_losses(self.layer)
+        """Three estimates of what two KV heads lose by sharing, ``[G, G]`` each: symmetric, diagonal 0, shares of 1.
+
+        They weight the score errors by the energy of the head's values, by the inverse of its score energy, or by the
+        square root of the value energy. The error of the values, measured in the layer's output, is added to each.
+        Computed at the first use: a single candidate needs none.
+        """
+        lost, total = _score_losses(self.layer)
+        value_lost, value_energy = _value_losses(self.layer)
+        losses = []
+        for emphasis in (value_energy, 1 / total.clamp(min=TINY), value_energy.sqrt()):
+            score = lost * emphasis / (total * emphasis).sum().clamp(min=TINY)
+            losses.append(value_lost + (score + score.mT))
+        return losses[0], losses[1], losses[2]
 
 
 def contiguous(kv_heads: int, groups: int) -> Partition:
@@ -90,22 +102,6 @@ def candidates(pairs: Pairs, groups: int) -> list[Partition]:
     return partitions
 
 
-def pair_losses(layer: LayerMoments) -> tuple[Tensor, Tensor, Tensor]:
-    """Three estimates of what any two KV heads lose by sharing, ``[G, G]`` each: symmetric, diagonal 0, shares of 1.
-
-    They weight the score errors by the energy of the head's values, by the inverse of its score energy, or by the
-    square root of the value energy. The error of the values, measured in the layer's output, is added to each.
-    """
-    lost, total = _score_losses(layer)
-    value_lost, value_energy = _value_losses(layer)
-
-    def together(emphasis: Tensor) -> Tensor:
-        score = lost * emphasis / (total * emphasis).sum().clamp(min=TINY)
-        return value_lost + (score + score.mT)
-
-    return together(value_energy), together(1 / total.clamp(min=TINY)), together(value_energy.sqrt())
-
-
 def _score_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
     """``[G, G]``: the score error of head ``j``, all its queries, when it shares with ``i``; ``[G]``: its energy."""
     heads = layer.weights.kv_heads
@@ -120,11 +116,7 @@ def _score_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
 
 
 def _value_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
-    """``[G, G]``: the share of the layer's value energy that two heads lose; and ``[G]``: each head's value energy.
-
-    The lost energy is in the principal components beyond the first ``D``, a head's energy is about its mean; both are
-    measured in the layer's output.
-    """
+    """``[G, G]``: the share of the output's energy that two heads' values lose; ``[G]``: each head's energy."""
     heads, dims, metric = layer.weights.kv_heads, layer.weights.head_dim, layer.metric
     root, _ = metric_root(metric)
     moments = layer.joint_values.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
@@ -132,6 +124,7 @@ def _value_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
     energy = (moments * metric).sum((1, 2))
     varying = energy - torch.einsum("ga,gab,gb->g", mean, metric, mean)
     lost = layer.moment.new_zeros(heads, heads)
+    # What two heads lose is in the principal components beyond the first D of both together.
     for i in range(heads - 1):
         joints = torch.stack([layer.joint_values[[i, j]][:, :, [i, j]] for j in range(i + 1, heads)])
         roots = torch.stack([root[[i, j]] for j in range(i + 1, heads)])

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from kvfold.convert.transforms.linalg import metric_root, pair_matrices, pair_moment, symmetric_eig
 
-# Query weights are at least this share of the group's largest: keys are divided by them.
-# Not sensitive: 1e-9, 1e-6 and 1e-3 give the same loss to 1e-4 nats on the reference MHA model at 8 -> 2 heads
-# (recipes/benchmarks/bench_constants.py).
+# Query weights are at least this share of the group's largest: keys are divided by them. 1e-9, 1e-6 and 1e-3 give the
+# same loss to 1e-4 nats on the reference MHA model at 8 -> 2 heads (recipes/benchmarks/bench_constants.py).
 WEAKEST_QUERY = 1e-6
 
 
@@ -35,33 +34,9 @@ class SharedHead:
     encode: Tensor
     decode: Tensor
 
-    def merge(self, members: Tensor) -> Tensor:
-        """Rows of the members ``[m, D, F]`` -> rows of the shared head ``[D, F]``."""
-        return torch.einsum("jab,jbf->af", self.encode, members)
-
-    def without(self, amplitude: Tensor) -> "SharedHead":
-        """The same fold of keys for members that lack the factors ``amplitude [D]`` they (and queries) had here."""
-        change = amplitude / amplitude[:, None]
-        return SharedHead(self.encode * change, self.decode / change)
-
     def repeat_decode(self, times: int) -> "SharedHead":
         """The same fold with ``decode`` repeated for each of the ``times`` query heads that read a member."""
         return SharedHead(self.encode, self.decode.repeat_interleave(times, 0))
-
-    def balance(self, members: Tensor, blocks: list[Tensor]) -> "SharedHead":
-        """The same fold, its shared rows rescaled to the mean norm of the members' rows ``[m, D, F]``, block by block.
-
-        ``blocks`` are index tensors into ``D`` that share one factor (a rotary pair, the unrotated dims, a whole value
-        head). Rows of zeros are left alone.
-        """
-        merged = self.merge(members)
-        factor = torch.ones(merged.shape[0], dtype=torch.float64, device=merged.device)
-        for block in blocks:
-            before = members[:, block].flatten(1).norm(dim=1).mean()
-            after = merged[block].norm()
-            if before > 0 and after > 0:
-                factor[block] = before / after
-        return SharedHead(factor[:, None] * self.encode, self.decode / factor)
 
 
 @dataclass(frozen=True)
@@ -86,16 +61,6 @@ class GroupMoments:
     def readers(self) -> int:
         """Query heads per member, ``n / m``."""
         return len(self.queries) // len(self.keys)
-
-    @property
-    def member_queries(self) -> Tensor:
-        """``[m, D, D]``: second moments of the queries that read each member, summed over its query heads."""
-        return torch.unflatten(self.queries, 0, (len(self.keys), -1)).sum(1)
-
-    @property
-    def member_read(self) -> Tensor:
-        """``[n]``: the member that each query head reads."""
-        return torch.arange(len(self.queries), device=self.queries.device) // self.readers
 
 
 class Objective(Protocol):

@@ -28,17 +28,18 @@ Exact: groups of one; identical heads. Approximate otherwise:
   is the average of what each would need.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.weights import HeadNorm
+from kvfold.convert.transforms.head_norms import centered, root_mean_square
+from kvfold.convert.transforms.weights import HeadNorm, Tensors
 
 
 @dataclass(frozen=True)
-class LinearizedNorm:
+class LinearizedNorm(Tensors):
     """A projection with its norm as one linear map: ``rows [n, D, F]`` (``F = E + 1``, bias last) and its parts.
 
     ``rms [n]`` is each head's root mean square before the norm (1 without a norm), ``gain [n, D]`` the norm's weight
@@ -56,24 +57,6 @@ class LinearizedNorm:
         """``rows`` with the norm's bias added: queries or keys on average, as linear maps of ``x~``."""
         return torch.cat((self.rows[..., :-1], self.rows[..., -1:] + self.constant[..., None]), -1)
 
-    def select(self, heads: list[int]) -> "LinearizedNorm":
-        """Some heads, in that order."""
-        norm = None if self.norm is None else self.norm.map(lambda row: row[heads])
-        return LinearizedNorm(self.rows[heads], self.rms[heads], self.gain[heads], self.constant[heads], norm)
-
-    def fold(self, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """``change`` (a linear map over heads and dims) applied to the rows and to the constant."""
-        return change(self.rows), change(self.constant[..., None])[..., 0]
-
-
-@dataclass(frozen=True)
-class NormedProjection:
-    """A projection ``rows [n, D, F]`` and the norm after it, together the wanted linear map over ``shortfall [n]``."""
-
-    rows: Tensor
-    norm: HeadNorm | None
-    shortfall: Tensor
-
 
 def linearize(rows: Tensor, norm: HeadNorm | None, moment: Tensor) -> LinearizedNorm:
     """``rows [n, D, F]`` of a projection and the norm after it -> the linear map that both are on average.
@@ -85,34 +68,39 @@ def linearize(rows: Tensor, norm: HeadNorm | None, moment: Tensor) -> Linearized
         return LinearizedNorm(rows, ones[:, 0], ones, torch.zeros_like(ones), None)
     gain = norm.weight.double() + norm.offset
     constant = torch.zeros_like(gain) if norm.bias is None else norm.bias.double()
-    rows, rms = _divided_by(rows, norm, moment)
+    rows = centered(rows, norm)
+    rms = root_mean_square(rows, norm, moment)
     return LinearizedNorm(rows * (gain / rms[:, None])[..., None], rms, gain, constant, norm)
 
 
 def restore(
     keys: LinearizedNorm,
     queries: LinearizedNorm,
-    merge_keys: Callable[[Tensor], Tensor],
-    map_queries: Callable[[Tensor], Tensor],
+    encode: Tensor,
+    decode: Tensor,
     blocks: Sequence[Tensor],
     moment: Tensor,
-) -> tuple[NormedProjection, NormedProjection]:
+) -> tuple[tuple[Tensor, HeadNorm | None], tuple[Tensor, HeadNorm | None]]:
     """Folds linearized keys and queries and writes them as projections in front of norms of the source's kinds.
 
-    ``merge_keys`` takes ``[G, D, F]`` to ``[g, D, F]``, ``map_queries`` ``[H, D, F]`` to the same shape. ``blocks`` are
-    the dims that may be rescaled together (rotary pairs). Returns the keys and the queries, which make up for the keys'
-    shortfall.
+    ``encode [g, m, D, D]`` merges the ``m`` members of every shared key, ``decode [H, D, D]`` changes the queries that
+    read it; heads stand together by groups. ``blocks`` are the dims that may be rescaled together (rotary pairs).
+    Returns rows and norm of the keys, ``[g, D, F]``, and of the queries ``[H, D, F]``.
     """
-    key_rows, key_constant = keys.fold(merge_keys)
-    gain, rms = (torch.unflatten(part, 0, (len(key_rows), -1)).mean(1) for part in (keys.gain, keys.rms))
-    written = _write(key_rows, key_constant, gain, rms, keys.norm, moment)
-    rows, constant = queries.fold(map_queries)
+    groups = len(encode)
+    rows, constant = (
+        torch.einsum("gmab,gmbf->gaf", encode, torch.unflatten(part, 0, (groups, -1)))
+        for part in (keys.rows, keys.constant[..., None])
+    )
+    gain, rms = (torch.unflatten(part, 0, (groups, -1)).mean(1) for part in (keys.gain, keys.rms))
+    k, k_norm, shortfall = _write(rows, constant[..., 0], gain, rms, keys.norm, moment)
     # Queries that read a shared key make up for its shortfall.
-    owed = written.shortfall.repeat_interleave(len(rows) // len(key_rows))[:, None]
-    rows, constant, gain = rows * owed[..., None], constant * owed, queries.gain
+    decode = decode * shortfall.repeat_interleave(len(decode) // groups)[:, None, None]
+    rows, constant, gain = decode.mT @ queries.rows, decode.mT @ queries.constant[..., None], queries.gain
     if queries.norm is not None:
         gain = gain * _block_sizes(queries, rows, blocks, moment)
-    return written, _write(rows, constant, gain, queries.rms, queries.norm, moment, in_gain=True)
+    q, q_norm, _ = _write(rows, constant[..., 0], gain, queries.rms, queries.norm, moment, in_gain=True)
+    return (k, k_norm), (q, q_norm)
 
 
 def _write(
@@ -124,39 +112,30 @@ def _write(
     moment: Tensor,
     *,
     in_gain: bool = False,
-) -> NormedProjection:
-    """The linear map ``target [n, D, F]`` and ``constant [n, D]`` as a projection in front of a norm like ``norm``.
+) -> tuple[Tensor, HeadNorm | None, Tensor]:
+    """The map ``target [n, D, F]`` and ``constant [n, D]`` as rows, a norm like ``norm`` and the shortfall ``[n]``.
 
-    ``gain [n, D]`` of the new norm, ``rms [n]`` of the source. ``in_gain``: the norm's gain makes up for the shortfall,
-    on average over the heads where they share one row.
+    ``gain [n, D]`` of the new norm, ``rms [n]`` of the source. ``in_gain``: the norm's gain makes up for the shortfall.
     """
     one = torch.ones_like(rms)
     if norm is None:
-        return NormedProjection(target, None, one)
-    inverse = torch.where(gain == 0, 0.0, 1 / gain)  # a dim with gain 0 is dead: its rows do not matter
+        return target, None, one
+    # A dim with gain 0 is dead: its rows do not matter.
+    inverse = torch.where(gain == 0, 0.0, 1 / gain)
     rows = target * inverse[..., None] * rms[:, None, None]
-    shortfall = _divided_by(rows, norm, moment)[1] / rms
+    shortfall = root_mean_square(centered(rows, norm), norm, moment) / rms
     if in_gain:
+        # One row for all heads makes up for the mean over them.
         if norm.shared and norm.extent == "head":
             shortfall = shortfall.log().mean().exp().expand_as(shortfall)
         gain, shortfall = gain * shortfall[:, None], one
     else:
         constant = constant / shortfall[:, None]
-    if norm.shared:  # the file holds one row for all heads: the mean of what each needs
-        constant = constant.mean(0, keepdim=True).expand_as(constant)
-        gain = gain.mean(0, keepdim=True).expand_as(gain)
+    # The file holds one row for all heads: the mean of what each needs.
+    if norm.shared:
+        constant, gain = (part.mean(0, keepdim=True).expand_as(part) for part in (constant, gain))
     norm = replace(norm, weight=gain - norm.offset, bias=None if norm.bias is None else constant)
-    return NormedProjection(rows, norm, shortfall)
-
-
-def _divided_by(rows: Tensor, norm: HeadNorm, moment: Tensor) -> tuple[Tensor, Tensor]:
-    """``rows [n, D, F]``, centered for a layer norm, and their root mean square ``[n]`` over the extent of ``norm``."""
-    if norm.kind == "layer":  # it subtracts the mean over its extent, which is linear
-        rows = rows - (rows.mean(1, keepdim=True) if norm.extent == "head" else rows.mean((0, 1), keepdim=True))
-    square = ((rows @ moment) * rows).sum(-1).mean(-1)
-    if norm.extent == "flat":
-        square = square.mean().expand_as(square)
-    return rows, (square + norm.eps).sqrt()
+    return rows, norm, shortfall
 
 
 def _block_sizes(source: LinearizedNorm, rows: Tensor, blocks: Sequence[Tensor], moment: Tensor) -> Tensor:
@@ -164,16 +143,11 @@ def _block_sizes(source: LinearizedNorm, rows: Tensor, blocks: Sequence[Tensor],
 
     One row for all heads, the geometric mean, where their norm has one row.
     """
-
-    def energy(rows: Tensor) -> Tensor:
-        square = ((rows @ moment) * rows).sum(-1)
-        return torch.stack([square[:, block].sum(-1) for block in blocks], -1)
-
-    before, after = energy(source.rows), energy(rows)
-    size = torch.where((before > 0) & (after > 0), after / before, 1.0).sqrt()
+    before, after = (((part @ moment) * part).sum(-1) for part in (source.rows, rows))
+    sizes = torch.empty_like(source.gain)
+    for block in blocks:
+        old, new = before[:, block].sum(-1, keepdim=True), after[:, block].sum(-1, keepdim=True)
+        sizes[:, block] = torch.where((old > 0) & (new > 0), new / old, 1.0).sqrt()
     if source.norm is not None and source.norm.shared and source.norm.extent == "head":
-        size = size.log().mean(0, keepdim=True).exp().expand_as(size)
-    spread = torch.empty_like(source.gain)
-    for index, block in enumerate(blocks):
-        spread[:, block] = size[:, index : index + 1]
-    return spread
+        sizes = sizes.log().mean(0, keepdim=True).exp().expand_as(sizes)
+    return sizes

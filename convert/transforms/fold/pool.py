@@ -39,30 +39,20 @@ def random(weights: AttentionWeights, kv_heads: int, *, std: float, seed: int, l
     float32, drawn on the CPU, the same for the same ``seed``, ``layer`` and shape. A norm that the file stores once
     for all heads is kept. Raises ``ValueError`` as ``mean`` does.
     """
-    _check(weights, kv_heads)
+    pooled = _pooled(weights, kv_heads, lambda heads: torch.zeros(kv_heads, *heads.shape[1:], device=heads.device))
     # Drawn on the CPU and by layer: the same on every device and in every order of layers.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + layer) % 2**63)
-    shape, device = (kv_heads, weights.head_dim, weights.model_dim), weights.k.device
-
-    def drawn() -> Tensor:
-        return torch.empty(shape).normal_(0.0, std, generator=generator).to(device)
-
-    def zeros(bias: Tensor | None) -> Tensor | None:
-        return None if bias is None else torch.zeros(kv_heads, weights.head_dim, device=device)
-
-    k, v = drawn(), drawn()
-    norm = weights.k_norm
-    if norm is not None and norm.shared:
-        norm = norm.map(lambda rows: rows[:kv_heads].clone())
-    elif norm is not None:
-        gain = torch.full((kv_heads, weights.head_dim), 1.0 - norm.offset, device=device)
-        norm = replace(norm, weight=gain, bias=zeros(norm.bias))
-    return replace(weights, k=k, v=v, k_bias=zeros(weights.k_bias), v_bias=zeros(weights.v_bias), k_norm=norm)
+    k, v = (torch.empty(pooled.k.shape).normal_(0.0, std, generator=generator).to(weights.k.device) for _ in range(2))
+    norm = pooled.k_norm
+    if norm is not None and not norm.shared:
+        norm = replace(norm, weight=torch.full_like(norm.weight, 1.0 - norm.offset))
+    return replace(pooled, k=k, v=v, k_norm=norm)
 
 
 def _pooled(weights: AttentionWeights, kv_heads: int, pool: Callable[[Tensor], Tensor]) -> AttentionWeights:
     """Keys, values, their biases and the key norm pooled from ``[G, ...]`` to ``[kv_heads, ...]``."""
-    _check(weights, kv_heads)
+    if kv_heads < 1 or weights.kv_heads % kv_heads:
+        raise ValueError(f"kv_heads: {kv_heads} must divide the {weights.kv_heads} key/value heads")
     norm = weights.k_norm
     if norm is not None:
         # A shared norm repeats one stored row: taking that row keeps its bits, which an average might not.
@@ -75,8 +65,3 @@ def _pooled(weights: AttentionWeights, kv_heads: int, pool: Callable[[Tensor], T
         v_bias=None if weights.v_bias is None else pool(weights.v_bias),
         k_norm=norm,
     )
-
-
-def _check(weights: AttentionWeights, kv_heads: int) -> None:
-    if kv_heads < 1 or weights.kv_heads % kv_heads:
-        raise ValueError(f"kv_heads: {kv_heads} must divide the {weights.kv_heads} key/value heads")

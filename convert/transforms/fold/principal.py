@@ -9,7 +9,7 @@ Sources may be multi-head or grouped already: the queries of all heads that read
 that the shared heads minimize is an argument (`heads.Objective`), by default the error of the scores.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,14 +49,9 @@ class LayerMoments:
     metric: Tensor
     amplitude: Tensor
 
-    @property
-    def repeat(self) -> int:
-        """Query heads per KV head."""
-        return self.weights.heads // self.weights.kv_heads
-
     def group(self, members: Sequence[int]) -> GroupMoments:
         """The moments of some KV heads and of the queries that read them."""
-        chosen, readers = list(members), query_order([members], self.repeat)
+        chosen, readers = list(members), query_order([members], self.weights.heads // self.weights.kv_heads)
         return GroupMoments(
             keys=self.joint_keys[chosen][:, :, chosen],
             queries=self.query_moments[readers],
@@ -116,20 +111,17 @@ def fold(
     ``objective``: the error that the shared heads minimize.
     Raises ValueError when ``groups`` is not a partition of the KV heads into equal parts.
     """
-    source = ordered(weights, groups)
-    if len(groups[0]) == 1:
-        return source.map(Tensor.float)
     return fold_moments(layer_moments(weights, statistics, rotary, context), groups, objective)
 
 
 def fold_moments(layer: LayerMoments, groups: Groups, objective: Objective = SCORES) -> AttentionWeights:
     """As `fold`, from moments computed before: for trying several partitions of one layer."""
-    source = ordered(layer.weights, groups)
+    source, repeat = ordered(layer.weights, groups), layer.weights.heads // layer.weights.kv_heads
     if len(groups[0]) == 1:
         return source.map(Tensor.float)
     members = [layer.group(group) for group in groups]
-    key_heads = [objective.key_head(each).without(layer.amplitude) for each in members]
-    value_heads = [objective.value_head(each).repeat_decode(layer.repeat) for each in members]
+    key_heads = [objective.key_head(each) for each in members]
+    value_heads = [objective.value_head(each).repeat_decode(repeat) for each in members]
     folded = _fold_keys(layer, groups, source, key_heads)
     return _fold_values(layer, groups, folded, value_heads).map(Tensor.float)
 
@@ -143,24 +135,21 @@ def _fold_keys(
     # Dims that one factor may rescale: each rotary pair, and the unrotated dims together.
     blocks = [torch.tensor([pair, pair + pairs], device=device) for pair in range(pairs)]
     blocks = [*blocks, rest] if rest.numel() else blocks
-    heads = [head.balance(layer.keys.affine[list(group)], blocks) for head, group in zip(heads, groups, strict=True)]
-    decode = torch.cat([head.decode for head in heads])  # [H, D, D]
-    k, q = normed.restore(
-        layer.keys.select(query_order(groups, 1)),
-        layer.queries.select(query_order(groups, layer.repeat)),
-        _merging(heads),
-        lambda rows: decode.mT @ rows,
-        blocks,
-        layer.moment,
-    )
+    kv, readers = query_order(groups, 1), query_order(groups, source.heads // source.kv_heads)
+    keys, queries = layer.keys.map(lambda part: part[kv]), layer.queries.map(lambda part: part[readers])
+    # Keys and queries had the rotary amplitude in the moments, which they lack here.
+    change = layer.amplitude / layer.amplitude[:, None]
+    heads = [SharedHead(head.encode * change, head.decode / change) for head in heads]
+    encode, decode = _balanced(heads, keys.affine, blocks)
+    (k, k_norm), (q, q_norm) = normed.restore(keys, queries, encode, decode, blocks, layer.moment)
     return replace(
         source,
-        q=q.rows[..., :-1],
-        k=k.rows[..., :-1],
-        q_bias=None if source.q_bias is None else q.rows[..., -1],
-        k_bias=None if source.k_bias is None else k.rows[..., -1],
-        q_norm=q.norm,
-        k_norm=k.norm,
+        q=q[..., :-1],
+        k=k[..., :-1],
+        q_bias=None if source.q_bias is None else q[..., -1],
+        k_bias=None if source.k_bias is None else k[..., -1],
+        q_norm=q_norm,
+        k_norm=k_norm,
     )
 
 
@@ -169,9 +158,9 @@ def _fold_values(
 ) -> AttentionWeights:
     """``source``, heads ordered by groups, with the values of ``heads`` and the output projection and biases to fit."""
     dims = [torch.arange(source.head_dim, device=source.v.device)]
-    heads = [head.balance(layer.values[list(group)], dims) for head, group in zip(heads, groups, strict=True)]
-    merged = _merging(heads)(with_bias(source.v, source.v_bias))
-    decode = torch.cat([head.decode for head in heads])  # [H, D, D]
+    encode, decode = _balanced(heads, layer.values[query_order(groups, 1)], dims)
+    members = torch.unflatten(with_bias(source.v, source.v_bias), 0, (len(groups), -1))
+    merged = torch.einsum("gmab,gmbf->gaf", encode, members)
     folded = replace(
         source,
         v=merged[..., :-1],
@@ -181,13 +170,21 @@ def _fold_values(
     return _fold_constants(source, folded, layer.moment[-1, :-1])
 
 
-def _merging(heads: Sequence[SharedHead]) -> Callable[[Tensor], Tensor]:
-    """The map from rows ``[G, D, F]``, ordered by groups, to rows of the shared heads ``[g, D, F]``."""
+def _balanced(heads: Sequence[SharedHead], members: Tensor, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The maps of all groups, ``encode [g, m, D, D]`` and ``decode [H, D, D]``, with rows rescaled block by block.
 
-    def merge(rows: Tensor) -> Tensor:
-        return torch.stack([head.merge(part) for head, part in zip(heads, rows.chunk(len(heads)), strict=True)])
-
-    return merge
+    The rows of a shared head get the mean norm of its members' rows ``members [G, D, F]``, which are ordered by groups.
+    ``blocks`` hold the dims that share one factor (a rotary pair, the unrotated dims, a whole value head).
+    """
+    encode, decode = torch.stack([head.encode for head in heads]), torch.stack([head.decode for head in heads])
+    members = torch.unflatten(members, 0, (len(heads), -1))
+    merged = torch.einsum("gmab,gmbf->gaf", encode, members)
+    factor = torch.ones_like(merged[..., 0])
+    for block in blocks:
+        before, after = members[:, :, block].flatten(2).norm(dim=2).mean(1), merged[:, block].flatten(1).norm(dim=1)
+        # Rows of zeros are left alone.
+        factor[:, block] = torch.where((before > 0) & (after > 0), before / after, 1.0)[:, None]
+    return factor[:, None, :, None] * encode, (decode / factor[:, None, None]).flatten(0, 1)
 
 
 def _fold_constants(source: AttentionWeights, folded: AttentionWeights, mean: Tensor) -> AttentionWeights:
@@ -227,22 +224,14 @@ def ordered(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
             "in groups of one size"
         )
     q = query_order(groups, weights.heads // weights.kv_heads)
-
-    def rows(tensor: Tensor | None, index: list[int]) -> Tensor | None:
-        return None if tensor is None else tensor[index]
-
+    orders = dict.fromkeys(("q", "q_bias", "sinks"), q) | dict.fromkeys(("k", "v", "k_bias", "v_bias"), kv)
+    present = {name: value for name in orders if (value := getattr(weights, name)) is not None}
     return replace(
         weights,
-        q=weights.q[q],
-        k=weights.k[kv],
-        v=weights.v[kv],
+        **{name: tensor[orders[name]] for name, tensor in present.items()},
         o=weights.o[:, q],
-        q_bias=rows(weights.q_bias, q),
-        k_bias=rows(weights.k_bias, kv),
-        v_bias=rows(weights.v_bias, kv),
         q_norm=None if weights.q_norm is None else weights.q_norm.map(lambda row: row[q]),
         k_norm=None if weights.k_norm is None else weights.k_norm.map(lambda row: row[kv]),
-        sinks=rows(weights.sinks, q),
     )
 
 

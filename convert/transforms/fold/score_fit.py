@@ -53,7 +53,8 @@ SCORES = Scores()
 
 def principal_keys(group: GroupMoments) -> SharedHead:
     """`share_keys` of a group, with one map per query head: where the fit starts."""
-    return share_keys(group.keys, group.member_queries, group.pairs).repeat_decode(group.readers)
+    member_queries = torch.unflatten(group.queries, 0, (len(group.keys), -1)).sum(1)
+    return share_keys(group.keys, member_queries, group.pairs).repeat_decode(group.readers)
 
 
 def fit_scores(start: SharedHead, group: GroupMoments, rounds: int | None = None) -> SharedHead:
@@ -63,33 +64,33 @@ def fit_scores(start: SharedHead, group: GroupMoments, rounds: int | None = None
     """
     if not group.pairs:
         return start
-    keys, queries, phi, member = group.keys, group.queries, group.phi, group.member_read
-    basis = pair_basis(group.pairs, keys.shape[1], keys.device)
+    phi, basis = group.phi.conj(), pair_basis(group.pairs, group.keys.shape[1], group.keys.device)
     encode, query_maps = start.encode, start.decode.mT  # B_j and A_h
     for _ in range(ROUNDS if rounds is None else rounds):
-        shared = torch.einsum("jab,jbkc->akc", encode, keys)  # E[k' k_j^T]
-        gram = average_rotations(torch.einsum("akc,kdc->ad", shared, encode), phi, basis)
-        cross = average_rotations(shared.transpose(0, 1)[member], phi, basis)
+        gram, cross = _seen_keys(encode, group, basis)
         query_maps = query_maps + damped_solve(gram, cross - gram @ query_maps, DAMPING)
         # The mirrored problem: the conjugate of phi turns the other way.
-        weighted = query_maps @ queries  # A_h Q_h
-        gram = average_rotations(weighted @ query_maps.mT, phi.conj(), basis).sum(0)
-        cross = average_rotations(weighted, phi.conj(), basis)
-        cross = torch.zeros_like(encode).index_add_(0, member, cross)
+        weighted = query_maps @ group.queries  # A_h Q_h
+        gram = average_rotations(weighted @ query_maps.mT, phi, basis).sum(0)
+        cross = torch.unflatten(average_rotations(weighted, phi, basis), 0, (len(encode), -1)).sum(1)
         encode = encode + damped_solve(gram, cross - gram @ encode, DAMPING)
     return SharedHead(encode, query_maps.mT)
 
 
+def _seen_keys(encode: Tensor, group: GroupMoments, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """``<E[k' k'^T]>_h`` and ``<E[k' k_j^T]>_h``, ``j`` the member that head ``h`` reads; both ``[n, D, D]``."""
+    shared = torch.einsum("jab,jbkc->kac", encode, group.keys)
+    gram = average_rotations(torch.einsum("kac,kdc->ad", shared, encode), group.phi, basis)
+    return gram, average_rotations(shared.repeat_interleave(group.readers, 0), group.phi, basis)
+
+
 def score_losses(head: SharedHead, group: GroupMoments) -> tuple[Tensor, Tensor]:
     """The score error of ``head`` for each query head ``[n]``, and the error of scores of 0 for scale ``[n]``."""
-    keys, phi, member = group.keys, group.phi, group.member_read
-    basis = pair_basis(group.pairs, keys.shape[1], keys.device)
-    shared = torch.einsum("jab,jbkc->akc", head.encode, keys)
-    gram = average_rotations(torch.einsum("akc,kdc->ad", shared, head.encode), phi, basis)
-    cross = average_rotations(shared.transpose(0, 1)[member], phi, basis)
-    source = average_rotations(keys.diagonal(dim1=0, dim2=2).permute(2, 0, 1)[member], phi, basis)
+    basis = pair_basis(group.pairs, group.keys.shape[1], group.keys.device)
+    gram, cross = _seen_keys(head.encode, group, basis)
+    own = group.keys.diagonal(dim1=0, dim2=2).permute(2, 0, 1).repeat_interleave(group.readers, 0)
+    total = (group.queries * average_rotations(own, group.phi, basis)).sum((1, 2))
     weighted = head.decode.mT @ group.queries
-    total = (group.queries * source).sum((1, 2))
     return total - 2 * (weighted * cross).sum((1, 2)) + ((weighted @ head.decode) * gram).sum((1, 2)), total
 
 
@@ -109,8 +110,7 @@ def pair_basis(pairs: int, dims: int, device: torch.device | str = "cpu") -> Ten
     In it, rotation by ``delta`` positions is the diagonal ``e^{-i w delta}`` with ``w = theta, -theta, 0``.
     """
     basis = torch.eye(dims, dtype=torch.complex128, device=device)
-    low = torch.arange(pairs, device=device)
-    high = low + pairs
+    low, high = torch.arange(2 * pairs, device=device).chunk(2)
     basis[low, low] = basis[high, low] = 0.5**0.5
     basis[low, high], basis[high, high] = 1j * 0.5**0.5, -1j * 0.5**0.5
     return basis

@@ -75,40 +75,36 @@ class LatentProblem:
     query_weight: Tensor
     value_weight: Tensor
 
-    def times_covariance(self, rows: Tensor) -> Tensor:
-        """``rows cov``, ``[..., E]``, of ``rows [..., E+1]``."""
-        return rows[..., :-1] @ self.covariance
-
     def value_moment(self, product: Tensor, left_mean: Tensor, right_mean: Tensor) -> Tensor:
         """The second moment that weighs errors of values, from ``left cov right^T`` and the means."""
         return product if self.centered else product + torch.outer(left_mean, right_mean)
 
 
-def make_problem(
+def alternate(
     layer: LinearLayer,
     queries: Tensor,
     moment: Tensor,
     rotary: Rotary,
     theta: Tensor,
     distances: Distances,
-    rank: int,
+    fit: LatentFit,
+    rounds: int,
     *,
     centered: bool,
-) -> LatentProblem:
-    """The least-squares problem of ``layer`` for ``rank`` latent channels and rotary rows at ``theta [P/2]``.
+) -> LatentFit:
+    """``fit`` improved by least squares for the readings, then for the rows, ``rounds`` times; readings last.
 
-    ``queries [H, D, D]`` and ``moment [E+1, E+1]``: second moments of queries and of ``[x; 1]``. ``distances``: those
-    between queries and keys, by head.
+    ``queries [H, D, D]`` and ``moment [E+1, E+1]``: second moments of queries and of ``[x; 1]``. ``theta [P/2]`` of the
+    rotary rows. ``distances``: those between queries and keys, by head. ``centered`` as in `LatentProblem`.
     """
     device, dims = layer.keys.device, layer.keys.shape[1]
-    cov, mean = covariance(moment), moment[-1]
+    cov, mean, values = covariance(moment), moment[-1], layer.values[..., :-1]
     source = RotaryRows.of(rotary.theta.double().to(device), dims - rotary.dims)
-    cached = RotaryRows.of(theta.double().to(device), rank)
+    cached = RotaryRows.of(theta.double().to(device), fit.values.shape[-1])
     waves = wave_moments(distances, source, cached)
-    values = layer.values[..., :-1]
     # A score error moves about as much output as the values vary: the output energy of an average head.
     output = (layer.metric * (values @ cov @ values.mT)).sum() / len(layer.queries)
-    return LatentProblem(
+    problem = LatentProblem(
         layer=layer,
         covariance=cov,
         mean=mean,
@@ -119,10 +115,6 @@ def make_problem(
         query_weight=queries * layer.scale**2 * output,
         value_weight=layer.metric * VALUE_WEIGHT,
     )
-
-
-def alternate(problem: LatentProblem, fit: LatentFit, rounds: int) -> LatentFit:
-    """Least squares for the readings, then for the rows, ``rounds`` times; readings last. Rows in principal units."""
     # Rows in principal units keep the systems well conditioned; they change nothing that a head reads.
     for _ in range(rounds):
         fit = _principal(problem, _solve_rows(problem, _solve_readings(problem, fit)))
@@ -138,7 +130,7 @@ def _solve_readings(problem: LatentProblem, fit: LatentFit) -> LatentFit:
         A_h E[y y^T] = E[k y^T]        B_g E[c c^T] = E[v c^T]
     """
     layer, rank = problem.layer, fit.values.shape[-1]
-    spread, mean = problem.times_covariance(fit.rows), fit.rows @ problem.mean
+    spread, mean = fit.rows[:, :-1] @ problem.covariance, fit.rows @ problem.mean
     product = spread @ fit.rows[:, :-1].mT
     heads = []
     for head, (same, cross) in enumerate(problem.kernels):
@@ -164,15 +156,13 @@ def _regress(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
 
 
 def _normal_equations(problem: LatentProblem, fit: LatentFit) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``V, M, P, p`` of `_solve_rows`, with ``n = P + R`` cached rows.
+    """``V, M [n, n]`` of `_solve_rows`, the cost of a change of the cached rows as inputs vary and at their mean.
 
-    ``V [n, n]``: the cost of a change of the rows as inputs vary, ``M [n, n]``: at their mean. ``P [n, E]``, ``p [n]``:
-    the part that the present rows leave unexplained, likewise.
+    ``P [n, E]``, ``p [n]``: the part that the present rows leave unexplained, likewise.
     """
     layer, rank = problem.layer, fit.values.shape[-1]
     linear, mean = fit.rows[:, :-1], fit.rows @ problem.mean
-    V, M = (mean.new_zeros(len(mean), len(mean)) for _ in range(2))
-    p = torch.zeros_like(mean)
+    V, M, p = mean.new_zeros(len(mean), len(mean)), mean.new_zeros(len(mean), len(mean)), torch.zeros_like(mean)
     cross = mean.new_zeros(len(layer.keys), len(mean), layer.keys.shape[1])
     for head, (same, to_keys) in enumerate(problem.kernels):
         keys, reading = layer.keys[head // layer.group], fit.reading[head]
@@ -227,13 +217,13 @@ def _principal(problem: LatentProblem, fit: LatentFit) -> LatentFit:
     """
     rank, pairs = fit.values.shape[-1], problem.cached.half
     rotary, latent = fit.rows[: 2 * pairs], fit.rows[-rank:]
-    energy = (problem.times_covariance(rotary) * rotary[:, :-1]).sum(1) + (rotary @ problem.mean).square()
+    energy = (rotary[:, :-1] @ problem.covariance * rotary[:, :-1]).sum(1) + (rotary @ problem.mean).square()
     unit = ((energy[:pairs] + energy[pairs:]) / 2).sqrt()
     unit = torch.where(unit > 0, unit, 1.0).repeat(2)
     if problem.centered:
         latent = torch.cat([latent[:, :-1], -(latent[:, :-1] @ problem.mean[:-1])[:, None]], 1)
     mean = latent @ problem.mean
-    moment = problem.value_moment(problem.times_covariance(latent) @ latent[:, :-1].mT, mean, mean)
+    moment = problem.value_moment(latent[:, :-1] @ problem.covariance @ latent[:, :-1].mT, mean, mean)
     keys = fit.reading[..., -rank:]
     # [R, R]: the squared output per error of the latent, through values and through keys.
     through_values = (fit.values.mT @ problem.value_weight @ fit.values).sum(0)

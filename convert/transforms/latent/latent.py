@@ -1,4 +1,4 @@
-"""MHA or GQA into multi-head latent attention: from calibration statistics, or from the weights alone (`svd_fit`).
+"""MHA or GQA into multi-head latent attention: from calibration statistics, or from the weights alone (`svd_latent`).
 
 1. Rotary keys: the principal complex components over the heads at the frequencies that ``Slots`` names.
 2. What remains of the keys loses its rotation; the gain of ``pair_gains`` is the best constant in its place.
@@ -6,33 +6,35 @@
    principal components of both together.
 4. From there ``als`` alternates between readings and cached rows: a head may then read any rotary key, not only that
    of its pair, and make up for a lost rotation with one of another frequency.
+
+Norms on queries and keys stay, for a layout that has a place for them (`linear_heads` replaces them for others). A norm
+divides a key by a number ``d_g(x)`` that depends on token and head; the rest of it is linear. So the latent is fitted
+to keys divided by one number per head instead, and that number is multiplied back into the weights that read the
+latent. Scores are then divided by the exact ``d_g`` of the source, whatever the size of the latent (`KeptNorms`).
+Queries keep their projection and their norm.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.distances import mixed_distances
+from kvfold.convert.transforms.distances import mixed_distances, rotation_gains
+from kvfold.convert.transforms.head_norms import divided_heads, has_norms
 from kvfold.convert.transforms.latent import als
 from kvfold.convert.transforms.latent.als import LatentFit
 from kvfold.convert.transforms.latent.slots import RotarySplit, Slots, apply_gains, pair_gains, split_rotary
-from kvfold.convert.transforms.latent.units import PLAIN, Units, from_units, in_units, units_of
-from kvfold.convert.transforms.latent.weights import LatentWeights, LinearLayer
+from kvfold.convert.transforms.latent.weights import (
+    KeptNorms,
+    LatentWeights,
+    LinearLayer,
+    Units,
+    from_units,
+    in_units,
+    linear_layer,
+)
 from kvfold.convert.transforms.linalg import covariance, head_moments, input_moment, metric_root
-from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
-
-
-@dataclass(frozen=True)
-class Basis:
-    """A latent ``c = down x`` of unit total energy, and the best reading of linear functions of ``x`` from it."""
-
-    down: Tensor
-    readout: Tensor
-
-    def read(self, rows: Tensor) -> Tensor:
-        """``[n, E] -> [n, R]``: the map from ``c`` that comes closest to ``rows x`` over the calibration text."""
-        return rows @ self.readout
+from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary, blank_statistics
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,26 @@ def to_latent(
     ``centered`` takes the mean out of the latent and gives it to the biases; without it the result has no bias that the
     source has not. ``scale`` multiplies the source's scores; ``head_dim ** -0.5`` unless given. ``rounds`` of
     alternating least squares (``als.ROUNDS``); 0 leaves the principal components as they are. A layer that does not
-    rotate gets zero rotary keys.
+    rotate gets zero rotary keys. Norms on queries and keys stay, in a centered latent.
     """
-    fitted = fit_layer(
-        weights, statistics, rotary, slots, rank, context=context, scale=scale, centered=centered, rounds=rounds
-    )
-    return assemble(fitted, slots)
+    source, divisors, statistics = weights, None, statistics.to(weights.q.device)
+    if has_norms(source):
+        weights, divisors = divided_heads(source, statistics, key_constant=True)
+    # Fits square sizes: in float64 they fail for layers far from size one, which rescaling by powers of two mends.
+    weights, statistics, units = in_units(weights, statistics)
+    scale = weights.head_dim**-0.5 if scale is None else scale
+    start = _start(weights, statistics, rotary, slots, context, scale * units.scores, centered)
+    layer, split = start.layer, start.split
+    down, readout = principal_basis(start.rows, start.root, rank)
+    fit = _first_fit(split, apply_gains(split.rest, start.gains, rotary), layer.values, down, readout)
+    rounds = als.ROUNDS if rounds is None else rounds
+    # Where nothing is left for the latent, the first fit is exact.
+    if rounds and down.any():
+        distances = mixed_distances(statistics.profile, context, als.UNIFORM, als.TAIL)
+        moments = start.queries, start.moment
+        fit = als.alternate(layer, *moments, rotary, slots.theta, distances, fit, rounds, centered=centered)
+    fitted = FittedLayer(weights, layer, start.moment[-1], fit, units, centered)
+    return _keep_norms(assemble(fitted, slots), source, fitted, divisors, statistics, rotary, context)
 
 
 def svd_latent(
@@ -85,64 +101,28 @@ def svd_latent(
     scale: float | None = None,
     gain: Tensor | None = None,
 ) -> LatentWeights:
-    """The layer as latent attention with ``rank`` channels, from its weights alone; arguments as `svd_fit`."""
-    return assemble(svd_fit(weights, rotary, slots, rank, scale=scale, gain=gain), slots)
-
-
-def fit_layer(
-    weights: AttentionWeights,
-    statistics: LayerStatistics,
-    rotary: Rotary,
-    slots: Slots,
-    rank: int,
-    *,
-    context: int,
-    scale: float | None,
-    centered: bool,
-    rounds: int | None,
-) -> FittedLayer:
-    """The fit of `to_latent`, before it is written as weights."""
-    scale = weights.head_dim**-0.5 if scale is None else scale
-    statistics = statistics.to(weights.q.device)
-    # Fits square sizes: in float64 they fail for layers far from size one, which rescaling by powers of two mends.
-    units = units_of(weights, statistics)
-    weights, statistics = in_units(weights, statistics, units)
-    start = _start(weights, statistics, rotary, slots, context, scale * units.scores, centered)
-    layer, split = start.layer, start.split
-    basis = principal_basis(start.rows, start.root, rank)
-    fit = first_fit(split, apply_gains(split.rest, start.gains, rotary), layer.values, basis)
-    rounds = als.ROUNDS if rounds is None else rounds
-    if rounds and basis.down.any():  # where nothing is left for the latent, the first fit is exact
-        distances = mixed_distances(statistics.profile, context, als.UNIFORM, als.TAIL)
-        inputs = layer, start.queries, start.moment, rotary, slots.theta, distances
-        fit = als.alternate(als.make_problem(*inputs, rank, centered=centered), fit, rounds)
-    return FittedLayer(weights, layer, start.moment[-1], fit, units, centered)
-
-
-def svd_fit(
-    weights: AttentionWeights,
-    rotary: Rotary,
-    slots: Slots,
-    rank: int,
-    *,
-    scale: float | None = None,
-    gain: Tensor | None = None,
-) -> FittedLayer:
     """The baseline without calibration: a truncated SVD of the stacked key and value projections.
 
     ``slots`` from ``stride_slots``, as in MHA2MLA (arXiv:2502.14837): one shared key per slot, the principal component
     over the heads' weights. The rest of the keys loses its rotation. ``gain [E]``, the weight of the norm before the
-    attention, only sets the scale of the latent.
+    attention, only sets the scale of the latent, and of norms on queries and keys, which stay. ``scale`` as in
+    `to_latent`.
     """
-    layer = LinearLayer.of(weights, rotary, weights.head_dim**-0.5 if scale is None else scale)
-    moment = torch.eye(weights.model_dim + 1, dtype=torch.float64, device=weights.q.device)  # nothing known of inputs
+    source, divisors = weights, None
+    blank = blank_statistics(weights.model_dim, weights.heads, weights.q.device, scales=gain)
+    if has_norms(source):
+        weights, divisors = divided_heads(source, blank)
+    layer = linear_layer(weights, rotary, weights.head_dim**-0.5 if scale is None else scale)
+    # Nothing is known of the inputs.
+    moment = torch.eye(weights.model_dim + 1, dtype=torch.float64, device=weights.q.device)
     split = split_rotary(layer, rotary, slots, head_moments(layer.queries, moment), moment)
     rows = torch.cat([split.rest, layer.values])[..., :-1].flatten(0, 1)
-    basis = principal_basis(rows, moment[:-1, :-1], rank)
-    norm = (basis.down if gain is None else basis.down * gain.to(basis.down)).norm().clamp_min(1e-30)
-    basis = Basis(basis.down / norm, basis.readout * norm)
-    fit = first_fit(split, split.rest.repeat_interleave(layer.group, 0), layer.values, basis)
-    return FittedLayer(weights, layer, moment[-1], fit, PLAIN, centered=False)
+    down, readout = principal_basis(rows, moment[:-1, :-1], rank)
+    norm = (down if gain is None else down * gain.to(down)).norm().clamp_min(1e-30)
+    keys = split.rest.repeat_interleave(layer.group, 0)
+    fit = _first_fit(split, keys, layer.values, down / norm, readout * norm)
+    fitted = FittedLayer(weights, layer, moment[-1], fit, Units(), centered=False)
+    return _keep_norms(assemble(fitted, slots), source, fitted, divisors, blank, rotary)
 
 
 def latent_spectrum(
@@ -158,8 +138,7 @@ def latent_spectrum(
 
     A latent of rank ``R`` keeps the first ``R`` of all that the rotary keys leave.
     """
-    statistics = statistics.to(weights.q.device)
-    weights, statistics = in_units(weights, statistics, units_of(weights, statistics))
+    weights, statistics, _ = in_units(weights, statistics.to(weights.q.device))
     rows = _start(weights, statistics, rotary, slots, context, 1.0, centered).rows
     energies: Tensor = torch.linalg.eigvalsh(rows.mT @ rows).flip(0).clamp_min(0)
     return energies / energies.sum().clamp_min(torch.finfo(energies.dtype).tiny)
@@ -191,32 +170,28 @@ def _start(
     scale: float,
     centered: bool,
 ) -> _Start:
-    moment, layer = input_moment(statistics), LinearLayer.of(weights, rotary, scale)
+    moment, layer = input_moment(statistics), linear_layer(weights, rotary, scale)
     queries = head_moments(layer.queries, moment)
     split = split_rotary(layer, rotary, slots, queries, moment)
     gains, root = pair_gains(statistics, rotary, context), moment_root(moment, centered)
-    in_output, _ = metric_root(layer.metric)  # M^{1/2}: values in units of the layer's output
-    rows = joint_rows(key_units(queries, rotary, gains, split.rest), in_output @ layer.values, root)
-    return _Start(layer, moment, queries, split, gains, root, rows)
-
-
-def key_units(queries: Tensor, rotary: Rotary, gains: Tensor, keys: Tensor) -> Tensor:
-    """Keys ``[G, D, E+1]`` in units of scores: their squared length is the energy of the scores that they cause."""
-    energy = queries.diagonal(dim1=1, dim2=2).clamp_min(0)
-    half = rotary.dims // 2
-    # Rotation spreads a query's energy evenly over the two dims of a pair.
+    # A key's unit is the energy of the scores that it causes. Rotation spreads a query's energy evenly over the two
+    # dims of a pair.
+    energy, half = queries.diagonal(dim1=1, dim2=2).clamp_min(0), rotary.dims // 2
     pair = (energy[:, :half] + energy[:, half : 2 * half]) * gains.abs().square() / 2
-    energy = torch.cat([pair, pair, energy[:, 2 * half :]], 1)
-    return keys * energy.reshape(len(keys), -1, energy.shape[1]).sum(1).sqrt()[..., None]
+    energy = torch.unflatten(torch.cat([pair, pair, energy[:, 2 * half :]], 1), 0, (-1, layer.group)).sum(1)
+    # A value's unit is the layer's output: M^{1/2} v.
+    in_output, _ = metric_root(layer.metric)
+    blocks = split.rest * energy.sqrt()[..., None], in_output @ layer.values
+    return _Start(layer, moment, queries, split, gains, root, joint_rows(blocks, root))
 
 
-def joint_rows(keys: Tensor, values: Tensor, root: Tensor) -> Tensor:
-    """``keys`` and ``values [G, D, E+1]`` together as rows ``[n, E]`` on whitened inputs, each block at unit energy.
+def joint_rows(blocks: tuple[Tensor, Tensor], root: Tensor) -> Tensor:
+    """Keys and values ``[G, D, E+1]`` together as rows ``[n, E]`` on whitened inputs, each block at unit energy.
 
     ``root`` of `moment_root`.
     """
-    blocks = [block[..., :-1].flatten(0, 1) @ root for block in (keys, values)]
-    return torch.cat([block / block.norm().clamp_min(torch.finfo(block.dtype).tiny) for block in blocks])
+    rows = [block[..., :-1].flatten(0, 1) @ root for block in blocks]
+    return torch.cat([each / each.norm().clamp_min(torch.finfo(each.dtype).tiny) for each in rows])
 
 
 def moment_root(moment: Tensor, centered: bool) -> Tensor:
@@ -225,10 +200,12 @@ def moment_root(moment: Tensor, centered: bool) -> Tensor:
     return root
 
 
-def principal_basis(rows: Tensor, root: Tensor, rank: int) -> Basis:
-    """The right singular vectors of ``rows [n, E]``, scaled by the singular values, as a latent of ``rank`` channels.
+def principal_basis(rows: Tensor, root: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """A latent ``c = down x`` of unit energy, ``down [rank, E]``, and its ``readout [E, rank]`` of functions of ``x``.
 
-    The rows act on whitened inputs ``root^{-1} x``. Unused channels are zero.
+    ``down`` holds the right singular vectors of ``rows [n, E]``, scaled by the singular values; unused channels are
+    zero. The rows act on whitened inputs ``root^{-1} x``. ``W readout`` is the map from ``c`` that comes closest to
+    ``W x`` over the calibration text.
     """
     _, sigma, vectors = torch.linalg.svd(rows, full_matrices=False)
     # Directions at the level of rounding would get a readout of 1e12: these channels stay zero.
@@ -238,14 +215,14 @@ def principal_basis(rows: Tensor, root: Tensor, rank: int) -> Basis:
     down = torch.linalg.solve_triangular(root, vectors, upper=False, left=False) * sigma[:, None]
     readout = root @ vectors.mT / sigma
     spare = rank - used
-    return Basis(torch.nn.functional.pad(down, (0, 0, 0, spare)), torch.nn.functional.pad(readout, (0, spare)))
+    return torch.nn.functional.pad(down, (0, 0, 0, spare)), torch.nn.functional.pad(readout, (0, spare))
 
 
-def first_fit(split: RotarySplit, keys: Tensor, values: Tensor, basis: Basis) -> LatentFit:
+def _first_fit(split: RotarySplit, keys: Tensor, values: Tensor, down: Tensor, readout: Tensor) -> LatentFit:
     """Slots and basis as a fit. ``keys [H, D, E+1]`` without rotation, ``values [G, D, E+1]``."""
-    latent = torch.nn.functional.pad(basis.down, (0, 1))
-    reading = torch.cat([split.reading, basis.read(keys[..., :-1])], -1)
-    return LatentFit(torch.cat([split.rows, latent]), reading, basis.read(values[..., :-1]))
+    rows = torch.cat([split.rows, torch.nn.functional.pad(down, (0, 1))])
+    reading = torch.cat([split.reading, keys[..., :-1] @ readout], -1)
+    return LatentFit(rows, reading, values[..., :-1] @ readout)
 
 
 def assemble(fitted: FittedLayer, slots: Slots) -> LatentWeights:
@@ -278,3 +255,42 @@ def assemble(fitted: FittedLayer, slots: Slots) -> LatentWeights:
         o_bias=o_bias,
     ).map(lambda tensor: tensor.to(keep).contiguous())
     return from_units(latent, fitted.units)
+
+
+def _keep_norms(
+    latent: LatentWeights,
+    source: AttentionWeights,
+    fitted: FittedLayer,
+    divisors: Tensor | None,
+    statistics: LayerStatistics,
+    rotary: Rotary,
+    context: int = 0,
+) -> LatentWeights:
+    """``latent``, of keys over ``divisors [G]``, with the norms of ``source``, where it has any."""
+    if divisors is None or source.q_norm is None or source.k_norm is None:
+        return latent
+    layer, fit, rope = fitted.layer, fitted.fit, latent.rope_dim
+    # The constant part of the keys as queries see it over the distances, less what the rotary keys give of it: the
+    # latent has no mean.
+    distances = mixed_distances(statistics.profile, context, als.UNIFORM, als.TAIL)
+    constant = (layer.keys @ fitted.mean)[..., None]
+    missing = apply_gains(constant, rotation_gains(distances, rotary.theta), rotary)[..., 0]
+    if rope:
+        turned = torch.complex(*(fit.rows[:rope] @ fitted.mean).chunk(2)) * rotation_gains(distances, latent.theta)
+        seen = torch.cat([turned.real, turned.imag], -1)  # [H, P]
+        missing = missing - (fit.reading[..., :rope] @ seen[..., None])[..., 0]
+    times = (divisors * fitted.units.keys).repeat_interleave(layer.group)[:, None, None]
+    times = rotary.amplify(times.expand(*missing.shape, 1))
+    reading = fit.reading * times
+    norms = KeptNorms(
+        q=source.q,
+        k=source.k,
+        q_norm=source.q_norm,
+        k_norm=source.k_norm,
+        rope=reading[..., :rope].mT,
+        constant=missing * times[..., 0],
+        q_bias=source.q_bias,
+        k_bias=source.k_bias,
+    )
+    kept = norms.map(lambda tensor: tensor.to(latent.down).contiguous())
+    return replace(latent, uk=reading[..., rope:].to(latent.down).contiguous(), norms=kept)

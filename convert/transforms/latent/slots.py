@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.distances import mixed_distances, rotation_gains
-from kvfold.convert.transforms.latent.weights import LinearLayer
+from kvfold.convert.transforms.latent.weights import LinearLayer, linear_layer
 from kvfold.convert.transforms.linalg import head_moments, input_moment, symmetric_eig
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 # Share of distances drawn from the whole context in the gains. Excess loss of the reference MHA model at 48 + 16 after
-# the least squares, nats per token: 0: 0.0934, 0.25: 0.0937, 0.5: 0.0930, 0.75: 0.0927
-# (recipes/benchmarks/bench_constants.py).
+# the least squares, nats per token (recipes/benchmarks/bench_constants.py): 0: 0.0934, 0.25: 0.0937, 0.5: 0.0930,
+# 0.75: 0.0927.
 UNIFORM = 0.5
 
 
@@ -68,7 +68,7 @@ class LayerSurvey:
     """``energy [L, G]``: the energies of a layer's rotary components, descending, in units of squared scores.
 
     ``survives [L]``: the share of a pair's energy that the best constant in place of its rotation keeps, ``|m|^2`` of
-    ``pair_gains``.     ``theta [L]`` the pairs' frequencies; all float64. ``L = 0`` for a layer that does not rotate.
+    ``pair_gains``. ``theta [L]``: the pairs' frequencies. All float64; ``L = 0`` for a layer that does not rotate.
     """
 
     energy: Tensor
@@ -83,7 +83,7 @@ class LayerSurvey:
 
 
 def pair_components(layer: LinearLayer, queries: Tensor, moment: Tensor, rotary: Rotary) -> PairComponents:
-    """The components of ``layer``; ``queries [H, D, D]`` and ``moment [E+1, E+1]`` are second moments."""
+    """The components of ``layer``; ``queries [H, D, D]`` and ``moment [E+1, E+1]``: second moments."""
     half = rotary.dims // 2
     energy = queries.diagonal(dim1=1, dim2=2).clamp_min(0)
     energy = energy[:, :half] + energy[:, half : 2 * half]
@@ -154,17 +154,16 @@ def survey_layer(
         return LayerSurvey(torch.zeros(0, weights.kv_heads, dtype=torch.float64), torch.zeros_like(theta), theta)
     statistics = statistics.to(weights.q.device)
     moment = input_moment(statistics)
-    layer = LinearLayer.of(weights, rotary, 1.0)
+    layer = linear_layer(weights, rotary, 1.0)
     pairs = pair_components(layer, head_moments(layer.queries, moment), moment, rotary)
     retained, share = pair_gains(statistics, rotary, context).abs().square(), pairs.query_energy
     survives = (share * retained).sum(0) / share.sum(0).clamp_min(torch.finfo(share.dtype).tiny)
     return LayerSurvey(pairs.energy.cpu(), survives.cpu(), theta)
 
 
-def mean_worth(surveys: Sequence[LayerSurvey]) -> Tensor | None:
-    """``[L, G]``: the worth of each slot, mean over the layers that rotate; None where none does."""
-    rotating = [item.worth for item in surveys if item.theta.numel()]
-    return torch.stack(rotating).mean(0) if rotating else None
+def mean_worth(surveys: Sequence[LayerSurvey]) -> Tensor:
+    """``[L, G]``: the worth of each slot, mean over the layers that rotate, of which there is at least one."""
+    return torch.stack([item.worth for item in surveys if item.theta.numel()]).mean(0)
 
 
 def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
@@ -174,28 +173,10 @@ def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
     """
     if not rope_dim:
         return NO_SLOTS
-    rotating = [item for item in surveys if item.theta.numel()]
-    worth = torch.stack([item.worth for item in rotating]).sum(0)
+    worth, theta = mean_worth(surveys), next(item.theta for item in surveys if item.theta.numel())
     # Eigenvalues descend, so that the picked slots of a pair are always its first ones.
     picked = worth.flatten().argsort(descending=True, stable=True)[: rope_dim // 2] // worth.shape[1]
-    return _slots(torch.bincount(picked, minlength=worth.shape[0]).tolist(), rotating[0].theta)
-
-
-def stride_slots(theta: Tensor, kv_heads: int, rope_dim: int) -> Slots:
-    """Slots at a uniform stride over the pairs; beyond one slot per pair each gets one more, the rest again by stride.
-
-    Raises ValueError for more slots than pairs and heads.
-    """
-    pairs, slots = theta.numel(), rope_dim // 2
-    per_pair, rest = divmod(slots, pairs)
-    counts = [per_pair] * pairs
-    for index in range(rest):
-        counts[index * pairs // rest] += 1
-    if max(counts) > kv_heads:
-        raise ValueError(
-            f"rope_dim: {rope_dim} must be at most {2 * pairs * kv_heads} (2 x {pairs} pairs x {kv_heads} heads)"
-        )
-    return _slots(counts, theta)
+    return _slots(torch.bincount(picked, minlength=worth.shape[0]).tolist(), theta)
 
 
 def plain_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
@@ -204,16 +185,30 @@ def plain_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
     Step 1 keeps the highest frequencies, the longest step spreads the slots over all of them.
     Raises ValueError for more slots than frequencies.
     """
-    theta = next(item.theta for item in surveys if item.theta.numel())
-    slots = rope_dim // 2
-    if slots > theta.numel():
-        raise ValueError(f"rope_dim: {rope_dim} must be at most {2 * theta.numel()}, one slot per frequency")
-    longest = max(1, (theta.numel() - 1) // max(1, slots - 1))
-    candidates = []
-    for step in range(1, longest + 1):
-        every = [int(pair % step == 0 and pair // step < slots) for pair in range(theta.numel())]
-        candidates.append(_slots(every, theta))
-    return max(candidates, key=lambda candidate: slots_worth(surveys, candidate))
+    worth, theta = mean_worth(surveys), next(item.theta for item in surveys if item.theta.numel())
+    pairs, slots = len(worth), rope_dim // 2
+    if slots > pairs:
+        raise ValueError(f"rope_dim: {rope_dim} must be at most {2 * pairs}, one slot per frequency")
+    longest = max(1, (pairs - 1) // max(1, slots - 1))
+    step = max(range(1, longest + 1), key=lambda step: float(worth[::step][:slots, 0].sum()))
+    return _slots([int(pair % step == 0 and pair // step < slots) for pair in range(pairs)], theta)
+
+
+def stride_slots(theta: Tensor, kv_heads: int, rope_dim: int) -> Slots:
+    """Slots at a uniform stride over the pairs; beyond one slot per pair each gets one more, the rest again by stride.
+
+    Raises ValueError for more slots than pairs and heads.
+    """
+    pairs = theta.numel()
+    per_pair, rest = divmod(rope_dim // 2, pairs)
+    counts = [per_pair] * pairs
+    for index in range(rest):
+        counts[index * pairs // rest] += 1
+    if max(counts) > kv_heads:
+        raise ValueError(
+            f"rope_dim: {rope_dim} must be at most {2 * pairs * kv_heads} (2 x {pairs} pairs x {kv_heads} heads)"
+        )
+    return _slots(counts, theta)
 
 
 def slots_by_layer(thetas: Sequence[Tensor], choose: Callable[[list[int]], Slots]) -> tuple[Slots, ...]:
@@ -228,12 +223,5 @@ def slots_by_layer(thetas: Sequence[Tensor], choose: Callable[[list[int]], Slots
     return tuple(chosen[key] for key in keys)
 
 
-def slots_worth(surveys: Sequence[LayerSurvey], slots: Slots) -> float:
-    """The sum over layers of the share of score energy that ``slots`` save."""
-    rows = (item.worth for item in surveys if item.theta.numel())
-    return float(sum(row[pair, :count].sum() for row in rows for pair, count in enumerate(slots.counts)))
-
-
 def _slots(counts: Sequence[int], theta: Tensor) -> Slots:
-    repeats = torch.tensor(counts, dtype=torch.long)
-    return Slots(tuple(int(count) for count in counts), theta.double().cpu().repeat_interleave(repeats))
+    return Slots(tuple(counts), theta.double().cpu().repeat_interleave(torch.tensor(counts)))

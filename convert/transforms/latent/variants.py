@@ -1,10 +1,15 @@
-"""Optional changes of a fitted latent: a latent for the queries, and channels mixed for a quantized cache.
+"""Changes of a fitted latent that keep what it computes, or nearly: a live norm, mixed channels, a latent for queries.
+
+The coordinates of a latent are free: the weights that read it undo any invertible matrix that multiplies it.
+
+For engines that cannot switch the norm of a latent off: a norm does no harm to vectors that all have the same length.
+`constant_length` looks for coordinates in which the length varies least.
+
+For a quantized cache: the channels of a fitted latent differ in energy by orders of magnitude, so one quantization step
+for all of them, or one saturating exponent, is wrong for most. An orthogonal map that mixes every channel into every
+other gives all of them about the same energy (`rotated`).
 
 A query latent (``q_lora_rank`` of DeepSeek) saves weights, not cache.
-
-The channels of a fitted latent differ in energy by orders of magnitude, so one quantization step for all of them, or
-one saturating exponent, is wrong for most. An orthogonal map of the latent and its transpose in the weights that read
-it change nothing, and a map that mixes every channel into every other gives all of them about the same energy.
 """
 
 import math
@@ -15,8 +20,138 @@ from torch import Tensor
 
 from kvfold.convert.transforms.latent.latent import moment_root, principal_basis
 from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
-from kvfold.convert.transforms.linalg import input_moment
+from kvfold.convert.transforms.linalg import input_moment, symmetric_eig
 from kvfold.convert.transforms.weights import LayerStatistics
+
+# Excess loss of the reference MHA model in layout engine at 48 + 16, nats per token, by
+# recipes/benchmarks/bench_constants.py. Steps of conjugate gradients, at most; held-out tokens choose among them.
+STEPS = 40  # 0: 0.287, 10: 0.124, 40: 0.131
+# The least stretch of a direction relative to the largest, squared: directions stretched less are lost to rounding.
+FLATTEST = 1e-3  # 1e-6: 0.130, 1e-3: 0.131, 0.1: 0.172
+
+TOKENS = 32768  # a limit on time; a walk on a CPU provides fewer
+
+# Inputs whose rms differs from one by less than this come from an RMSNorm: rounding in bfloat16 moves it by 2^-9.
+_EXACT = 1e-2
+
+
+def live_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
+    """``latent`` in coordinates in which an RMSNorm of weight one changes it least, over ``inputs [..., E]``.
+
+    The rms is one on average, so that the norm's eps does not matter. Raises ``ValueError`` for a latent with a bias:
+    the norm would act on it too, so the latent must not be centered.
+    """
+    if latent.down_bias is not None:
+        raise ValueError("latent: a live norm needs a latent without down_bias; use to_latent(..., centered=False)")
+    down, back = coordinates(latent.down, inputs)
+    changed, query = [down, latent.uk.double() @ back, latent.uv.double() @ back], latent.query
+    if query is not None:
+        down, back = coordinates(query.down, inputs)
+        query = QueryLatent(down, query.q_nope.double() @ back, query.q_rope.double() @ back)
+        query = query.map(lambda tensor: tensor.to(latent.down).contiguous())
+    down, uk, uv = (tensor.to(latent.down).contiguous() for tensor in changed)
+    return replace(latent, down=down, uk=uk, uv=uv, query=query)
+
+
+def coordinates(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows ``[R, E]`` whose rms over ``inputs [..., E]`` is one, and ``back [R, R]``: ``down x = back (rows x)``.
+
+    Exact where the latent is as wide as its inputs; float64. It is then the inputs themselves, without the weight of
+    the RMSNorm in front of the layer: the scales of the channels solve ``sum_e d_e x_e^2 = 1`` for all tokens.
+    """
+    rank, width = down.shape
+    squares = inputs.reshape(-1, width)[:TOKENS].to(down.device).double().square()
+    # Fewer tokens would not tell whether the inputs come from an RMSNorm.
+    if rank >= width and len(squares) >= 2 * width:
+        gram = squares.mT @ squares
+        energy = gram.diagonal().mean()
+        gram.diagonal().add_(1e-12 * torch.where(energy > 0, energy, 1.0))
+        scales = torch.linalg.solve(gram, squares.sum(0))
+        uneven = float((squares @ scales - 1).square().mean().sqrt())
+        if uneven < _EXACT and scales.min() > 0:
+            root, pad = (scales * rank).sqrt(), torch.nn.functional.pad
+            return pad(root.diag(), (0, 0, 0, rank - width)), pad(down.double() / root, (0, rank - width))
+    forth, back = constant_length(down, inputs)
+    return forth @ down.double(), back
+
+
+def constant_length(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Coordinates ``forth [R, R]`` of ``c = down x`` with an rms of nearly one, and their inverse ``back``; float64.
+
+    ``forth`` is a root of ``A``, the quadratic form with the least error of ``c^T A c = R`` over the tokens: conjugate
+    gradients from the whitened latent, stopped by held-out tokens, then projected on positive definite forms.
+    """
+    rows = inputs.reshape(-1, inputs.shape[-1])[:TOKENS].to(down.device)
+    latent = (rows @ down.to(rows.dtype).mT).double()
+    # Symmetric whitening; channels that never move keep their scale.
+    energy, axes = symmetric_eig(latent.mT @ latent / len(latent))
+    root = energy.clamp_min(energy[0] * 1e-10).sqrt()
+    root = torch.where(root > 0, root, 1.0)
+    white, undo = (axes / root) @ axes.mT, (axes * root) @ axes.mT
+    stretch, axes = symmetric_eig(_constant_form(latent @ white.mT))
+    root = stretch.clamp_min(stretch[0] * FLATTEST).sqrt()
+    forth, back = (root[:, None] * axes.mT) @ white, undo @ (axes / root)
+    rms = (latent @ forth.mT).square().mean(-1).sqrt().mean()
+    # A latent that is always zero stays so.
+    rms = torch.where(rms > 0, rms, 1.0)
+    return forth / rms, back * rms
+
+
+def _constant_form(latent: Tensor) -> Tensor:
+    """Symmetric ``A [R, R]`` with ``c^T A c`` close to ``R`` for whitened ``c [n, R]``: conjugate gradients on squares.
+
+    Every eighth token is held out; the step with the smallest error on these is taken.
+    """
+    judging = torch.arange(len(latent), device=latent.device) % 8 == 7
+    fitted, judges = latent[~judging], latent[judging] if judging.any() else latent
+    rank = latent.shape[1]
+
+    def lengths(tokens: Tensor, form: Tensor) -> Tensor:
+        """``c^T A c`` of every token."""
+        return ((tokens @ form) * tokens).sum(1)
+
+    form = torch.eye(rank, dtype=latent.dtype, device=latent.device)
+    best, least = form, float((rank - lengths(judges, form)).square().mean())
+    left = rank - lengths(fitted, form)
+    step, before = torch.zeros_like(form), torch.full_like(left[0], math.inf)
+    for _ in range(STEPS):
+        gradient = (fitted * left[:, None]).mT @ fitted / len(fitted)
+        energy = gradient.square().sum()
+        step = gradient + energy / before.clamp_min(1e-300) * step
+        seen, before = lengths(fitted, step), energy
+        reach = energy / seen.square().mean().clamp_min(1e-300)
+        form, left = form + reach * step, left - reach * seen
+        error = float((rank - lengths(judges, form)).square().mean())
+        if error < least:
+            best, least = form, error
+    return best
+
+
+def rotated(latent: LatentWeights) -> LatentWeights:
+    """``latent`` with all its channels mixed: ``c' = Q c``, read by ``uk Q^T`` and ``uv Q^T``. A query latent stays."""
+    mix = hartley(latent.rank).to(latent.down.device)
+    bias = latent.down_bias
+    return replace(
+        latent,
+        down=(mix @ latent.down.double()).to(latent.down),
+        down_bias=None if bias is None else (mix @ bias.double()).to(bias),
+        uk=(latent.uk.double() @ mix).to(latent.uk),
+        uv=(latent.uv.double() @ mix).to(latent.uv),
+    )
+
+
+def hartley(size: int) -> Tensor:
+    """The discrete Hartley matrix ``[size, size]``: orthogonal, symmetric, its own inverse; float64.
+
+    It exists for every size, unlike a Hadamard matrix (next to a constant channel a latent has an odd number of
+    others), and no element is larger than ``sqrt(2 / size)``. KL of the reference MHA model at 48 + 16, nats per token,
+    in a cache of FP8, INT8 and INT4: 0.0008, 0.0000 and 0.011; as fitted 0.0012, 3.98 and 3.98
+    (recipes/benchmarks/bench_latent_cache.py).
+    """
+    index = torch.arange(size, dtype=torch.float64)
+    # Whole turns off first: exact for any size.
+    angle = 2 * math.pi / size * (index[:, None] * index % size)
+    return (angle.cos() + angle.sin()) / math.sqrt(size)
 
 
 def query_latent(latent: LatentWeights, statistics: LayerStatistics, rank: int) -> LatentWeights:
@@ -27,50 +162,16 @@ def query_latent(latent: LatentWeights, statistics: LayerStatistics, rank: int) 
     """
     moment = input_moment(statistics.to(latent.down.device))
     root = moment_root(moment, centered=False)
+    rope_key = latent.rope_key.double().expand(latent.heads, -1, -1)
+    keys = torch.cat([latent.uk.double() @ latent.down.double(), rope_key], 1)
+    energy = torch.einsum("hde,ef,hdf->hd", keys, moment[:-1, :-1], keys).clamp_min(0)
+    # The two dims of a rotary pair share their energy.
+    pairs = energy[:, latent.nope_dim :].reshape(latent.heads, 2, -1).mean(1)
+    units = torch.cat([energy[:, : latent.nope_dim], pairs, pairs], 1).sqrt()
+    # Dims of dead keys keep a little weight, so that no query vanishes.
+    units = units.clamp_min(units.max() * 1e-6)
     rows = torch.cat([latent.q_nope, latent.q_rope], 1).double()  # [H, N + P, E]
-    basis = principal_basis((rows * _key_units(latent, moment[:-1, :-1])[..., None]).flatten(0, 1) @ root, root, rank)
-    read = basis.read(rows.flatten(0, 1)).reshape(*rows.shape[:2], -1)
-    nope, rope = read[:, : latent.nope_dim], read[:, latent.nope_dim :]
-    query = QueryLatent(basis.down, nope, rope)
+    down, readout = principal_basis((rows * units[..., None]).flatten(0, 1) @ root, root, rank)
+    read = rows @ readout
+    query = QueryLatent(down, read[:, : latent.nope_dim], read[:, latent.nope_dim :])
     return replace(latent, query=query.map(lambda tensor: tensor.to(latent.down).contiguous()))
-
-
-def _key_units(latent: LatentWeights, moment: Tensor) -> Tensor:
-    """``[H, N + P]``: the rms of the key dim that each query dim meets; the two dims of a rotary pair share theirs."""
-    keys = torch.cat(
-        [latent.uk.double() @ latent.down.double(), latent.rope_key.double().expand(latent.heads, -1, -1)], 1
-    )
-    energy = torch.einsum("hde,ef,hdf->hd", keys, moment, keys).clamp_min(0)
-    nope, rope = energy[:, : latent.nope_dim], energy[:, latent.nope_dim :]
-    pairs = rope.reshape(len(rope), 2, -1).mean(1)
-    units = torch.cat([nope, pairs, pairs], 1).sqrt()
-    return units.clamp_min(units.max() * 1e-6)  # dims of dead keys keep a little weight, so that no query vanishes
-
-
-def hartley(size: int) -> Tensor:
-    """The discrete Hartley matrix ``[size, size]``: orthogonal, symmetric, its own inverse; float64.
-
-    It exists for every size, unlike a Hadamard matrix (beside a constant channel a latent has an odd number of others),
-    and no element is larger than ``sqrt(2 / size)``. KL of the reference MHA model at 48 + 16, nats per token, in a
-    cache of FP8, INT8 and INT4: 0.0008, 0.0000 and 0.011; as fitted 0.0012, 3.98 and 3.98
-    (recipes/benchmarks/bench_latent_cache.py).
-    """
-    index = torch.arange(size, dtype=torch.float64)
-    angle = 2 * math.pi / size * (index[:, None] * index % size)  # whole turns off first: exact for any size
-    return (angle.cos() + angle.sin()) / math.sqrt(size)
-
-
-def rotated(latent: LatentWeights) -> LatentWeights:
-    """``latent`` with all its channels mixed: ``c' = Q c``, read by ``uk Q^T`` and ``uv Q^T``. A query latent stays."""
-    mix = hartley(latent.rank).to(latent.down.device)
-
-    def turned(rows: Tensor) -> Tensor:
-        return (mix @ rows.double()).to(rows)
-
-    return replace(
-        latent,
-        down=turned(latent.down),
-        down_bias=None if latent.down_bias is None else turned(latent.down_bias),
-        uk=(latent.uk.double() @ mix).to(latent.uk),
-        uv=(latent.uv.double() @ mix).to(latent.uv),
-    )

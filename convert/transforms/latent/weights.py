@@ -1,19 +1,28 @@
-"""One layer before and after conversion to multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+"""One layer before and after conversion to multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), and its units.
 
 `LinearLayer` is what a fit starts from, `LatentWeights` the result before any file layout.
 
 Notation (attention/README.md): ``H`` query heads, ``E`` model dim, ``R`` channels of the latent, ``P`` rotary dims,
 ``N`` unrotated dims of a query head, ``D`` dims of a value head. Per token only ``c = down x + down_bias`` and one
 rotary key ``RoPE(rope_key x + rope_key_bias)``, shared by all heads, need to be cached.
+
+Fits square their inputs and compare them with constants (the 1 that multiplies a bias). In float64 that works for
+ordinary layers and fails for finite ones whose weights are 1e15 times larger or smaller. So they see a layer in `Units`
+in which everything is near one. Powers of two round nothing.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.linalg import output_metric, with_bias
-from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, Rotary
+from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, Rotary, Tensors
+
+# Errors of scores and of values are added up as squares, with 53 bits between them.
+_LARGEST_SCORES = 2.0**16
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,7 @@ class LinearLayer:
     """Linear maps on ``[x; 1]`` of one layer: ``queries [H, D, E+1]``, ``keys [G, D, E+1]``, ``values [G, D, E+1]``.
 
     The rotary amplitude is in queries and keys. ``metric [G, D, D]``: the squared length of the output per value
-    (`linalg.output_metric`). ``scale`` multiplies scores.
+    (`linalg.output_metric`). ``scale`` multiplies scores. ``group``: query heads per key/value head.
     """
 
     queries: Tensor
@@ -29,26 +38,23 @@ class LinearLayer:
     values: Tensor
     metric: Tensor
     scale: float
+    group: int
 
-    @property
-    def group(self) -> int:
-        """Query heads per key/value head."""
-        return self.queries.shape[0] // self.keys.shape[0]
 
-    @staticmethod
-    def of(weights: AttentionWeights, rotary: Rotary, scale: float) -> "LinearLayer":
-        """The layer of ``weights``, which must have no norms on queries and keys (`head_norms.linear_heads`)."""
-        return LinearLayer(
-            queries=rotary.amplify(with_bias(weights.q, weights.q_bias)),
-            keys=rotary.amplify(with_bias(weights.k, weights.k_bias)),
-            values=with_bias(weights.v, weights.v_bias),
-            metric=output_metric(weights.o, weights.kv_heads),
-            scale=scale,
-        )
+def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float) -> LinearLayer:
+    """The layer of ``weights``, which must have no norms on queries and keys (`head_norms.linear_heads`)."""
+    return LinearLayer(
+        queries=rotary.amplify(with_bias(weights.q, weights.q_bias)),
+        keys=rotary.amplify(with_bias(weights.k, weights.k_bias)),
+        values=with_bias(weights.v, weights.v_bias),
+        metric=output_metric(weights.o, weights.kv_heads),
+        scale=scale,
+        group=weights.heads // weights.kv_heads,
+    )
 
 
 @dataclass(frozen=True)
-class KeptNorms:
+class KeptNorms(Tensors):
     """Norms on queries and keys around a latent that holds the keys before normalization.
 
     With ``n_h = q_norm(q_h x + q_bias_h)`` and ``d_g`` what ``k_norm`` divides the source's key ``k_g x + k_bias_g`` by
@@ -57,7 +63,7 @@ class KeptNorms:
 
     ``q [H, D, E]``, ``k [G, D, E]``, biases ``[H, D]`` and ``[G, D]``: the source's; ``rope [H, P, D]``, ``constant [H,
     D]``. The gain of ``k_norm`` is part of ``uk``, ``constant`` and ``rope``. A constant key is no constant score here,
-    because divisors differ from key to key. Cached beside ``c`` and ``k_rope`` is ``1 / d_g``: ``G`` elements, or one
+    because divisors differ from key to key. Cached next to ``c`` and ``k_rope`` is ``1 / d_g``: ``G`` elements, or one
     for a norm over all heads at once.
     """
 
@@ -70,15 +76,9 @@ class KeptNorms:
     q_bias: Tensor | None = None
     k_bias: Tensor | None = None
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "KeptNorms":
-        """``change`` (a cast, a move) applied to every tensor, including those of the norms."""
-        tensors = {item.name: value for item in fields(self) if isinstance(value := getattr(self, item.name), Tensor)}
-        changed = {name: change(tensor) for name, tensor in tensors.items()}
-        return replace(self, **changed, q_norm=self.q_norm.map(change), k_norm=self.k_norm.map(change))
-
 
 @dataclass(frozen=True)
-class QueryLatent:
+class QueryLatent(Tensors):
     """Queries through their own latent, ``c_q = down x``. Their biases stay where they were, in ``LatentWeights``.
 
     ``down [Rq, E]``, ``q_nope [H, N, Rq]``, ``q_rope [H, P, Rq]``.
@@ -88,13 +88,9 @@ class QueryLatent:
     q_nope: Tensor
     q_rope: Tensor
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "QueryLatent":
-        """``change`` (a cast, a move) applied to every weight."""
-        return QueryLatent(change(self.down), change(self.q_nope), change(self.q_rope))
-
 
 @dataclass(frozen=True)
-class LatentWeights:
+class LatentWeights(Tensors):
     """The weights of one latent layer, which computes
 
         score_h = scale (q_nope,h . (uk_h c) + RoPE(q_rope,h) . RoPE(k_rope))
@@ -103,12 +99,14 @@ class LatentWeights:
     ``down [R, E]``, ``rope_key [P, E]``, ``q_nope [H, N, E]``, ``q_rope [H, P, E]``, ``uk [H, N, R]``, ``uv [H, D,
     R]``, ``o [E, H, D]``; biases ``down_bias [R]``, ``rope_key_bias [P]``, ``q_nope_bias [H, N]``, ``q_rope_bias [H,
     P]``, ``o_bias [E]``. Rotary dims are half-split: dim ``j`` pairs with ``j + P/2`` and turns by ``theta [P/2]``
-    radians per position. ``scale`` multiplies every score. ``query``, where present, replaces ``q_nope`` and
-    ``q_rope``; so do ``norms``, with another formula for the scores (`KeptNorms`).
+    radians per position, which stays float64. ``scale`` multiplies every score. ``query``, where present, replaces
+    ``q_nope`` and ``q_rope``; so do ``norms``, with another formula for the scores (`KeptNorms`).
 
     Keys and values need no bias: a constant key moves every score of a query by the same amount, which the softmax does
     not see, and a constant value reaches the output whole, because attention rows sum to one: it is part of ``o_bias``.
     """
+
+    unmapped: ClassVar[tuple[str, ...]] = ("theta",)
 
     down: Tensor
     rope_key: Tensor
@@ -151,15 +149,68 @@ class LatentWeights:
     def model_dim(self) -> int:
         return self.down.shape[1]
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "LatentWeights":
-        """``change`` (a cast, a move) applied to every weight; ``theta`` stays float64."""
-        changed: dict[str, Tensor | QueryLatent | KeptNorms] = {
-            item.name: change(value)
-            for item in fields(self)
-            if isinstance(value := getattr(self, item.name), Tensor) and item.name != "theta"
-        }
-        if self.query is not None:
-            changed["query"] = self.query.map(change)
-        if self.norms is not None:
-            changed["norms"] = self.norms.map(change)
-        return replace(self, **changed)  # type: ignore[arg-type]  # dataclasses.replace takes the union per field
+
+@dataclass(frozen=True)
+class Units:
+    """The sizes of inputs, queries, keys, values and outputs, as powers of two; 1 for what is zero.
+
+    ``scores``: the size of scores, bounded, because far from one a softmax is saturated, or even, whatever their error.
+    """
+
+    inputs: float = 1.0
+    queries: float = 1.0
+    keys: float = 1.0
+    values: float = 1.0
+    outputs: float = 1.0
+    scores: float = 1.0
+
+
+def in_units(weights: AttentionWeights, statistics: LayerStatistics) -> tuple[AttentionWeights, LayerStatistics, Units]:
+    """The layer and the moments of its inputs in the layer's units, and these; scores are then in units too.
+
+    Units are root mean squares, without biases.
+    """
+    gram, mean = statistics.gram.double(), statistics.mean.double()
+    parts = [part.double().flatten(0, 1).norm(dim=-1).mean() for part in (weights.q, weights.k, weights.v)]
+    root = weights.o.double().square().mean().sqrt()
+    sizes = [float(size) for size in (gram.diagonal().mean().clamp_min(0).sqrt(), *parts, root)]
+    inputs, *rows, outputs = (2.0 ** round(math.log2(size)) if size > 0 else 1.0 for size in sizes)
+    queries, keys, values = (inputs * row for row in rows)
+    scores = min(max(queries * keys, 1 / _LARGEST_SCORES), _LARGEST_SCORES)
+    wide = weights.map(lambda tensor: tensor.to(torch.promote_types(tensor.dtype, torch.float32)))
+    scaled = replace(
+        wide,
+        q=wide.q * (inputs / queries),
+        k=wide.k * (inputs / keys),
+        v=wide.v * (inputs / values),
+        o=wide.o / outputs,
+        q_bias=_over(wide.q_bias, queries),
+        k_bias=_over(wide.k_bias, keys),
+        v_bias=_over(wide.v_bias, values),
+        o_bias=_over(_over(wide.o_bias, values), outputs),
+    )
+    moments = replace(statistics, gram=gram / inputs / inputs, mean=mean / inputs)
+    return scaled, moments, Units(inputs, queries, keys, values, outputs, scores)
+
+
+def from_units(latent: LatentWeights, units: Units) -> LatentWeights:
+    """A latent fitted to a layer `in_units`, as weights on the original inputs; the latent keeps its size."""
+    # Shared rotary keys have no unit: it is in the queries that read them.
+    rotary = units.queries * units.keys
+    return replace(
+        latent,
+        down=latent.down / units.inputs,
+        rope_key=latent.rope_key / units.inputs,
+        q_nope=latent.q_nope * (units.queries / units.inputs),
+        q_rope=latent.q_rope * (rotary / units.inputs),
+        uk=latent.uk * units.keys,
+        uv=latent.uv * units.values,
+        o=latent.o * units.outputs,
+        q_nope_bias=_over(latent.q_nope_bias, 1 / units.queries),
+        q_rope_bias=_over(latent.q_rope_bias, 1 / rotary),
+        o_bias=_over(_over(latent.o_bias, 1 / units.values), 1 / units.outputs),
+    )
+
+
+def _over(bias: Tensor | None, unit: float) -> Tensor | None:
+    return None if bias is None else bias / unit

@@ -19,9 +19,8 @@ from kvfold.convert.targets.mla.layout import mla_shapes, mlp_tensors, padding
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.mla.tensors import mla_tensors
 from kvfold.convert.transforms.latent.latent import to_latent
-from kvfold.convert.transforms.latent.norm import live_norm
 from kvfold.convert.transforms.latent.slots import choose_slots, plain_slots, survey_layer
-from kvfold.convert.transforms.latent.variants import query_latent
+from kvfold.convert.transforms.latent.variants import live_norm, query_latent
 from kvfold.convert.transforms.weights import LayerStatistics
 
 TINY = {

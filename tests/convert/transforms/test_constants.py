@@ -11,7 +11,7 @@ from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.transforms import linalg
 from kvfold.convert.transforms.fold import principal, score_fit
 from kvfold.convert.transforms.fold.principal import layer_moments
-from kvfold.convert.transforms.latent import norm, slots
+from kvfold.convert.transforms.latent import slots, variants
 from kvfold.convert.transforms.latent.latent import to_latent
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, Rotary
 
@@ -80,7 +80,8 @@ def slot_worth(layer):
     """The share of score energy that the four best rotary slots save."""
     weights, statistics, rotary, _ = layer
     survey = slots.survey_layer(weights, statistics, rotary, CONTEXT)
-    return slots.slots_worth([survey], slots.choose_slots([survey], 8))
+    counts = slots.choose_slots([survey], 8).counts
+    return sum(float(row[:count].sum()) for row, count in zip(survey.worth, counts, strict=True))
 
 
 def score_error(layer):
@@ -95,7 +96,7 @@ def unevenness(layer):
     """Relative spread of the length of a latent in coordinates meant for a live norm."""
     *_, x = layer
     down = torch.randn(24, x.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    forth, _ = norm.constant_length(down, x)
+    forth, _ = variants.constant_length(down, x)
     rms = (x.flatten(0, 1) @ down.mT @ forth.mT).square().mean(-1).sqrt()
     return (rms.std() / rms.mean()).item()
 

@@ -7,23 +7,12 @@ import torch
 
 from kvfold.convert.transforms import distances
 from kvfold.convert.transforms.distances import Distances, mixed_distances, rotary_moments
+from tests.helpers.layers import dense_distances
 
 
 def profile(heads=3, seen=16):
     draw = torch.rand(heads, seen, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return draw / draw.sum(1, keepdim=True)
-
-
-@pytest.mark.parametrize("uniform", [0.0, 0.25])
-def test_mixture_has_the_shares_it_names(uniform):
-    weights = mixed_distances(profile(), 64, uniform).weights
-    tail = [1 / (1 + distance) for distance in range(64)]
-    for head, row in enumerate(profile().tolist()):
-        for distance in range(64):
-            expected = (1 - uniform) * 0.5 * (row[distance] if distance < 16 else 0.0)
-            expected += (1 - uniform) * 0.5 * tail[distance] / sum(tail) + uniform * (64 - distance) / (64 * 65 / 2)
-            assert weights[head, distance].item() == pytest.approx(expected, rel=1e-12)
-    torch.testing.assert_close(weights.sum(1), torch.ones(3, dtype=torch.float64))
 
 
 def test_context_counts_as_far_as_131072_and_at_least_the_profile():
@@ -32,12 +21,14 @@ def test_context_counts_as_far_as_131072_and_at_least_the_profile():
     assert mixed_distances(profile(), 10**6).reach == distances.FARTHEST == 131072
 
 
-def test_moments_are_sums_over_distances(monkeypatch):
+@pytest.mark.parametrize("uniform", [0.0, 0.1])
+def test_moments_are_sums_over_the_mixture(monkeypatch, uniform):
     monkeypatch.setattr(distances, "CHUNK", 7)
-    mixed = mixed_distances(profile(), 40, 0.1)
     speed = torch.tensor([1.0, 0.1, -0.1, 0.0], dtype=torch.float64)
-    moments = rotary_moments(mixed, speed)
-    for head, row in enumerate(mixed.weights.tolist()):
+    moments = rotary_moments(mixed_distances(profile(), 40, uniform), speed)
+    weights = dense_distances(profile(), 40, uniform)
+    torch.testing.assert_close(weights.sum(1), torch.ones(3, dtype=torch.float64))
+    for head, row in enumerate(weights.tolist()):
         for a, first in enumerate(speed.tolist()):
             for b, second in enumerate(speed.tolist()):
                 angles = [(first - second) * distance for distance in range(40)]

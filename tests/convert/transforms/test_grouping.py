@@ -89,7 +89,7 @@ def test_candidates_are_few_distinct_partitions(groups: int):
 
 
 def test_pair_losses_are_symmetric_and_small_for_twins():
-    losses = grouping.pair_losses(layer_moments(alike([(0, 2), (1, 3)]), statistics(4), ROTARY))
+    losses = moments_of(alike([(0, 2), (1, 3)]), statistics(4), ROTARY).losses
     for loss in losses:
         assert torch.equal(loss, loss.mT)
         assert torch.equal(loss.diagonal(), torch.zeros(4, dtype=loss.dtype))

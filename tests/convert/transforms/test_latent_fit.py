@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.layers import attend, relative_error, rotated
+from helpers.layers import attend, dense_distances, relative_error, rotated
 
-from kvfold.convert.transforms.distances import Distances, mixed_distances
+from kvfold.convert.transforms.distances import Distances
 from kvfold.convert.transforms.latent import als as latent_fit
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.kernels import RotaryRows, kernels, wave_moments
@@ -223,7 +223,8 @@ def output_energy(rows, o):
 def score_error(weights, latent, statistics, x):
     """Squared error of scores about each query's mean, summed over heads, queries and keys at distances drawn apart."""
     error, group = 0.0, weights.heads // weights.kv_heads
-    profile = mixed_distances(statistics.profile, 0, latent_fit.UNIFORM, latent_fit.TAIL).weights
+    reach = statistics.profile.shape[1]
+    profile = dense_distances(statistics.profile, reach, latent_fit.UNIFORM, latent_fit.TAIL)
     c = x @ latent.down.T
     for head in range(weights.heads):
         means, squares = [], []

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvfold.convert.transforms.latent.norm import constant_length, coordinates, live_norm
+from kvfold.convert.transforms.latent.variants import constant_length, coordinates, live_norm
 from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.layers import plain_rotary
+from helpers.layers import dense_distances, plain_rotary
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import score_fit
@@ -21,14 +21,6 @@ def moments(count: int, members: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     keys = torch.randn(members * D, members * D, generator=draw, dtype=torch.float64)
     queries = torch.randn(count, D, D, generator=draw, dtype=torch.float64)
     return (keys @ keys.T).reshape(members, D, members, D), queries @ queries.mT
-
-
-def dense_distances(profile: Tensor) -> Tensor:
-    """The mixture that the module describes, ``[H, CONTEXT]``."""
-    spread = 1 / (1 + torch.arange(CONTEXT, dtype=torch.float64))
-    result = 0.5 * (spread / spread.sum()).repeat(len(profile), 1)
-    result[:, : profile.shape[1]] += 0.5 * profile
-    return result
 
 
 def objective(head: SharedHead, group: GroupMoments, weights: Tensor, rot: Rotary) -> float:
@@ -66,7 +58,7 @@ def case(dims: int, members: int = 3, repeat: int = 2) -> tuple[SharedHead, Grou
 def test_lost_energy_is_the_objective(dims: int):
     start, group, profile, rot = case(dims)
     fitted = score_fit.fit_scores(start, group)
-    weights = dense_distances(profile)
+    weights = dense_distances(profile, CONTEXT)
     lost, total = score_fit.score_losses(fitted, group)
     assert lost.sum().item() == pytest.approx(objective(fitted, group, weights, rot), rel=1e-9)
     nothing = SharedHead(0 * start.encode, 0 * start.decode)
@@ -76,10 +68,10 @@ def test_lost_energy_is_the_objective(dims: int):
 @pytest.mark.parametrize("dims", [D, D // 2])
 def test_every_round_lowers_the_objective(dims: int):
     start, group, profile, rot = case(dims)
-    errors = [objective(start, group, dense_distances(profile), rot)]
+    errors = [objective(start, group, dense_distances(profile, CONTEXT), rot)]
     for rounds in (1, 2, 5, 10):
         fitted = score_fit.fit_scores(start, group, rounds)
-        errors.append(objective(fitted, group, dense_distances(profile), rot))
+        errors.append(objective(fitted, group, dense_distances(profile, CONTEXT), rot))
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.95 * errors[0]
 
@@ -87,7 +79,7 @@ def test_every_round_lowers_the_objective(dims: int):
 def test_no_other_queries_do_better_once_it_settles():
     start, group, profile, rot = case(D)
     fitted = score_fit.fit_scores(start, group, rounds=300)
-    weights = dense_distances(profile)
+    weights = dense_distances(profile, CONTEXT)
     settled = objective(fitted, group, weights, rot)
     for seed in range(5):
         step = 1e-3 * torch.randn(fitted.decode.shape, generator=torch.Generator().manual_seed(seed)).double()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvfold.attention.drift.profile import attention_sums
 from kvfold.convert.transforms.fold import principal
-from kvfold.convert.transforms.latent.norm import live_norm
+from kvfold.convert.transforms.latent.variants import live_norm
 from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.sinks import SHARES, judged, with_damper
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
@@ -53,29 +53,26 @@ def test_a_sink_needs_tokens_weighted_by_received_attention() -> None:
     def error(folded: AttentionWeights) -> float:
         return relative_error(attend(folded, held_out, STILL), expected)
 
-    best = judged(measured(weights, inputs(7)), lambda counted: principal.fold(weights, counted, STILL, ALL), error)
-    assert best.share == max(SHARES)
-    assert best.errors[best.share] < 0.9 * best.errors[0.0]
-    assert error(best.weights) == best.errors[best.share]
+    statistics = measured(weights, inputs(7))
+    best, share = judged(statistics, lambda counted: principal.fold(weights, counted, STILL, ALL), error)
+    assert share == max(SHARES)
+    assert error(best) < 0.9 * error(principal.fold(weights, statistics, STILL, ALL))
 
 
 def test_the_judge_decides_and_the_first_of_equals_wins() -> None:
     statistics = measured(layer(sink=10.0), inputs(7))
     sizes = {float(statistics.counting_received(share).gram[0, 0]): share for share in SHARES}
-    best = judged(statistics, lambda counted: float(counted.gram[0, 0]), lambda size: 1.0 - sizes[size])
-    assert (best.share, best.errors) == (0.5, {0.0: 1.0, 0.5: 0.5})
-    assert sizes[best.weights] == 0.5
-    assert judged(statistics, lambda counted: counted, lambda counted: 1.0).weights is statistics
+    best, share = judged(statistics, lambda counted: float(counted.gram[0, 0]), lambda size: 1.0 - sizes[size])
+    assert share == sizes[best] == 0.5
+    assert judged(statistics, lambda counted: counted, lambda counted: 1.0) == (statistics, 0.0)
 
 
 def test_without_received_attention_nothing_is_judged() -> None:
     plain = statistics_of(inputs(7), H)
-    best = judged(plain, lambda counted: counted, lambda counted: pytest.fail("judged"))
-    assert best.weights is plain
-    assert (best.share, best.errors) == (0.0, {})
-    with pytest.raises(ValueError, match="averages by received attention are missing"):
+    assert judged(plain, lambda counted: counted, lambda counted: pytest.fail("judged")) == (plain, 0.0)
+    with pytest.raises(ValueError, match="needs averages by received attention, which were not measured"):
         plain.counting_received(0.5)
-    with pytest.raises(ValueError, match="averages by received attention are missing"):
+    with pytest.raises(ValueError, match="needs averages by received attention, which were not measured"):
         with_damper(latent(), plain)
 
 
