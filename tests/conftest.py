@@ -142,13 +142,13 @@ def tiny_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def tiny_reader(tiny_family: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny llama of four layers that reads text, by the tokenizer of the model that ships; copy it to change it.
+    """A tiny llama without biases, of four layers, that reads text by the demo tokenizer; copy it to change it.
 
     For what a calibrated conversion does whatever its model knows: it takes a third of the time.
     """
     from helpers.checkpoints import add_demo_tokenizer
 
-    made = tiny_family("llama", vocab_size=2048, mlp_bias=False, num_hidden_layers=4)
+    made = tiny_family("llama", vocab_size=2048, attention_bias=False, mlp_bias=False, num_hidden_layers=4)
     folder = Path(shutil.copytree(made, tmp_path_factory.mktemp("reader") / "reader"))
     add_demo_tokenizer(folder)
     return folder

@@ -1,9 +1,9 @@
-"""The start of a calibrated run: the source as a stream of layers, its text, and a place for hidden states."""
+"""The text of a calibrated run, read or written by the source itself, and a place for hidden states."""
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,70 +19,48 @@ from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.progress import Stages
 from kvfold.convert.request import SELF, held_out_count
 from kvfold.convert.stream.stock import hide_bars, load_model
-from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.corpus import BUILT_IN
 from kvfold.convert.text.self_written import digest, first_tokens, write_sequences
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
 from kvfold.convert.training.budget import sequences_of
 from kvfold.convert.walk.hidden import Keep, Spill
-
-
-def source_stream(plan: Plan) -> CheckpointStream:
-    """The source as a stream of layers, on the device and in the precision that the request asks for."""
-    checkpoint, device = plan.checkpoint, choose_device(plan.request.device)
-    dtype = compute_dtype(checkpoint, device)
-    return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, dtype)
+from kvfold.convert.walk.walk import Step
 
 
 def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None = None) -> CalibrationTokens:
     """Calibration and held-out sequences; text that the source writes itself is kept in ``scratch``.
 
-    The first of several processes reads them for all. Raises InputError without a tokenizer or enough text;
-    ``otherwise`` is what to do instead, by default a method that reads no text.
+    The first of several processes reads them for all, and prints what they are. Raises InputError without a tokenizer
+    or enough text; ``otherwise`` is what to do instead, by default a method that reads no text.
     """
-    return processes.from_first(lambda: _load_tokens(plan, scratch, stages, otherwise))
+    request, quick = plan.request, opt("method", quick_method(plan.request.to))
 
+    def load() -> CalibrationTokens:
+        check_seq_len(request.seq_len, plan.geometry.positions, plan.checkpoint.origin)
+        instead = f", or use {quick}, which reads no text" if otherwise is None else otherwise
+        tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration", instead)
+        if request.calibration == SELF:
+            tokens = _written_tokens(plan, tokenizer, scratch, stages)
+        else:
+            # Each step of polishing takes sequences that no other step had.
+            wanted = sequences_of(request.polish, request.seq_len) if request.polish else 0
+            further = max(0, wanted - request.samples)
+            sizes = request.samples, request.seq_len, request.seed
+            tokens = load_calibration(request.calibration, tokenizer, *sizes, further=further)
+        for part in (tokens.training, tokens.held_out):
+            check_vocabulary(part, plan.geometry.vocabulary, plan.checkpoint.origin)
+        return tokens
 
-def print_start(plan: Plan, tokens: CalibrationTokens) -> None:
-    """Print the calibration text to stderr, and what to do for a faster or a better conversion."""
-    if plan.request.quiet:
-        return
-    count, length = tokens.calibration.shape
-    text = "text that the source wrote itself" if tokens.source == SELF else tokens.source
-    print(
-        f"calibrating on {count} x {length} tokens of {text} "
-        f"({opt('method', quick_method(plan.request.to))} needs no text and is faster, but worse)",
-        file=sys.stderr,
-    )
-    if tokens.source == BUILT_IN:
-        print(
-            f"text that resembles the model's use calibrates better: {opt('calibration', 'FILE')}.txt|FILE.jsonl",
-            file=sys.stderr,
-        )
-
-
-def own_sequences(tokens: Tensor) -> Tensor:
-    """This process's share of the sequences ``tokens [N, T]``."""
-    own = processes.part(len(tokens))
-    return tokens[own.start : own.stop]
-
-
-def _load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None) -> CalibrationTokens:
-    request = plan.request
-    check_seq_len(request.seq_len, plan.geometry.positions, plan.source_name)
-    if otherwise is None:
-        otherwise = f", or use {opt('method', quick_method(plan.request.to))}, which reads no text"
-    tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration", otherwise)
-    if request.calibration == SELF:
-        tokens = _written_tokens(plan, tokenizer, scratch, stages)
-    else:
-        wanted = sequences_of(request.polish, request.seq_len) if request.polish else 0
-        further = max(0, wanted - request.samples)
-        sizes = request.samples, request.seq_len, request.seed
-        tokens = load_calibration(request.calibration, tokenizer, *sizes, further=further)
-    for part in (tokens.training, tokens.held_out):
-        check_vocabulary(part, plan.geometry.vocabulary, plan.source_name)
+    tokens = processes.from_first(load)
+    if not request.quiet:
+        count, length = tokens.calibration.shape
+        text = "text that the source wrote itself" if tokens.source == SELF else tokens.source
+        faster = f"({quick} needs no text and is faster, but worse)"
+        print(f"calibrating on {count} x {length} tokens of {text} {faster}", file=sys.stderr)
+        if tokens.source == BUILT_IN:
+            better = f"{opt('calibration', 'FILE')}.txt|FILE.jsonl"
+            print(f"text that resembles the model's use calibrates better: {better}", file=sys.stderr)
     return tokens
 
 
@@ -92,7 +70,7 @@ def _written_tokens(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages) -
     Raises InputError when there is nothing to begin a text with, or no room behind it.
     """
     request, saved = plan.request, scratch / SELF_TEXT
-    start = first_tokens(tokenizer, plan.source_name)
+    start = first_tokens(tokenizer, plan.checkpoint.origin)
     if request.seq_len <= len(start):
         raise InputError(
             f"{opt('seq_len', request.seq_len)}: must exceed the {len(start)} tokens that begin every text; raise it"
@@ -107,16 +85,29 @@ def _written_tokens(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages) -
         model = load_model(plan.checkpoint, dtype, request.trust_remote_code)
         with stages("text", count * (request.seq_len - len(start)), "token") as advance:
             tokens = write_sequences(model.to(device).eval(), start, count, request.seq_len, request.seed, advance)
+        # Renamed, so that a run that is killed meanwhile leaves no part of it to resume from.
         torch.save(tokens, saved.with_suffix(".new"))
         os.replace(saved.with_suffix(".new"), saved)
     return CalibrationTokens(tokens[: request.samples], tokens[request.samples :], SELF, digest(tokens))
 
 
-@contextmanager
-def hidden_states(folder: str | None) -> Iterator[Keep]:
+def own_sequences(tokens: Tensor) -> Tensor:
+    """This process's share of the sequences ``tokens [N, T]``."""
+    own = processes.part(len(tokens))
+    return tokens[own.start : own.stop]
+
+
+def hidden_states(folder: str | None) -> AbstractContextManager[Keep]:
     """Keeps hidden states in memory; with a ``folder``, as ``--spill`` names it, in a file there."""
-    if folder is None:
-        yield list
-        return
-    with Spill(folder) as spill:
-        yield spill
+    return nullcontext(list) if folder is None else Spill(folder)
+
+
+def held_out_error(plan: Plan, layer: int, step: Step | None) -> Callable[[Any], float]:
+    """The error of transformed weights of ``layer`` on held-out text, as the files will hold them."""
+
+    def error(weights: Any) -> float:
+        if step is None:
+            raise ValueError("layer: no text to measure an error on; register the method with reads_text=True")
+        return step.attention_error(plan.layout.encode(layer, weights))
+
+    return error

@@ -11,26 +11,26 @@ import torch
 from torch import Tensor
 
 from kvfold.convert import processes
-from kvfold.convert.conversion.calibration import load_tokens, own_sequences, print_start, source_stream
-from kvfold.convert.conversion.plan import Plan, resolved
+from kvfold.convert.conversion.calibration import held_out_error, own_sequences
+from kvfold.convert.conversion.plan import Plan, latent_plan
 from kvfold.convert.conversion.source import source_heads, source_layer, source_rotary
 from kvfold.convert.methods.registry import Fitted, LatentLayer, Notes
 from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.targets.mla.config import LatentTarget
+from kvfold.convert.targets.mla.config import LatentTarget, query_rank
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.head_norms import linear_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.latent import latent_spectrum
 from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots
-from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.hidden import Keep
 from kvfold.convert.walk.passes import survey
 from kvfold.convert.walk.walk import Step
 
 SPECTRUM = "latent_spectrum"
-_SHOWN_CHANNELS = 3  # of the spectrum that is recorded, relative to the channels
+# Components of the spectrum that is recorded, relative to the channels.
+_SHOWN_CHANNELS = 3
 
 
 @dataclass(frozen=True)
@@ -50,46 +50,26 @@ class Survey:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to store the model: its plan, the rotary slots of each layer, and after a trial its drift, KL in nats.
+    """A way to store the model: its plan, the rotary slots of each layer, and after trials its drift, KL in nats.
 
     ``kl`` is that as fitted, ``refined_kl`` that after a few steps of refinement.
     """
 
     plan: Plan
+    target: LatentTarget
     slots: tuple[Slots, ...]
     kl: float = math.nan
-    refined_kl: float = math.nan
-
-    @property
-    def refined(self) -> bool:
-        return not math.isnan(self.refined_kl)
-
-    @property
-    def drift(self) -> float:
-        """The KL by which it is judged: refined where it was."""
-        return self.refined_kl if self.refined else self.kl
+    refined_kl: float | None = None
 
     @property
     def judged(self) -> tuple[bool, float]:
-        """Lower is better: any refined drift before one as fitted."""
-        return not self.refined, self.drift
+        """Lower is better: any refined KL before one as fitted."""
+        return self.refined_kl is None, self.kl if self.refined_kl is None else self.refined_kl
 
     @property
-    def target(self) -> LatentTarget:
-        return self.plan.latent_target()
-
-    @property
-    def served_by(self) -> tuple[str, ...]:
+    def served_by(self) -> list[str]:
         """The engines that serve its output."""
-        return tuple(verdict.engine for verdict in self.plan.engines if verdict.serves)
-
-
-def survey_source(plan: Plan, folder: Path, stages: Stages, keep: Keep = list) -> Survey:
-    """Load calibration text and walk the source alone over it; the layers' statistics go into ``folder``."""
-    tokens = load_tokens(plan, folder.parent, stages)
-    source = source_stream(plan)
-    print_start(plan, tokens)
-    return survey_layers(plan, source, tokens, folder, stages, keep)
+        return [verdict.engine for verdict in self.plan.engines if verdict.serves]
 
 
 def survey_layers(
@@ -117,35 +97,33 @@ def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -
     A method that reads no text gets a uniform stride over the source's frequencies.
     """
     if plan.request.chosen_method.reads_text:
+        thetas = [layer.theta for layer in layers]
         choose = rope_slots.plain_slots if target.layout == "engine" else rope_slots.choose_slots
-        kept, thetas = target.rope_kept(plan.geometry.rotary_dims), [layer.theta for layer in layers]
+        kept = target.rope_kept(plan.geometry.rotary_dims)
         slots = rope_slots.slots_by_layer(thetas, lambda alike: choose([layers[layer] for layer in alike], kept))
     else:
         thetas = [source_rotary(plan, layer).theta for layer in range(plan.geometry.layers)]
 
         def stride(alike: list[int]) -> Slots:
+            # Layers that do not rotate have no frequencies to choose from.
             theta = next((thetas[layer] for layer in alike if thetas[layer].numel()), None)
             if theta is None:
                 return rope_slots.NO_SLOTS
             return rope_slots.stride_slots(theta, plan.geometry.kv_heads, target.rope_dim)
 
         slots = rope_slots.slots_by_layer(thetas, stride)
-    return Candidate(resolved(plan, target, [each.theta.tolist() for each in slots]), slots)
+    frequencies = [each.theta.tolist() for each in slots]
+    return Candidate(latent_plan(plan.request, plan.checkpoint, plan.model, target, frequencies), target, slots)
 
 
 def fitted_latent(chosen: Candidate, index: int, step: Step | None = None, surveyed: Survey | None = None) -> Fitted:
     """The layer ``index`` as latent attention. ``step`` and ``surveyed`` are None without text."""
     plan, target = chosen.plan, chosen.target
-    method, rank = plan.request.chosen_method, plan.query_rank()
+    method, rank = plan.request.chosen_method, query_rank(plan.model, chosen.target)
     weights, norms = source_layer(plan, index), plan.model.names.get(("attention_norm", index))
     statistics, inputs = None, torch.empty(0, weights.model_dim)
     if surveyed is not None and method.reads_text:
         statistics, inputs = surveyed.notes(index)
-
-    def error(latent: LatentWeights) -> float:
-        if step is None:
-            raise ValueError("layer: no text to measure an error on; register the method with reads_text=True")
-        return step.attention_error(plan.layout.encode(index, latent))
 
     return method.fit(
         LatentLayer(
@@ -162,15 +140,15 @@ def fitted_latent(chosen: Candidate, index: int, step: Step | None = None, surve
             gain=plan.checkpoint.read(norms[0]) if norms else None,
             statistics=statistics,
             inputs=inputs,
-            error=error,
+            error=held_out_error(plan, index, step),
         )
     )
 
 
 def spectrum_note(chosen: Candidate, layer: int, surveyed: Survey) -> Notes:
-    """How much energy each principal component of the latent has, a few times as many as there are channels.
+    """The energy of the principal components of the latent, a few times as many as there are channels.
 
-    ``lost`` is the share of those beyond the channels. Nothing for a layer that was not fitted to statistics.
+    ``lost`` is the share beyond the channels. Nothing for a layer that was not fitted to statistics.
     """
     plan, target = chosen.plan, chosen.target
     if not plan.request.chosen_method.reads_text:

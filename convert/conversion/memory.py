@@ -21,24 +21,32 @@ _FLOAT, _DOUBLE = 4, 8
 # E x E matrices in float64 that a fit holds, from weights alone and with statistics: Gram, its factors and inverses,
 # and the moments between all heads. Peaks at a width of 1024, by the same test: 672 MB (svd), 1.43 to 1.52 GB.
 _FIT_SQUARES, _FIT_SQUARES_OF_TEXT = 12, 36
-_LOGITS, _LOGIT = 1 << 23, 16 * 4  # logits compared at once on a CPU; bytes each, measured with SmolLM2-135M: 12 x 4
-_MASTER = 4 + 4 + 8 + 4 + 4  # bytes per trained element: master, gradient, Adam's moments, rounded copies
-_SAVED = 4 + 8 + 4  # bytes per trained element on disk for --resume: master, moments, best weights
-_ACTIVATIONS = 68  # bytes per token, layer and model dim in float32 (Korthikanti et al., 2022: 34 in 16 bit)
-_POLISHED_LOGITS = 8 * (24 << 20)  # bytes of logits, and of their gradients, in a step of polishing
-_WRITTEN_AT_ONCE = 48  # sequences of --calibration self
+# Logits compared at once on a CPU; bytes each, measured with SmolLM2-135M: 12 x 4.
+_LOGITS, _LOGIT = 1 << 23, 16 * 4
+# Bytes per trained element: master, gradient, Adam's moments, rounded copies; and on disk for --resume without copies.
+_MASTER, _SAVED = 4 + 4 + 8 + 4 + 4, 4 + 8 + 4
+# Bytes per token, layer and model dim in float32 (Korthikanti et al., 2022: 34 in 16 bit).
+_ACTIVATIONS = 68
+# Bytes of logits, and of their gradients, in a step of polishing.
+_POLISHED_LOGITS = 8 * (24 << 20)
+# Sequences of --calibration self.
+_WRITTEN_AT_ONCE = 48
+# Config, index, card and file system blocks.
+_SLACK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Needs:
     """Bytes that a run takes: ``memory`` and ``spilled`` (hidden states on disk) at the peak of one process.
 
-    ``scratch`` are bytes on OUT's disk while the run goes on, besides the output.
+    ``disk`` are those of the output, headers and side files included; ``scratch`` come on OUT's disk while the run
+    goes on.
     """
 
     memory: int
     spilled: int
     scratch: int
+    disk: int
 
 
 def needs_of(plan: Plan, processes: int = 1) -> Needs:
@@ -49,15 +57,19 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
     the whole model.
     """
     request, shape = plan.request, plan.geometry
+    headers = 3 * sum(len(tensor.name) + 120 for tensor in plan.tensors)
+    extra = sum(path.stat().st_size for path in plan.checkpoint.extra_files())
+    disk = sum(tensor.nbytes for tensor in plan.tensors) + headers + extra + _SLACK
     width, latent = shape.model_dim, request.to == "mla"
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * width
     fit = _DOUBLE * ((_FIT_SQUARES_OF_TEXT if request.calibrated else _FIT_SQUARES) * width**2 + 4 * attention)
     if not request.calibrated:
-        read = [plan.checkpoint.tensors[name] for name in plan.read_names(0)]
+        read = [plan.checkpoint.tensors[name] for name in plan.reads[0]]
         pooling = sum(info.nbytes + _FLOAT * prod(info.shape) for info in read)
-        return Needs(_BASE + (fit * 11 // 10 if latent else pooling), 0, 0)
+        return Needs(_BASE + (fit * 11 // 10 if latent else pooling), 0, 0, disk)
 
-    tokens, held_out = ceil(request.samples / processes) * request.seq_len, _held_out(plan)
+    length = request.seq_len
+    tokens, held_out = ceil(request.samples / processes) * length, held_out_count(request.samples) * length
     # Calibration states before and after the source's layer, the student's, the targets of refinement; held-out states
     # once more, because the drift takes a copy further.
     fitted, refined = request.chosen_method.reads_text, int(bool(request.refine))
@@ -65,60 +77,57 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
     states = width * (learned * tokens + (4 + refined) * held_out) + refined * (tokens + held_out)
     outputs = held_out * (2 * width + (2 * shape.heads + shape.kv_heads) * shape.head_dim)  # of the source's attention
     held = 0 if request.spill else _FLOAT * (states + outputs)
-
+    # One layer of each model, then the embedding and the head with the logits.
     sizes = [prod(tensor.shape) for tensor in plan.model.tensors.values()]
-    ends = 2 * shape.vocabulary * width  # embedding and head
+    ends = 2 * shape.vocabulary * width
     layer = (sum(sizes) - ends) // shape.layers
     in_layers = fit + _FLOAT * (max(2 * layer, ends) + 5 * attention * refined)
     at_end = 4 * _FLOAT * ends + _LOGIT * min(_LOGITS, held_out * shape.vocabulary)
-    trained, polished = _polishing(plan) if request.polish else (0, 0)
-    writing = 0
-    if request.calibration == SELF:
-        cached = plan.cache_elements * shape.layers * request.seq_len + 4 * shape.vocabulary
-        writing = _FLOAT * (sum(sizes) + cached * _WRITTEN_AT_ONCE)
-    surveyed = shape.layers * 2 * _DOUBLE * width**2 if latent else 0  # two Gram matrices of every layer
+    whole, trained = _whole_model(plan)
+    # A survey stores two Gram matrices of every layer.
+    surveyed = shape.layers * 2 * _DOUBLE * width**2 if latent else 0
     return Needs(
-        memory=_BASE_WITH_TEXT + max(held + max(in_layers, at_end), polished, writing),
+        memory=_BASE_WITH_TEXT + max(held + max(in_layers, at_end), whole),
         spilled=_FLOAT * states if request.spill else 0,
         scratch=surveyed + (_SAVED * trained if request.resume else 0),
+        disk=disk,
     )
 
 
-def _held_out(plan: Plan) -> int:
-    """Held-out tokens."""
-    return held_out_count(plan.request.samples) * plan.request.seq_len
-
-
-def _polishing(plan: Plan) -> tuple[int, int]:
-    """Elements that polishing trains, and the bytes that it holds."""
-    request, width = plan.request, plan.geometry.model_dim
-    computed = {name for names in plan.layout.computed for name in names}
-    sizes = {tensor.name: prod(tensor.shape) for tensor in plan.layout.tensors}
-    trained = sum(size for name, size in sizes.items() if name in computed)
-    model = _FLOAT * (sum(sizes.values()) - trained) + _MASTER * trained
-    activations = _ACTIVATIONS * batch_size(request.seq_len) * request.seq_len * plan.geometry.layers * width
-    sequences = max(request.samples, sequences_of(request.polish, request.seq_len))
-    return trained, model + activations + _POLISHED_LOGITS + _FLOAT * sequences * request.seq_len * width
+def _whole_model(plan: Plan) -> tuple[int, int]:
+    """Bytes of what holds the whole model, polishing and ``--calibration self``; and the elements that are trained."""
+    request, shape = plan.request, plan.geometry
+    held = trained = 0
+    if request.calibration == SELF:
+        cached = plan.cache_elements * shape.layers * request.seq_len + 4 * shape.vocabulary
+        model = sum(prod(tensor.shape) for tensor in plan.model.tensors.values())
+        held = _FLOAT * (model + cached * _WRITTEN_AT_ONCE)
+    if request.polish:
+        computed = {name for names in plan.layout.computed for name in names}
+        sizes = {tensor.name: prod(tensor.shape) for tensor in plan.layout.tensors}
+        trained = sum(size for name, size in sizes.items() if name in computed)
+        model = _FLOAT * (sum(sizes.values()) - trained) + _MASTER * trained
+        activations = _ACTIVATIONS * batch_size(request.seq_len) * request.seq_len * shape.layers * shape.model_dim
+        sequences = max(request.samples, sequences_of(request.polish, request.seq_len))
+        states = _FLOAT * sequences * request.seq_len * shape.model_dim
+        held = max(held, model + activations + _POLISHED_LOGITS + states)
+    return held, trained
 
 
 def check_memory(plan: Plan) -> None:
     """Raise InputError when a request needs the whole model in memory and it does not fit."""
-    whole = {
-        f"{opt('calibration', SELF)}": (plan.request.calibration == SELF, f"give {opt('calibration', 'FILE')}"),
-        f"{opt('polish')}": (
-            bool(plan.request.polish),
-            f"leave {opt('polish')} out: {opt('refine')} holds one layer at a time",
-        ),
-    }
-    for option, (given, otherwise) in whole.items():
-        if not given:
-            continue
-        needed, free = needs_of(plan, processes.count()).memory, free_bytes(plan)
-        if free is not None and needed > free:
-            raise InputError(
-                f"{option} needs the whole model in memory: about {bytes_text(needed)}, found {bytes_text(free)} free; "
-                f"use a machine with more, or {otherwise}"
-            )
+    if plan.request.calibration == SELF:
+        option, otherwise = opt("calibration", SELF), f"give {opt('calibration', 'FILE')}"
+    elif plan.request.polish:
+        option, otherwise = opt("polish"), f"leave {opt('polish')} out: {opt('refine')} holds one layer at a time"
+    else:
+        return
+    needed, free = needs_of(plan, processes.count()).memory, free_bytes(plan)
+    if free is not None and needed > free:
+        raise InputError(
+            f"{option} needs the whole model in memory: about {bytes_text(needed)}, and {bytes_text(free)} are free; "
+            f"use a machine with more, or {otherwise}"
+        )
 
 
 def check_spill(plan: Plan) -> None:
@@ -130,21 +139,33 @@ def check_spill(plan: Plan) -> None:
         raise InputError(f"{opt('spill', folder)}: no such folder to keep hidden states in; make it first")
     needs = needs_of(plan, processes.count())
     needed, free = processes.count(on_this_machine=True) * needs.spilled, shutil.disk_usage(folder).free
-    out = next(path for path in Path(plan.request.out).absolute().parents if path.exists())
-    if os.stat(out).st_dev == os.stat(folder).st_dev:
-        needed += plan.disk_bytes + needs.scratch
+    # On OUT's disk both have to fit.
+    if os.stat(_existing(plan.request.out)).st_dev == os.stat(folder).st_dev:
+        needed += needs.disk + needs.scratch
     if needed > free:
         raise InputError(
-            f"{opt('spill', folder)}: too little disk space: hidden states need {bytes_text(needed)}, found "
-            f"{bytes_text(free)} free; free some, choose a folder on another disk, or fewer {opt('samples')}"
+            f"{opt('spill', folder)}: too little disk space: hidden states need {bytes_text(needed)}, and "
+            f"{bytes_text(free)} are free; free some, choose a folder on another disk, or fewer {opt('samples')}"
         )
 
 
+def free_disk(plan: Plan) -> int:
+    """Free bytes on the disk of OUT."""
+    return shutil.disk_usage(_existing(plan.request.out)).free
+
+
+def _existing(out: str) -> Path:
+    """OUT or the nearest of its parents that exists."""
+    folder = Path(out).absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
 def free_bytes(plan: Plan) -> int | None:
-    """Free memory where ``plan`` computes, None where the system does not say."""
+    """Free bytes of memory where ``plan`` computes, None where the system does not say."""
     device = plan.request.device
     if device == "cpu" or (device == "auto" and not may_have_gpu()):
         return host_memory()
-    from kvfold.convert.device import choose_device, free_memory  # imports torch, which takes seconds
+    # Only here: it imports torch, which takes seconds.
+    from kvfold.convert.device import choose_device, free_memory
 
     return free_memory(choose_device(device))

@@ -4,73 +4,77 @@
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kvfold.convert import processes
-from kvfold.convert.conversion.memory import free_bytes, needs_of
+from kvfold.convert.conversion.memory import free_bytes, free_disk, needs_of
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.request import SELF
 from kvfold.convert.sizes import bytes_text
 from kvfold.convert.targets.engines import folded_result
 
+_SHOWN_FILES = 20
 _PACKAGES = ("kvfold", "torch", "transformers", "safetensors", "numpy")
 
 
 def versions() -> dict[str, str | None]:
     """Installed versions of the packages that decide a result, None for one that is not installed."""
-
-    def installed(package: str) -> str | None:
+    found: dict[str, str | None] = dict.fromkeys(_PACKAGES)
+    for package in found:
         try:
-            return version(package)
+            found[package] = version(package)
         except PackageNotFoundError:
-            return None
-
-    return {package: installed(package) for package in _PACKAGES}
+            continue
+    return found
 
 
 def record(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
     """The content of ``kvfold.json``; ``measured`` are the entries of a calibrated run (empty without one)."""
+    origins = _origins(plan)
     return {
         "format": 3,
         "request": plan.request.result_options() | ({} if plan.latent is None else {"layout": plan.latent.layout}),
         "versions": versions(),
         "source": {
-            "name": plan.source_name,
+            "name": plan.checkpoint.origin,
             "sha256": plan.checkpoint.source_hash(),
             **({"made_of": list(plan.made_of)} if plan.made_of else {}),
         },
         "attention": {"from": plan.source_kind, "to": plan.layout.kind},
         "cache_elements_per_token_per_layer": {"from": plan.cache_elements, "to": plan.layout.cache_elements},
-        **_sharing(plan),
+        "cache_elements_per_rank": {"from": folded_result(plan.model).per_rank(), "to": plan.result.per_rank()},
         "engines": [asdict(verdict) for verdict in plan.engines],
         **({"padding_parameters": plan.padding} if plan.padding else {}),
         **measured,
-        "tensors": {name: {"origin": kind, "from": list(names)} for name, (kind, names) in plan.origins().items()},
+        "tensors": {tensor.name: origins[tensor.name] for tensor in plan.tensors},
     }
 
 
-def _sharing(plan: Plan) -> dict[str, Any]:
-    """The cache on tensor-parallel ranks."""
-    return {"cache_elements_per_rank": {"from": folded_result(plan.model).per_rank(), "to": plan.result.per_rank()}}
+def _origins(plan: Plan) -> dict[str, dict[str, Any]]:
+    """By output tensor how it came about (``copied``, ``cast``, ... or the method), and the source tensors it is from.
 
-
-def saving(plan: Plan) -> float:
-    """The fraction of the cache that the target saves, up to 1; below 0 where it grows."""
-    return 1 - plan.layout.cache_elements / plan.cache_elements
+    Computed ones are from all that the transform of their layer reads.
+    """
+    origins: dict[str, dict[str, Any]] = {}
+    for tensor in plan.tensors:
+        if not tensor.computed:
+            infos = [tensor.kept or plan.checkpoint.tensors[name] for name in tensor.sources]
+            changed = any(tensor.dtype != info.dtype for info in infos)
+            kind = next((info.made for info in infos if info.made), "cast" if changed else "copied")
+            origins[tensor.name] = {"origin": kind if infos else "zeros", "from": list(tensor.sources)}
+    for computed, read in zip(plan.layout.computed, plan.reads, strict=True):
+        origins |= {name: {"origin": plan.request.resolved_method, "from": list(read)} for name in computed}
+    return origins
 
 
 def headline(plan: Plan) -> str:
     """The conversion in a line: source, target, method, and the cache of both."""
-    return _headline(plan, plan.layout.kind)
-
-
-def _headline(plan: Plan, kind: str) -> str:
-    saved = saving(plan)
+    saved = 1 - plan.layout.cache_elements / plan.cache_elements
     return (
-        f"{plan.source_name}: {plan.source_kind} -> {kind}, method {plan.request.resolved_method}: "
+        f"{plan.checkpoint.origin}: {plan.source_kind} -> {plan.layout.kind}, method {plan.request.resolved_method}: "
         f"{plan.cache_elements} -> {plan.layout.cache_elements} KV-cache elements per token per layer "
         f"({100 * abs(saved):.1f} % {'more' if saved < 0 else 'less'})"
     )
@@ -99,42 +103,44 @@ def text_name(record: Mapping[str, Any]) -> str:
 
 
 def chosen_text(plan: Plan, record: Mapping[str, Any]) -> str:
-    """The split that a budget got, and among how many; empty where the request named it."""
-    if plan.request.budget is None or "splits" not in record:
+    """The split that a budget got, among how many, and why it is not the best; empty where the request named it."""
+    if plan.request.budget is None or plan.latent is None or "splits" not in record:
         return ""
-    target = plan.latent_target()
-    split = f"{target.kv_rank}+{target.rope_dim}"
-    least = "" if "preferred_for_engines" in record else ", which drifts least"
-    return f"--budget {plan.request.budget}: took {split} of {len(record['splits'])} splits tried{least}"
-
-
-def groups_text(plan: Plan, record: Mapping[str, Any]) -> str:
-    """Which heads share, and why, in a line; empty where there was nothing to choose: for MQA all of them do."""
-    if not (layers := record.get("groups")) or len(layers[0]) == 1:
-        return ""
-    moved = [index for index, groups in enumerate(layers) if not all(map(_neighbors, groups))]
-    if not moved:
-        return f"heads that share: neighbors in every layer, {_why_neighbors(plan)}"
-    example = " | ".join(" ".join(map(str, group)) for group in layers[moved[0]])
+    split = f"{plan.latent.kv_rank}+{plan.latent.rope_dim}"
+    took = f"--budget {plan.request.budget}: took {split} of {len(record['splits'])} splits tried"
+    if (taken := record.get("preferred_for_engines")) is None:
+        return f"{took}, which drifts least"
+    best, engines = taken["instead_of"], " and ".join(taken["engines"])
     return (
-        f"heads that share: others than neighbors in {len(moved)} of {len(layers)} layers, such as {example} in layer "
-        f"{moved[0]}; each layer took the grouping tried whose attention errs least on held-out text (all: kvfold.json)"
+        f"{took}, because {engines} would not serve the best: a KL of {taken['kl']:.4f} nats on held-out text; the "
+        f"best, {best['kv_rank']}+{best['rope_dim']}, has {best['kl']:.4f}"
     )
 
 
-def _neighbors(group: Sequence[int]) -> bool:
-    return list(group) == list(range(group[0], group[0] + len(group)))
-
-
-def _why_neighbors(plan: Plan) -> str:
+def groups_text(plan: Plan, record: Mapping[str, Any]) -> str:
+    """The heads that share, and why, in a line; empty where there was nothing to choose: for MQA all of them do."""
+    if not (layers := record.get("groups")) or len(layers[0]) == 1:
+        return ""
     request = plan.request
+    moved = []
+    for index, groups in enumerate(layers):
+        if any(list(group) != list(range(group[0], group[0] + len(group))) for group in groups):
+            moved.append(index)
+    if moved:
+        example = " | ".join(" ".join(map(str, group)) for group in layers[moved[0]])
+        return (
+            f"heads that share: others than neighbors in {len(moved)} of {len(layers)} layers, such as {example} in "
+            f"layer {moved[0]}; each layer took the grouping tried whose attention errs least on held-out text (all: "
+            "kvfold.json)"
+        )
+    why = "where no other grouping tried errs less on held-out text"
     if request.group == "contiguous":
-        return "as --group contiguous asks"
-    if not request.chosen_method.reads_text:
-        return f"as --method {request.resolved_method} joins them"
-    if request.group is None and plan.geometry.kv_heads < plan.geometry.heads:
-        return "for heads that share already were trained to (--group similar compares others)"
-    return "where no other grouping tried errs less on held-out text"
+        why = "as --group contiguous asks"
+    elif not request.chosen_method.reads_text:
+        why = f"as --method {request.resolved_method} joins them"
+    elif request.group is None and plan.geometry.kv_heads < plan.geometry.heads:
+        why = "for heads that share already were trained to (--group similar compares others)"
+    return f"heads that share: neighbors in every layer, {why}"
 
 
 def rank_sizes(record: Mapping[str, Any]) -> list[tuple[str, int, int]]:
@@ -151,19 +157,8 @@ def ranks_text(record: Mapping[str, Any]) -> str:
     return f"tensor parallelism, elements per token per layer: {parts} ranks"
 
 
-def preference_text(record: Mapping[str, Any]) -> str:
-    """A sentence on a split of a budget that was taken because engines serve it; empty where the best was taken."""
-    if (taken := record.get("preferred_for_engines")) is None:
-        return ""
-    best, engines = taken["instead_of"], " and ".join(taken["engines"])
-    return (
-        f"this split was taken because {engines} would not serve the best: a KL of {taken['kl']:.4f} nats on held-out "
-        f"text; the best, {best['kv_rank']}+{best['rope_dim']}, has {best['kl']:.4f}"
-    )
-
-
 def engines_text(plan: Plan) -> str:
-    """Which engines serve the output, and how."""
+    """The engines that serve the output, and how."""
     lines = [f"  {verdict.to_text()}" for verdict in plan.engines]
     return "\n".join(["served by (versions and evidence: kvfold.json)", *lines])
 
@@ -181,56 +176,38 @@ def padding_text(plan: Plan) -> str:
     )
 
 
-def planned_kind(plan: Plan) -> str:
-    """The attention that a plan will make, before a budget has its split."""
-    return plan.layout.kind if plan.request.budget is None else "MLA, split by measured drift"
-
-
 def plan_text(plan: Plan) -> str:
-    """The output of ``--dry-run``: tensors to compute, files, and disk space. No shape of a split yet to be chosen."""
-    open_split = plan.request.budget is not None
-    computed = {name for names in plan.layout.computed for name in names}
-    first = [tensor for tensor in plan.layout.tensors if tensor.name in plan.layout.computed[0]]
-    before = plan.checkpoint.tensors
-    lines = [
-        _headline(plan, planned_kind(plan)),
-        *(f"source: {line}" for line in plan.made_of),
-        *filter(None, [_keepable_text(plan), "" if open_split else padding_text(plan)]),
-        f"tensors: {len(plan.tensors) - len(computed)} copied, {len(computed)} computed; in layer 0:",
-        *(
-            f"  {t.name}  {t.dtype} {_shape(before[t.name].shape) if t.name in before else 'new'}"
-            + ("" if open_split else f" -> {_shape(t.shape)}")
-            for t in first
-        ),
-        f"files: {len(plan.shards)}" + (" (sizes depend a little on the split)" if open_split else ""),
-        *(f"  {shard.file}  {bytes_text(sum(t.nbytes for t in shard.tensors))}" for shard in plan.shards[:20]),
-        *([f"  ... and {len(plan.shards) - 20} more"] if len(plan.shards) > 20 else []),
-        engines_text(plan),
-        f"disk: {bytes_text(plan.disk_bytes)} needed, {bytes_text(plan.free_bytes)} free",
-        *_memory_lines(plan),
-        "nothing was written (--dry-run)",
-    ]
-    return "\n".join(lines)
-
-
-def _memory_lines(plan: Plan) -> list[str]:
-    """Memory at the peak of a process, and the hidden states that it spills."""
-    needs, free = needs_of(plan, processes.count()), free_bytes(plan)
+    """The output of ``--dry-run``: tensors to compute, files, memory and disk space."""
+    request, before, needs = plan.request, plan.checkpoint.tensors, needs_of(plan, processes.count())
+    # No shape of a split that is yet to be chosen.
+    open_split = request.budget is not None
+    lines = [headline(plan), *(f"source: {line}" for line in plan.made_of)]
+    if plan.keepable and not request.keep_quantized:
+        lines.append(f"--keep-quantized would keep {plan.keepable} of these weights as they are stored")
+    if plan.padding and not open_split:
+        lines.append(padding_text(plan))
+    computed = sum(map(len, plan.layout.computed))
+    lines.append(f"tensors: {len(plan.tensors) - computed} copied, {computed} computed; in layer 0:")
+    for tensor in plan.layout.tensors:
+        if tensor.name in plan.layout.computed[0]:
+            present = "x".join(map(str, before[tensor.name].shape)) if tensor.name in before else "new"
+            shape = "" if open_split else f" -> {'x'.join(map(str, tensor.shape))}"
+            lines.append(f"  {tensor.name}  {tensor.dtype} {present}{shape}")
+    lines.append(f"files: {len(plan.shards)}" + (" (sizes depend a little on the split)" if open_split else ""))
+    shown = {shard.file: sum(tensor.nbytes for tensor in shard.tensors) for shard in plan.shards[:_SHOWN_FILES]}
+    lines += [f"  {file}  {bytes_text(size)}" for file, size in shown.items()]
+    if len(plan.shards) > _SHOWN_FILES:
+        lines.append(f"  ... and {len(plan.shards) - _SHOWN_FILES} more")
+    each, free = " per process" if processes.count() > 1 else "", free_bytes(plan)
     found = "" if free is None else f", {bytes_text(free)} free"
-    each = " per process" if processes.count() > 1 else ""
-    lines = [f"memory: about {bytes_text(needs.memory)} needed{each}{found}"]
-    return lines + ([f"disk for --spill: about {bytes_text(needs.spilled)}{each}"] if needs.spilled else [])
-
-
-def _keepable_text(plan: Plan) -> str:
-    """That weights could stay quantized, where they could and do not."""
-    if plan.request.keep_quantized or not plan.keepable:
-        return ""
-    return f"--keep-quantized would keep {plan.keepable} of these weights as they are stored"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
+    lines += [
+        engines_text(plan),
+        f"disk: {bytes_text(needs.disk)} needed, {bytes_text(free_disk(plan))} free",
+        f"memory: about {bytes_text(needs.memory)} needed{each}{found}",
+    ]
+    if needs.spilled:
+        lines.append(f"disk for --spill: about {bytes_text(needs.spilled)}{each}")
+    return "\n".join([*lines, "nothing was written (--dry-run)"])
 
 
 def engine_cost(record: Mapping[str, Any]) -> str:

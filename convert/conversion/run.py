@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,12 +16,12 @@ from kvfold.convert.checkpoint.file_bytes import write_file
 from kvfold.convert.checkpoint.folder import RECORD, read_bytes
 from kvfold.convert.checkpoint.hashing import file_hashes, hashing
 from kvfold.convert.checkpoint.json_text import dump
-from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint, open_headers
+from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers
 from kvfold.convert.checkpoint.writer import ShardWriter, write_index
 from kvfold.convert.console import append_line
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, resumable
-from kvfold.convert.conversion.memory import check_memory, check_spill, needs_of
+from kvfold.convert.conversion.memory import check_memory, check_spill, free_disk, needs_of
 from kvfold.convert.conversion.plan import Plan, check_processes, dense_dtype, described, make_plan
 from kvfold.convert.conversion.record import (
     chosen_text,
@@ -32,8 +32,6 @@ from kvfold.convert.conversion.record import (
     headline,
     padding_text,
     plan_text,
-    planned_kind,
-    preference_text,
     ranks_text,
 )
 from kvfold.convert.conversion.record import record as record_of
@@ -68,17 +66,24 @@ class Conversion:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: the record without its lists of tensors and files, or the plan of a dry run."""
-        plan, size = self.plan, sum(tensor.nbytes for tensor in self.plan.tensors)
+        plan = self.plan
         if self.written is None:
-            files = {shard.file: sum(tensor.nbytes for tensor in shard.tensors) for shard in plan.shards}
-            disk = {"disk_bytes": plan.disk_bytes, "free_bytes": plan.free_bytes}
             needs = needs_of(plan, processes.count())
-            taken = {"memory_bytes": needs.memory, "spilled_bytes": needs.spilled, "scratch_bytes": needs.scratch}
-            facts = {"out": None, "dry_run": True, "files": files, **disk, **taken, **record_of(plan, {})}
-            facts["attention"] = {"from": plan.source_kind, "to": planned_kind(plan)}
+            facts = {
+                "out": None,
+                "dry_run": True,
+                "files": {shard.file: sum(tensor.nbytes for tensor in shard.tensors) for shard in plan.shards},
+                "disk_bytes": needs.disk,
+                "free_bytes": free_disk(plan),
+                "memory_bytes": needs.memory,
+                "spilled_bytes": needs.spilled,
+                "scratch_bytes": needs.scratch,
+                **record_of(plan, {}),
+            }
         else:
-            facts = {"out": str(self.written), "seconds": self.seconds, "weight_bytes": size, **self.record}
-            facts.pop("files", None)
+            size = sum(tensor.nbytes for tensor in plan.tensors)
+            record = {name: value for name, value in self.record.items() if name != "files"}
+            facts = {"out": str(self.written), "seconds": self.seconds, "weight_bytes": size, **record}
         return {name: value for name, value in facts.items() if name != "tensors"}
 
     def summary(self) -> str:
@@ -92,7 +97,6 @@ class Conversion:
             chosen_text(self.plan, self.record),
             groups_text(self.plan, self.record),
             ranks_text(self.record),
-            preference_text(self.record),
             padding_text(self.plan),
             engine_cost(self.record),
             f"wrote {self.written}: {bytes_text(size)} in {self.seconds:.1f} s",
@@ -121,10 +125,16 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
         request, progress = replace(request, quiet=True), None
     check_output(request.out, overwrite=request.overwrite, model=request.model)
     check_sources(text for text in request.texts if text != SELF)
-    stages = Stages(progress, request.quiet or request.dry_run)
+    stages, dtype = Stages(progress, request.quiet or request.dry_run), dense_dtype(request)
     with stages("reading"):
-        checkpoint = _open(request)
-    try:
+        if request.dry_run:
+            # Of a model on the hub headers are enough, and of a folder without weights its config.json.
+            checkpoint = described(request) or open_headers(request.model, dtype)
+        else:
+            if processes.count() > 1:  # the first downloads it for all
+                processes.from_first(lambda: open_checkpoint(request.model, dtype).close())
+            checkpoint = open_checkpoint(request.model, dtype)
+    with closing(checkpoint):
         plan = make_plan(request, checkpoint)
         check_processes(plan)
         check_spill(plan)
@@ -132,12 +142,10 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             check_output(request.out, overwrite=request.overwrite, model=checkpoint.folder)
             return Conversion(plan, None, None, {})
         check_memory(plan)
-        with _shared_folder(plan) as folder:
+        with _output_folder(plan) as folder:
             plan, measured, hashes = _write_weights(plan, folder, stages)
             checkpoint.check_unchanged()
             completed = processes.run_on_first(lambda: _complete(plan, measured, hashes, folder, stages))
-    finally:
-        checkpoint.close()
     record, drift = completed or ({}, None)
     done = Conversion(plan, Path(request.out), time.monotonic() - started, record, drift)
     if processes.is_first():
@@ -145,42 +153,77 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     return done
 
 
-def _open(request: ConvertRequest) -> Checkpoint:
-    """The source; of several processes the first one downloads it. A dry run reads headers or a config.json alone."""
-    if request.dry_run:
-        return described(request) or open_headers(request.model, dense_dtype(request))
-    if processes.count() > 1:
-        processes.from_first(lambda: open_checkpoint(request.model, dense_dtype(request)).close())
-    return open_checkpoint(request.model, dense_dtype(request))
-
-
 @contextmanager
-def _shared_folder(plan: Plan) -> Iterator[Path]:
+def _output_folder(plan: Plan) -> Iterator[Path]:
     """The temporary folder that becomes OUT when the block ends, with room for the output; the first process's.
 
     InputError where another process does not see it.
     """
     request = plan.request
+    if request.resume and not request.calibrated and not request.quiet:
+        # Never an error: methods that read no text, and runs with nothing to resume, start over.
+        print(
+            f"{opt('resume', True)}: {opt('method', request.resolved_method)} reads no text and keeps no finished "
+            "layers to resume from; starting over",
+            file=sys.stderr,
+        )
+    resume = resumable(plan) if request.resume and request.calibrated else None
+    model = plan.checkpoint.folder
     with ExitStack() as stack:
 
         def make() -> Path:
-            made = output_folder(
-                request.out,
-                overwrite=request.overwrite,
-                model=plan.checkpoint.folder,
-                resume=resumable(plan) if _resumes(request) else None,
-            )
-            folder = stack.enter_context(made)
-            free_space_check(folder, plan.disk_bytes + needs_of(plan).scratch)
+            made = output_folder(request.out, overwrite=request.overwrite, model=model, resume=resume)
+            folder, needs = stack.enter_context(made), needs_of(plan)
+            free_space_check(folder, needs.disk + needs.scratch)
             return folder
 
         folder = processes.from_first(make)
         if not folder.is_dir():
             raise InputError(
-                f"{folder}: expected every process to see the folder beside OUT, found none on this machine; choose an "
-                "OUT on a file system that all machines share"
+                f"{folder}: every process must see the folder beside OUT, and this machine does not; choose an OUT on "
+                "a file system that all machines share"
             )
         yield folder
+
+
+def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Calibrated | None", dict[str, str]]:
+    """All shards, of several processes each its own: converted layers, and beside them a copy of the other tensors.
+
+    Returns the plan with its choices made, the measurements, and the hashes of all shards.
+    """
+    # Only here: it imports torch and transformers, which takes seconds.
+    from kvfold.convert.conversion.layers import open_layers
+
+    with stages("reading the text and the model"), open_layers(plan, folder, stages) as layers:
+        plan = layers.plan
+        journal, count = Journal(folder, plan), plan.geometry.layers
+        done = len(journal.notes)
+        if done and not plan.request.quiet:
+            print(f"resuming after layer {done} of {count} of the interrupted run", file=sys.stderr)
+        sizes = {tensor.name: tensor.nbytes for shard in plan.own_shards for tensor in shard.tensors}
+        resumed = sum(sizes[name] for name in journal.written)
+        writer = ShardWriter(folder, plan.own_shards, journal.written)
+        with (
+            hashing(folder, plan.own_shards, writer.written) as hashes,
+            stages("write", sum(sizes.values()), "B", resumed) as wrote,
+        ):
+            with writer.copying_rest(plan.checkpoint, wrote):
+                if layers.walk is not None:
+                    layers.walk.walk_again(journal, stages)
+                for layer in stages.over("convert", layers.converted(journal), count, "layer", done):
+                    wrote(writer.write_own(layer.tensors))
+                    # The others start over when they are killed: they take as long as a copy of the model.
+                    if plan.request.calibrated:
+                        writer.sync()
+                        processes.gathered(None)
+                        journal.note(layer.notes)
+            writer.finish()
+            made = processes.gathered(hashes())
+        measured = None
+        if layers.walk is not None and processes.is_first():
+            with stages("measuring"):
+                measured = layers.walk.measured(journal.notes, layers.choices)
+        return plan, measured, {file: digest for each in made for file, digest in each.items()}
 
 
 def _complete(
@@ -201,19 +244,26 @@ def _complete(
     return record, None if measured is None else measured.drift
 
 
-def _resumes(request: ConvertRequest) -> bool:
-    """Whether to resume a killed run.
-
-    ``--resume`` is never an error: methods that read no text, and runs with nothing to resume, start over.
-    """
-    if request.resume and not request.calibrated and not request.quiet:
-        print(
-            f"{opt('resume', True)}: {opt('method', request.resolved_method)} reads no text and keeps no finished "
-            "layers to resume from; "
-            "starting over",
-            file=sys.stderr,
-        )
-    return request.resume and request.calibrated
+def _write_side_files(
+    plan: Plan, measured: "Calibrated | None", hashes: Mapping[str, str], folder: Path
+) -> dict[str, Any]:
+    """Tokenizer and license files, modeling code, the model card and ``kvfold.json``, whose content is returned."""
+    for path in plan.checkpoint.extra_files():
+        place = folder / path.relative_to(plan.checkpoint.folder)
+        place.parent.mkdir(exist_ok=True)
+        write_file(place, read_bytes(path))
+    if plan.layout.code is not None:
+        # Found without importing it: it needs torch.
+        spec = find_spec(plan.layout.code)
+        assert spec is not None
+        assert spec.origin is not None
+        write_file(folder / Path(spec.origin).name, Path(spec.origin).read_bytes())
+    # A calibrated conversion is read back first: its record holds the loss of the files on disk too.
+    record = record_of(plan, {} if measured is None else measured.record(folder))
+    write_file(folder / "README.md", model_card(plan, record))
+    record["files"] = file_hashes(folder, known=hashes)
+    write_file(folder / RECORD, dump(record))
+    return record
 
 
 def _log(done: Conversion) -> None:
@@ -225,67 +275,3 @@ def _log(done: Conversion) -> None:
         append_line(path, json.dumps({**line, "request": request}, default=str))
     except OSError as error:
         print(f"warning: {path}: the log was not written ({error.strerror})", file=sys.stderr)
-
-
-def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Calibrated | None", dict[str, str]]:
-    """All shards, of several processes each its own: converted layers, and beside them a copy of the other tensors.
-
-    Returns the plan as the method resolved it, what it measured, and the hashes of all shards.
-    """
-    from kvfold.convert.conversion.layers import maker_of  # imports torch and transformers, which takes seconds
-
-    with stages("reading the text and the model"), maker_of(plan.request).begin(plan, folder, stages) as maker:
-        plan = maker.plan
-        journal = Journal(folder, plan)
-        done, layers = len(journal.notes), plan.geometry.layers
-        if done and not plan.request.quiet:
-            print(f"resuming after layer {done} of {layers} of the interrupted run", file=sys.stderr)
-        sizes = {tensor.name: tensor.nbytes for shard in plan.own_shards for tensor in shard.tensors}
-        resumed = sum(sizes[name] for name in journal.written)
-        writer = ShardWriter(folder, plan.own_shards, journal.written)
-        with (
-            hashing(folder, plan.own_shards, writer.written) as hashes,
-            stages("write", sum(sizes.values()), "B", resumed) as wrote,
-        ):
-            with writer.copying_rest(plan.checkpoint, wrote):
-                maker.walk_again(journal, stages)
-                for layer in stages.over("convert", maker.layers(journal), layers, "layer", done):
-                    wrote(writer.write_own(layer.tensors))
-                    if plan.request.calibrated:  # the others start over: they take as long as a copy of the model
-                        writer.sync()
-                        processes.gathered(None)
-                        journal.note(layer.index, layer.notes)
-            writer.finish()
-            made = processes.gathered(hashes())
-        with stages("measuring"):
-            measured = maker.measured(journal.notes) if processes.is_first() else None
-        return plan, measured, {file: digest for each in made for file, digest in each.items()}
-
-
-def _code_path(module: str) -> Path:
-    """The file of a module of this package, which is not imported."""
-    spec = find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin)
-
-
-def _write_side_files(
-    plan: Plan, measured: "Calibrated | None", hashes: Mapping[str, str], folder: Path
-) -> dict[str, Any]:
-    """Tokenizer and license files, modeling code, the model card and ``kvfold.json``, whose content is returned.
-
-    A calibrated conversion is read back first: its record holds the loss of the files on disk too.
-    """
-    for path in plan.checkpoint.extra_files():
-        place = folder / path.relative_to(plan.checkpoint.folder)
-        place.parent.mkdir(exist_ok=True)
-        write_file(place, read_bytes(path))
-    if plan.layout.code is not None:
-        path = _code_path(plan.layout.code)
-        write_file(folder / path.name, path.read_bytes())
-    record = record_of(plan, {} if measured is None else measured.record(folder))
-    write_file(folder / "README.md", model_card(plan, record))
-    record["files"] = file_hashes(folder, known=hashes)
-    write_file(folder / RECORD, dump(record))
-    return record

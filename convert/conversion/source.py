@@ -1,33 +1,48 @@
-"""The source's attention layers, read from its files."""
-
-from collections.abc import Callable
+"""The source of a conversion: its stream of layers, and its attention read from its files."""
 
 import torch
 from torch import Tensor
 
-from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.tensors import refuse_non_finite, torch_dtype
 from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.layout import layer_rotary, read_layer
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import rope_table
+from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary
 from kvfold.convert.walk.statistics import ReadHeads, SourceHeads
 
 
+def source_stream(plan: Plan) -> CheckpointStream:
+    """The source as a stream of layers, on the device and in the precision that the request names."""
+    checkpoint, device = plan.checkpoint, choose_device(plan.request.device)
+    dtype = compute_dtype(checkpoint, device)
+    return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, dtype)
+
+
 def source_layer(plan: Plan, layer: int) -> AttentionWeights:
-    """The source's attention in ``layer``. Raises InputError when a weight is not finite."""
-    return read_layer(plan.model, layer, reader(plan, layer))
+    """The source's attention in ``layer``. Raises InputError when a weight that its transform reads is not finite."""
+    checkpoint, needed = plan.checkpoint, set(plan.reads[layer])
+
+    def read(name: str) -> Tensor:
+        info = checkpoint.info(name)
+        if name not in needed:
+            # Pooling leaves queries and the output alone: they get a shape, and no bytes are read.
+            return torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
+        tensor = checkpoint.read(name)
+        refuse_non_finite(tensor, f"{checkpoint.origin}: tensor {name!r} in {info.file}")
+        return tensor
+
+    return read_layer(plan.model, layer, read)
 
 
 def source_heads(plan: Plan) -> ReadHeads | None:
-    """What reads a layer for statistics that take its weights; None where these say nothing more.
-
-    They do behind norms on queries and keys, and where attention does not show its queries and keys: other layers are
-    not read once more for nothing.
-    """
+    """Reads a layer for statistics that take its weights; None where these say nothing more."""
     model = plan.model
+    # They do behind norms on queries and keys, and where attention does not show its queries and keys: other layers are
+    # not read once more for nothing.
     if model.qk_norm is None and model.family.attention.shown:
         return None
 
@@ -44,13 +59,11 @@ def source_rotary(plan: Plan, layer: int) -> Rotary:
 
 
 def fold_rotary(plan: Plan, layer: int) -> Rotary:
-    """The frequencies that a fold is fitted to. They only guide the fit: the model keeps its own rotation.
-
-    Rope types whose frequencies depend on the length of the text (dynamic) count as those of short texts.
-    """
+    """The frequencies that a fold is fitted to. They only guide the fit: the model keeps its own rotation."""
     try:
         return source_rotary(plan, layer)
     except InputError:
+        # Rope types whose frequencies depend on the length of the text (dynamic) count as those of short texts.
         model = plan.model
         kind = model.layers[layer].type
         table = {**rope_table(model.values, kind), "rope_type": "default"}
@@ -63,23 +76,3 @@ def fold_context(plan: Plan, layer: int) -> int:
     """The number of positions back that ``layer`` has to see."""
     window = plan.model.layers[layer].window
     return min(plan.geometry.positions, window or plan.geometry.positions)
-
-
-def reader(plan: Plan, layer: int) -> Callable[[str], Tensor]:
-    """Reads what the transform of ``layer`` needs, refusing non-finite weights; the rest has a shape but no bytes."""
-    needed = set(plan.read_names(layer))
-
-    def read(name: str) -> Tensor:
-        info = plan.checkpoint.info(name)
-        if name not in needed:
-            return torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
-        return finite(plan.checkpoint, name)
-
-    return read
-
-
-def finite(checkpoint: Checkpoint, name: str) -> Tensor:
-    """The tensor ``name``. Raises InputError when it holds NaN or infinity."""
-    tensor = checkpoint.read(name)
-    refuse_non_finite(tensor, f"{checkpoint.origin}: tensor {name!r} in {checkpoint.info(name).file}")
-    return tensor

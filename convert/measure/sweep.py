@@ -23,12 +23,12 @@ from pathlib import Path
 
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.conversion.calibration import load_tokens, source_stream
+from kvfold.convert.conversion.calibration import load_tokens
 from kvfold.convert.conversion.latent import Survey, fitted_latent, survey_layers
 from kvfold.convert.conversion.layers import fitted_fold
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
-from kvfold.convert.conversion.source import source_heads
+from kvfold.convert.conversion.source import source_heads, source_stream
 from kvfold.convert.conversion.splits import Split, choose_split, split_record
 from kvfold.convert.conversion.student import StudentWalk
 from kvfold.convert.errors import InputError, opt
@@ -76,10 +76,9 @@ class _SweepStudent:
 
     def explicit_request(self) -> ConvertRequest:
         """The request of the target, a budget replaced by the split that it got."""
-        request = self.plan.request
-        if request.budget is None:
+        request, target = self.plan.request, self.plan.latent
+        if request.budget is None or target is None:
             return request
-        target = self.plan.latent_target()
         return replace(request, budget=None, kv_rank=target.kv_rank, rope_dim=target.rope_dim)
 
     def result(self) -> SweptTarget:
@@ -206,5 +205,5 @@ def _fit_layers(students: Sequence[_SweepStudent], teacher: Teacher, surveyed: S
                         fitted = fitted_fold(student.plan, step.index, step, shared)
                     else:
                         fitted = fitted_latent(student.split.option, step.index, step, surveyed)
-                    student.distances.append(student.walk.follow(step, fitted.weights))
+                    student.distances.append(step.follow(student.walk.made(step, fitted.weights)[0]))
                 advance(1)

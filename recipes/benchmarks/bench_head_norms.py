@@ -33,9 +33,15 @@ from transformers import AutoTokenizer
 from kvfold.attention.drift.streams import LayerOutput
 from kvfold.convert import ConvertRequest
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion.calibration import load_tokens, source_stream
+from kvfold.convert.conversion.calibration import load_tokens
 from kvfold.convert.conversion.plan import make_plan
-from kvfold.convert.conversion.source import fold_context, fold_rotary, source_layer, source_rotary
+from kvfold.convert.conversion.source import (
+    fold_context,
+    fold_rotary,
+    source_layer,
+    source_rotary,
+    source_stream,
+)
 from kvfold.convert.conversion.student import StudentWalk
 from kvfold.convert.families.layout import read_layer
 from kvfold.convert.families.model import model_of
@@ -158,7 +164,7 @@ def show_folds(folder: str, samples: int, kv_heads: int) -> None:
     with TemporaryDirectory() as scratch:
         walk = StudentWalk(plan, source_stream(plan), load_tokens(plan, Path(scratch), stages), statistics=True)
     groups = grouping.contiguous(plan.geometry.kv_heads, kv_heads)
-    for step in walk.steps():
+    for step in walk.steps:
         weights, errors = source_layer(plan, step.index), []
         for statistics in (replace(step.statistics, normed=None), step.statistics):
             rotary, context = fold_rotary(plan, step.index), fold_context(plan, step.index)
@@ -173,7 +179,7 @@ def show_latents(folder: str, samples: int, splits: list[tuple[int, int]]) -> No
     plan, stages = make_plan(request, open_checkpoint(folder)), Stages(None, quiet=True)
     with TemporaryDirectory() as scratch:
         walk = StudentWalk(plan, source_stream(plan), load_tokens(plan, Path(scratch), stages), statistics=True)
-    for step in walk.steps():
+    for step in walk.steps:
         weights, rotary = source_layer(plan, step.index), source_rotary(plan, step.index)
         inputs = torch.cat([step.teacher.attend(hidden).attention_input.flatten(0, 1) for hidden in step.held_out])
         inputs, context = inputs.double(), plan.geometry.positions

@@ -100,7 +100,7 @@ def test_inspect_says_of_the_result_what_the_conversion_said_of_engines(made: Pa
 def test_parts_of_blocks_and_dense_sources_are_refused(sources: dict[str, Path], tiny_family, tmp_path: Path) -> None:
     for source in (sources["cut"], tiny_family("llama")):
         request = ConvertRequest(str(source), str(tmp_path / "out"), to="mqa", method="mean", keep_quantized=True)
-        with pytest.raises(InputError, match="--keep-quantized: expected weights outside the attention in FP8"):
+        with pytest.raises(InputError, match="--keep-quantized needs weights outside the attention in FP8"):
             convert_checkpoint(request)
     with pytest.raises(InputError, match="--keep-quantized needs --dtype bfloat16"):
         ConvertRequest("MODEL", "OUT", to="mqa", dtype="float32", keep_quantized=True)

@@ -1,6 +1,7 @@
 """A plan's work grows with the number of layers and no faster, counted and not timed."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,22 +46,12 @@ def headers(layers: int) -> Checkpoint:
     ids=["gqa", "mla", "budget"],
 )
 def test_a_plan_is_linear_in_depth(options, monkeypatch):
-    counts = {}
-
-    def count(kind: type, method: str) -> None:
-        plain = getattr(kind, method)
-
-        def counted(self, *args, **kwargs):
-            counts[kind] = counts.get(kind, 0) + 1
-            return plain(self, *args, **kwargs)
-
-        monkeypatch.setattr(kind, method, counted)
-
-    sources = [headers(layers) for layers in (4, 8, 16)]
-    count(Values, "__getitem__")
-    count(StoredTensor, "__init__")
+    counts = Counter()
+    read, make = Values.__getitem__, StoredTensor.__init__
+    monkeypatch.setattr(Values, "__getitem__", lambda *given: (counts.update([Values]), read(*given))[1])
+    monkeypatch.setattr(StoredTensor, "__init__", lambda *given: (counts.update([StoredTensor]), make(*given))[1])
     seen = []
-    for source in sources:
+    for source in [headers(layers) for layers in (4, 8, 16)]:
         counts.clear()
         make_plan(ConvertRequest(model="hollow", out="out", **options), source)
         seen.append(dict(counts))
@@ -76,14 +67,14 @@ def test_weights_of_whole_numbers_are_refused():
     checkpoint.tensors[name] = replace(checkpoint.tensors[name], dtype="I16")
     with pytest.raises(InputError) as raised:
         make_plan(ConvertRequest("m", "o", "gqa", kv_heads=2), checkpoint)
-    assert raised.value.details == (f"wrong dtype: {name} is I16, expected one of BF16, F16, F32, F64",)
+    assert raised.value.details == (f"wrong dtype: {name} is I16, must be one of BF16, F16, F32, F64",)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"polish": 10}, "--polish: trains the whole model in one process, found 4; run it without torchrun"),
-        ({"samples": 3}, "--samples: expected at least 4, a sequence for each process, found 3"),
+        ({"polish": 10}, "--polish trains the whole model in one process, and 4 run; run it without torchrun"),
+        ({"samples": 3}, "--samples 3 must be at least 4, a sequence for each process"),
     ],
 )
 def test_what_several_processes_cannot_share_is_refused(options, message, monkeypatch):

@@ -2,8 +2,6 @@
 
 from unittest.mock import Mock
 
-import pytest
-
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.conversion.record import chosen_text, cost_text, groups_text
 from kvfold.convert.data import demo_folder
@@ -35,10 +33,13 @@ def test_a_cost_that_is_not_finite_is_told():
 
 
 def test_the_split_of_a_budget_is_told():
-    plan = Mock(**{"request.budget": 32, "latent_target.return_value": Mock(kv_rank=24, rope_dim=8)})
+    plan = Mock(**{"request.budget": 32, "latent.kv_rank": 24, "latent.rope_dim": 8})
     splits = {"splits": [{}, {}, {}]}
     assert chosen_text(plan, splits) == "--budget 32: took 24+8 of 3 splits tried, which drifts least"
-    assert chosen_text(plan, {**splits, "preferred_for_engines": {}}) == "--budget 32: took 24+8 of 3 splits tried"
+    other = {"engines": ["vLLM"], "kl": 0.5, "instead_of": {"kv_rank": 16, "rope_dim": 16, "kl": 0.48}}
+    found = chosen_text(plan, {**splits, "preferred_for_engines": other})
+    assert "because vLLM would not serve the best: a KL of 0.5000" in found
+    assert found.endswith("the best, 16+16, has 0.4800")
     assert chosen_text(Mock(**{"request.budget": None}), splits) == ""
 
 
@@ -70,11 +71,10 @@ def test_a_dry_run_of_a_budget_names_no_split(tmp_path):
     assert done.to_dict()["attention"] == {"from": "MHA", "to": "MLA, split by measured drift"}
 
 
-@pytest.mark.slow
-def test_a_conversion_ends_with_its_cost_and_the_next_command(tmp_path):
-    options = {"kv_rank": 24, "rope_dim": 8, "samples": 8, "seq_len": 32, "quiet": True}
-    lines = convert_checkpoint(ConvertRequest(demo_folder(), tmp_path / "out", to="mla", **options)).summary()
-    assert "\non 8 x 32 held-out tokens of the built-in standard-library text: perplexity " in lines
+def test_a_conversion_ends_with_its_cost_and_the_next_command(tiny_reader, tmp_path):
+    options = {"to": "mqa", "samples": 2, "seq_len": 16, "quiet": True}
+    lines = convert_checkpoint(ConvertRequest(tiny_reader, tmp_path / "out", **options)).summary()
+    assert "\non 8 x 16 held-out tokens of the built-in standard-library text: perplexity " in lines
     assert lines.endswith(
-        f"next: kvfold drift {demo_folder()} {tmp_path / 'out'} --text FILE measures it on text of yours"
+        f"next: kvfold drift {tiny_reader} {tmp_path / 'out'} --text FILE measures it on text of yours"
     )

@@ -18,23 +18,22 @@ from kvfold.convert.walk.hidden import Spill
 
 TARGETS: list[dict[str, Any]] = [
     {"to": "gqa", "kv_heads": 2, "group": "contiguous"},
-    {"to": "mla", "kv_rank": 24, "rope_dim": 8, "refine": 2},
+    {"to": "mla", "kv_rank": 24, "rope_dim": 4, "refine": 1},
 ]
 
 
-def request(tmp_path: Path, **options: Any) -> ConvertRequest:
-    text = {"samples": 6, "seq_len": 24, "quiet": True}
-    return ConvertRequest(model=demo_folder(), **{"out": tmp_path / "out", "to": "mqa", **text, **options})
+def request(tmp_path: Path, model: Path | None = None, **options: Any) -> ConvertRequest:
+    text = {"samples": 4, "seq_len": 24, "quiet": True}
+    return ConvertRequest(model=model or demo_folder(), **{"out": tmp_path / "out", "to": "mqa", **text, **options})
 
 
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS, ids=["gqa", "mla, refined"])
 def test_out_is_the_same_and_nothing_has_a_name(
-    target: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: dict[str, Any], tiny_reader: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With chunks of two sequences. A file without a name is gone with its process, however that ends."""
     monkeypatch.setattr(passes, "_CPU_TOKENS", 48)
@@ -47,9 +46,9 @@ def test_out_is_the_same_and_nothing_has_a_name(
         return store(self, chunk)
 
     monkeypatch.setattr(Spill, "store", counted)
-    convert_checkpoint(request(tmp_path, out=tmp_path / "plain", **target))
+    convert_checkpoint(request(tmp_path, tiny_reader, out=tmp_path / "plain", **target))
     assert not stored
-    convert_checkpoint(request(tmp_path, spill=folder, **target))
+    convert_checkpoint(request(tmp_path, tiny_reader, spill=folder, **target))
     assert len(stored) > 40
     assert not any(stored)
     assert not list(folder.iterdir())

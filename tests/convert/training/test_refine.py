@@ -8,9 +8,9 @@ from transformers import AutoTokenizer
 
 from kvfold.convert import ConvertRequest
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion.calibration import source_stream
 from kvfold.convert.conversion.layers import fitted_fold
 from kvfold.convert.conversion.plan import make_plan
+from kvfold.convert.conversion.source import source_stream
 from kvfold.convert.conversion.student import refinement
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.training import refine as refining
