@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport, measure_drift
     from kvfold.attention.drift.streams import LayerStream
     from kvfold.attention.grouped import grouped_attention
-    from kvfold.attention.latent import AbsorbedProjections, absorbed_projections, latent_attention
+    from kvfold.attention.latent import latent_attention
     from kvfold.attention.modeling import GroupedAttention, LatentAttention
     from kvfold.attention.rotary import apply_rotary, rotary_frequencies, rotary_tables
 
@@ -22,19 +22,17 @@ _NAMES = {
     "cache": "KVCache LatentCache cache_bytes cache_numbers",
     "checkpoints.registered": "register_models",
     "deepseek": "absorb unabsorb",
-    "drift": "measure_drift",
     "drift.profile": "distance_profile row_kl",
-    "drift.report": "DriftReport",
+    "drift.report": "DriftReport measure_drift",
     "drift.streams": "LayerStream",
     "grouped": "grouped_attention",
-    "latent": "AbsorbedProjections absorbed_projections latent_attention",
+    "latent": "latent_attention",
     "modeling": "GroupedAttention LatentAttention",
     "rotary": "apply_rotary rotary_frequencies rotary_tables",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
-    "AbsorbedProjections",
     "DriftReport",
     "GroupedAttention",
     "KVCache",
@@ -42,7 +40,6 @@ __all__ = [
     "LatentCache",
     "LayerStream",
     "absorb",
-    "absorbed_projections",
     "apply_rotary",
     "cache_bytes",
     "cache_numbers",

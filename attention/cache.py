@@ -61,7 +61,8 @@ class SlotCache:
                 raise ValueError(f"capacity = {self.capacity} must be at least {needed} for the new tokens")
             self.capacity = max(needed, math.ceil(_GROWTH * self.capacity))
             old = self.buffers
-            self.buffers = tuple(each.new_empty(*each.shape[:-2], self.capacity, each.shape[-1]) for each in old)
+            # zeros: padding that no token overwrites has no weight, but what memory held before may be no number
+            self.buffers = tuple(each.new_zeros(*each.shape[:-2], self.capacity, each.shape[-1]) for each in old)
             for before, after in zip(old, self.buffers, strict=True):
                 after[..., : self.length, :] = before[..., : self.length, :]
         if counts is None and self.lengths is None:

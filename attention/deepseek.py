@@ -13,7 +13,8 @@ Shapes: ``hidden [B, T, E]``; the cache holds per layer the normed latent ``[B, 
 key ``[B, 1, S, P]`` as values. Youtu has DeepSeek-V3's attention, Mistral4 too but for a scale of its queries.
 """
 
-import sys
+from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from types import MethodType, ModuleType
 from typing import Any, TypeVar, cast
@@ -21,9 +22,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
-from transformers.models.youtu.modeling_youtu import YoutuAttention
 
 from kvfold.attention.latent import absorb_query, absorption_pays, expand_value, latent_decode
 
@@ -77,35 +75,25 @@ class _Absorbed(nn.Module):
         return this.o_proj(z.reshape(*hidden_states.shape[:-1], -1)), weights
 
 
-class AbsorbedDeepseekV2Attention(_Absorbed, DeepseekV2Attention):  # type: ignore[misc]  # transformers has no types
-    """Stock weights, absorbed decoding."""
+def _absorbed_forms() -> Iterator[tuple[type[nn.Module], type[_Absorbed]]]:
+    """Each stock class of the installed transformers, and the same with absorbed decoding."""
+    stock_names = {
+        "deepseek_v2": "DeepseekV2Attention",
+        "deepseek_v3": "DeepseekV3Attention",
+        "youtu": "YoutuAttention",
+        "mistral4": "Mistral4Attention",  # transformers 5.4 on
+    }
+    for family, name in stock_names.items():
+        if find_spec(f"transformers.models.{family}"):
+            home = import_module(f"transformers.models.{family}.modeling_{family}")
+            stock = getattr(home, name)
+            form = type(f"Absorbed{name}", (_Absorbed, stock), {"home": home, "__module__": __name__})
+            # pickling looks it up here
+            globals()[form.__name__] = form
+            yield stock, form
 
 
-class AbsorbedDeepseekV3Attention(_Absorbed, DeepseekV3Attention):  # type: ignore[misc]  # transformers has no types
-    """Stock weights, absorbed decoding."""
-
-
-class AbsorbedYoutuAttention(_Absorbed, YoutuAttention):  # type: ignore[misc]  # transformers has no types
-    """Stock weights, absorbed decoding."""
-
-
-FORMS: dict[type[nn.Module], type[_Absorbed]] = {
-    DeepseekV2Attention: AbsorbedDeepseekV2Attention,
-    DeepseekV3Attention: AbsorbedDeepseekV3Attention,
-    YoutuAttention: AbsorbedYoutuAttention,
-}
-
-# transformers 5.4 on
-if find_spec("transformers.models.mistral4"):
-    from transformers.models.mistral4.modeling_mistral4 import Mistral4Attention
-
-    class AbsorbedMistral4Attention(_Absorbed, Mistral4Attention):  # type: ignore[misc]  # transformers has no types
-        """Stock weights, absorbed decoding."""
-
-    FORMS[Mistral4Attention] = AbsorbedMistral4Attention
-
-for _stock, _form in FORMS.items():
-    _form.home = sys.modules[_stock.__module__]
+FORMS = dict(_absorbed_forms())
 _STOCK: dict[type[nn.Module], type[nn.Module]] = {absorbed: stock for stock, absorbed in FORMS.items()}
 
 

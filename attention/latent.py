@@ -15,7 +15,6 @@ tensors, as transformers keeps them. Decoding on CUDA in half precision runs in 
 else in blocks (``blocked.py``).
 """
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -60,7 +59,8 @@ def latent_attention(
     rule = visibility(query_nope, slots, causal=causal, offset=offset, window=window, starts=starts, lengths=lengths)
     scale = (query_nope.shape[-1] + query_rope.shape[-1]) ** -0.5 if scale is None else scale
     if absorbed:
-        return expand_value(_attend_latent(absorb_query(query_nope, up_key), query_rope, latent, rule, scale), up_value)
+        z = _attend_latent(absorb_query(query_nope, up_key), query_rope, latent, rule, scale)
+        return expand_value(z, up_value)
     # every head gets keys and values of its own: cheaper where many queries share them
     heads, rank = up_key.shape[0], up_key.shape[2]
     c, rope = latent[..., :rank], latent[..., rank:]
@@ -129,52 +129,6 @@ def _operator(
 @_operator.register_fake
 def _(query: Tensor, *rest: object) -> Tensor:
     return query.new_empty(query.shape)
-
-
-@dataclass(frozen=True)
-class AbsorbedProjections:
-    """The four weights as two chains: ``x -> W_q -> W_uk^T`` before attention, ``W_uv -> W_o`` after it.
-
-    ``query [H, Dn, E]`` and ``query_up [H, Dn, R]``; ``value_up [H, Dv, R]`` and ``output [E, H, Dv]``. They are kept
-    as factors because multiplying them out makes ``W_q`` larger by ``R / Dn`` and ``W_o`` by ``R / Dv``, and a decoding
-    step has to read them.
-    """
-
-    query: Tensor
-    query_up: Tensor
-    value_up: Tensor
-    output: Tensor
-
-    def queries(self, x: Tensor) -> Tensor:
-        """``x [B, T, E]`` -> queries that meet the latent: ``[B, H, T, R]``."""
-        return absorb_query(torch.einsum("hde,bte->bhtd", self.query, x), self.query_up)
-
-    def outputs(self, z: Tensor) -> Tensor:
-        """Weighted latents ``[B, H, T, R]`` -> ``[B, T, E]``."""
-        return torch.einsum("bhtd,ehd->bte", expand_value(z, self.value_up), self.output)
-
-    def products(self) -> tuple[Tensor, Tensor]:
-        """``W_uk^T W_q [H, R, E]`` and ``W_o W_uv [E, H, R]``, multiplied out in at least float32."""
-        # the products are made once and used at every step: they deserve the rounding of their result only
-        wide = torch.promote_types(self.query.dtype, torch.float32)
-        query = torch.einsum("hdr,hde->hre", self.query_up.to(wide), self.query.to(wide))
-        output = torch.einsum("ehd,hdr->ehr", self.output.to(wide), self.value_up.to(wide))
-        return query.to(self.query.dtype), output.to(self.output.dtype)
-
-
-def absorbed_projections(W_q: Tensor, W_uk: Tensor, W_uv: Tensor, W_o: Tensor) -> AbsorbedProjections:
-    """``W_q [H, Dn, E]``, ``W_uk [H, Dn, R]``, ``W_uv [H, Dv, R]``, ``W_o [E, H, Dv]`` as two chains.
-
-    Raises ValueError for shapes, dtypes or devices that do not fit together.
-    """
-    expect_shape("W_q", W_q, "H Dn E", {})
-    heads, nope, model = W_q.shape
-    expect_shape("W_uk", W_uk, "H Dn R", {"H": heads, "Dn": nope})
-    expect_shape("W_uv", W_uv, "H Dv R", {"H": heads, "R": W_uk.shape[2]})
-    expect_shape("W_o", W_o, "E H Dv", {"E": model, "H": heads, "Dv": W_uv.shape[1]})
-    for name, weight in (("W_uk", W_uk), ("W_uv", W_uv), ("W_o", W_o)):
-        expect_alike(name, weight, "W_q", W_q)
-    return AbsorbedProjections(W_q, W_uk, W_uv, W_o)
 
 
 def absorption_pays(queries: int, nope_dim: int, value_dim: int, rank: int) -> bool:

@@ -12,7 +12,6 @@ Sources: Vaswani et al. 2017 ("Attention is all you need"), Shazeer 2019 ("Fast 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,11 +49,6 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, interleaved: bool 
             row[b] = token[a] * torch.sin(angle) + token[b] * torch.cos(angle)
         rows.append(torch.stack(row))
     return torch.stack(rows)
-
-
-def rotary_by(frequencies: Tensor, interleaved: bool = False) -> Rotary:
-    """``rotate`` by the frequencies ``[Dr / 2]`` of a layer."""
-    return partial(rotate, frequencies=frequencies, interleaved=interleaved)
 
 
 def no_rotary(x: Tensor, positions: Tensor) -> Tensor:

@@ -91,6 +91,9 @@ class DriftReport:
         """
         measured, floor = self.measured, None if self.floor is None else self.floor.measured
         source, student = perplexity(measured.teacher_loss), perplexity(measured.student_loss)
+        # an excess may be negative, but rounding moves it either way
+        rounding = None if floor is None else abs(floor.excess)
+        layers = itertools.zip_longest(measured.layers, () if floor is None else floor.layers)
         return {
             **{name: dict(values) for name, values in self.about.items()},
             "sequences": self.sequences,
@@ -100,22 +103,20 @@ class DriftReport:
             "dtype": {"source": self.source_dtype, "student": self.student_dtype},
             "floor": None if self.floor is None else {k: v for k, v in asdict(self.floor).items() if k != "measured"},
             "identical": self.identical,
-            "kl": {**_pair(measured.kl, None if floor is None else floor.kl), "margin": _finite(measured.kl_margin)},
-            "agreement": _pair(measured.agreement, None if floor is None else floor.agreement),
+            "kl": {**_pair(measured, floor, "kl"), "margin": _finite(measured.kl_margin)},
+            "agreement": _pair(measured, floor, "agreement"),
             "excess": {
-                **_pair(measured.excess, None if floor is None else abs(floor.excess)),
+                "value": _finite(measured.excess),
+                "floor": _finite(rounding),
                 "margin": _finite(measured.excess_margin),
             },
             "perplexity": {
                 "source": _finite(source),
                 "student": _finite(student),
-                "floor": None if floor is None else _finite(source * math.expm1(abs(floor.excess))),
+                "floor": None if rounding is None else _finite(source * math.expm1(rounding)),
             },
             "cache_bytes_per_token": {"source": self.source_cache_bytes, "student": self.student_cache_bytes},
-            "layers": [
-                _layer(layer, None if floor is None else floor.layers[index])
-                for index, layer in enumerate(measured.layers)
-            ],
+            "layers": [_layer(layer, lowest) for layer, lowest in layers],
         }
 
     def to_json(self) -> str:
@@ -234,22 +235,22 @@ def _floor_dtypes(source: LayerStream, student: LayerStream) -> tuple[torch.dtyp
 
 
 def _layer(layer: LayerDrift, floor: LayerDrift | None) -> dict[str, Any]:
-    pairs = {name: _pair(getattr(layer, name), getattr(floor, name, None)) for name in _LAYER_NUMBERS}
-    floors = floor.heads if floor is not None and len(floor.heads) == len(layer.heads) else (None,) * len(layer.heads)
+    """One layer as plain values; its heads have floors where the floor's are as many."""
+    lows = floor.heads if floor is not None and len(floor.heads) == len(layer.heads) else ()
     heads = [
         {
             "head": head.head,
             "student_head": head.student_head,
-            "error": _pair(head.error, getattr(low, "error", None)),
-            "row_kl": _pair(head.row_kl, getattr(low, "row_kl", None)),
+            "error": _pair(head, low, "error"),
+            "row_kl": _pair(head, low, "row_kl"),
         }
-        for head, low in zip(layer.heads, floors, strict=True)
+        for head, low in itertools.zip_longest(layer.heads, lows)
     ]
-    return {"layer": layer.layer, **pairs, "heads": heads}
+    return {"layer": layer.layer, **{name: _pair(layer, floor, name) for name in _LAYER_NUMBERS}, "heads": heads}
 
 
-def _pair(value: float | None, floor: float | None) -> dict[str, float | None]:
-    return {"value": _finite(value), "floor": _finite(floor)}
+def _pair(measured: object, floor: object, name: str) -> dict[str, float | None]:
+    return {"value": _finite(getattr(measured, name)), "floor": _finite(getattr(floor, name, None))}
 
 
 def _finite(value: float | None) -> float | None:

@@ -57,14 +57,9 @@ StreamLayer = Callable[[Tensor], LayerOutput]
 class LayerStream(Protocol):
     """A model as a sequence of layers. ``device`` and ``dtype`` are those of the computation."""
 
-    @property
-    def layers(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
+    layers: int
+    device: torch.device
+    dtype: torch.dtype
 
     def embed(self, tokens: Tensor) -> Tensor:
         """``tokens [B, T]`` to the residual stream before the first layer, ``[B, T, E]``."""

@@ -58,14 +58,11 @@ class CheckpointStream:
             self._frame = Frame(model)
         except ValueError as error:
             raise InputError(f"config.json: {error}") from error
+        self.layers = len(self._frame.layers)
         embedding = model.get_input_embeddings()
         self.vocabulary, self._width = map(int, embedding.weight.shape)
         self._embedding = next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
         self._recorded: tuple[int, list[Arguments]] | None = None
-
-    @property
-    def layers(self) -> int:
-        return len(self._frame.layers)
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:

@@ -282,7 +282,9 @@ def test_unabsorb_and_what_is_left_alone(tmp_path):
     stock, absorbed = pair()
     assert absorb(absorbed) is absorbed
     assert absorbed.state_dict().keys() == stock.state_dict().keys()
-    assert type(pickle.loads(pickle.dumps(absorbed)).model.layers[0].self_attn) is am.AbsorbedDeepseekV3Attention
+    assert type(pickle.loads(pickle.dumps(absorbed)).model.layers[0].self_attn) is type(
+        absorbed.model.layers[0].self_attn
+    )
     absorbed.save_pretrained(tmp_path)
     assert DeepseekV3ForCausalLM.from_pretrained(tmp_path).config.architectures == ["DeepseekV3ForCausalLM"]
     assert unabsorb(absorbed) is absorbed

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.attention import KVCache, LatentCache, absorbed_projections, cache_bytes, cache_numbers
+from kvfold.attention import KVCache, LatentCache, cache_bytes, cache_numbers
 
 SIZES = {"heads": 8, "kv_heads": 2, "head_dim": 16, "kv_rank": 24, "rope_dim": 4}
 
@@ -76,25 +76,3 @@ def test_sequences_of_different_lengths_match_lists(data):
             assert cache.buffers[0][row, 0, :length, 0].tolist() == lists[row]
             assert (-cache.buffers[1][row, 0, :length, 0]).tolist() == lists[row]
         assert cache.positions(2).expand(3, 2).tolist() == [[n, n + 1] for n in lengths]
-
-
-def test_absorbed_factors_and_products_are_the_same_map():
-    torch.manual_seed(0)
-    shapes = {"W_q": (4, 6, 9), "W_uk": (4, 6, 7), "W_uv": (4, 5, 7), "W_o": (9, 4, 5)}
-    weights = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    chain = absorbed_projections(**weights)
-    x, c = torch.randn(2, 3, 9, dtype=torch.float64), torch.randn(2, 5, 7, dtype=torch.float64)
-    query, output = chain.products()
-    assert query.shape == (4, 7, 9)
-    assert output.shape == (9, 4, 7)
-    explicit = torch.einsum(
-        "bthd,bshd->bhts",
-        torch.einsum("hde,bte->bthd", weights["W_q"], x),
-        torch.einsum("hdr,bsr->bshd", weights["W_uk"], c),
-    )
-    torch.testing.assert_close(torch.einsum("bhtr,bsr->bhts", chain.queries(x), c), explicit)
-    torch.testing.assert_close(torch.einsum("hre,bte->bhtr", query, x), chain.queries(x))
-    mixed = torch.randn(2, 4, 3, 7, dtype=torch.float64)
-    expected = torch.einsum("bhtr,hdr,ehd->bte", mixed, weights["W_uv"], weights["W_o"])
-    torch.testing.assert_close(chain.outputs(mixed), expected)
-    torch.testing.assert_close(torch.einsum("bhtr,ehr->bte", mixed, output), expected)

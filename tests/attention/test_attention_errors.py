@@ -10,7 +10,6 @@ from kvfold.attention import (
     KVCache,
     LatentCache,
     absorb,
-    absorbed_projections,
     apply_rotary,
     cache_bytes,
     distance_profile,
@@ -79,7 +78,6 @@ CASES = {
         lambda: latent(c=(2, 5, 8)),
         lambda: latent(up_key=(3, 6, 7)),
         lambda: latent(up_value=(4, 5, 6)),
-        lambda: absorbed_projections(*(torch.zeros(s) for s in ((4, 6, 9), (4, 6, 7), (4, 5, 8), (9, 4, 5)))),
         lambda: absorb(other_model()),
     ],
     "rotary": [

@@ -1,5 +1,7 @@
 """Modules against the float64 reference: whole layers, with and without caches, gradients, masks of a batch."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import precision
@@ -9,6 +11,10 @@ from kvfold.attention import GroupedAttention, KVCache, LatentAttention, LatentC
 
 E, H, G, D, DV, T = 12, 4, 2, 6, 5, 7
 R, P, DN = 9, 4, 6
+
+
+def rotary_by(frequencies: Tensor, interleaved: bool = False) -> reference.Rotary:
+    return partial(reference.rotate, frequencies=frequencies, interleaved=interleaved)
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
@@ -71,7 +77,7 @@ def latent_module(w: reference.LatentProjections, **options) -> LatentAttention:
 @pytest.mark.parametrize(("groups", "layout"), [(4, "half"), (2, "interleaved"), (1, "half")])
 def test_grouped_module_equals_reference_and_its_steps(groups, layout):
     w, x = grouped_weights(groups), random(2, T, E)
-    rope = reference.rotary_by(rotary_frequencies(4), layout == "interleaved")
+    rope = rotary_by(rotary_frequencies(4), layout == "interleaved")
     module = grouped_module(w, frequencies=rotary_frequencies(4), layout=layout)
     expected = torch.stack([reference.grouped_query_attention(row, w, rotary=rope) for row in x])
     torch.testing.assert_close(module(x), expected, **precision.EXACT)
@@ -84,7 +90,7 @@ def test_grouped_module_equals_reference_and_its_steps(groups, layout):
 @pytest.mark.parametrize("absorbed", [False, True])
 def test_latent_module_equals_reference_and_its_steps(query_rank, absorbed):
     w, x = latent_weights(query_rank), random(2, T, E)
-    rope = reference.rotary_by(rotary_frequencies(P), interleaved=True)
+    rope = rotary_by(rotary_frequencies(P), interleaved=True)
     expected = torch.stack([reference.latent_attention(row, w, rope) for row in x])
     torch.testing.assert_close(latent_module(w)(x, absorbed=absorbed), expected, **precision.EXACT)
     rolled = reference.latent_attention(x[0], w, rope, absorbed=True)
@@ -188,13 +194,13 @@ def test_batch_with_left_padding_equals_each_sequence_alone(name, module):
 
 def test_gradients_equal_the_references():
     w, x = latent_weights(8), random(1, T, E).requires_grad_()
-    rope, probe = reference.rotary_by(rotary_frequencies(P), interleaved=True), random(T, E, seed=4)
+    rope, probe = rotary_by(rotary_frequencies(P), interleaved=True), random(T, E, seed=4)
     (expected,) = torch.autograd.grad((reference.latent_attention(x[0], w, rope) * probe).sum(), x)
     for absorbed in (False, True):
         (found,) = torch.autograd.grad((latent_module(w)(x, absorbed=absorbed)[0] * probe).sum(), x)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     g = grouped_weights()
-    rope = reference.rotary_by(rotary_frequencies(D))
+    rope = rotary_by(rotary_frequencies(D))
     for window in (None, 3):
         masks = reference.Masks(window=window)
         (expected,) = torch.autograd.grad((reference.grouped_query_attention(x[0], g, masks, rope) * probe).sum(), x)
