@@ -15,6 +15,7 @@ from kvfold.convert.checkpoint.shards import OutputTensor, Shard, assign_shards
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model, model_of
+from kvfold.convert.families.schema import ROLES, Role
 from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.targets.engines import (
@@ -27,12 +28,10 @@ from kvfold.convert.targets.engines import (
     verdicts,
 )
 from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
-from kvfold.convert.targets.mla.layout import latent_layout, latent_reads, padding
+from kvfold.convert.targets.mla.layout import latent_layout, padding
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout, own_latent_layout
 from kvfold.convert.targets.same_family import (
-    ABSORBED,
-    POOLED,
     attention_label,
     cache_elements,
     folded_layout,
@@ -113,7 +112,8 @@ def latent_plan(
     else:
         # A stock class has one set of frequencies for all layers.
         layout = latent_layout(model, checkpoint, target, theta[0], dtype)
-        reads = tuple(latent_reads(model, layer) for layer in layers)
+        # Gate and up are apart in it, so one tensor for both is split.
+        reads = tuple(model.attention_names(layer) + model.names.get(("gate_up", layer), ()) for layer in layers)
     return _complete(request, checkpoint, model, layout, reads, target)
 
 
@@ -133,7 +133,7 @@ def _fold_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
             f"{opt('to', request.to)}; leave {opt('layout')} out"
         )
     # Pooling leaves queries and the output alone in a stock class.
-    roles = POOLED if method.pools and not request.calibrated and not own_code else ABSORBED
+    roles: tuple[Role, ...] = ("k", "v") if method.pools and not request.calibrated and not own_code else ROLES
     if own_code:
         layout = own_folded_layout(model, checkpoint, kv_heads, dtype)
     else:

@@ -22,7 +22,6 @@ _TOWERS = re.compile(r"(text|vision|audio|speech|image|video|decoder|encoder|thi
 @lru_cache
 def supported() -> tuple[str, ...]:
     """The model types of plain models that have a family file, sorted."""
-    # the files of INNER are language models inside wrappers only: no class runs one by itself
     return tuple(sorted({path.stem for path in _FOLDER.glob("*.json")} - {*INNER}))
 
 

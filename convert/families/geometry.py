@@ -47,7 +47,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Routing:
-    """Tokens go to the ``per_token`` experts with the largest softmax.
+    """Tokens go to the ``per_token`` experts with the largest softmax of the router's logits.
 
     It weighs the experts' outputs, divided by its sum over the chosen ones if ``renormalized``.
     """

@@ -114,7 +114,7 @@ def _join_qkv(
 
 
 def _turned(model: Model, tensor: Tensor) -> Tensor:
-    """A weight of the file as ``[outputs, inputs]``, or one for the file the other way."""
+    # The Conv1D of GPT-2 stores [inputs, outputs].
     return tensor.T if model.family.attention.transposed and tensor.dim() == 2 else tensor
 
 

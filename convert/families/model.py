@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from kvfold.convert.families.family import family_of
 from kvfold.convert.families.geometry import Block, Layer, block_of, geometry_of, layer_of, layer_values
@@ -19,11 +19,6 @@ from kvfold.convert.families.wrappers import WRAPPERS, names_in_files, text_conf
 # Layers or experts that are listed one by one whatever the files hold. A config with a billion of them would otherwise
 # take memory until the system ends the process, before anybody hears that config and files do not belong together.
 _MOST_UNCHECKED = 4096
-
-
-class HasShape(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -104,11 +99,7 @@ class Model:
         return tuple(dict.fromkeys(name for role in ROLES if role in roles for name in self.names[role, layer]))
 
     def frequencies(self, layer: int, context: Context | None = None) -> Frequencies:
-        """The rotary frequencies of ``layer`` in radians per position, and the amplitude of queries and keys.
-
-        There are none where the layer does not rotate. ``context`` chooses the set of longrope. Raises ``InputError``
-        for frequencies that depend on the length of the text.
-        """
+        """The rotary frequencies of ``layer``, none where it does not rotate; errors are those of the function."""
         how = self.layers[layer]
         return frequencies(self.values, how.type, context) if how.rotates else ([], 1.0)
 
@@ -135,8 +126,8 @@ class Model:
             rope_table(self.values, layer_type)
         _ = self.layers
 
-    def tensor_problems(self, stored: Mapping[str, HasShape]) -> list[str]:
-        """Missing, mis-shaped and unexpected tensors of a checkpoint, one line each."""
+    def tensor_problems(self, stored: Mapping[str, Any]) -> list[str]:
+        """Missing, mis-shaped and unexpected tensors of a checkpoint (anything with a shape, by name), a line each."""
         count, most = len(stored), max(len(stored), _MOST_UNCHECKED)
         if (layers := self.geometry.layers) > most:
             return [f"missing: config.json says {layers} layers, the files hold {count} tensors in all"]

@@ -5,9 +5,8 @@ transformers 5 writes ``rope_parameters`` (one table, or one per layer type); be
 
 Frequencies are computed for rope types that do not depend on the length of the text. Formulas: RoPE (Su et al. 2021),
 linear interpolation (Chen et al. 2023), YaRN (Peng et al. 2023), LongRoPE (Ding et al. 2024) and Llama 3.1's by
-wavelength, with the rules of transformers where a paper leaves a choice. They are computed here because conversions
-that read no text do without transformers, and a plan without torch; and in float64: transformers' functions work in
-float32, and configs of layouts MLA and kvfold store the frequencies as decimal numbers.
+wavelength, with the rules of transformers where a paper leaves a choice. A plan has them without torch, and in float64
+(transformers works in float32), because configs of layouts MLA and kvfold store them as decimal numbers.
 """
 
 import math

@@ -170,10 +170,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class RoutingSpec:
-    """Tokens go to the ``per_token`` experts with the largest softmax of the router's logits.
-
-    The probabilities weigh the outputs, divided by their sum where ``renormalized``.
-    """
+    """Expressions for ``Routing``, the choice and the weights of experts."""
 
     per_token: Expression
     renormalized: Expression
@@ -271,7 +268,7 @@ def read_table(path: Path, extending: tuple[str, ...] = ()) -> dict[str, Any]:
     remove.
     """
     if path.name in extending:
-        raise ValueError(f"{path.name}: expected no circle of extends, found {' -> '.join([*extending, path.name])}")
+        raise ValueError(f"{path.name}: extends itself, by {' -> '.join([*extending, path.name])}")
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if "extends" not in table:
         return table

@@ -44,7 +44,7 @@ WRAPPERS = {
     "qwen2_vl": Wrapper("Qwen2VLForConditionalGeneration", "qwen2_vl_text"),
     "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
 }
-# Language models that occur in wrappers alone: no class runs them by themselves. Their files extend a family.
+# Language models that occur in wrappers alone: no class runs them by themselves.
 INNER = ("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_text")
 
 # Older spellings are in files written before transformers 5, and in those that it writes for the same classes.

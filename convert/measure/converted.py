@@ -14,7 +14,8 @@ from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.values import TYPES
 from kvfold.convert.targets.engines import Result, folded_result, latent_result_of
 from kvfold.convert.targets.mla.config import LatentTarget
-from kvfold.convert.targets.own_code import BLOCK, LATENT, NORMED, Shape, grouped_shapes, latent_shapes, source_type
+from kvfold.convert.targets.own_code import BLOCK, LATENT, NORMED, grouped_shapes, latent_shapes, source_type
+from kvfold.convert.targets.target import Shape
 
 _KEYS = {
     "num_hidden_layers": "size",

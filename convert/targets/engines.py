@@ -166,9 +166,7 @@ class Engine:
         """The answer for ``result``; no engine but transformers was tested with everything that kvfold writes."""
         if self.ask is not _transformers:
             if result.kind == "own":
-                return Way(
-                    False, "the result brings its own modeling code; whether it runs such code was neither run nor read"
-                )
+                return Way(False, "whether it runs the modeling code that the result brings was neither run nor read")
             if result.family in WRAPPERS:
                 return Way(False, "how it serves multimodal wrappers was neither run nor read")
             if result.kind == "biased":
@@ -207,8 +205,7 @@ def verdicts(result: Result, alternatives: Mapping[str, Result] | None = None) -
     for engine in ENGINES:
         way, runs = engine.way(result), engine.ran_experts if result.experts else engine.ran
         others = (options for options, other in (alternatives or {}).items() if engine.way(other).serves)
-        instead = None if way.serves else next(others, None)
-        cache = result.elements() if way.serves else None
+        cache, instead = (result.elements(), None) if way.serves else (None, next(others, None))
         ran = result.kind in runs and result.family in ("", "llama") and not way.read
         made.append(Verdict(engine.name, engine.version, way.serves, cache, way.how, instead, ran))
     return made

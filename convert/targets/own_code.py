@@ -18,10 +18,11 @@ from kvfold.convert.checkpoint.json_text import with_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.model import Model
+from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.values import evaluate
 from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
 from kvfold.convert.targets.same_family import attention_label, cache_elements
-from kvfold.convert.targets.target import TargetLayout, stored_dtype
+from kvfold.convert.targets.target import Shape, TargetLayout, stored_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,8 +34,6 @@ CODE = "kvfold.attention.checkpoints.modeling_kvfold"
 BLOCK = "kvfold"  # the key of config.json that says what the attention is like
 _PREFIX = "kvfold_"  # of model types
 LATENT, NORMED = "latent", "normed_latent"  # variants
-
-Shape = tuple[int, ...]
 
 
 def needs_own_code(model: Model) -> bool:
@@ -55,7 +54,7 @@ def own_folded_layout(source: Model, checkpoint: Checkpoint, kv_heads: int, dtyp
     frequencies that depend on the length of the text.
     """
     # Families of this layout rotate all their layers alike, so the first layer's frequencies describe the model.
-    frequencies, amplitude = source.frequencies(0) if source.geometry.rotary_dims else ([], 1.0)
+    frequencies, amplitude = source.frequencies(0)
     facts: dict[str, Any] = {
         "variant": "grouped",
         "kv_heads": kv_heads,
@@ -169,27 +168,24 @@ def grouped_shapes(source: Model, layer: int, kv_heads: int) -> dict[str, Shape]
     """The tensors of the attention of ``layer``, by name."""
     size, module = source.geometry, source.family.attention.place(layer)
     queries, keys, width = size.heads * size.head_dim, kv_heads * size.head_dim, size.model_dim
-    sides = {"q": (queries, width), "k": (keys, width), "v": (keys, width), "o": (width, queries)}
+    rows = {"q": queries, "k": keys, "v": keys, "o": width}
     shapes: dict[str, Shape] = {}
-    for role, shape in sides.items():
-        name = f"{module}.{role}_proj"
-        shapes[f"{name}.weight"] = shape
+    for role in ROLES:
+        shapes[f"{module}.{role}_proj.weight"] = (rows[role], queries if role == "o" else width)
         if role in source.biased:
-            shapes[f"{name}.bias"] = shape[:1]
+            shapes[f"{module}.{role}_proj.bias"] = (rows[role],)
     return shapes
 
 
 def _grouped_tensors(source: Model, layer: int, weights: "AttentionWeights") -> dict[str, "Tensor"]:
     """The tensors of `grouped_shapes` from the weights of ``layer``."""
-    module = source.family.attention.place(layer)
-    biases = {"q": weights.q_bias, "k": weights.k_bias, "v": weights.v_bias, "o": weights.o_bias}
-    parts = {"q": weights.q.flatten(0, 1), "k": weights.k.flatten(0, 1), "v": weights.v.flatten(0, 1)}
-    tensors = {}
-    for role, weight in {**parts, "o": weights.o.flatten(1)}.items():
-        name = f"{module}.{role}_proj"
-        tensors[f"{name}.weight"] = weight.contiguous()
-        if (bias := biases[role]) is not None:
-            tensors[f"{name}.bias"] = bias.flatten().contiguous()
+    module, tensors = source.family.attention.place(layer), {}
+    for role in ROLES:
+        weight, bias = getattr(weights, role), getattr(weights, f"{role}_bias")
+        rows = weight.flatten(1) if role == "o" else weight.flatten(0, 1)
+        tensors[f"{module}.{role}_proj.weight"] = rows.contiguous()
+        if bias is not None:
+            tensors[f"{module}.{role}_proj.bias"] = bias.flatten().contiguous()
     return tensors
 
 

@@ -9,14 +9,11 @@ from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import older_rope_keys
-from kvfold.convert.families.schema import ROLES, Role
+from kvfold.convert.families.schema import Role
 from kvfold.convert.targets.target import TargetLayout, stored_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-POOLED: tuple[Role, ...] = ("k", "v")
-ABSORBED: tuple[Role, ...] = ROLES
 
 
 def folded_layout(

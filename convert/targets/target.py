@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _STORED = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 _HEAD = "lm_head"  # always named as dense: whether it is a module depends on tying, which transformers decides
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class TargetLayout:
@@ -81,9 +83,7 @@ def kept_tensors(
 def kept_config(config: Mapping[str, Any], tensors: Iterable[OutputTensor], checkpoint: Checkpoint) -> dict[str, Any]:
     """``config`` with the quantization of the source, for a result with the tensors of `kept_tensors`."""
     assert isinstance(checkpoint.reader, DequantizingReader)
-    dense = {_HEAD}
-    for tensor in tensors:
-        if len(tensor.shape) == 2 and tensor.name.endswith(".weight") and tensor.kept is None:
-            dense.add(tensor.name.removesuffix(".weight"))
-    settings = {**checkpoint.reader.settings, "modules_to_not_convert": sorted(dense)}
+    matrices = [tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.name.endswith(".weight")]
+    dense = {tensor.name.removesuffix(".weight") for tensor in matrices if tensor.kept is None}
+    settings = {**checkpoint.reader.settings, "modules_to_not_convert": sorted({_HEAD, *dense})}
     return {**config, "quantization_config": settings}

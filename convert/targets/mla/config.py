@@ -1,12 +1,12 @@
-"""Names, shapes and config of the stock class that holds a converted model; without torch.
+"""Sizes of latent attention, and config of the stock class that holds a converted model; without torch.
 
 Layout ``free`` uses attention biases (one latent channel is the constant that makes the latent's RMSNorm a known
 factor) and any frequencies. The DeepSeek loaders of inference engines drop both without a word, so it is no DeepSeek
 model by name but a ``YoutuForCausalLM`` (transformers 5.1 on): the same attention, dense layers, tensors of the same
 names.
 
-Layout ``engine`` is the ``DeepseekV3ForCausalLM`` that those loaders read right: no bias, plain RoPE, a head of its
-own, every layer dense (``first_k_dense_replace`` is the number of layers).
+Layout ``engine`` is the ``DeepseekV3ForCausalLM`` that those loaders read right: no bias, plain RoPE, an untied head,
+every layer dense (``first_k_dense_replace`` is the number of layers).
 
 A model with experts is a ``Mistral4ForCausalLM`` in both layouts. Its router takes the softmax of all logits, the
 largest few of it, and divides them by their sum or not, as mixtral, qwen3_moe and the like do (DeepSeek-V3 weights by a
@@ -22,8 +22,6 @@ from typing import Any, Literal
 
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import rope_table
-
-NORM_EPS = 1e-6  # of both latent norms, as the stock class hard-codes it
 
 # Sizes that vLLM's MLA kernels take: cached elements R + P, and dims of a head (unrotated, rotary, value).
 KERNEL_CACHES = (576, 512, 320)
@@ -92,12 +90,10 @@ class LatentTarget:
 
 
 def cached_divisors(model: Model, target: LatentTarget) -> int:
-    """KV-cache elements per token per layer for the divisors of kept key norms, in addition to R + P.
-
-    One per key/value head, or one for a norm over all heads. Stock classes have linear maps in place of the norms.
-    """
+    """KV-cache elements per token per layer for the divisors of kept key norms, in addition to R + P."""
     if model.qk_norm is None or target.layout != "kvfold":
-        return 0
+        return 0  # stock classes have linear maps in place of the norms
+    # One per key/value head, or one for a norm over all heads.
     return 1 if model.qk_norm.extent == "flat" else model.geometry.kv_heads
 
 
@@ -194,7 +190,7 @@ def _rope(model: Model, target: LatentTarget, theta: Sequence[float]) -> dict[st
 def _expert_config(model: Model, target: LatentTarget, width: int) -> dict[str, Any]:
     """The keys about experts, ``width`` being that of the MLPs; layout ``free`` has none without experts."""
     if model.block.sparse:
-        routing, first = model.block.routing, dense_layers(model)
+        routing, first = model.block.routing, next(layer.index for layer in model.layers if layer.sparse)
         assert routing is not None  # model_problems refuses models without
         downs = model.names["expert_down", first]
         return {
@@ -226,11 +222,6 @@ def _expert_config(model: Model, target: LatentTarget, width: int) -> dict[str, 
         "scoring_func": "sigmoid",
         "num_nextn_predict_layers": 0,
     }
-
-
-def dense_layers(model: Model) -> int:
-    """Layers before the first with experts."""
-    return next(layer.index for layer in model.layers if layer.sparse)
 
 
 def stored_rope(

@@ -17,7 +17,7 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import BlockRole
 from kvfold.convert.families.wrappers import names_in_files
 from kvfold.convert.targets.mla.config import ATTENTION, LatentTarget, mla_config, query_rank
-from kvfold.convert.targets.target import TargetLayout, stored_dtype
+from kvfold.convert.targets.target import Shape, TargetLayout, stored_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +29,8 @@ _NAMES: dict[BlockRole, str] = {
     "up": "model.layers.{layer}.mlp.up_proj.weight",
     "down": "model.layers.{layer}.mlp.down_proj.weight",
 }
+_GATE_UP: tuple[BlockRole, BlockRole] = ("gate", "up")
 
-Shape = tuple[int, ...]
 Source = str | tuple[str, ...] | None
 Shapes = dict[str, tuple[Shape, Source]]
 
@@ -75,11 +75,6 @@ def latent_layout(
     return TargetLayout(kind, config, tuple(tensors), computed, elements, encode)
 
 
-def latent_reads(model: Model, layer: int) -> tuple[str, ...]:
-    """The source tensors that ``layer`` of the output is computed from."""
-    return model.attention_names(layer) + model.names.get(("gate_up", layer), ())
-
-
 def mla_shapes(model: Model, target: LatentTarget) -> Shapes:
     """The shape of every output tensor, and the source tensors whose bytes it repeats (see ``OutputTensor.source``)."""
     (embedding,), (norm,) = model.names["embedding", None], model.names["final_norm", None]
@@ -99,10 +94,9 @@ def mla_shapes(model: Model, target: LatentTarget) -> Shapes:
 def layer_shapes(model: Model, target: LatentTarget, layer: int) -> Shapes:
     """The part of `mla_shapes` that belongs to ``layer``."""
     shapes: Shapes = {name: (shape, None) for name, shape in _attention_shapes(model, target, layer).items()}
-    fused = split_gate_up(model, layer)
-    if fused is not None:
-        rows, width = model.tensors[fused[0]].shape
-        shapes |= dict.fromkeys(fused[1:], ((rows // 2, width), None))
+    for fused in model.names.get(("gate_up", layer), ()):  # two tensors in the stock class
+        rows, width = model.tensors[fused].shape
+        shapes |= {_NAMES[role].format(layer=layer): ((rows // 2, width), None) for role in _GATE_UP}
     for role, name in _NAMES.items():
         for source in model.names.get((role, layer), ()):
             shapes[name.format(layer=layer)] = (model.tensors[source].shape, source)
@@ -111,21 +105,13 @@ def layer_shapes(model: Model, target: LatentTarget, layer: int) -> Shapes:
     return shapes
 
 
-def split_gate_up(model: Model, layer: int) -> tuple[str, str, str] | None:
-    """For a source with one gate-and-up tensor: its name, and the names of gate and up in the output, which has two."""
-    source = model.names.get(("gate_up", layer))
-    if source is None:
-        return None
-    return source[0], _NAMES["gate"].format(layer=layer), _NAMES["up"].format(layer=layer)
-
-
 def mlp_tensors(model: Model, layer: int, read: Callable[[str], "Tensor"]) -> dict[str, "Tensor"]:
     """The computed tensors of ``layer`` outside its attention: gate and up of a source that holds them as one."""
-    names = split_gate_up(model, layer)
-    if names is None:
-        return {}
-    gate, up = read(names[0]).chunk(2)
-    return {names[1]: gate.contiguous(), names[2]: up.contiguous()}
+    made = {}
+    for fused in model.names.get(("gate_up", layer), ()):
+        for role, half in zip(_GATE_UP, read(fused).chunk(2), strict=True):
+            made[_NAMES[role].format(layer=layer)] = half.contiguous()
+    return made
 
 
 def _attention_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, Shape]:

@@ -11,15 +11,14 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.wrappers import WRAPPERS
-from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors, context, dense_layers, full_query_rank
+from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors, context, full_query_rank
 from kvfold.convert.targets.same_family import cache_elements
 
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
-_OUTER = frozenset({"embedding", "final_norm", "head"})
 _EXPERTS = frozenset({"router", "expert_gate", "expert_up", "expert_down"})
 _SHARED = "shared_"  # prefix of the roles of a shared expert's tensors
 _LEAST_EXPERTS = 2  # the router adds up the best two of each group, and there is one group
-_ROLES = _OUTER | _EXPERTS | {"attention_norm", "mlp_norm", "gate", "up", "gate_up", "down"}
+_ROLES = _EXPERTS | {"embedding", "final_norm", "head", "attention_norm", "mlp_norm", "gate", "up", "gate_up", "down"}
 _MLP_BIASES = frozenset({"gate_bias", "up_bias", "gate_up_bias", "down_bias"})
 
 
@@ -100,13 +99,13 @@ def _expert_problems(model: Model) -> Iterator[str]:
     if model.block.routing is None:
         yield "does not route tokens to experts by softmax, as the stock MLA class with experts does"
     if any(role.startswith(_SHARED) for role in roles):
-        gate = f"{_SHARED}router" in roles
-        how = "weights its shared expert by a gate" if gate else "has shared experts"
+        how = "weights its shared expert by a gate" if f"{_SHARED}router" in roles else "has shared experts"
         yield f"{how}, the stock MLA class with experts adds them as they are"
     if _EXPERTS - roles:
         yield "does not store its experts as one gate, up and down projection each"
         return
-    if mixed := [layer.index for layer in model.layers[dense_layers(model) :] if not layer.sparse]:
+    first = next(layer.index for layer in model.layers if layer.sparse)
+    if mixed := [layer.index for layer in model.layers[first:] if not layer.sparse]:
         yield (
             f"has no experts in layer {mixed[0]}, after layers with experts; the stock MLA class has dense layers "
             "before all others only"

@@ -43,7 +43,7 @@ def norm_weight(rank: int) -> float:
 
 
 def mla_tensors(latent: LatentWeights, layer: int, target: LatentTarget) -> dict[str, Tensor]:
-    """The attention tensors of ``layer`` by name, as ``shapes.attention_shapes`` lists them.
+    """The attention tensors of ``layer`` by name, as ``layout.layer_shapes`` lists them.
 
     Raises ``ValueError`` when ``latent`` does not fit ``target`` or has a bias for which the layout has no place.
     """

@@ -60,7 +60,7 @@ def test_sections_merge_entry_by_entry_or_say_what_is_wrong(tmp_path):
     with pytest.raises(ValueError, match=r"^second.json: block: null removes .* found no gone there$"):
         schema.read_table(tmp_path / "second.json")
     write(first={"extends": "second"})
-    with pytest.raises(ValueError, match=r"circle of extends, found first.json -> second.json -> first.json$"):
+    with pytest.raises(ValueError, match=r"extends itself, by first.json -> second.json -> first.json$"):
         schema.read_table(tmp_path / "first.json")
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Trainer
 
 from kvfold.convert.families.layout import layer_rotary, read_layer
 from kvfold.convert.families.model import model_of
-from kvfold.convert.targets.mla.config import NORM_EPS, LatentTarget, mla_config, query_rank
+from kvfold.convert.targets.mla.config import LatentTarget, mla_config, query_rank
 from kvfold.convert.targets.mla.layout import mla_shapes, mlp_tensors, padding
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.mla.tensors import mla_tensors
@@ -121,7 +121,7 @@ class LatentAttention(nn.Module):
         self.normed = normed
 
     def norm(self, rows):
-        return rows / rows.square().mean(-1, keepdim=True).add(NORM_EPS).sqrt() if self.normed else rows
+        return rows / rows.square().mean(-1, keepdim=True).add(1e-6).sqrt() if self.normed else rows
 
     def forward(self, hidden_states, **_):
         w, x = self.latent, hidden_states
