@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.drift.profile import divergence, row_kl
-from kvfold.attention.drift.streams import LayerOutput, LayerStream, StreamLayer
+from kvfold.attention.drift.recording import LayerOutput
+from kvfold.attention.drift.streams import LayerStream, StreamLayer
 
 # Logits held at once, of each model: 32 MB and 512 MB in float32
 _CPU_LOGITS = 1 << 23

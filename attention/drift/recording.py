@@ -2,7 +2,9 @@
 
 Queries and keys are taken where every transformers family hands them over, after rotary embedding and per-head norms:
 the recorder is named in the config as the attention function for the length of one call; it notes its arguments and
-lets the function that the model would have used compute the result. Nothing of the model is replaced.
+lets the function that the model would have used compute the result. Nothing of the model is replaced. Shapes: ``B``
+sequences, ``T`` positions, ``E`` model dim, ``H`` query heads, ``G`` key/value heads, ``D`` query/key dim of a head,
+``Dv`` value dim of a head.
 """
 
 import sys
@@ -18,10 +20,43 @@ from torch.func import functional_call
 from transformers import AttentionInterface
 
 from kvfold.attention.drift.frame import Arguments, Stop, attention_name
-from kvfold.attention.drift.streams import LayerOutput
 
 RECORDER = "kvfold_recorder"
 _OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo")
+
+
+@dataclass(frozen=True)
+class LayerOutput:
+    """The residual stream after one layer, and what its attention did.
+
+    ``hidden`` is the residual stream after the layer, ``None`` when only the attention was run. ``query`` and ``key``
+    are what the scores are made of (after rotary embedding and per-head norms): the attention weights are
+    ``softmax(softcap * tanh(scale * query . key / softcap))`` over the keys that the mask leaves, the softcap being
+    absent for most models. ``sinks`` are the scores of one more key, whose value is zero. ``window`` is the number of
+    keys a query sees, itself included; without ``causal`` it sees as many on its other side. ``context`` holds each
+    head's weighted values before the output projection, whose weight is ``output_weight``: head ``h`` adds
+    ``output_weight[:, h] @ context[b, t, h]`` to the attention's output. ``None`` is what a model does not show.
+    """
+
+    hidden: Tensor | None  # [B, T, E]
+    attention: Tensor  # [B, T, E], after the output projection
+    attention_input: Tensor  # [B, T, E], after the layer's norm
+    query: Tensor | None = None  # [B, H, T, D]
+    key: Tensor | None = None  # [B, G, T, D]
+    scale: float = 1.0
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [H]
+    causal: bool = True
+    context: Tensor | None = None  # [B, T, H, Dv]
+    output_weight: Tensor | None = None  # [E, H, Dv]
+
+    @property
+    def states(self) -> Tensor:
+        """``hidden`` of a whole layer."""
+        # an attention run alone has none
+        assert self.hidden is not None
+        return self.hidden
 
 
 @dataclass

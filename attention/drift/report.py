@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.attention.drift.compare import HeadDrift, LayerDrift, Measurement, compare
-from kvfold.attention.drift.loaded import as_stream
-from kvfold.attention.drift.streams import LayerStream
+from kvfold.attention.drift.streams import LayerStream, as_stream
 
 # tokens of one layer call
 _TOKENS_AT_ONCE = 4096

@@ -1,53 +1,21 @@
-"""The protocol that drift, calibration and profiles run models by: a stream of layers, opened one at a time.
+"""Models as streams of layers, opened one at a time: what drift, calibration and profiles run models by.
 
-A *layer stream* runs a decoder layer by layer, so that two models can go through the same tokens side by side with only
-one layer of each in memory. Loaded models are wrapped by ``as_stream`` (loaded.py); checkpoints on disk have streams
-of their own. Shapes: ``B`` sequences, ``T`` positions, ``E`` model dim, ``V`` vocabulary, ``H`` query heads, ``G``
-key/value heads, ``D`` query/key dim of a head, ``Dv`` value dim of a head.
+Two models can go through the same tokens side by side with only one layer of each in memory. Loaded models are wrapped
+by ``as_stream``; checkpoints on disk have streams of their own. Shapes: ``B`` sequences, ``T`` positions, ``E`` model
+dim, ``V`` vocabulary.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class LayerOutput:
-    """The residual stream after one layer, and what its attention did.
-
-    ``hidden`` is the residual stream after the layer, ``None`` when only the attention was run. ``query`` and ``key``
-    are what the scores are made of (after rotary embedding and per-head norms): the attention weights are
-    ``softmax(softcap * tanh(scale * query . key / softcap))`` over the keys that the mask leaves, the softcap being
-    absent for most models. ``sinks`` are the scores of one more key, whose value is zero. ``window`` is the number of
-    keys a query sees, itself included; without ``causal`` it sees as many on its other side. ``context`` holds each
-    head's weighted values before the output projection, whose weight is ``output_weight``: head ``h`` adds
-    ``output_weight[:, h] @ context[b, t, h]`` to the attention's output. ``None`` is what a model does not show.
-    """
-
-    hidden: Tensor | None  # [B, T, E]
-    attention: Tensor  # [B, T, E], after the output projection
-    attention_input: Tensor  # [B, T, E], after the layer's norm
-    query: Tensor | None = None  # [B, H, T, D]
-    key: Tensor | None = None  # [B, G, T, D]
-    scale: float = 1.0
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None  # [H]
-    causal: bool = True
-    context: Tensor | None = None  # [B, T, H, Dv]
-    output_weight: Tensor | None = None  # [E, H, Dv]
-
-    @property
-    def states(self) -> Tensor:
-        """``hidden`` of a whole layer."""
-        # an attention run alone has none
-        assert self.hidden is not None
-        return self.hidden
-
+from kvfold.attention.drift.frame import Arguments, Frame, cache_bytes_per_token, layer_list
+from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 
 # One layer, in memory: takes the residual stream before it, ``[B, T, E]``, at a text's positions 0 .. T-1.
 StreamLayer = Callable[[Tensor], LayerOutput]
@@ -80,3 +48,124 @@ class LayerStream(Protocol):
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LayerStream":
         """The same model, computed elsewhere or in another precision."""
         ...
+
+
+class LoadedStream:
+    """The layer stream of a causal language model that is in memory. The model itself is never changed.
+
+    With another ``device`` or ``dtype`` than the model's, layers are copied there one at a time. Norms and rotary
+    angles are computed in float32 by transformers whatever the dtype.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        first = next(model.parameters())
+        self.model = model
+        self.device = first.device if device is None else torch.device(device)
+        self.dtype = first.dtype if dtype is None else dtype
+        self._layers = list(layer_list(model)[1])
+        self.layers = len(self._layers)
+        # the arguments of every layer, by the shape of the tokens that were embedded last
+        self._recorded: dict[tuple[int, ...], list[Arguments]] = {}
+
+    @cached_property
+    def _frame(self) -> Frame:
+        """A copy of the model without its layers, on the stream's device and in its dtype; it shares what it can."""
+        # deepcopy takes what its memo holds: layers are shared, not copied
+        memo: dict[int, Any] = {id(layer): layer for layer in self._layers}
+        if not _differs(self.model, self.device, self.dtype):
+            memo |= {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
+        frame = Frame(copy.deepcopy(self.model, memo))
+        _convert(frame.model, self.device, self.dtype).eval()
+        return frame
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        hidden, arguments = self._frame.enter(input_ids=tokens.to(self.device))
+        self._recorded = {tuple(tokens.shape): arguments}
+        return hidden
+
+    @contextmanager
+    def open_layer(self, index: int) -> Iterator[OpenLayer]:
+        def arguments(hidden: Tensor) -> Arguments:
+            shape = tuple(hidden.shape[:2])
+            if shape not in self._recorded:
+                self.embed(torch.zeros(shape, dtype=torch.long))
+            return self._recorded[shape][index]
+
+        layer = self._layers[index]
+        if _differs(layer, self.device, self.dtype):
+            layer = _convert(copy.deepcopy(layer), self.device, self.dtype)
+        with evaluating(layer):
+            yield OpenLayer(index, layer, arguments)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        blank = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
+        return self._frame.logits(hidden, input_ids=blank)
+
+    @torch.no_grad()
+    def cache_bytes_per_token(self) -> int:
+        """Bytes per token in the model's own cache object, all layers, in the model's own dtype."""
+        # generation runs in the dtype of the model itself, whatever the stream computes in
+        if _differs(self.model, self.device, self.dtype):
+            return LoadedStream(self.model).cache_bytes_per_token()
+
+        def enter(tokens: int) -> tuple[Tensor, list[Arguments]]:
+            blank = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
+            return self._frame.enter(input_ids=blank, use_cache=True)
+
+        with evaluating(self.model):
+            return cache_bytes_per_token(self._layers, enter)
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LoadedStream":
+        return LoadedStream(self.model, self.device if device is None else device, dtype or self.dtype)
+
+
+def as_stream(
+    model: nn.Module | LayerStream, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> LayerStream:
+    """A loaded causal language model of transformers, or a stream, as a stream on ``device`` and in ``dtype``.
+
+    ``None`` keeps the model's own. Raises ValueError for a model whose decoder layers cannot be found.
+    """
+    if isinstance(model, nn.Module):
+        return LoadedStream(model, device, dtype)
+    if not isinstance(model, LayerStream):
+        raise ValueError(
+            f"{type(model).__name__} is neither a model of transformers nor a LayerStream; give one of them"
+        )
+    unchanged = device in (None, model.device) and dtype in (None, model.dtype)
+    return model if unchanged else model.to(device=device, dtype=dtype)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Dropout off within; each submodule's training flag is restored after."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def _differs(module: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
+    first = next(module.parameters())
+    return first.device != device or first.dtype != dtype
+
+
+def _convert(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """``module`` moved and cast in place. Parameters kept in another dtype than the rest, and buffers, keep theirs."""
+    first = next(module.parameters(), None)
+    main = None if first is None else first.dtype
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(device, dtype if parameter.dtype == main else None)
+    for part in module.modules():
+        config: Any = getattr(part, "config", None)
+        if dtype == torch.float64 and config is not None:
+            # grouped matmuls have no float64
+            config._experts_implementation_internal = "eager"
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else buffer.to(device)
+    return module

@@ -22,8 +22,7 @@ from typing import Any, Self, overload
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.recording import OpenLayer
-from kvfold.attention.drift.streams import LayerOutput
+from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 from kvfold.convert.checkpoint.file_bytes import write_all
 from kvfold.convert.checkpoint.tensors import tensor_memory
 from kvfold.convert.errors import InputError, KvfoldError, opt

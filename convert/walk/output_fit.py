@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.recording import OpenLayer
-from kvfold.attention.drift.streams import LayerOutput
+from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.linalg import fit_output

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.recording import OpenLayer
-from kvfold.attention.drift.streams import LayerOutput
+from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.weights import LayerStatistics

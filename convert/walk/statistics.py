@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvfold.attention.drift.frame import Arguments
 from kvfold.attention.drift.profile import attention_sums
-from kvfold.attention.drift.streams import LayerOutput
+from kvfold.attention.drift.recording import LayerOutput
 from kvfold.attention.rotary import apply_rotary, rotary_tables
 from kvfold.convert import processes
 from kvfold.convert.transforms.head_norms import has_norms, project

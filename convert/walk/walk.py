@@ -57,8 +57,7 @@ from kvfold.attention.drift.compare import (
     relative,
     squares,
 )
-from kvfold.attention.drift.recording import OpenLayer
-from kvfold.attention.drift.streams import LayerOutput
+from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.errors import KvfoldError

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from kvfold.attention.drift.streams import LayerOutput
+from kvfold.attention.drift.recording import LayerOutput
 from kvfold.convert import ConvertRequest
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import load_tokens

@@ -19,7 +19,7 @@ from kvfold.attention import (
     rotary_tables,
     row_kl,
 )
-from kvfold.attention.drift.loaded import as_stream
+from kvfold.attention.drift.streams import as_stream
 from kvfold.attention.interface import blockwise_attention
 
 QUERY, KEY, VALUE = torch.zeros(2, 4, 3, 8), torch.zeros(2, 2, 5, 8), torch.zeros(2, 2, 5, 8)

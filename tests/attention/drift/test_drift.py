@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvfold.attention.drift.compare import margin
-from kvfold.attention.drift.loaded import LoadedStream
 from kvfold.attention.drift.report import measure_drift
+from kvfold.attention.drift.streams import LoadedStream
 from tests.attention.drift.test_drift_streams import some_tokens as random_tokens
 from tests.attention.drift.test_drift_streams import tiny as tiny_model
 

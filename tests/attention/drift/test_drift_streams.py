@@ -5,9 +5,8 @@ import torch
 from helpers import precision
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from kvfold.attention.drift.loaded import as_stream
 from kvfold.attention.drift.profile import distance_profile
-from kvfold.attention.drift.streams import LayerStream
+from kvfold.attention.drift.streams import LayerStream, as_stream
 
 IDS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA = IDS | {

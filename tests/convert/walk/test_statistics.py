@@ -5,7 +5,7 @@ import torch
 from helpers import precision
 from torch import Tensor
 
-from kvfold.attention.drift.streams import LayerOutput
+from kvfold.attention.drift.recording import LayerOutput
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm
 from kvfold.convert.walk.statistics import StatisticsAccumulator, add_gram
 
