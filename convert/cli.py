@@ -53,7 +53,7 @@ def kvfold(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-@kvfold.command(short_help="What MODEL is, what it can become, and what that saves.")
+@kvfold.command(short_help="Show what MODEL is, what it can become, and what that saves.")
 @click.argument("model", required=False, metavar="MODEL")
 @click.option(
     "--json",
@@ -135,7 +135,7 @@ _report = click.option(
 )
 
 
-@kvfold.command(short_help="How far OUT is from MODEL, layer by layer and at the end.")
+@kvfold.command(short_help="Drift of OUT from MODEL, layer by layer and at the end.")
 @request_options(DriftRequest, before={"trust_remote_code": [json_file_option, _report]})
 def drift(request: DriftRequest, json_file: str | None, report: str | None) -> None:
     """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and at the end."""
@@ -157,7 +157,7 @@ def drift(request: DriftRequest, json_file: str | None, report: str | None) -> N
     click.echo(drift_table(measured), err=json_file == STDOUT)
 
 
-@kvfold.command(short_help="Whether OUT is what was written: hashes, shapes, finite numbers.")
+@kvfold.command(short_help="Check that OUT is what was written: hashes, shapes, finite numbers.")
 @click.argument("out")
 @json_file_option
 def verify(out: str, json_file: str | None) -> None:

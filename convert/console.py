@@ -83,12 +83,14 @@ def request_options(
 
 
 def _parameter(spec: Option, required: bool) -> Decorator:
-    """The click argument or option of one field. Words are left to the request, whose errors name near ones."""
+    """The click argument or option of one field."""
     if spec.argument:
         several: dict[str, Any] = {"nargs": -1} if spec.each is not None else {"required": required}
         return click.argument(spec.name, metavar=spec.metavar, **several)
     metavar = spec.metavar or (f"[{'|'.join(spec.words)}]" if spec.words else None)
+    # Words are no click.Choice: the request checks them, and its errors name near ones.
     settings: dict[str, Any] = {"help": spec.help, "metavar": metavar}
+    settings["shell_complete"] = lambda ctx, param, typed: [word for word in spec.words if word.startswith(typed)]
     names = [as_option(spec.name, False if spec.default is True else ALONE), *spec.spellings, spec.name]
     if bool in spec.kinds:
         return click.option(*names, is_flag=True, **settings)

@@ -119,7 +119,7 @@ class ConvertRequest(Request):
     max_shard_size: int | str = option("5GB", "Largest weight file.", metavar="SIZE", check=size_expected)
     spill: str | None = option(
         None,
-        "Keep hidden states of the text in a file in DIR, not in memory; it needs no name.",
+        "Keep hidden states of the text in an unnamed file in DIR, not in memory.",
         metavar="DIR",
         runs=True,
     )
@@ -242,7 +242,7 @@ class DriftRequest(Request):
     )
     samples: int = option(16, "Sequences.", least=1)
     seq_len: int = option(512, "Tokens per sequence.", least=2)
-    seed: int = option(0, "Draws the sequences from the text.", least=0, below=2**63)
+    seed: int = option(0, "Seed of the sequences drawn.", least=0, below=2**63)
     device: Device = option("auto", "auto: the GPU where there is one.")
     dtype: Dtype = option("auto", "Dtype to compute in.")
     trust_remote_code: bool = option(False, "Allow the tokenizer code in MODEL to run.")
@@ -301,9 +301,9 @@ class EvalRequest(Request):
     text: str | None = option(
         None, "Text to hide words in; default: held-out text that ships with kvfold.", metavar="FILE"
     )
-    retrieval: bool = option(True, "Only the loss by position, and --tasks.")
+    retrieval: bool = option(True, "Skip retrieval from long texts: only the loss by position, and --tasks.")
     batch: int = option(1, "Documents of a task at once.", least=1)
-    seed: int = option(0, "Of what is drawn.", least=0)
+    seed: int = option(0, "Seed of what is drawn.", least=0)
     device: Device = option("auto", "auto: the GPU where there is one.")
     dtype: Dtype = option("auto", "Dtype to compute in.")
     quiet: bool = option(False, "No progress.")

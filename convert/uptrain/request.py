@@ -94,7 +94,7 @@ class UptrainRequest(Request):
         metavar="FILE",
         runs=True,
     )
-    device: Device = option("auto", panel="Running", runs=True)
+    device: Device = option("auto", help="auto: the GPU where there is one.", panel="Running", runs=True)
     precision: Precision = option(
         "auto",
         help="Compute dtype; master weights stay float32. auto: bfloat16 on a GPU, float32 on a CPU.",

@@ -81,7 +81,7 @@ for line in {lines!r}:
 def test_help_lists_options_by_panels(kvfold, command, panels):
     text = kvfold(command, "--help").stdout
     assert re.findall(r"^(\w+):$", text, re.MULTILINE) == [*panels, "Running"]
-    for panel, options in {**panels, "Running": "--device --json --trust-remote-code -h"}.items():
+    for panel, options in {**panels, "Running": "--device --json --trust-remote-code"}.items():
         rows = text.split(f"\n{panel}:\n")[1].split("\n\n")[0]
         assert set(options.split()) <= set(re.findall(r"^  (-[a-z-]+)", rows, re.MULTILINE)), panel
 

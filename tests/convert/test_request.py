@@ -187,6 +187,8 @@ def test_a_field_is_an_option_a_key_of_recipes_and_a_rule(monkeypatch, tmp_path)
 
     shown = CliRunner().invoke(command, ["--help"]).output
     assert re.search(r"--sharpness INTEGER +How sharp\. +\[default: 3\]", shown)
+    to = next(parameter for parameter in command.params if parameter.name == "to")
+    assert [each.value for each in to.shell_complete(click.Context(command), "m")] == ["mqa", "mla"]
     CliRunner().invoke(command, ["m", "o", "--to", "mqa", "--sharpness", "5"], catch_exceptions=False)
     assert requests[0].sharpness == requests[0].result_options()["sharpness"] == 5
     assert "--sharpness must be a whole number of at least 1, not 0" in refused(
