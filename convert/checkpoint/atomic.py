@@ -15,9 +15,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-from kvfold.convert.checkpoint.file_bytes import sync_path
+from kvfold.convert.checkpoint.files import sync_path
 from kvfold.convert.checkpoint.folder import (
     CONFIG,
     INDEX,
@@ -67,87 +66,64 @@ def check_output(
         pass
     except (OSError, RuntimeError, ValueError) as error:  # too long a name, links in a circle, a NUL character
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise InputError(f"{out}: expected a path to write to, found: {reason}; choose another OUT") from None
+        raise InputError(f"{out} is no path to write to ({reason}); choose another OUT") from None
     # an OUT inside MODEL would become part of what is read; replacing an OUT around MODEL would remove MODEL
     if model is not None and os.path.isdir(model):
         source = Path(model).resolve()
-        if target == source:
-            raise InputError(f"{target}: expected OUT apart from MODEL, found the same folder; choose another OUT")
-        if target.is_relative_to(source):
-            raise InputError(f"{target}: expected OUT outside MODEL, found it inside {source}; choose another OUT")
-        if source.is_relative_to(target):
-            raise InputError(
-                f"{target}: expected OUT apart from MODEL, found MODEL {source} inside it; choose another OUT"
-            )
+        if target.is_relative_to(source) or source.is_relative_to(target):
+            relation = "is" if target == source else "is inside" if target.is_relative_to(source) else "contains"
+            raise InputError(f"{target} {relation} MODEL {source}; choose an OUT apart from it")
     if os.path.lexists(target):
         _check_replaceable(target, overwrite)
     parent = next(path for path in target.parents if os.path.lexists(path))
     if not parent.is_dir():
-        raise InputError(
-            f"{target}: expected a folder {parent} to write it in, found something else; choose another OUT"
-        )
+        raise InputError(f"{target} cannot be made: {parent} is no folder; choose another OUT")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise InputError(f"{target}: expected to be allowed to write in {parent}, found it not writable")
+        raise InputError(f"{target} cannot be made: {parent} is not writable; choose another OUT")
     return target
 
 
 def _check_replaceable(target: Path, overwrite: bool) -> None:
-    if not overwrite and not _is_empty_folder(target):
-        raise InputError(
-            f"{target}: expected no such path, found that it exists; choose another OUT or {opt('overwrite', True)}"
-        )
-    if not target.is_dir():
-        raise InputError(f"{target}: expected a folder to overwrite, found a file; choose another OUT")
-    if os.path.ismount(target):
-        raise InputError(f"{target}: expected a folder that can be replaced, found a mount point; choose one inside it")
-    if found := _foreign_content(target):
-        raise InputError(f"{target}: expected a checkpoint to overwrite, {found}; remove it yourself if it can go")
-
-
-def _foreign_content(folder: Path) -> str | None:
-    """The reason why ``--overwrite`` must not delete ``folder``; None if it may: it is empty, or a checkpoint.
+    """InputError unless ``target`` is an empty folder or, with ``overwrite``, a checkpoint.
 
     A checkpoint has weights or a ``kvfold.json``, and no file but those that belong to a checkpoint or that kvfold
     writes. Such files are known by name, or config.json lists their classes in ``auto_map``, or ``kvfold.json`` lists
     them.
     """
-    names = sorted(os.listdir(folder))
+    try:
+        names = sorted(os.listdir(target))
+    except OSError:  # a file, or a folder that nothing may list
+        names = None
+    if names != [] and not overwrite:
+        raise InputError(f"{target} exists already; choose another OUT or {opt('overwrite', True)}")
+    if names is None:
+        raise InputError(f"{target} is no folder that can be overwritten; choose another OUT")
+    if os.path.ismount(target):
+        raise InputError(f"{target} is a mount point, which cannot be replaced; choose a folder inside it")
     weights = {name for name in names if Path(name).suffix in WEIGHT_SUFFIXES}
-    known = weights | {CONFIG, INDEX, LEGACY_INDEX, RECORD, "README.md", ".gitattributes"}
     extra = set(extra_names(names))
+    known = weights | {CONFIG, INDEX, LEGACY_INDEX, RECORD, "README.md", ".gitattributes"}
     known |= {name for name in extra if not _WIDE.fullmatch(name) or _TOKENIZER.fullmatch(name)}
     known |= {name for name in names if _CODE.fullmatch(name)}
     # names alone tell of nearly every folder; JSON is read only for files that may be the user's
-    doubtful = {name for name in names if name in extra or name.endswith(".py")} - known
-    if doubtful:
-        known |= doubtful & _listed_files(folder)
-    foreign = [name for name in names if name not in known or (folder / name).is_dir()]
+    if doubtful := {name for name in names if name in extra or name.endswith(".py")} - known:
+        known |= doubtful & _listed_files(target)
+    foreign = [name for name in names if name not in known or (target / name).is_dir()]
+    way_out = "remove it yourself if it can go, or choose another OUT"
     if foreign:
-        return f"found {', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}, which no checkpoint holds"
+        shown = f"{', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}"
+        raise InputError(f"{target} holds {shown}, which no checkpoint does; {way_out}")
     if names and not weights and RECORD not in names:
-        return f"found no weights but {', '.join(names[:3])}"
-    return None
+        raise InputError(f"{target} is no checkpoint: it holds no weights but {', '.join(names[:3])}; {way_out}")
 
 
 def _listed_files(folder: Path) -> set[str]:
     """The files that ``kvfold.json`` lists, and the modules of the classes in config.json's ``auto_map``."""
-
-    def table(file: str, key: str) -> dict[str, Any]:
-        value = json_beside(folder, file).get(key)
-        return value if isinstance(value, dict) else {}
-
-    classes = [
-        name for value in table(CONFIG, "auto_map").values() for name in (value if isinstance(value, list) else [value])
-    ]
+    auto_map, files = json_beside(folder, CONFIG).get("auto_map"), json_beside(folder, RECORD).get("files")
+    values = auto_map.values() if isinstance(auto_map, dict) else ()
+    classes = [name for value in values for name in (value if isinstance(value, list) else [value])]
     modules = {f"{name.rpartition('.')[0]}.py" for name in classes if isinstance(name, str)}
-    return modules | table(RECORD, "files").keys()
-
-
-def _is_empty_folder(path: Path) -> bool:
-    try:
-        return not os.listdir(path)
-    except OSError:  # a file, or a folder that nothing may list
-        return False
+    return modules | set(files if isinstance(files, dict) else ())
 
 
 @contextmanager
@@ -187,8 +163,12 @@ def output_folder(
     """
     target = check_output(out, overwrite=overwrite, model=model)
     with DeferredSignals() as signals, _parents(target), output_lock(target) as locked:
+        pattern = re.compile(re.escape(_prefix(target)) + _TOKEN.pattern)
         # without locks, the folder of a run at work could not be told from that of a killed one
-        stale = _stale(target) if locked else []
+        stale = [Path(entry.path) for entry in os.scandir(target.parent) if locked and pattern.fullmatch(entry.name)]
+        stale.sort(key=lambda path: path.lstat().st_mtime, reverse=True)
+        for path in stale:
+            _complete_replacement(path, target)
         # once more: OUT may have appeared while nobody held the lock, or just now, back from a replacement cut short
         check_output(out, overwrite=overwrite, model=model)
         folder = _work_folder(target, stale, resume)
@@ -225,7 +205,7 @@ def free_space_check(path: str | os.PathLike[str], needed_bytes: int, purpose: s
         free += sum(os.stat(Path(root, file)).st_blocks * 512 for root, _, files in os.walk(target) for file in files)
     if needed_bytes > free:
         required, available = (f"{bytes_text(count)} ({count} bytes)" for count in (needed_bytes, free))
-        figures = f"expected {required} free{purpose and ' ' + purpose}, found {available}"
+        figures = f"{available} free, {required} needed{purpose and ' ' + purpose}"
         raise InputError(f"{existing}: too little disk space: {figures}; free some, or choose an OUT on another disk")
 
 
@@ -261,7 +241,7 @@ def _locked(path: Path, target: Path) -> int | None:
             os.close(handle)
             if error.errno in _LOCKLESS:
                 return None
-            raise InputError(f"{target}: expected no other run to write it, found one at work; wait for it") from None
+            raise InputError(f"{target} is being written by another run; wait for it") from None
         # its last holder may have removed the file between our open and our lock
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), os.stat(path)):
@@ -270,7 +250,7 @@ def _locked(path: Path, target: Path) -> int | None:
 
 
 def _not_writable(target: Path, error: OSError) -> InputError:
-    return InputError(f"{target}: expected to be able to write in {target.parent}, found: {error.strerror}")
+    return InputError(f"{target} cannot be made in {target.parent} ({error.strerror}); choose another OUT")
 
 
 def _prefix(target: Path) -> str:
@@ -278,16 +258,6 @@ def _prefix(target: Path) -> str:
     name = os.fsencode(target.name)
     short = target.name if len(name) <= 200 else hashlib.sha256(name).hexdigest()[:32]
     return f".{short}.kvfold"
-
-
-def _stale(target: Path) -> list[Path]:
-    """Folders that killed runs left for ``target``, the newest first; replacements cut short are completed."""
-    pattern = re.compile(re.escape(_prefix(target)) + _TOKEN.pattern)
-    left = [Path(entry.path) for entry in os.scandir(target.parent) if pattern.fullmatch(entry.name)]
-    left.sort(key=lambda path: path.lstat().st_mtime, reverse=True)
-    for path in left:
-        _complete_replacement(path, target)
-    return left
 
 
 def _work_folder(target: Path, stale: list[Path], resume: Callable[[Path], bool] | None) -> Path:
@@ -330,8 +300,8 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
         sync_path(target.parent)
         return
     try:
-        if _is_empty_folder(target):
-            target.rmdir()
+        with suppress(OSError):
+            target.rmdir()  # an empty folder gives way
         if not _renameat2(folder, target, _NOREPLACE):
             if os.path.lexists(target):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
@@ -340,9 +310,7 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
-        raise InputError(
-            f"{target}: expected no such path, found one made during the run; choose another OUT"
-        ) from None
+        raise InputError(f"{target} was made by someone else during the run; choose another OUT") from None
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> bool:

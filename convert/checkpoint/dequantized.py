@@ -1,16 +1,16 @@
-"""A quantized checkpoint seen as the dense one it stands for.
+"""A quantized checkpoint seen as the dense one it stands for: plain tensors with plain names, dtypes and shapes.
 
-Whoever gets these ``Weights`` sees plain tensors with plain names, dtypes and shapes. A tensor is dequantized when it
-is read, and never cached.
+A tensor is dequantized when it is read, and never cached.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.checkpoint.folder import DEQUANTIZE, raise_problems
+from kvfold.convert.checkpoint.files import with_dtype
+from kvfold.convert.checkpoint.folder import CONFIG, DEQUANTIZE, raise_problems
 from kvfold.convert.checkpoint.formats import (
     Format,
     StoredWeight,
@@ -20,9 +20,8 @@ from kvfold.convert.checkpoint.formats import (
     stored_weights,
 )
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES, TensorInfo, tensor_bytes
-from kvfold.convert.checkpoint.json_text import with_dtype
-from kvfold.convert.checkpoint.reader import Reader, Weights
-from kvfold.convert.errors import InputError
+from kvfold.convert.checkpoint.reader import Checkpoint, Reader
+from kvfold.convert.errors import InputError, short
 
 if TYPE_CHECKING:
     import torch
@@ -41,72 +40,67 @@ def undeclared_problems(config: Mapping[str, Any], tensors: Mapping[str, TensorI
     if any(config.get(key) for key in _KEYS):
         return []
     return [
-        f"{info.file}: tensor {name!r} is quantized: expected F16, BF16, F32 or F64, found {info.dtype}; {DEQUANTIZE}"
+        f"{info.file}: tensor {name!r} of dtype {info.dtype} is quantized, {CONFIG} does not say how; {DEQUANTIZE}"
         for name, info in tensors.items()
         if _is_quantized(info)
     ]
 
 
-def dequantized(weights: Weights, dtype: str, where: str) -> Weights:
-    """``weights`` as dense ones, their floats in the safetensors ``dtype``; plain weights are returned unchanged.
+def dequantized(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
+    """``checkpoint`` as a dense one, its floats in the safetensors ``dtype``; one of plain weights unchanged.
 
     Raises InputError for a quantization that is not supported, and for tensors that do not follow the config's.
     """
-    key = next((key for key in _KEYS if weights.config.get(key)), None)
+    key = next((key for key in _KEYS if checkpoint.config.get(key)), None)
     if key is None:
-        return weights
-    settings = weights.config[key]
-    formats = _formats(key, settings, where)
-    stored, problems = stored_weights(formats, weights.tensors)
+        return checkpoint
+    where, settings = checkpoint.hub_id or checkpoint.folder, checkpoint.config[key]
+    method = settings.get("quant_method", "unnamed") if isinstance(settings, dict) else settings
+    if not isinstance(method, str) or method not in _FORMATS:
+        known = ", ".join(_FORMATS)
+        raise InputError(f"{where}: {key} {short(method)} is no quantization that can be read ({known}); {DEQUANTIZE}")
+    try:
+        formats = _FORMATS[method](settings)
+    except ValueError as error:
+        raise InputError(f"{where}: {key} {method!r} cannot be read: {error}; {DEQUANTIZE}") from None
+    stored, problems = stored_weights(formats, checkpoint.tensors)
     used = {info.name for weight in stored.values() for info in weight.parts.values()}
     drops = tuple(end for each in formats for end in each.drops)
-    plain = {name: info for name, info in weights.tensors.items() if name not in used and not name.endswith(drops)}
+    plain = {name: info for name, info in checkpoint.tensors.items() if name not in used and not name.endswith(drops)}
     tensors: dict[str, TensorInfo] = {}
     for name, weight in stored.items():
-        root = weight.root
         try:
             shape = weight.format.shape(weight.parts)
         except ValueError as error:
-            problems.append(f"{root.file}: tensor {root.name!r} is quantized: {error}")
+            problems.append(f"{weight.root.file}: tensor {weight.root.name!r} is quantized: {error}")
             continue
-        end = root.start + tensor_bytes(dtype, shape)
-        tensors[name] = TensorInfo(name, dtype, shape, root.file, root.start, end, "dequantized")
+        end = weight.root.start + tensor_bytes(dtype, shape)
+        tensors[name] = TensorInfo(name, dtype, shape, weight.root.file, weight.root.start, end, "dequantized")
     # roots that lack their other tensors are among the problems of stored_weights already
     problems += [
-        f"{info.file}: tensor {name!r} is quantized in another way than {key} says, found {info.dtype}"
+        f"{info.file}: tensor {name!r} of dtype {info.dtype} is quantized in another way than {key} says; {DEQUANTIZE}"
         for name, info in plain.items()
         if _is_quantized(info) and not any(each.is_root(info) for each in formats)
     ]
     if not stored and not problems:
-        problems = [f"{where}: {key} says that the weights are quantized, found none that is; remove that key"]
+        problems = [f"{where}: {key} says that the weights are quantized, but none is; remove that key"]
     raise_problems(problems)
     for name, info in plain.items():
         cast = info.dtype in FLOAT_DTYPES and info.dtype != dtype
         end = info.start + tensor_bytes(dtype, info.shape)
         tensors[name] = replace(info, dtype=dtype, end=end, made="cast") if cast else info
     # a config that still said quantized would make every reader look for scales
-    config = {name: value for name, value in weights.config.items() if name not in _KEYS}
-    labels = [weight.format.label for weight in stored.values()]
-    return Weights(
-        with_dtype(config, TORCH_NAMES[dtype]),
-        dict(sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start))),
-        DequantizingReader(weights.reader, stored, plain, settings),
-        tuple(
-            f"{labels.count(label)} weights stored as {label}, dequantized to {TORCH_NAMES[dtype]}"
-            for label in dict.fromkeys(labels)
+    config = {name: value for name, value in checkpoint.config.items() if name not in _KEYS}
+    labels = Counter(weight.format.label for weight in stored.values())
+    return replace(
+        checkpoint,
+        config=with_dtype(config, TORCH_NAMES[dtype]),
+        tensors=dict(sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start))),
+        reader=DequantizingReader(checkpoint.reader, stored, plain, settings),
+        made_of=tuple(
+            f"{count} weights stored as {label}, dequantized to {TORCH_NAMES[dtype]}" for label, count in labels.items()
         ),
     )
-
-
-def _formats(key: str, settings: Any, where: str) -> tuple[Format, ...]:
-    method = settings.get("quant_method", "unnamed") if isinstance(settings, dict) else settings
-    found = f"{where}: quantized checkpoint ({key}, method {method!r})"
-    if not isinstance(method, str) or method not in _FORMATS:
-        raise InputError(f"{found}; expected plain weights, or one of {', '.join(_FORMATS)}; {DEQUANTIZE}")
-    try:
-        return _FORMATS[method](settings)
-    except ValueError as error:
-        raise InputError(f"{found}: {error}; {DEQUANTIZE}") from None
 
 
 def _is_quantized(tensor: TensorInfo) -> bool:
@@ -117,17 +111,21 @@ def _is_quantized(tensor: TensorInfo) -> bool:
     return tensor.dtype[0] in "IU" and tensor.name.endswith(packed)
 
 
-@dataclass(frozen=True)
 class DequantizingReader(Reader):
     """Reads dense tensors: ``weights`` are dequantized, ``plain`` ones cast. Both are keyed by their dense names.
 
     ``settings`` is the quantization_config of config.json.
     """
 
-    stored: Reader
-    weights: dict[str, StoredWeight]
-    plain: dict[str, TensorInfo]
-    settings: Mapping[str, Any]
+    def __init__(
+        self,
+        stored: Reader,
+        weights: Mapping[str, StoredWeight],
+        plain: Mapping[str, TensorInfo],
+        settings: Mapping[str, Any],
+    ) -> None:
+        self.stored, self.weights, self.plain, self.settings = stored, weights, plain, settings
+        self.raw = stored.raw
 
     def keepable(self, name: str) -> StoredWeight | None:
         """The weight as it is stored, if a result may hold it in that form (``--keep-quantized``)."""
@@ -153,9 +151,6 @@ class DequantizingReader(Reader):
     def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]":
         return super().chunks(info, elements) if info.made else self.stored.chunks(info, elements)
 
-    def raw_path(self, info: TensorInfo) -> Path | None:
-        return None if info.made else self.stored.raw_path(info)
-
     def close(self) -> None:
         self.stored.close()
 
@@ -167,9 +162,8 @@ def can_keep_quantized(reader: Reader) -> bool:
 
 def check_libraries(reader: Reader) -> None:
     """Raises InputError if a library that ``reader`` needs is not installed."""
-    if not isinstance(reader, DequantizingReader):
-        return
-    for form in {weight.format.label: weight.format for weight in reader.weights.values()}.values():
+    weights = reader.weights.values() if isinstance(reader, DequantizingReader) else ()
+    for form in {weight.format.label: weight.format for weight in weights}.values():
         try:
             installed = find_spec(form.library[0]) is not None
         except ModuleNotFoundError:  # the package that the module is in
@@ -180,7 +174,5 @@ def check_libraries(reader: Reader) -> None:
 
 def _missing(form: Format) -> InputError:
     module, requirement = form.library
-    return InputError(
-        f"weights stored as {form.label}: expected {module.partition('.')[0]} to dequantize them, found none that can; "
-        f"pip install '{requirement}'"
-    )
+    needed = f"weights stored as {form.label} need {module.partition('.')[0]} to be dequantized"
+    return InputError(f"{needed}; pip install '{requirement}'")

@@ -4,18 +4,20 @@ import fnmatch
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvfold.convert.checkpoint.headers import Header, parse_header
-from kvfold.convert.checkpoint.json_text import load_json
-from kvfold.convert.errors import InputError, first_line, short
+from kvfold.convert.checkpoint.files import parse_json, read_bytes
+from kvfold.convert.checkpoint.headers import Header
+from kvfold.convert.errors import InputError, short
 from kvfold.convert.sizes import bytes_text
 
 CONFIG, RECORD = "config.json", "kvfold.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-LEGACY_SINGLE, LEGACY_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+LEGACY = LEGACY_SINGLE, LEGACY_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz"}
 # Files that are passed on with the weights: how to use them, and under which terms
 EXTRA_PATTERNS = (
@@ -60,47 +62,25 @@ def resolve_member(folder: Path, name: str) -> Path:
     """
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts:
-        raise InputError(f"{folder}: expected a file inside this folder, found the path {name!r}, which leaves it")
+        raise InputError(f"{folder}: the path {name!r} must not leave this folder; correct the file that names it")
     try:
         path = (folder / name).resolve()
         os.stat(path)
     except FileNotFoundError:
-        pass  # told below, after a link that leaves the folder
+        pass  # reported below, after a link that leaves the folder
     except (OSError, RuntimeError, ValueError) as error:  # too long a name, links in a circle, a NUL character
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise InputError(f"{folder}: expected a file {short(name)}, found: {reason}; fetch it again") from None
+        raise InputError(f"{folder}: no file can be read as {short(name)} ({reason}); fetch it again") from None
     # A checkpoint from elsewhere must not make kvfold read, and copy into its result, other files of this machine.
     blobs = folder.parent.parent / "blobs"
     roots = [folder, *([blobs] if folder.parent.name == "snapshots" and blobs.is_dir() else [])]
     if not any(path.is_relative_to(root) for root in roots):
         raise InputError(f"{folder / name}: a link that leaves the checkpoint, to {path}; put the file itself there")
     if not path.exists():
-        raise InputError(f"{folder}: expected the file {name}, found none; fetch it again")
+        raise InputError(f"{folder} lacks the file {name}; fetch it again")
     if not path.is_file():
-        raise InputError(f"{folder / name}: expected a regular file, found something else")
+        raise InputError(f"{folder / name} must be a regular file; put the file itself there")
     return path
-
-
-def read_bytes(path: Path, limit: int = -1) -> bytes:
-    """The bytes of a file, ``limit`` at most. InputError if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(limit)
-    except OSError as error:
-        raise InputError(f"{path}: expected to be able to read it, found: {error.strerror}") from None
-
-
-def parse_json(path: Path, data: bytes) -> dict[str, Any]:
-    """The JSON object in a file's bytes. InputError names the file."""
-    try:
-        value = load_json(data)
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"{path}: expected JSON, found what does not parse: {first_line(error)}; fix it or fetch it again"
-        ) from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(value).__name__}; fix it or fetch it again")
-    return value
 
 
 def json_beside(folder: Path, name: str) -> dict[str, Any]:
@@ -113,17 +93,14 @@ def json_beside(folder: Path, name: str) -> dict[str, Any]:
 
 def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     """``config.json`` and the sha256 of its bytes."""
-    if not os.path.lexists(folder / CONFIG):
-        raise InputError(
-            f"{folder}: expected a checkpoint with a {CONFIG}, found no {CONFIG}; {_instead_of_config(folder)}"
-        )
+    path = folder / CONFIG
+    if not os.path.lexists(path):
+        raise InputError(f"{folder}: a checkpoint needs a {CONFIG}; {_instead_of_config(folder)}")
     # one byte more than allowed: a file beyond the limit is told without reading all of it
-    data = read_bytes(resolve_member(folder, CONFIG), _LARGEST_CONFIG + 1)
+    data = read_bytes(resolve_member(folder, CONFIG), length=_LARGEST_CONFIG + 1)
     if len(data) > _LARGEST_CONFIG:
-        raise InputError(
-            f"{folder / CONFIG}: expected at most {bytes_text(_LARGEST_CONFIG)}, found more; fetch it again"
-        )
-    return parse_json(folder / CONFIG, data), hashlib.sha256(data).hexdigest()
+        raise InputError(f"{path} is longer than {bytes_text(_LARGEST_CONFIG)}, which no config is; fetch it again")
+    return parse_json(path, data), hashlib.sha256(data).hexdigest()
 
 
 def _instead_of_config(folder: Path) -> str:
@@ -148,99 +125,60 @@ def extra_names(names: Iterable[str]) -> list[str]:
     return sorted(name for name in fitting if Path(name).suffix not in (".py", *WEIGHT_SUFFIXES))
 
 
-def weight_files(names: Iterable[str], where: str) -> tuple[str, bool]:
-    """The file to start from for a checkpoint's weights (in transformers' order), and True if it is a legacy one."""
-    present = set(names)
-    for name in (SINGLE, INDEX, LEGACY_SINGLE, LEGACY_INDEX):
-        if name in present:
-            return name, name in (LEGACY_SINGLE, LEGACY_INDEX)
-    others = sorted(name for name in present if Path(name).suffix in WEIGHT_SUFFIXES)
+def weight_file(names: Collection[str], where: object) -> str:
+    """The file among ``names`` to start from for a checkpoint's weights, in the order that transformers looks."""
+    for name in (SINGLE, INDEX, *LEGACY):
+        if name in names:
+            return name
+    others = sorted(name for name in names if Path(name).suffix in WEIGHT_SUFFIXES)
     listed = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "") if others else "no weights"
     advice = DEQUANTIZE if any(name.endswith(".gguf") for name in others) else "save the model with save_pretrained"
-    raise InputError(f"{where}: expected {SINGLE}, {INDEX} or {LEGACY_SINGLE}, found {listed}; {advice}")
+    raise InputError(f"{where} holds {listed}; weights must be in {SINGLE}, {INDEX} or {LEGACY_SINGLE}: {advice}")
 
 
-def parse_index(path: Path, data: bytes) -> dict[str, str]:
+def read_index(folder: Path, name: str) -> dict[str, str]:
     """The ``weight_map`` of an index: tensor name -> file name."""
-    weight_map = parse_json(path, data).get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not all(isinstance(file, str) for file in weight_map.values())
-        or not weight_map
-    ):
-        raise InputError(f"{path}: expected a weight_map from tensor names to file names, found none; fetch it again")
-    return weight_map
+    weight_map = parse_json(folder / name, read_bytes(resolve_member(folder, name))).get("weight_map")
+    if isinstance(weight_map, dict) and weight_map and all(isinstance(file, str) for file in weight_map.values()):
+        return weight_map
+    raise InputError(f"{folder / name} needs a weight_map from tensor names to file names; fetch it again")
 
 
-def stray_shards(names: Iterable[str], index: str, weight_map: dict[str, str]) -> list[str]:
-    """Problems: shards lying in the folder that the index does not name (half of another save)."""
+def index_problems(
+    index: str, weight_map: dict[str, str], headers: dict[str, Header], names: Iterable[str]
+) -> list[str]:
+    """Contradictions of an index, its shards, and the ``names`` of all files."""
     known = set(weight_map.values())
+    # half of another save
     strays = sorted(name for name in names if _SHARD_NAMES[index].fullmatch(name) and name not in known)
-    return [f"{name}: a shard that {index} does not name; remove it, or fix the index" for name in strays]
-
-
-def index_problems(index: str, weight_map: dict[str, str], headers: dict[str, Header]) -> list[str]:
-    """Problems: contradictions of index and shards. Shards with a faulty header are skipped, that is told already."""
-    problems = []
-    sound = {
-        file: {tensor.name for tensor in header.tensors} for file, header in headers.items() if not header.problems
-    }
+    problems = [f"{name}: a shard that {index} does not name; remove it, or fix the index" for name in strays]
+    # a shard with a faulty header has been reported as such
+    sound = {file: {info.name for info in header.tensors} for file, header in headers.items() if not header.problems}
     for name, file in weight_map.items():
         if file in sound and name not in sound[file]:
-            problems.append(f"{index}: tensor {name!r} expected in {file}, found no such tensor there")
-    homes: dict[str, list[str]] = {}
+            problems.append(f"{index}: {file} lacks the tensor {name!r}; fetch both again")
+    homes = defaultdict[str, list[str]](list)
     for file, tensors in sound.items():
         for name in tensors:
-            homes.setdefault(name, []).append(file)
+            homes[name].append(file)
             if name not in weight_map:
-                problems.append(f"{file}: tensor {name!r} is not named by {index}")
+                problems.append(f"{file}: {index} does not name the tensor {name!r}; fetch both again")
     for name, files in homes.items():
         if len(files) > 1:
-            problems.append(f"tensor {name!r} is stored more than once: in {' and '.join(sorted(files))}")
+            problems.append(f"tensor {name!r} is stored more than once, in {' and '.join(sorted(files))}")
     return problems
 
 
-def read_header(path: Path, file: str) -> Header:
-    """The header of one local safetensors file. InputError if it cannot be read."""
-    try:
-        with path.open("rb", buffering=0) as handle:
-            size = os.fstat(handle.fileno()).st_size
-            return parse_header(file, size, lambda start, length: os.pread(handle.fileno(), length, start))
-    except OSError as error:
-        raise InputError(f"{path}: expected to be able to read it, found: {error.strerror}") from None
+def file_states(paths: Iterable[Path]) -> dict[Path, tuple[int, int, int, int]]:
+    """Device, inode, size and time of each file that exists; take it before reading them.
 
-
-# A run reads headers first and weights over hours. A file that changes meanwhile would give a result that belongs to
-# neither version.
-class FileState(NamedTuple):
-    """Stat fields that change when a file is replaced or rewritten."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-
-
-def file_states(paths: Iterable[Path]) -> dict[Path, FileState]:
-    """The state of each file that exists; take it before reading them."""
+    They change when a file is replaced or rewritten.
+    """
+    # A run reads headers first and weights over hours. A file that changes meanwhile would give a result that belongs
+    # to neither version.
     states = {}
     for path in paths:
-        try:
+        with suppress(OSError):
             status = os.stat(path)
-        except OSError:
-            continue
-        states[path] = FileState(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+            states[path] = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
     return states
-
-
-def changed_files(before: Mapping[Path, FileState]) -> list[str]:
-    """A line for every file that is gone, another file, or of another size or time than ``before``."""
-    lines, after = [], file_states(before)
-    for path, state in before.items():
-        if path not in after:
-            lines.append(f"{path.name}: removed")
-        elif after[path][:2] != state[:2]:
-            lines.append(f"{path.name}: replaced by another file")
-        elif after[path] != state:
-            lines.append(f"{path.name}: written to")
-    return lines

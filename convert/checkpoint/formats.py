@@ -5,7 +5,7 @@ dequantizes it, which is the library's that wrote the format wherever there is o
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -58,14 +58,11 @@ class Format:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A quantized weight in the files: its format, and its tensors by the ends of their names."""
+    """A quantized weight in the files: its format, its root, and all its tensors by the ends of their names."""
 
     format: Format
+    root: TensorInfo
     parts: dict[str, TensorInfo]
-
-    @property
-    def root(self) -> TensorInfo:
-        return self.parts[self.format.root]
 
 
 def stored_weights(
@@ -83,18 +80,19 @@ def stored_weights(
             stem = name.removesuffix(form.root)
             if all(stem + end in tensors for end in form.needs):
                 ends = [end for end in (form.root, *form.needs, *form.takes) if stem + end in tensors]
-                weights[stem + form.dense] = StoredWeight(form, {end: tensors[stem + end] for end in ends})
+                weights[stem + form.dense] = StoredWeight(form, info, {end: tensors[stem + end] for end in ends})
                 break
         else:
             if fitting:
                 needed = " or ".join(dict.fromkeys(" and ".join(each.needs) for each in fitting))
-                problems.append(f"{info.file}: tensor {name!r} is quantized: expected {needed} beside it, found none")
+                problems.append(
+                    f"{info.file}: tensor {name!r} is quantized: it needs {needed} beside it; fetch it again"
+                )
     return weights, problems
 
 
 # FP8 with a scale per block (DeepSeek-V3, Qwen3-FP8), per output channel or per tensor
 
-_FP8_SCALES = (".weight_scale_inv", ".weight_scale")
 _FP8_DROPS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".kv_scale", ".input_scale_ub")
 _FP8_ELEMENTS = 1 << 22  # dequantized at a time: about 60 MB of temporary memory
 
@@ -105,8 +103,18 @@ def fp8_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
     if block is not None and not (
         isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
     ):
-        raise ValueError(f"expected weight_block_size [rows, columns], found {block!r}")
-    blocks = None if block is None else (block[0], block[1])
+        raise ValueError(f"weight_block_size {block!r} must be [rows, columns]")
+
+    def shape(scale: str, parts: Parts) -> Shape:
+        _block_size(parts[".weight"].shape, parts[scale].shape, block)
+        return parts[".weight"].shape
+
+    def keeps(parts: Parts) -> bool:
+        # transformers 5.23 takes the size of a block from the number of scales, so that it misreads a cut one
+        weight = parts[".weight"]
+        whole = block is not None and not any(size % side for size, side in zip(weight.shape, block, strict=True))
+        return whole and weight.dtype == "F8_E4M3" and ".weight_scale_inv" in parts
+
     return tuple(
         Format(
             label="FP8" if block is None else f"FP8 in blocks of {block[0]} x {block[1]}",
@@ -114,47 +122,33 @@ def fp8_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
             dtypes=frozenset({"F8_E4M3", "F8_E5M2"}),
             needs=(scale,),
             drops=_FP8_DROPS,
-            shape=partial(_fp8_shape, scale, blocks),
-            dequantize=partial(_dequantize_fp8, scale, blocks),
+            shape=partial(shape, scale),
+            dequantize=partial(_dequantize_fp8, scale, block),
             library=("transformers.integrations.finegrained_fp8", "transformers>=5.23"),
-            keeps=partial(_has_whole_blocks, blocks),
+            keeps=keeps,
         )
-        for scale in _FP8_SCALES
+        for scale in (".weight_scale_inv", ".weight_scale")
     )
 
 
-def _fp8_shape(scale: str, block: tuple[int, int] | None, parts: Parts) -> Shape:
-    shape = parts[".weight"].shape
-    if len(shape) != 2:
-        raise ValueError(f"expected a matrix, found {list(shape)}")
-    _block_size(shape, parts[scale].shape, block)
-    return shape
-
-
-def _has_whole_blocks(block: tuple[int, int] | None, parts: Parts) -> bool:
-    """True if no block is cut at the edge."""
-    # transformers 5.23 takes the size of a block from the number of scales, so that it misreads a cut one
-    weight = parts[".weight"]
-    whole = block is not None and not any(size % side for size, side in zip(weight.shape, block, strict=True))
-    return whole and weight.dtype == "F8_E4M3" and ".weight_scale_inv" in parts
-
-
-def _block_size(shape: Shape, scales: Shape, block: tuple[int, int] | None) -> tuple[int, int]:
+def _block_size(shape: Shape, scales: Shape, block: Sequence[int] | None) -> tuple[int, int]:
     """Rows and columns that share a scale. ValueError if the scales fit no such blocks.
 
     One scale for all of the matrix counts as one for each row.
     """
+    if len(shape) != 2:
+        raise ValueError(f"its shape {list(shape)} must be that of a matrix")
     if prod(scales) == 1:
         return 1, shape[1]
     rows, columns = (1, shape[1]) if block is None else block
-    expected = (-(-shape[0] // rows), -(-shape[1] // columns))
-    if tuple(size for size in scales if size != 1) != tuple(size for size in expected if size != 1):
-        raise ValueError(f"expected scales {list(expected)} for a weight {list(shape)}, found {list(scales)}")
+    grid = (-(-shape[0] // rows), -(-shape[1] // columns))
+    if [size for size in scales if size != 1] != [size for size in grid if size != 1]:
+        raise ValueError(f"a weight {list(shape)} needs scales {list(grid)}, not {list(scales)}")
     return rows, columns
 
 
 def _dequantize_fp8(
-    scale: str, block: tuple[int, int] | None, parts: "Mapping[str, Tensor]", shape: Shape, dtype: "torch.dtype"
+    scale: str, block: Sequence[int] | None, parts: "Mapping[str, Tensor]", shape: Shape, dtype: "torch.dtype"
 ) -> "Tensor":
     """The dense weight ``[out, in]`` in ``dtype``, made in strips of whole blocks to bound the memory."""
     import torch
@@ -185,35 +179,34 @@ def _dequantize_fp8(
 
 def mxfp4_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
     """``NAME_blocks`` and ``NAME_scales``: all experts of a layer in one tensor ``NAME``."""
+
+    def dense_shape(parts: Parts) -> Shape:
+        # blocks hold two numbers a byte; the dense tensor is [experts, in, out]
+        blocks, scales = parts["_blocks"].shape, parts["_scales"].shape
+        if len(blocks) != 4 or scales != blocks[:-1]:
+            raise ValueError(f"blocks [experts, out, groups, bytes] need scales {list(blocks[:3])}, not {list(scales)}")
+        experts, out, groups, size = blocks
+        return experts, 2 * groups * size, out
+
+    def dequantize(parts: "Mapping[str, Tensor]", shape: Shape, dtype: "torch.dtype") -> "Tensor":
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        made: Tensor = convert_moe_packed_tensors(parts["_blocks"], parts["_scales"], dtype=dtype)
+        return made.reshape(shape)
+
     return (
         Format(
             label="MXFP4",
             root="_blocks",
             dtypes=frozenset({"U8"}),
             needs=("_scales",),
-            shape=_mxfp4_shape,
-            dequantize=_dequantize_mxfp4,
+            shape=dense_shape,
+            dequantize=dequantize,
             library=("transformers.integrations.mxfp4", "transformers>=5.23"),
             dense="",
             keeps=lambda parts: True,
         ),
     )
-
-
-def _mxfp4_shape(parts: Parts) -> Shape:
-    """``blocks [experts, out, groups, bytes]`` hold two numbers a byte; the dense tensor is ``[experts, in, out]``."""
-    blocks, scales = parts["_blocks"].shape, parts["_scales"].shape
-    if len(blocks) != 4 or scales != blocks[:-1]:
-        raise ValueError(f"expected blocks [experts, out, groups, bytes] and scales without the last, found {scales}")
-    experts, out, groups, size = blocks
-    return experts, 2 * groups * size, out
-
-
-def _dequantize_mxfp4(parts: "Mapping[str, Tensor]", shape: Shape, dtype: "torch.dtype") -> "Tensor":
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    made: Tensor = convert_moe_packed_tensors(parts["_blocks"], parts["_scales"], dtype=dtype)
-    return made.reshape(shape)
 
 
 # compressed-tensors (llm-compressor): W8A8 in INT8 or FP8, packed INT4 or INT8, NVFP4
@@ -241,12 +234,12 @@ def compressed_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
     """One format for each of the config's groups of modules. Raises ValueError for a format that is not supported."""
     groups = settings.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise ValueError("expected config_groups, found none")
+        raise ValueError("it needs config_groups")
     formats = []
     for group in groups.values():
         kind, weights = group.get("format") or settings.get("format"), group["weights"]
         if kind not in _COMPRESSED:
-            raise ValueError(f"expected a format among {', '.join(_COMPRESSED)}, found {kind!r}")
+            raise ValueError(f"format {kind!r} must be one of {', '.join(_COMPRESSED)}")
         root, dtypes, needs, takes = _COMPRESSED[kind]
         formats.append(
             Format(
@@ -269,7 +262,7 @@ def _compressed_shape(weights: Mapping[str, Any], parts: Parts) -> Shape:
     """``[out, in]``; of a packed weight ``in`` follows from its row of scales or from the length of the packed row."""
     if ".weight_g_idx" in parts:
         # the library drops this order when it decompresses
-        raise ValueError("expected columns in groups of neighbors, found .weight_g_idx (actorder group)")
+        raise ValueError("columns must be in groups of neighbors, without .weight_g_idx (actorder group)")
     if ".weight" in parts:
         return parts[".weight"].shape
     rows, packed = parts[".weight_packed"].shape

@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path
 
 from kvfold.convert.checkpoint.folder import RECORD, resolve_member
-from kvfold.convert.checkpoint.shards import Shard, shard_header
+from kvfold.convert.checkpoint.shards import Shard
 from kvfold.convert.errors import InputError, short
 
 _CHUNK = 1 << 20
@@ -55,8 +55,7 @@ def hashing(folder: Path, shards: Sequence[Shard], written: Container[str]) -> I
 
 
 def _hash(folder: Path, shard: Shard, written: Container[str], stopped: threading.Event) -> str:
-    header = shard_header(shard)
-    digest, position, buffer = hashlib.sha256(header), len(header), bytearray(_CHUNK)
+    digest, position, buffer = hashlib.sha256(shard.header), len(shard.header), bytearray(_CHUNK)
     path = folder / shard.file
     with path.open("rb", buffering=0) as file:
         for tensor in shard.tensors:
@@ -76,7 +75,7 @@ def _read(file: FileIO, path: Path, start: int, end: int, buffer: bytearray) -> 
     while start < end:
         count = os.preadv(file.fileno(), [memoryview(buffer)[: end - start]], start)
         if count == 0:
-            raise OSError(f"{path}: expected {end} bytes, found {start}")
+            raise OSError(f"{path} ends at byte {start}, before {end}")
         yield memoryview(buffer)[:count]
         start += count
 
@@ -103,7 +102,7 @@ def file_problems(folder: Path, expected: Mapping[str, str], record: str = RECOR
             yield error.message
         else:
             if found != digest:
-                yield f"{name}: changed since it was written: its SHA-256 is {found}, expected {short(digest)}"
+                yield f"{name}: changed since it was written: its SHA-256 is {found}, not {short(digest)}"
 
 
 def _names(folder: Path, record: str) -> list[str]:

@@ -2,18 +2,17 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from kvfold.convert.checkpoint.folder import CONFIG, EXTRA_PATTERNS, INDEX, LEGACY_INDEX, LEGACY_SINGLE, SINGLE
 from kvfold.convert.checkpoint.headers import MAX_HEADER, Header, parse_header
 from kvfold.convert.errors import InputError, first_line
 
-_Result = TypeVar("_Result")
 _ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[^@\s]+))?")
 _SMALL = [CONFIG, "adapter_config.json", "*.py", *EXTRA_PATTERNS]
 _SAFETENSORS = [SINGLE, INDEX, "model-*-of-*.safetensors"]
@@ -59,62 +58,63 @@ def parse_hub_id(text: str) -> HubModel | None:
 def download(model: HubModel) -> Path:
     """The folder of the snapshot in the hub's cache, downloaded as far as it is missing. InputError if that fails."""
     import huggingface_hub
+    from huggingface_hub.utils import disable_progress_bars
 
-    def fetch(patterns: list[str]) -> Path:
-        path = huggingface_hub.snapshot_download(model.id, revision=model.revision, allow_patterns=patterns)
-        return Path(path)
-
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     try:
-        with _bars_on_terminals_only():
-            folder = _ask(model, lambda: fetch([*_SMALL, *_SAFETENSORS]))
-            if not any((folder / name).exists() for name in (SINGLE, INDEX)):
-                folder = _ask(model, lambda: fetch([*_SMALL, *_LEGACY]))
+        for weights in (_SAFETENSORS, _LEGACY):
+            with _asking(model):
+                folder = huggingface_hub.snapshot_download(
+                    model.id, revision=model.revision, allow_patterns=[*_SMALL, *weights]
+                )
+            if any(Path(folder, name).exists() for name in (SINGLE, INDEX)):
+                break
     except InputError:
         config = huggingface_hub.try_to_load_from_cache(model.id, CONFIG, revision=model.revision)
         if not isinstance(config, str):
             raise
         # the hub's library calls a partial snapshot incomplete; its weights may still be whole: opening it will tell
-        folder = Path(config).parent
-    return folder
+        return Path(config).parent
+    return Path(folder)
 
 
 def remote_files(model: HubModel) -> RemoteFiles:
     """A model's files at the commit its revision stands for; downloads config and index. InputError otherwise."""
     import huggingface_hub
 
-    info = _ask(model, lambda: huggingface_hub.HfApi().model_info(model.id, revision=model.revision))
-    names = sorted(sibling.rfilename for sibling in info.siblings or [])
-    downloaded = [name for name in (CONFIG, INDEX, LEGACY_INDEX) if name in names]
-    if CONFIG not in names:
-        raise InputError(f"{model}: expected a checkpoint with a {CONFIG}, found none among its files")
-    # by commit: config, index and headers stay of one version even if the branch moves on meanwhile
-    paths = _ask(
-        model, lambda: [huggingface_hub.hf_hub_download(model.id, name, revision=info.sha) for name in downloaded]
-    )
-    return RemoteFiles(model, info.sha, names, Path(paths[0]).parent)
+    with _asking(model):
+        info = huggingface_hub.HfApi().model_info(model.id, revision=model.revision)
+        names = sorted(sibling.rfilename for sibling in info.siblings or [])
+        if CONFIG not in names:
+            raise InputError(f"{model}: a checkpoint needs a {CONFIG}, which is not among its files; name another one")
+        # by commit: config, index and headers stay of one version even if the branch moves on meanwhile
+        downloaded = [name for name in (CONFIG, INDEX, LEGACY_INDEX) if name in names]
+        paths = [huggingface_hub.hf_hub_download(model.id, name, revision=info.sha) for name in downloaded]
+    return RemoteFiles(model, info.sha, names, Path(paths[0]).parent.resolve())
 
 
-def remote_headers(files: RemoteFiles, shards: list[str]) -> dict[str, Header]:
+def remote_headers(files: RemoteFiles, shards: Collection[str]) -> dict[str, Header]:
     """The headers of safetensors files by range requests, several at a time."""
     # The hub library's parse_safetensors_file_metadata gives neither the file's size (a truncated file would pass) nor
     # the header's bytes (their digest is part of the source's hash), does not check for gaps, overlaps and repeated
     # names, and reads a whole shard from a server that ignores the range.
     with ThreadPoolExecutor(_THREADS) as pool:
-        headers = pool.map(lambda name: _ask(files.model, lambda: _remote_header(files, name)), shards)
-        return dict(zip(shards, headers, strict=True))
+        return dict(zip(shards, pool.map(partial(_remote_header, files), shards), strict=True))
 
 
 def _remote_header(files: RemoteFiles, name: str) -> Header:
     if name not in files.names:
-        return Header(problems=[f"{files.model}: expected the file {name}, found none"])
-    first, size = _get_range(files, name, 0, _FIRST_BYTES)
+        return Header(problems=[f"{files.model} lacks the file {name}"])
 
     def read(start: int, length: int) -> bytes:
         if start + length <= len(first):
             return first[start : start + length]
         return _get_range(files, name, start, min(length, MAX_HEADER))[0]
 
-    return parse_header(name, size, read)
+    with _asking(files.model):
+        first, size = _get_range(files, name, 0, _FIRST_BYTES)
+        return parse_header(name, size, read)
 
 
 def _get_range(files: RemoteFiles, name: str, start: int, length: int) -> tuple[bytes, int]:
@@ -128,32 +128,19 @@ def _get_range(files: RemoteFiles, name: str, start: int, length: int) -> tuple[
         hf_raise_for_status(response)
         total = re.fullmatch(r"bytes \d+-\d+/(\d+)", response.headers.get("content-range", ""))
         if response.status_code != 206 or total is None:  # without it the answer is the whole file: gigabytes
-            raise OSError(f"expected a part of {name}, found an answer with status {response.status_code}")
+            raise OSError(f"{name} was to be sent in part, the answer has status {response.status_code}")
         return response.read(), int(total[1])
 
 
-def _ask(model: HubModel, question: Callable[[], _Result]) -> _Result:
-    """Ask the hub; any failure becomes an InputError."""
+@contextmanager
+def _asking(model: HubModel) -> Iterator[None]:
+    """Any failure to get something from the hub becomes an InputError."""
     try:
-        return question()
+        yield
     except InputError:
         raise
     except Exception as error:  # the hub's library passes on its transport's errors, which have no common base
         kinds = [kind.__name__ for kind in type(error).__mro__]
         advice = next((text for name, text in _ADVICE.items() if name in kinds), None)
         reason = advice or f"no such folder here, and the hub could not provide it: {first_line(error)}"
-        raise InputError(f"{model}: expected a checkpoint's folder or a hub id, found {reason}") from None
-
-
-@contextmanager
-def _bars_on_terminals_only() -> Iterator[None]:
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    silence = not sys.stderr.isatty() and not are_progress_bars_disabled()
-    if silence:
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        if silence:
-            enable_progress_bars()
+        raise InputError(f"{model}: {reason}") from None

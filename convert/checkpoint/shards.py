@@ -4,6 +4,7 @@ import json
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvfold.convert.checkpoint.folder import SINGLE
 from kvfold.convert.checkpoint.headers import DTYPE_BITS, PREFIX, TensorInfo, tensor_bytes
@@ -51,6 +52,21 @@ class Shard:
     file: str
     tensors: tuple[OutputTensor, ...]
 
+    @cached_property
+    def header(self) -> bytes:
+        """The bytes before the first tensor: length and JSON, padded with spaces so that the tensors begin at 8 n."""
+        entries, position = [f'"__metadata__":{json.dumps(_METADATA, separators=_TIGHT)}'], 0
+        for tensor in self.tensors:
+            entries.append(_entry(tensor, position))
+            position += tensor.nbytes
+        header = ("{" + ",".join(entries) + "}").encode()
+        header += b" " * (-len(header) % _ALIGNMENT)
+        return struct.pack("<Q", len(header)) + header
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
+
 
 @dataclass(frozen=True)
 class TensorPlace:
@@ -86,25 +102,14 @@ def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard
     ]
 
 
-def shard_header(shard: Shard) -> bytes:
-    """The bytes before the first tensor: length and JSON, padded with spaces so that the tensors begin at 8 n."""
-    entries, position = [f'"__metadata__":{json.dumps(_METADATA, separators=_TIGHT)}'], 0
-    for tensor in shard.tensors:
-        entries.append(_entry(tensor, position))
-        position += tensor.nbytes
-    header = ("{" + ",".join(entries) + "}").encode()
-    header += b" " * (-len(header) % _ALIGNMENT)
-    return struct.pack("<Q", len(header)) + header
-
-
 def tensor_places(shards: Sequence[Shard]) -> dict[str, TensorPlace]:
     """The place of every tensor by name. KvfoldError if the plan names one twice."""
     places: dict[str, TensorPlace] = {}
     for shard in shards:
-        position = len(shard_header(shard))
+        position = len(shard.header)
         for tensor in shard.tensors:
             if tensor.name in places:
-                raise KvfoldError(f"tensor {tensor.name!r}: expected once in the plan, found twice")
+                raise KvfoldError(f"tensor {tensor.name!r} is in the plan twice")
             places[tensor.name] = TensorPlace(tensor, shard.file, position, position + tensor.nbytes)
             position += tensor.nbytes
     return places

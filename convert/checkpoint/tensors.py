@@ -4,10 +4,12 @@ The only module of this package that imports torch at its top.
 """
 
 import hashlib
+import math
 import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,14 +42,14 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a safetensors dtype name."""
     if name not in TORCH_DTYPES:
-        raise KvfoldError(f"dtype {name}: expected one of {', '.join(TORCH_DTYPES)}")
+        raise KvfoldError(f"dtype {name} must be one of {', '.join(TORCH_DTYPES)}")
     return TORCH_DTYPES[name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The safetensors name of a torch dtype."""
     if dtype not in _NAMES:
-        raise KvfoldError(f"dtype {dtype}: expected one of {', '.join(map(str, _NAMES))}")
+        raise KvfoldError(f"dtype {dtype} must be one of {', '.join(map(str, _NAMES))}")
     return _NAMES[dtype]
 
 
@@ -64,7 +66,7 @@ def read_elements(file: int, info: TensorInfo, start: int, end: int) -> torch.Te
         # one call reads at most 2 GiB
         count = os.preadv(file, [view[position : position + (1 << 30)]], start + position)
         if count == 0:
-            raise InputError(f"{info.file}: expected {info.end} bytes, found the end of the file: it changed meanwhile")
+            raise InputError(f"{info.file} ends before byte {info.end}: it changed while it was read; run again")
         position += count
     return buffer.view(torch_dtype(info.dtype))
 
@@ -80,10 +82,8 @@ def count_non_finite(tensor: torch.Tensor) -> int:
 def refuse_non_finite(tensor: torch.Tensor, where: str, consequence: str = "") -> None:
     """Raises InputError when a weight holds NaN or infinity; ``where`` names it, ``consequence`` is what follows."""
     if bad := count_non_finite(tensor):
-        raise InputError(
-            f"{where}: expected finite numbers, found {bad} NaN or infinite{consequence}; "
-            "such a model is damaged: fetch it again"
-        )
+        found = f"{where}: {bad} NaN or infinite numbers{consequence}"
+        raise InputError(f"{found}; such a model is damaged: fetch it again")
 
 
 def cast_chunk(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -91,11 +91,8 @@ def cast_chunk(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
     cast = chunk.to(dtype)
     if count_non_finite(cast) and (torch.isinf(cast) & torch.isfinite(chunk)).any():
         largest = chunk[torch.isfinite(chunk)].abs().max().item()
-        limit = f"{torch.finfo(dtype).max:g}"
-        raise InputError(
-            f"tensor {name!r}: expected values up to {limit} to store it as {dtype_name(dtype)}, found {largest:g}; "
-            "choose bfloat16 or float32 as the stored dtype"
-        )
+        found = f"tensor {name!r} holds {largest:g}, {dtype_name(dtype)} goes up to {torch.finfo(dtype).max:g}"
+        raise InputError(f"{found}; choose bfloat16 or float32 as the stored dtype")
     return cast
 
 
@@ -111,23 +108,21 @@ class LegacyReader(Reader):
         self._state: dict[str, torch.Tensor] = {}
 
     def read(self, info: TensorInfo) -> torch.Tensor:
-        return self._tensor(info).detach().clone(memory_format=torch.contiguous_format)
+        # chunks are views of the mapped file, and no copies of the whole
+        (whole,) = self.chunks(info, max(1, math.prod(info.shape)))
+        return whole.reshape(info.shape).clone(memory_format=torch.contiguous_format)
 
     def chunks(self, info: TensorInfo, elements: int) -> Iterator[torch.Tensor]:
-        # views of the mapped file: no copy of the whole
-        return iter(torch.split(self._tensor(info).detach().reshape(-1), elements))
+        if info.file != self._file:
+            self.close()
+            self._file, self._state = info.file, load_state(self._paths[info.file])
+        return iter(torch.split(self._state[info.name].detach().reshape(-1), elements))
 
     def close(self) -> None:
         self._file, self._state = "", {}
 
-    def _tensor(self, info: TensorInfo) -> torch.Tensor:
-        if info.file != self._file:
-            self.close()
-            self._file, self._state = info.file, load_state(self._paths[info.file])
-        return self._state[info.name]
 
-
-def load_state(path: Path) -> dict[str, torch.Tensor]:
+def load_state(path: Path) -> dict[Any, Any]:
     """The pickled mapping. Raises ValueError with one line if it is not a plain mapping of names to tensors."""
     try:
         with path.open("rb") as file:
@@ -139,9 +134,9 @@ def load_state(path: Path) -> dict[str, torch.Tensor]:
                 raise ValueError(f"an archive of {size} bytes that unpacks to {unpacked}")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # torch lets every kind of error of its unpickler and of its archive reader through
-        raise ValueError(f"expected a whole file of plain tensors, found: {first_line(error)}") from None
+        raise ValueError(f"not a whole file of plain tensors: {first_line(error)}") from None
     if not isinstance(state, dict):
-        raise ValueError(f"expected a mapping of names to tensors, found {type(state).__name__}")
+        raise ValueError(f"it must map names to tensors, not be a {type(state).__name__}")
     return state
 
 
@@ -153,9 +148,13 @@ def read_legacy_header(path: Path, file: str, aliases: dict[str, str]) -> Header
         return Header(problems=[f"{file}: {error}; fetch it again, or save the model with save_pretrained"])
     header, position, storages = Header(), 0, dict[tuple[object, ...], str]()
     for name, tensor in state.items():
-        problem = _legacy_problem(name, tensor)
-        if problem:
-            header.problems.append(f"{file}: {problem}")
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            pair = f"{type(name).__name__} {name!r} to {type(tensor).__name__}"
+            header.problems.append(f"{file}: it must map names to tensors, not {pair}")
+            continue
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _NAMES:
+            kind = "meta" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
+            header.problems.append(f"{file}: tensor {name!r} must be dense and of a plain dtype, not {kind}")
             continue
         length = tensor.numel() * tensor.element_size()
         info = TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape), file, position, position + length)
@@ -168,15 +167,3 @@ def read_legacy_header(path: Path, file: str, aliases: dict[str, str]) -> Header
     entries = [f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}" for tensor in header.tensors]
     header.digest = hashlib.sha256("\n".join([*entries, str(path.stat().st_size)]).encode()).hexdigest()
     return header
-
-
-def _legacy_problem(name: object, tensor: object) -> str:
-    if not isinstance(name, str):
-        return f"expected names as keys, found {name!r}"
-    if not isinstance(tensor, torch.Tensor):
-        return f"{name!r}: expected a tensor, found {type(tensor).__name__}"
-    if tensor.layout != torch.strided or tensor.is_meta:
-        return f"tensor {name!r}: expected a dense tensor, found {'meta' if tensor.is_meta else tensor.layout}"
-    if tensor.dtype not in TORCH_DTYPES.values():
-        return f"tensor {name!r}: expected a plain dtype, found {tensor.dtype}"
-    return ""

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvfold.convert.checkpoint.file_bytes import copy_range, open_source, sync_path, write_all, write_file
+from kvfold.convert.checkpoint.files import copy_range, open_source, sync_path, write_all, write_file
 from kvfold.convert.checkpoint.folder import INDEX
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TensorInfo, tensor_bytes
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.shards import Shard, TensorPlace, shard_header, tensor_places
+from kvfold.convert.checkpoint.shards import Shard, TensorPlace, tensor_places
 from kvfold.convert.errors import InputError, KvfoldError
 
 if TYPE_CHECKING:
@@ -32,11 +32,9 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
     """Write model.safetensors.index.json for all ``shards`` of a checkpoint; a single one needs none."""
     if len(shards) < 2:
         return
-    tensors = [(tensor, shard.file) for shard in shards for tensor in shard.tensors]
-    index = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor, _ in tensors)},
-        "weight_map": {tensor.name: file for tensor, file in sorted(tensors, key=lambda pair: pair[0].name)},
-    }
+    weight_map = {tensor.name: shard.file for shard in shards for tensor in shard.tensors}
+    total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_file(folder / INDEX, json.dumps(index, indent=2) + "\n")
     sync_path(folder / INDEX)
 
@@ -48,15 +46,9 @@ def is_laid_out(path: Path, shard: Shard) -> bool:
     except OSError:
         return False
     try:
-        return _has_layout(file, shard)
+        return os.fstat(file).st_size == shard.nbytes and os.pread(file, len(shard.header), 0) == shard.header
     finally:
         os.close(file)
-
-
-def _has_layout(file: int, shard: Shard) -> bool:
-    header = shard_header(shard)
-    size = len(header) + sum(tensor.nbytes for tensor in shard.tensors)
-    return os.fstat(file).st_size == size and os.pread(file, len(header), 0) == header
 
 
 class ShardWriter:
@@ -72,61 +64,43 @@ class ShardWriter:
         self._folder, self._shards = folder, tuple(shards)
         self._places = tensor_places(self._shards)
         self.written = set(resume_written)
-        unknown = sorted(self.written - set(self._places))
-        if unknown:
-            raise KvfoldError(f"{folder}: expected to resume tensors of this plan, found {unknown[0]!r}; start over")
         self._copying: Future[None] | None = None
+        if unknown := sorted(self.written - set(self._places)):
+            raise KvfoldError(f"{folder}: this plan has no tensor {unknown[0]!r} to resume; start over")
         for shard in self._shards:
-            if self.written:
-                with self._opened(shard.file) as file:
-                    if not _has_layout(file, shard):
-                        raise KvfoldError(
-                            f"{folder / shard.file}: expected the shard of this plan to resume, found another; "
-                            "start over"
-                        )
-                continue
-            header = shard_header(shard)
-            with self._opened(shard.file, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
-                os.ftruncate(file, len(header) + sum(tensor.nbytes for tensor in shard.tensors))
-                write_all(file, memoryview(header), 0)
+            if not self.written:
+                with self._opened(shard.file, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
+                    os.ftruncate(file, shard.nbytes)
+                    write_all(file, memoryview(shard.header), 0)
+            elif not is_laid_out(folder / shard.file, shard):
+                raise KvfoldError(f"{folder / shard.file} is not the shard of this plan; start over")
         # a sparse file holds zeros already
         self.written.update(name for name, place in self._places.items() if place.tensor.source == ())
 
-    def write(self, name: str, tensor: "torch.Tensor") -> None:
-        """Write a computed tensor. KvfoldError if the plan has no such tensor or expects another dtype or shape."""
-        from kvfold.convert.checkpoint.tensors import dtype_name, tensor_memory
+    def write_own(self, tensors: Mapping[str, "torch.Tensor"]) -> int:
+        """Write those of the computed ``tensors`` that lie in this process's shards, cast to their planned dtypes.
+
+        Returns their bytes. InputError if one overflows, KvfoldError if the plan has another shape.
+        """
+        from kvfold.convert.checkpoint.tensors import cast_chunk, tensor_memory, torch_dtype
 
         if self._copying is not None and self._copying.done():
             self._copying.result()  # a disk's failure must not surface only after hours of computing
-        place = self._place(name)
-        expected = place.tensor
-        actual = dtype_name(tensor.dtype), tuple(tensor.shape)
-        if actual != (expected.dtype, expected.shape):
-            raise KvfoldError(
-                f"tensor {name!r}: expected {expected.dtype} {expected.shape}, found {actual[0]} {actual[1]}"
-            )
-        with self._opened(place.shard) as file:
-            write_all(file, tensor_memory(tensor.cpu().contiguous()), place.start)
-        self.written.add(name)
-
-    def write_all(self, tensors: Mapping[str, "torch.Tensor"]) -> int:
-        """Write computed tensors, cast to their planned dtypes; returns their bytes. InputError if one overflows."""
-        from kvfold.convert.checkpoint.tensors import cast_chunk, torch_dtype
-
-        for name, tensor in tensors.items():
-            self.write(name, cast_chunk(tensor, torch_dtype(self._place(name).tensor.dtype), name))
-        return sum(self._place(name).tensor.nbytes for name in tensors)
-
-    def write_own(self, tensors: Mapping[str, "torch.Tensor"]) -> int:
-        """``write_all`` of the ``tensors`` that lie in this process's shards."""
-        return self.write_all({name: tensor for name, tensor in tensors.items() if name in self._places})
+        own = [self._places[name] for name in tensors if name in self._places]
+        for place in own:
+            name, shape, tensor = place.tensor.name, place.tensor.shape, tensors[place.tensor.name]
+            if tensor.shape != shape:
+                raise KvfoldError(f"tensor {name!r} of shape {tuple(tensor.shape)} must have {shape}")
+            stored = cast_chunk(tensor, torch_dtype(place.tensor.dtype), name).cpu().contiguous()
+            with self._opened(place.shard) as file:
+                write_all(file, tensor_memory(stored), place.start)
+            self.written.add(name)
+        return sum(place.tensor.nbytes for place in own)
 
     def copy_rest(self, checkpoint: Checkpoint, progress: OnBytes = lambda count: None) -> None:
         """Copy every tensor that has a source and is not written yet, in the order of the source's bytes."""
-        places = [
-            place for name, place in self._places.items() if name not in self.written and not place.tensor.computed
-        ]
-        moves = [move for place in places for move in _moves(place, checkpoint)]
+        rest = [place for name, place in self._places.items() if name not in self.written]
+        moves = [move for place in rest if not place.tensor.computed for move in _moves(place, checkpoint)]
         # a tensor of several sources is written when the last of its parts is
         left = Counter(move.place.tensor.name for move in moves)
         for run in _runs(moves):
@@ -171,16 +145,9 @@ class ShardWriter:
 
     def finish(self) -> None:
         """Sync all files. KvfoldError lists the tensors that were not written, if any."""
-        missing = [name for name in self._places if name not in self.written]
-        if missing:
-            details = [f"tensor {name!r} was not written" for name in missing]
-            raise KvfoldError(f"{self._folder}: expected {len(self._places)} tensors, {len(missing)} missing", details)
+        if missing := [f"tensor {name!r} was not written" for name in self._places if name not in self.written]:
+            raise KvfoldError(f"{self._folder}: {len(missing)} of {len(self._places)} tensors are missing", missing)
         self.sync()
-
-    def _place(self, name: str) -> TensorPlace:
-        if name not in self._places:
-            raise KvfoldError(f"tensor {name!r}: expected a tensor of the plan, found none of that name")
-        return self._places[name]
 
     # A file is opened for each write: a model may have more files than a process may hold open.
     @contextmanager
@@ -194,12 +161,8 @@ class ShardWriter:
                 yield file
             finally:
                 os.close(file)
-        except FileNotFoundError:
-            raise KvfoldError(f"{path}: expected a shard to resume, found none; start over") from None
-        except FileExistsError:
-            raise
         except OSError as error:
-            raise KvfoldError(f"{path}: expected to be able to write it, found: {error.strerror or error}") from error
+            raise KvfoldError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True)
@@ -213,7 +176,6 @@ class _Move:
     info: TensorInfo
     start: int
     end: int
-    cast: bool
     raw: Path | None
 
 
@@ -227,13 +189,13 @@ def _moves(place: TensorPlace, checkpoint: Checkpoint) -> list[_Move]:
         whole = info.shape == tensor.shape or len(tensor.sources) > 1
         if not whole or (cast and not {info.dtype, tensor.dtype} <= FLOAT_DTYPES):
             actual = f"{info.dtype} {info.shape} in {info.file}"
-            raise KvfoldError(f"tensor {tensor.name!r}: expected {tensor.dtype} {tensor.shape}, found {actual}")
+            raise KvfoldError(f"tensor {tensor.name!r} of {tensor.dtype} {tensor.shape} cannot be copied from {actual}")
         end = start + tensor_bytes(tensor.dtype, info.shape)
-        moves.append(_Move(place, info, start, end, cast, None if cast else checkpoint.raw_path(info)))
+        moves.append(_Move(place, info, start, end, None if cast else checkpoint.raw_path(info)))
         start = end
     if start != place.end and moves:
-        expected, found = place.end - place.start, start - place.start
-        raise KvfoldError(f"tensor {tensor.name!r}: expected parts of {expected} bytes in all, found {found}")
+        needed, found = place.end - place.start, start - place.start
+        raise KvfoldError(f"tensor {tensor.name!r} needs parts of {needed} bytes in all, its sources have {found}")
     return moves
 
 
@@ -258,20 +220,20 @@ def _copy_run(run: Sequence[_Move], checkpoint: Checkpoint, target: int, progres
     """Copy a run to the open shard ``target``: as bytes in one piece, or cast in chunks of bounded memory."""
     first, end = run[0], run[-1].info.end
     if first.raw is not None:
+        start = first.info.start
         with open_source(first.raw) as source:
             try:
-                length = end - first.info.start
-                copy_range(source.fileno(), first.info.start, target, first.start, length, progress)
+                copy_range(source.fileno(), start, target, first.start, end - start, progress)
             except EOFError:
-                expected = f"expected {end} bytes, found the end of the file"
-                raise InputError(f"{first.raw}: {expected}: it changed while it was read; run again") from None
+                text = f"{first.raw} ends before byte {end}: it changed while it was read; run again"
+                raise InputError(text) from None
         return
     from kvfold.convert.checkpoint.tensors import cast_chunk, tensor_memory, torch_dtype
 
     (move,) = run
     dtype, position = torch_dtype(move.place.tensor.dtype), move.start
     for chunk in checkpoint.chunks(move.info.name, _CAST_ELEMENTS):
-        data = tensor_memory(cast_chunk(chunk, dtype, move.info.name) if move.cast else chunk)
+        data = tensor_memory(cast_chunk(chunk, dtype, move.info.name) if chunk.dtype != dtype else chunk)
         write_all(target, data, position)
         position += len(data)
         progress(chunk.numel() * chunk.element_size())

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvfold.convert.checkpoint.files import portable_name
 from kvfold.convert.checkpoint.hub import parse_hub_id
-from kvfold.convert.checkpoint.json_text import portable_name
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import engine_cost, rank_sizes, text_name, versions

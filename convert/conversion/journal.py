@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.file_bytes import sync_path, write_file
+from kvfold.convert.checkpoint.files import sync_path, write_file
 from kvfold.convert.checkpoint.hashing import file_sha256
 from kvfold.convert.checkpoint.shards import tensor_places
 from kvfold.convert.checkpoint.writer import is_laid_out

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert import processes
+from kvfold.convert.checkpoint.files import portable_name
 from kvfold.convert.checkpoint.folder import CONFIG, SINGLE, WEIGHT_SUFFIXES, read_config
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES, TensorInfo, tensor_bytes
-from kvfold.convert.checkpoint.json_text import portable_name
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.reader import Reader
 from kvfold.convert.checkpoint.shards import OutputTensor, Shard, assign_shards
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.families.geometry import Geometry
@@ -215,7 +214,7 @@ def described(request: ConvertRequest) -> Checkpoint | None:
     for tensor in model_of(config).tensors.values():
         start, end = end, end + tensor_bytes(dtype, tensor.shape)
         infos[tensor.name] = TensorInfo(tensor.name, dtype, tensor.shape, SINGLE, start, end)
-    return Checkpoint(folder, config, infos, portable_name(folder), {CONFIG: digest}, Reader(), {})
+    return Checkpoint(folder, config, infos, portable_name(folder), {CONFIG: digest})
 
 
 def check_processes(plan: Plan) -> None:

@@ -41,7 +41,7 @@ def polish(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages) -> 
     if polished.kept:
         # Every tensor counts as written: the trained ones are replaced in the files that are there.
         writer = ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.tensors])
-        writer.write_all(polished.tensors)
+        writer.write_own(polished.tensors)
         writer.sync()
     record = {
         "before": polished.errors[0],

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import check_output, free_space_check, output_folder
-from kvfold.convert.checkpoint.file_bytes import write_file
-from kvfold.convert.checkpoint.folder import RECORD, read_bytes
+from kvfold.convert.checkpoint.files import dump, read_bytes, write_file
+from kvfold.convert.checkpoint.folder import RECORD
 from kvfold.convert.checkpoint.hashing import file_hashes, hashing
-from kvfold.convert.checkpoint.json_text import dump
 from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers
 from kvfold.convert.checkpoint.writer import ShardWriter, write_index
 from kvfold.convert.console import append_line

@@ -24,7 +24,6 @@ from kvfold.convert.options import takes
 from kvfold.convert.progress import stage
 from kvfold.convert.request import DriftRequest
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.stream.weights import check_fits
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
 
@@ -68,7 +67,8 @@ def drift_checkpoints(request: DriftRequest, progress: Callable[[int, int], None
         before, after = (_stream(each, place, request.dtype) for each in (source, student))
         tokens = read.calibration
         for stream, checkpoint in ((before, source), (after, student)):
-            check_fits(stream.parameters.map, checkpoint.tensors, checkpoint.origin)
+            if problems := stream.parameters.map.misfits(checkpoint.tensors):
+                raise InputError(f"{checkpoint.origin}: its tensors are not those of its config.json", problems)
         check_vocabulary(tokens, before.vocabulary, source.origin)
         with ExitStack() as stack:
             if not request.quiet:

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.checkpoint.folder import RECORD, parse_json, read_bytes, resolve_member
+from kvfold.convert.checkpoint.files import parse_json, read_bytes
+from kvfold.convert.checkpoint.folder import RECORD, resolve_member
 from kvfold.convert.checkpoint.hashing import file_problems
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError, short
@@ -71,9 +72,11 @@ def check_verified(done: Verification) -> None:
 
 def content_problems(checkpoint: Checkpoint) -> list[str]:
     """A line for every tensor that the class of config.json does not take as it is, or that is not finite."""
-    from kvfold.convert.stream.weights import misfits
+    from kvfold.convert.stream.stock import empty_model
+    from kvfold.convert.stream.weights import WeightMap
 
-    return [*misfits(checkpoint.config, checkpoint.tensors), *non_finite(checkpoint, checkpoint.tensors)]
+    misfits = WeightMap(empty_model(checkpoint.config), checkpoint.tensors).misfits(checkpoint.tensors)
+    return [*misfits, *non_finite(checkpoint, checkpoint.tensors)]
 
 
 def non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:

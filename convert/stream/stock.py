@@ -1,12 +1,13 @@
 """Stock models of transformers: built empty on the meta device, where they weigh nothing, or loaded whole."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM as AutoModelForCausalLM
 from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -18,9 +19,6 @@ from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, one_line
 from kvfold.convert.families.wrappers import WRAPPERS
 
-__all__ = ["AutoModelForCausalLM", "auto_class", "empty_model", "hide_bars", "load_config", "load_model", "unusable"]
-
-Built = TypeVar("Built")
 _LONGEST = 200  # characters of another library's error text
 
 # transformers 5.23 ships Mistral4ForCausalLM, but AutoModelForCausalLM does not know it yet.
@@ -36,12 +34,34 @@ def auto_class(config: dict[str, Any]) -> Any:
     return AutoModelForImageTextToText if config.get("model_type") in WRAPPERS else AutoModelForCausalLM
 
 
-def empty_model(config: dict[str, Any], dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
+def empty_model(config: dict[str, Any], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
     """The stock causal language model of ``config``, or its wrapper; on the meta device but for what no file holds.
 
     Raises InputError that names the key of config.json for which transformers cannot build it.
     """
-    return _build_checked(config, lambda values: _build(values, dtype, torch.device(device)))
+    device = torch.device(device)
+    try:
+        return _build(config, dtype, device)
+    except InputError:
+        raise
+    except Exception as error:
+        # Some errors of transformers name the key ("Validation error for field 'vocab_size'"), many only the value
+        # (KeyError 'x'). So the key is found by trial: without it, with the class's default, a model is built.
+        key = None
+        for tried in (name for name in config if name != "model_type"):
+            with suppress(Exception):
+                _build({name: value for name, value in config.items() if name != tried}, dtype, device)
+                key = tried
+                break
+        if key is None and isinstance(error, RuntimeError):  # of torch itself, such as no memory on a device
+            raise
+        if key is None:
+            raise InputError(f"config.json: transformers cannot build such a model ({reason(error)})") from error
+        expected = f"a value that a {config.get('model_type')} model takes"
+        if "act" in key.split("_"):
+            usual = [name for name in ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2") if name in ACT2FN]
+            expected = f"an activation that transformers knows, such as {', '.join(usual)}"
+        raise InputError(f"config.json: {key} must be {expected}, not {config[key]!r} ({reason(error)})") from error
 
 
 def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
@@ -62,17 +82,10 @@ def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
         model = auto.from_config(hf_config, dtype=dtype, attn_implementation=attention, **experts)
     # It only concerns gradients, and must lie inside a table of which few rows are loaded.
     model.get_input_embeddings().padding_idx = None
-    _materialize_buffers(model, device)
-    return model.eval().requires_grad_(False)
-
-
-def _materialize_buffers(model: Any, device: torch.device) -> None:
-    """Give buffers that no checkpoint holds (rotary frequencies, embedding scales) their values, as loading does.
-
-    ``accelerate.init_empty_weights(include_buffers=False)`` makes the same values, but allocates every parameter before
-    it drops it: an embedding table of 4 GB, or all experts of a layer, must then fit in memory.
-    """
-    # _init_weights is what loading calls for them too. What it does to parameters has no effect on the meta device.
+    # Buffers that no checkpoint holds (rotary frequencies, embedding scales) get their values from _init_weights, as in
+    # loading; what that does to parameters has no effect on the meta device. accelerate.init_empty_weights makes the
+    # same values, but allocates every parameter before it drops it: an embedding table of 4 GB, or all experts of a
+    # layer, must then fit in memory.
     stored = model.state_dict().keys()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -81,52 +94,26 @@ def _materialize_buffers(model: Any, device: torch.device) -> None:
             setattr(module, name, torch.empty_like(getattr(module, name), device=device))
         if pending:
             model._init_weights(module)
+    return model.eval().requires_grad_(False)
 
 
-def _build_checked(config: dict[str, Any], build: Callable[[dict[str, Any]], Built]) -> Built:
-    """``build(config)``. Raises InputError that names the key at fault when transformers' classes refuse it.
-
-    Some of their errors name the key ("Validation error for field 'vocab_size'"), many only the value (KeyError 'x').
-    So the key is found by trial: it is the one without which, with the class's default in its place, a model is built.
-    """
-
-    def builds_without(key: str) -> bool:
-        try:
-            build({name: value for name, value in config.items() if name != key})
-        except Exception:
-            return False
-        return True
-
-    try:
-        return build(config)
-    except InputError:
-        raise
-    except Exception as error:
-        key = next((key for key in config if key != "model_type" and builds_without(key)), None)
-        if key is None and isinstance(error, RuntimeError):  # of torch itself, such as no memory on a device
-            raise
-        if key is None:
-            raise InputError(unusable(error)) from error
-        expected = f"a value that a {config.get('model_type')} model takes"
-        if "act" in key.split("_"):
-            usual = [name for name in ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2") if name in ACT2FN]
-            expected = f"an activation that transformers knows, such as {', '.join(usual)}"
-        raise InputError(f"config.json: {key} must be {expected}, found {config[key]!r} ({_reason(error)})") from error
-
-
-def unusable(error: Exception) -> str:
-    """The message for an ``error`` that no single key of config.json explains."""
-    return f"config.json: expected one that transformers can build and run a model of, found: {_reason(error)}"
-
-
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)}"[:_LONGEST]
+
+
+@contextmanager
+def blaming(where: str) -> Iterator[None]:
+    """Errors of transformers' classes, which only their config can cause here, become an InputError about ``where``."""
+    try:
+        yield
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise InputError(f"{where}: transformers cannot build or run such a model ({reason(error)})") from error
 
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """A causal language model, or the wrapper of one, in ``dtype``. Raises InputError when it cannot be loaded."""
-    with _loading(checkpoint):
-        classes = auto_class(checkpoint.config)
+    classes = auto_class(checkpoint.config)
+    with blaming(checkpoint.origin):
         # The files of quantized sources hold something else than the model's tensors: these are read and handed over.
         if checkpoint.made_of:
             config = CONFIG_MAPPING[checkpoint.config["model_type"]].from_dict(checkpoint.config)
@@ -138,19 +125,9 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bo
 
 def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
     """The config of the language model. Raises InputError when transformers cannot load it."""
-    with _loading(checkpoint):
-        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code).get_text_config()
-
-
-@contextmanager
-def _loading(checkpoint: Checkpoint) -> Iterator[None]:
     register_model(str(checkpoint.config.get("model_type")))
-    try:
-        yield
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise InputError(
-            f"{checkpoint.origin}: expected a model that transformers can load, found: {one_line(error)[:_LONGEST]}"
-        ) from error
+    with blaming(checkpoint.origin):
+        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code).get_text_config()
 
 
 def hide_bars(quiet: bool) -> None:

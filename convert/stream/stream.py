@@ -13,7 +13,6 @@ casting to the dtype of the computation. So what is trained is exactly what will
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from kvfold.attention.drift.frame import Arguments, Frame, attention_name, cache_bytes_per_token
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert.errors import InputError
-from kvfold.convert.stream.stock import empty_model, unusable
+from kvfold.convert.stream.stock import blaming, empty_model
 from kvfold.convert.stream.weights import Parameters, Read, WeightSource
 
 
@@ -47,9 +46,7 @@ class CheckpointStream:
         changed: Collection[str] = (),
         origins: Mapping[str, Collection[str]] | None = None,
     ) -> None:
-        self.device = torch.device(device)
-        self.dtype = dtype
-        self.read = read
+        self.device, self.dtype, self.read = torch.device(device), dtype, read
         self._config, self._names = config, names
         model = empty_model(config, dtype, self.device)
         shared = None if teacher is None else teacher.parameters
@@ -62,6 +59,12 @@ class CheckpointStream:
         embedding = model.get_input_embeddings()
         self.vocabulary, self._width = map(int, embedding.weight.shape)
         self._embedding = next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
+        # Outside the base model is the head; inside it, but outside the decoder, are the towers of wrappers.
+        base, decoder = f"{model.base_model_prefix}.", f"{self._frame.path.rpartition('.')[0]}."
+        outside = [name for name in self.parameters.map.expected if not name.startswith(f"{self._frame.path}.")]
+        outside.remove(self._embedding)
+        self._around = [name for name in outside if name.startswith(decoder)]
+        self._head = [name for name in outside if not name.startswith(base)]
         self._recorded: tuple[int, list[Arguments]] | None = None
 
     @torch.no_grad()
@@ -72,17 +75,30 @@ class CheckpointStream:
         """
         # A table of 256,000 tokens in float32 can be larger than all layers that are open at a time.
         rows, local = torch.unique(tokens.to(self.device), return_inverse=True)
-        ends = self.parameters.named(self._end_names(head=False))
-        tensors = {**ends, self._embedding: self.parameters.rows(self._embedding, rows)}
-        return self._enter(tensors, input_ids=local)[0]
+        table = self.parameters.rows(self._embedding, rows)
+        tensors = {**self.parameters.named(self._around), self._embedding: table}
+        with blaming("config.json"):
+            return self._frame.enter(tensors, input_ids=local)[0]
 
     @contextmanager
     def open_layer(self, index: int) -> Iterator[OpenLayer]:
         """Read a layer's tensors; they are dropped on leaving."""
+
+        def arguments(hidden: Tensor) -> Arguments:
+            tokens = hidden.shape[1]
+            if self._recorded is None or self._recorded[0] != tokens:
+                self._recorded = (tokens, self._enter_blank(tokens)[1])
+            recorded = self._recorded[1][index]
+            biases = recorded.kwargs.get("alibi")
+            if biases is None or biases.dim() != 3:
+                return recorded
+            # biases of scores [H, 1, T] (bloom) do not broadcast over the batch, all else does
+            return Arguments(recorded.args, {**recorded.kwargs, "alibi": biases.repeat(len(hidden), 1, 1)})
+
         self.release()
-        tensors = self.parameters.under(self._prefix(index))
+        tensors = self.parameters.under(f"{self._frame.path}.{index}.")
         try:
-            yield OpenLayer(index, self._frame.layers[index], partial(self._arguments_of, index), tensors)
+            yield OpenLayer(index, self._frame.layers[index], arguments, tensors)
         finally:
             tensors.clear()
             self.release()
@@ -93,57 +109,42 @@ class CheckpointStream:
 
         The output head stays loaded until ``release``.
         """
-        ends = self.parameters.named(self._end_names(head=True))
-        with _blaming_config():
-            blank = self._blank(hidden.shape[1]).expand(len(hidden), -1, -1)
+        ends = self.parameters.named([*self._around, *self._head])
+        with blaming("config.json"):
+            blank = torch.zeros(1, *hidden.shape[1:], dtype=self.dtype, device=self.device).expand(len(hidden), -1, -1)
             return self._frame.logits(hidden, ends, inputs_embeds=blank)
 
-    def arguments(self, tokens: int) -> list[Arguments]:
-        """The arguments of each layer beside the hidden states, for unpadded sequences of ``tokens``.
-
-        Recorded for one sequence: masks and position embeddings broadcast over the batch.
-        """
-        if self._recorded is None or self._recorded[0] != tokens:
-            self._recorded = (tokens, self._enter_blank(tokens)[1])
-        return self._recorded[1]
-
+    @torch.no_grad()
     def _enter_blank(self, tokens: int, **options: Any) -> tuple[Tensor, list[Arguments]]:
-        """The arguments of the layers for ``tokens`` of zeros.
+        """The residual stream of one unpadded sequence of ``tokens`` zeros, and the arguments of the layers for it.
 
         The parameters outside the layers, such as embeddings of positions, are zeros too: no argument depends on them.
         """
-        ends = {name: self.parameters.map.expected[name] for name in self._end_names(head=False)}
+        ends = {name: self.parameters.map.expected[name] for name in self._around}
         zeros = {
             name: torch.zeros_like(tensor, dtype=self.dtype, device=self.device)
             for name, tensor in ends.items()
             if tensor.is_floating_point()
         }
-        return self._enter(zeros, inputs_embeds=self._blank(tokens), **options)
-
-    def _arguments_of(self, index: int, hidden: Tensor) -> Arguments:
-        """The arguments of a layer for ``hidden [B, T, E]``: biases of scores that do not broadcast (bloom) repeat."""
-        recorded = self.arguments(hidden.shape[1])[index]
-        biases = recorded.kwargs.get("alibi")
-        if biases is None or biases.dim() != 3:  # [H, 1, T]
-            return recorded
-        return Arguments(recorded.args, {**recorded.kwargs, "alibi": biases.repeat(len(hidden), 1, 1)})
+        blank = torch.zeros(1, tokens, self._width, dtype=self.dtype, device=self.device)
+        with blaming("config.json"):
+            return self._frame.enter(zeros, inputs_embeds=blank, **options)
 
     def attention_sources(self, index: int) -> list[WeightSource]:
         """The sources of the parameters of a layer's attention."""
         name = attention_name(self._frame.layers[index])
-        return self.parameters.map.under(f"{self._prefix(index)}{name}.")
+        return self.parameters.map.under(f"{self._frame.path}.{index}.{name}.")
 
     def reload(self, layer: OpenLayer, sources: Iterable[WeightSource]) -> None:
         """Make parameters of an open layer of the tensors that ``read`` gives now; gradients flow back to these."""
-        prefix = self._prefix(layer.index)
         assert layer.tensors is not None  # as open_layer makes it
         for source in sources:
-            made = self.parameters.load(source)
-            layer.tensors.update({name.removeprefix(prefix): tensor for name, tensor in made.items()})
+            for name, tensor in self.parameters.map.load(source, self.read, self.dtype, self.device).items():
+                layer.tensors[name.removeprefix(f"{self._frame.path}.{layer.index}.")] = tensor
 
     def stored_names(self, index: int | None) -> list[str]:
         """The stored tensors of a layer, or for None of the model outside its layers."""
-        inside = f"{self._frame.path}." if index is None else self._prefix(index)
+        inside = f"{self._frame.path}." if index is None else f"{self._frame.path}.{index}."
         sources = self.parameters.map.sources.items()
         selected = [source for target, source in sources if target.startswith(inside) != (index is None)]
         return [name for source in selected for name in source.names]
@@ -172,35 +173,6 @@ class CheckpointStream:
         """The same checkpoint, computed elsewhere or in another precision (and sharing no tensors with a teacher)."""
         device, dtype = self.device if device is None else device, self.dtype if dtype is None else dtype
         return type(self)(self._config, self.read, self._names, device, dtype)
-
-    def _blank(self, tokens: int) -> Tensor:
-        """A residual stream ``[1, T, E]`` of zeros."""
-        return torch.zeros(1, tokens, self._width, dtype=self.dtype, device=self.device)
-
-    def _prefix(self, index: int) -> str:
-        return f"{self._frame.path}.{index}."
-
-    @torch.no_grad()
-    def _enter(self, tensors: dict[str, Tensor], **inputs: Any) -> tuple[Tensor, list[Arguments]]:
-        with _blaming_config():
-            return self._frame.enter(tensors, **inputs)
-
-    def _end_names(self, head: bool) -> list[str]:
-        """The decoder's parameters outside its layers but for the embeddings: with the output head, or without."""
-        # Outside the base model is the head; inside it, but outside the decoder, are the towers of wrappers.
-        base, decoder = f"{self._frame.model.base_model_prefix}.", f"{self._frame.path.rpartition('.')[0]}."
-        outside = [name for name in self.parameters.map.expected if not name.startswith(f"{self._frame.path}.")]
-        wanted = [name for name in outside if name.startswith(decoder) or (head and not name.startswith(base))]
-        return [name for name in wanted if name != self._embedding]
-
-
-@contextmanager
-def _blaming_config() -> Iterator[None]:
-    """Turns an error of the stock forward without its layers, which only the config can cause, into an InputError."""
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(unusable(error)) from error
 
 
 def _to_meta(value: Any) -> Any:

@@ -9,14 +9,13 @@ a time, reading only the tensors that those need, from whatever shards hold them
 Every step is differentiable, ``read`` included if it gives tensors that require gradients. So refinement trains a
 tensor of the file: the loss of a step reaches the float32 master behind a name by the same way that loading takes.
 
-``Parameters`` keeps what is loaded while a layer is open; ``check_fits`` tries the map on the meta device, where
+``Parameters`` keeps what is loaded while a layer is open; ``WeightMap.misfits`` tries the map on the meta device, where
 nothing is read.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,11 +25,10 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.checkpoint.tensors import torch_dtype
-from kvfold.convert.errors import InputError, KvfoldError, one_line
-from kvfold.convert.stream.stock import empty_model
+from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.stream.stock import reason
 
 Read = Callable[[str], Tensor]
-_LONGEST = 200  # characters of another library's error text
 
 
 @dataclass(frozen=True)
@@ -46,16 +44,6 @@ class WeightSource:
     patterns: tuple[str, ...] = ()
     converter: WeightConverter | None = field(default=None, compare=False)
 
-    def make(self, read: Read, model: Any) -> dict[str, Tensor]:
-        """Read the tensors and convert them, in the dtype that they are stored in."""
-        if self.converter is None:
-            return {self.target: read(self.names[0])}
-        converter = deepcopy(self.converter)
-        for name, pattern in zip(self.names, self.patterns, strict=True):
-            converter.add_tensor(self.target, name, pattern, read(name))
-        made = converter.convert(self.target, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-
 
 class WeightMap:
     """The sources of every parameter and persistent buffer of ``model`` among the stored tensors ``names``."""
@@ -65,6 +53,12 @@ class WeightMap:
         self.expected: dict[str, Tensor] = dict(model.state_dict())
         self.tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
         self.sources = _sources(model, self.expected, names)
+        # a converter that splits covers several parameters
+        self._covered = set(self.sources)
+        for source in self.sources.values():
+            if source.converter is not None:
+                first, *others = source.converter.target_patterns
+                self._covered.update(source.target.replace(first, other) for other in others)
         self._kept_in_float32 = {
             *(getattr(model, "_keep_in_fp32_modules", None) or ()),
             *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
@@ -72,25 +66,37 @@ class WeightMap:
 
     def under(self, prefix: str) -> list[WeightSource]:
         """The sources of the parameters whose names begin with ``prefix``. Raises InputError if some have none."""
-        self._refuse_missing(target for target in self.expected if target.startswith(prefix))
+        missing = [target for target in self.expected if target.startswith(prefix) and target not in self._covered]
+        if missing := [target for target in missing if target not in self.tied]:
+            raise self._lacks(missing)
         return [source for target, source in self.sources.items() if target.startswith(prefix)]
 
     def source_of(self, target: str) -> WeightSource:
         """The source of one parameter, or of the one that it is tied to. Raises InputError without any."""
-        tied_to = self.tied.get(target)
-        if target not in self.sources and tied_to is not None:
-            target = tied_to
-        self._refuse_missing([target])
-        return self.sources[target]
+        source = self.sources.get(target) or self.sources.get(self.tied.get(target, ""))
+        if source is None:
+            raise self._lacks([target])
+        return source
+
+    def _lacks(self, missing: list[str]) -> InputError:
+        kind = type(self.model).__name__
+        return InputError(f"the checkpoint lacks tensors for {len(missing)} parameters of {kind}", missing)
 
     def load(
         self, source: WeightSource, read: Read, dtype: torch.dtype, device: torch.device | str
     ) -> dict[str, Tensor]:
         """The parameters that ``source`` makes: full names, checked shapes, ``dtype`` (integers keep theirs)."""
-        # Each tensor is dropped as soon as it is converted: experts of one layer may be gigabytes.
-        made = source.make(read, self.model)
+        if source.converter is None:
+            made: dict[str, Any] = {source.target: read(source.names[0])}
+        else:
+            converter = deepcopy(source.converter)
+            for name, pattern in zip(source.names, source.patterns, strict=True):
+                converter.add_tensor(source.target, name, pattern, read(name))
+            made = converter.convert(source.target, model=self.model, config=self.model.config)
+        # Each tensor is dropped as soon as it is cast: experts of one layer may be gigabytes.
         for name in list(made):
-            tensor, expected = made.pop(name), self.expected.get(name)
+            value, expected = made.pop(name), self.expected.get(name)
+            tensor = value[0] if isinstance(value, list) else value
             if expected is not None and expected.shape != tensor.shape:
                 raise InputError(
                     f"the model's {name} has shape {list(expected.shape)} by config.json, "
@@ -102,24 +108,26 @@ class WeightMap:
             made[name] = tensor.to(device, loaded if tensor.is_floating_point() else None)
         return made
 
-    def _refuse_missing(self, targets: Iterable[str]) -> None:
-        covered = self._covered
-        missing = [target for target in targets if target not in covered and target not in self.tied]
-        if missing:
-            raise InputError(
-                f"the checkpoint lacks tensors for {len(missing)} parameters of {type(self.model).__name__}",
-                missing,
-            )
+    def misfits(self, stored: Mapping[str, TensorInfo]) -> list[str]:
+        """A line for every parameter that ``stored`` lacks or has in another shape."""
 
-    @cached_property
-    def _covered(self) -> set[str]:
-        """The parameters with a source: a converter that splits covers several."""
-        covered = set(self.sources)
+        def read(name: str) -> Tensor:
+            return torch.empty(stored[name].shape, dtype=torch_dtype(stored[name].dtype), device="meta")
+
+        problems = []
+        try:
+            self.under("")
+        except InputError as error:
+            problems += [f"missing: {name}" for name in error.details]
         for source in self.sources.values():
-            if source.converter is not None and len(source.converter.target_patterns) > 1:
-                first, *others = source.converter.target_patterns
-                covered.update(source.target.replace(first, other) for other in others)
-        return covered
+            try:
+                self.load(source, read, torch.float32, "meta")
+            except InputError as error:
+                problems.append(error.message)
+            # of a converter that joins what does not go together
+            except (RuntimeError, ValueError, IndexError) as error:
+                problems.append(f"{', '.join(source.names[:3])}: do not make {source.target}: {reason(error)}")
+        return problems
 
 
 def _sources(model: Any, expected: dict[str, Tensor], names: Iterable[str]) -> dict[str, WeightSource]:
@@ -192,16 +200,11 @@ class Parameters:
         if name not in self._tables:
             source = self.map.source_of(name)
             if source.converter is not None:
-                raise InputError(
-                    f"{name} is stored in parts ({', '.join(source.names[:3])}); embeddings must be one tensor"
-                )
+                parts = ", ".join(source.names[:3])
+                raise InputError(f"{name} is stored in parts ({parts}); embeddings must be one tensor")
             self._tables[name] = self.read(source.names[0])
         table = self._tables[name]
         return table[rows.to(table.device)].to(self.device, self.dtype)
-
-    def load(self, source: WeightSource) -> dict[str, Tensor]:
-        """The parameters of ``source`` from the tensors that ``read`` returns now, neither shared nor cached."""
-        return self.map.load(source, self.read, self.dtype, self.device)
 
     def release(self) -> None:
         """Drop what has been loaded."""
@@ -220,39 +223,5 @@ class Parameters:
             if same and all(tensor.shape == self.map.expected[name].shape for name, tensor in loaded.items()):
                 self._loaded[source] = loaded
                 return loaded
-        self._loaded[source] = self.load(source)
+        self._loaded[source] = self.map.load(source, self.read, self.dtype, self.device)
         return self._loaded[source]
-
-
-def check_fits(weights: WeightMap, stored: Mapping[str, TensorInfo], origin: str) -> None:
-    """Raises InputError when ``stored`` lacks a parameter of ``weights``, or makes one of another shape."""
-    if problems := _misfits(weights, stored):
-        raise InputError(f"{origin}: its tensors are not those of its config.json", problems)
-
-
-def misfits(config: dict[str, object], stored: Mapping[str, TensorInfo]) -> list[str]:
-    """A line for every parameter of the stock class of ``config`` that ``stored`` lacks or has in another shape.
-
-    Raises InputError when transformers cannot build the class.
-    """
-    return _misfits(WeightMap(empty_model(config, torch.float32), stored), stored)
-
-
-def _misfits(weights: WeightMap, stored: Mapping[str, TensorInfo]) -> list[str]:
-    def read(name: str) -> Tensor:
-        return torch.empty(stored[name].shape, dtype=torch_dtype(stored[name].dtype), device="meta")
-
-    problems = []
-    try:
-        weights.under("")
-    except InputError as error:
-        problems += [f"missing: {name}" for name in error.details]
-    for source in weights.sources.values():
-        try:
-            weights.load(source, read, torch.float32, "meta")
-        except InputError as error:
-            problems.append(error.message)
-        except (RuntimeError, ValueError, IndexError) as error:  # of a converter that joins what does not go together
-            joined, reason = ", ".join(source.names[:3]), one_line(error)[:_LONGEST]
-            problems.append(f"{joined}: do not make {source.target}: {reason}")
-    return problems

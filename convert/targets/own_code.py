@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvfold.attention.checkpoints import SOURCES
+from kvfold.convert.checkpoint.files import with_dtype
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
-from kvfold.convert.checkpoint.json_text import with_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.model import Model

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.checkpoint.json_text import with_dtype
+from kvfold.convert.checkpoint.files import with_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.geometry import Geometry

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from kvfold.convert.checkpoint.json_text import check_unicode, portable_name
+from kvfold.convert.checkpoint.files import check_unicode, portable_name
 from kvfold.convert.errors import InputError, first_line, opt
 
 BUILT_IN = "the built-in standard-library text"

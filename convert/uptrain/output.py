@@ -14,10 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from kvfold.convert.checkpoint.atomic import output_folder
-from kvfold.convert.checkpoint.file_bytes import write_file
-from kvfold.convert.checkpoint.folder import RECORD, parse_json, raise_problems, read_bytes, resolve_member
+from kvfold.convert.checkpoint.files import dump, parse_json, portable_name, read_bytes, write_file
+from kvfold.convert.checkpoint.folder import RECORD, raise_problems, resolve_member
 from kvfold.convert.checkpoint.hashing import file_hashes
-from kvfold.convert.checkpoint.json_text import dump, portable_name
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.conversion.card import trained_card
@@ -65,7 +64,7 @@ def read_side_files(source: Checkpoint) -> SideFiles:
     names = [
         "config.json",
         *(str(path.relative_to(source.folder)) for path in source.extra_files()),
-        *(p.name for p in source.python_files()),
+        *sorted(path.name for path in source.folder.glob("*.py")),
     ]
     own = [name for name in (RECORD, _CARD) if os.path.lexists(source.folder / name)]
     contents: dict[str, bytes] = {}

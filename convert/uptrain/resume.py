@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.checkpoint.atomic import free_space_check
-from kvfold.convert.checkpoint.folder import parse_json, read_bytes
+from kvfold.convert.checkpoint.files import parse_json, read_bytes
 from kvfold.convert.checkpoint.hashing import file_hashes, file_problems
 from kvfold.convert.errors import InputError, one_line, opt
 from kvfold.convert.processes import run_on_first

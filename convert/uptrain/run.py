@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.checkpoint.atomic import check_output, output_lock
-from kvfold.convert.checkpoint.json_text import portable_name
+from kvfold.convert.checkpoint.files import portable_name
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.families.wrappers import text_type

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.drift.recording import LayerOutput, OpenLayer
-from kvfold.convert.checkpoint.file_bytes import write_all
+from kvfold.convert.checkpoint.files import write_all
 from kvfold.convert.checkpoint.tensors import tensor_memory
 from kvfold.convert.errors import InputError, KvfoldError, opt
 

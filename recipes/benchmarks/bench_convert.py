@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from kvfold.convert.checkpoint.file_bytes import copy_range
+from kvfold.convert.checkpoint.files import copy_range
 from kvfold.convert.checkpoint.hashing import file_hashes
 from kvfold.convert.measure.machine import conditions
 

@@ -207,11 +207,11 @@ def test_wrong_inputs_end_before_torch_is_imported(tmp_path):
         "found something else": ["convert", demo, "binary/out", *to],
         "--text: no file": ["drift", demo, demo, "--text", "nothing.txt"],
         "--text: no file nothing": ["uptrain", demo, "new", "--text", "nothing.txt"],
-        "/nope/drift: expected a checkpoint's folder": ["drift", "/nope/drift", "/nope"],
-        "/nope/out: expected a checkpoint's folder": ["drift", demo, "/nope/out"],
-        "/nope/eval: expected a checkpoint's folder": ["eval", "/nope/eval", "/nope"],
-        "/nope/sweep: expected a checkpoint's folder": ["sweep", "/nope/sweep"],
-        "/nope/uptrain: expected a checkpoint's folder": ["uptrain", "/nope/uptrain", "new", "--text", "words"],
+        "/nope/drift: no such folder": ["drift", "/nope/drift", "/nope"],
+        "/nope/out: no such folder": ["drift", demo, "/nope/out"],
+        "/nope/eval: no such folder": ["eval", "/nope/eval", "/nope"],
+        "/nope/sweep: no such folder": ["sweep", "/nope/sweep"],
+        "/nope/uptrain: no such folder": ["uptrain", "/nope/uptrain", "new", "--text", "words"],
         "/nope/teacher: expected": ["uptrain", demo, "new", "--text", "words", "--teacher", "/nope/teacher"],
     }
     script = f"""

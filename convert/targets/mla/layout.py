@@ -9,8 +9,8 @@ layout ``engine`` one of zeros, because the loaders of engines expect its tensor
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvfold.convert.checkpoint.files import with_dtype
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
-from kvfold.convert.checkpoint.json_text import with_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.model import Model

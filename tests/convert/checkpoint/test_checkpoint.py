@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from helpers.processes import run_python
 from safetensors.torch import load_file, save_file
 
-from kvfold.convert.checkpoint.folder import DEQUANTIZE
 from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers
 from kvfold.convert.checkpoint.tensors import count_non_finite
 from kvfold.convert.errors import InputError, KvfoldError
@@ -59,7 +59,7 @@ def problems_of(model: Path | str) -> list[str]:
         open_headers(model)
     found = [whole.value.message, *whole.value.details]
     assert found == [headers.value.message, *headers.value.details]
-    assert all("\n" not in line for line in found)
+    assert all("\n" not in line and len(line) < 2000 for line in found)
     return found
 
 
@@ -101,7 +101,7 @@ def test_tensor_positions_are_those_of_the_file(sharded: Path) -> None:
 
 
 def test_a_tensor_that_is_not_there(sharded: Path) -> None:
-    with pytest.raises(KvfoldError, match=r"model: expected a tensor 'nope', found none"):
+    with pytest.raises(KvfoldError, match="model has no tensor 'nope'"):
         open_checkpoint(sharded).read("nope")
 
 
@@ -124,7 +124,6 @@ def test_extra_files(sharded: Path) -> None:
         (sharded / name).write_text("x")
     checkpoint = open_checkpoint(sharded)
     assert [path.name for path in checkpoint.extra_files()] == passed_on
-    assert [path.name for path in checkpoint.python_files()] == ["modeling_x.py", "tokenizer.py"]
 
 
 def test_a_single_file_goes_before_an_index_as_in_transformers(sharded: Path) -> None:
@@ -132,157 +131,145 @@ def test_a_single_file_goes_before_an_index_as_in_transformers(sharded: Path) ->
     assert list(open_checkpoint(sharded).tensors) == ["only"]
 
 
-def test_missing_folder(tmp_path: Path) -> None:
-    path = tmp_path / "none"
-    assert problems_of(path) == [
-        f"{path}: expected a checkpoint's folder or a hub id (owner/name), found no such folder"
-    ]
-
-
-@pytest.mark.parametrize("name", ["x" * 300, "nul\0character", "../..x/y", "owner/name/more", "owner/", "."])
-def test_names_of_no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    empty = folder / "empty"
-    empty.mkdir()
-    monkeypatch.chdir(empty)
-    (problem,) = problems_of(name)
-    assert "expected a checkpoint" in problem
-
-
-def test_a_file_instead_of_a_folder(folder: Path) -> None:
-    path = folder / "config.json"
-    assert problems_of(path) == [f"{path}: expected a checkpoint's folder, found a file; give the folder it lies in"]
-
-
-def test_folder_without_config(tmp_path: Path) -> None:
-    expected = "expected a checkpoint with a config.json, found no config.json; give the folder that holds it"
-    assert problems_of(tmp_path) == [f"{tmp_path}: {expected}"]
-    (tmp_path / "model.safetensors").touch()
-    assert problems_of(tmp_path)[0].endswith(
-        "put the model's config.json beside its weights, or save it with save_pretrained"
-    )
-    (tmp_path / "snapshots" / "0123").mkdir(parents=True)
-    (tmp_path / "snapshots" / "0123" / "config.json").touch()
-    assert problems_of(tmp_path)[0].endswith(f"did you mean {tmp_path / 'snapshots' / '0123'}?")
+@pytest.mark.parametrize(
+    "name", ["none", "x" * 300, "nul\0character", "../..x/y", "owner/name/more", "config.json", "model.gguf", "empty"]
+)
+def test_what_is_no_checkpoint_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, told: Any, name: str) -> None:
+    (folder / "empty").mkdir()
+    (folder / "model.gguf").touch()
+    monkeypatch.chdir(folder)
+    told("\n".join(problems_of(name)).replace("\0", "NUL"))
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("{", "JSON, found what does not parse: Expecting property name"),
-        ("[1]", "a JSON object, found list"),
-        ("\udcff", "JSON, found what does not parse: 'utf-8' codec can't decode"),
-        ("[" * 100_000, "JSON, found what does not parse: "),
-    ],
+    "made", ["weights.safetensors", "weights.gguf", "adapter_config.json", "snapshots/0123/config.json"]
 )
-def test_invalid_config(folder: Path, text: str, found: str) -> None:
-    (folder / "config.json").write_bytes(text.encode(errors="surrogateescape"))
-    (problem,) = problems_of(folder)
-    assert problem.startswith(f"{folder / 'config.json'}: expected {found}")
-
-
-def test_folder_without_weights(folder: Path) -> None:
-    wanted = "expected model.safetensors, model.safetensors.index.json or pytorch_model.bin"
-    advice = "save the model with save_pretrained"
-    assert problems_of(folder) == [f"{folder}: {wanted}, found no weights; {advice}"]
-    (folder / "consolidated.00.pth").touch()
-    assert problems_of(folder) == [f"{folder}: {wanted}, found consolidated.00.pth; {advice}"]
+def test_folder_without_config(tmp_path: Path, told: Any, made: str) -> None:
+    (tmp_path / made).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / made).touch()
+    told("\n".join(problems_of(tmp_path)))
 
 
 @pytest.mark.parametrize(
-    ("header", "size", "expected"),
+    ("file", "text"),
     [
-        ({"t": entry(0, 8, "F31")}, 8, ["tensor 't': unknown dtype 'F31'; expected one of BOOL"]),
-        (
-            {"t": entry(0, 8, shape=[3])},
-            8,
-            ["tensor 't': dtype F32 and shape [3] need 12 bytes, its data_offsets span 8"],
-        ),
-        ({"t": entry(0, 8, shape=[-2])}, 8, ["tensor 't': expected a shape of whole numbers, found [-2]"]),
-        ({"t": entry(0, 4, shape=[True])}, 4, ["tensor 't': expected a shape of whole numbers"]),
-        ({"t": entry(8, 0, shape=[2])}, 8, ["tensor 't': expected data_offsets [begin, end] with begin <= end, found"]),
-        ({"t": {"dtype": "F32", "shape": [2]}}, 8, ["tensor 't': expected exactly dtype, shape and data_offsets"]),
-        ({"t": entry(0, 8), "u": entry(12, 20)}, 20, ["tensor 'u' leaves a gap before it: expected to start at byte"]),
-        ({"t": entry(0, 8), "u": entry(4, 12)}, 12, ["tensor 'u' overlaps the tensor before it: expected to start at"]),
-        ({"t": entry(0, 8)}, 7, ["truncated: expected 77 bytes, found 76; fetch it again"]),
-        ({"t": entry(0, 8)}, 9, ["expected 77 bytes, found 78: 1 belong to no tensor"]),
-        (
-            {"t": entry(0, 8, "F31"), "u": entry(8, 16, shape=[1]), "v": entry(16, 24)},
-            24,
-            ["tensor 't': unknown dtype 'F31'", "tensor 'u': dtype F32 and shape [1] need 4 bytes"],
-        ),
-        (b"[1]", 0, ["expected the header to be a JSON object; fetch it again"]),
-        (b"{nope}", 0, ["expected a JSON header, found Expecting property name"]),
-        (b'{"t":1,"t":1}', 8, ["expected a JSON header, found the name 't' twice; fetch it again"]),
+        ("config.json", "{"),
+        ("config.json", "[1]"),
+        ("config.json", "\udcff"),
+        ("config.json", '{"a": "\\ud800"}'),
+        ("model.safetensors.index.json", '{"weight_map": {"t": "\\ud800"}}'),
+        ("model.safetensors.index.json", "{}"),
+        ("model.safetensors.index.json", '{"weight_map": []}'),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 1}}'),
+        ("model.safetensors.index.json", '{"weight_map": {}}'),
     ],
+    ids=lambda value: value[:40],
 )
-def test_faulty_headers(folder: Path, header: Any, size: int, expected: list[str]) -> None:
+def test_invalid_json(folder: Path, told: Any, file: str, text: str) -> None:
+    (folder / file).write_bytes(text.encode(errors="surrogateescape"))
+    told("\n".join(problems_of(folder)))
+
+
+def test_a_config_that_never_ends(folder: Path, told: Any) -> None:
+    with (folder / "config.json").open("wb") as file:
+        file.truncate(1 << 40)
+    told("\n".join(problems_of(folder)))
+    (folder / "config.json").write_text("[" * 100_000)
+    assert "not valid JSON" in problems_of(folder)[0]
+
+
+@pytest.mark.parametrize("other", [None, "consolidated.00.pth", "model.gguf"])
+def test_folder_without_weights(folder: Path, told: Any, other: str | None) -> None:
+    if other:
+        (folder / other).touch()
+    told("\n".join(problems_of(folder)))
+
+
+@pytest.mark.parametrize(
+    ("header", "size"),
+    [
+        ({"t": entry(0, 8, "F31")}, 8),
+        ({"t": entry(0, 8, shape=[3])}, 8),
+        ({"t": entry(0, 8, shape=[-2])}, 8),
+        ({"t": entry(0, 4, shape=[True])}, 4),
+        ({"t": entry(8, 0, shape=[2])}, 8),
+        ({"t": {"dtype": "F32", "shape": [2]}}, 8),
+        ({"t": entry(0, 8), "u": entry(12, 20)}, 20),
+        ({"t": entry(0, 8), "u": entry(4, 12)}, 12),
+        ({"t": entry(0, 8)}, 7),
+        ({"t": entry(0, 8)}, 9),
+        ({"t": entry(0, 8, "F31"), "u": entry(8, 16, shape=[1]), "v": entry(16, 24)}, 24),
+        ({"t": entry(0, 8), "__metadata__": {"a": 1}}, 8),
+        ({"t": entry(0, 0, shape=[2**63])}, 0),
+        ({"t": entry(0, 0, shape=[2**32, 2**32])}, 0),
+        ({"t": entry(0, 0, shape=[0, 2**63])}, 0),
+        ({"t": entry(0, 0, shape=[int("9" * 4000)] * 500)}, 0),
+        ({"t": entry(0, 0, shape=[1] * 100_000)}, 0),
+        (b"[1]", 0),
+        (b"{nope}", 0),
+        (b'{"t":1,"t":1}', 8),
+        (b'{"\\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}', 0),
+    ],
+    ids=range(21),
+)
+def test_faulty_headers(folder: Path, told: Any, header: Any, size: int) -> None:
     raw_file(folder / "model.safetensors", header, bytes(size))
-    for problem, start in zip(problems_of(folder), expected, strict=True):
-        assert problem.startswith(f"model.safetensors: {start}"), problem
+    began = time.process_time()
+    told("\n".join(problems_of(folder)))
+    assert time.process_time() - began < 2  # also where numbers are huge
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (b"", "truncated: expected at least 8 bytes, found 0; fetch it again"),
-        (b"12345", "truncated: expected at least 8 bytes, found 5; fetch it again"),
-        (struct.pack("<Q", 500) + b"{", "truncated inside its header: expected 508 bytes or more, found 9; fetch it"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "expected a safetensors header of at most 100000000 bytes"),
-    ],
+    "content",
+    [b"", b"12345", struct.pack("<Q", 500) + b"{", b"version https://git-lfs.github.com/spec/v1\n"],
+    ids=["empty", "short", "cut", "git-lfs"],
 )
-def test_files_without_a_header(folder: Path, content: bytes, expected: str) -> None:
+def test_files_without_a_header(folder: Path, told: Any, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
-    (problem,) = problems_of(folder)
-    assert problem.startswith(f"model.safetensors: {expected}")
+    told("\n".join(problems_of(folder)))
+
+
+def test_many_equal_names_take_linear_time(folder: Path) -> None:
+    times = []
+    for count in (2000, 16000):
+        entries = [f'"{i % (count - 1)}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(count)]
+        raw_file(folder / "model.safetensors", ("{" + ",".join(entries) + "}").encode())
+        began = time.process_time()
+        problems_of(folder)
+        times.append(time.process_time() - began)
+    assert times[1] < max(16 * times[0], 0.5)
+
+
+def test_index_and_shards_that_disagree_are_reported_at_once(sharded: Path, told: Any) -> None:
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    save_file({"b": torch.ones(1), "c": torch.ones(1), "extra": torch.ones(1)}, sharded / second)
+    (sharded / "model-00003-of-00009.safetensors").touch()
+    write_index(sharded, {"a": first, "b": first, "c": second, "gone": second, "d": "model-7.safetensors"})
+    told("\n".join(sorted(problems_of(sharded))))
+
+
+def test_side_files_that_cannot_be_read(sharded: Path, monkeypatch: pytest.MonkeyPatch, told: Any) -> None:
+    opened = Path.open
+
+    def denied(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == "tokenizer.json":  # by its mode it could be: tests may run as root, who reads everything
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    (sharded / "tokenizer.json").touch()
+    monkeypatch.setattr(Path, "open", denied)
+    told("\n".join(problems_of(sharded)))
+
+
+def test_a_folder_whose_name_is_no_text(sharded: Path) -> None:
+    odd = Path(os.fsdecode(os.fsencode(sharded.parent) + b"/caf\xe9"))
+    sharded.rename(odd)
+    assert open_checkpoint(odd).origin == "caf\N{REPLACEMENT CHARACTER}"
 
 
 def test_header_without_metadata_and_with_padding(folder: Path) -> None:
     raw_file(folder / "model.safetensors", b'{"t":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}     ', bytes(8))
     assert open_checkpoint(folder).read("t").tolist() == [0, 0]
-
-
-def test_index_and_shards_that_disagree_are_reported_at_once(sharded: Path) -> None:
-    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-    save_file({"b": torch.ones(1), "c": torch.ones(1), "extra": torch.ones(1)}, sharded / second)
-    (sharded / "model-00003-of-00009.safetensors").touch()
-    write_index(sharded, {"a": first, "b": first, "c": second, "gone": second, "d": "model-7.safetensors"})
-    index = "model.safetensors.index.json"
-    assert sorted(problems_of(sharded)) == sorted(
-        [
-            f"model-00003-of-00009.safetensors: a shard that {index} does not name; remove it, or fix the index",
-            f"{sharded}: expected the file model-7.safetensors, found none; fetch it again",
-            f"{index}: tensor 'gone' expected in {second}, found no such tensor there",
-            f"{second}: tensor 'extra' is not named by {index}",
-            f"tensor 'b' is stored more than once: in {first} and {second}",
-        ]
-    )
-
-
-@pytest.mark.parametrize("text", ["{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {}}'])
-def test_index_without_a_weight_map(sharded: Path, text: str) -> None:
-    path = sharded / "model.safetensors.index.json"
-    path.write_text(text)
-    expected = f"{path}: expected a weight_map from tensor names to file names, found none; fetch it again"
-    assert problems_of(sharded) == [expected]
-
-
-def test_quantized_by_config(sharded: Path) -> None:
-    (sharded / "config.json").write_text('{"quantization_config": {"quant_method": "aqlm"}}')
-    expected = "quantized checkpoint (quantization_config, method 'aqlm'); expected plain weights, or one of fp8, "
-    (problem,) = problems_of(sharded)
-    assert problem.startswith(f"{sharded}: {expected}")
-    assert problem.endswith(DEQUANTIZE)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("l.weight", "float8_e4m3fn"), ("x", "float8_e5m2"), ("l.weight", "int8"), ("l.qweight", "int32")],
-)
-def test_quantized_by_dtype(folder: Path, name: str, dtype: str) -> None:
-    tensors = {name: torch.zeros(4).to(getattr(torch, dtype)), "l.bias": torch.zeros(4)}
-    save_file(tensors, folder / "model.safetensors")
-    (problem,) = problems_of(folder)
-    assert problem.startswith(f"model.safetensors: tensor {name!r} is quantized: expected F16, BF16, F32 or F64, found")
 
 
 def test_integer_buffers_are_not_quantized_weights(folder: Path) -> None:
@@ -295,7 +282,7 @@ def test_a_file_that_shrinks_after_it_was_opened(folder: Path) -> None:
     save_file({"t": torch.ones(1000)}, folder / "model.safetensors")
     checkpoint = open_checkpoint(folder)
     os.truncate(folder / "model.safetensors", 500)
-    with pytest.raises(InputError, match=r"model.safetensors: expected 4\d+ bytes, found the end of the file"):
+    with pytest.raises(InputError, match=r"model.safetensors ends before byte 4\d+: it changed while"):
         checkpoint.read("t")
 
 
@@ -333,20 +320,12 @@ def test_headers_of_140_gb_in_a_fresh_process_without_torch(folder: Path) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_one_value_that_is_not_finite_is_counted_anywhere(dtype: torch.dtype, value: float) -> None:
-    for size in (1, 7, 64, 1001):
-        tensor = torch.linspace(-3, 3, size).to(dtype)
-        assert count_non_finite(tensor) == 0
-        for position in {0, size // 3, size // 2, size - 1}:
-            bad = tensor.clone()
-            bad[position] = value
-            assert count_non_finite(bad) == 1
-
-
-def test_values_that_are_not_finite_are_counted() -> None:
-    largest = torch.full((10,), torch.finfo(torch.float32).max)
+def test_values_that_are_not_finite_are_counted(dtype: torch.dtype, value: float) -> None:
+    largest = torch.full((10,), torch.finfo(dtype).max, dtype=dtype)
     assert count_non_finite(largest) == 0
-    largest[2:5] = torch.tensor([float("nan"), float("inf"), -float("inf")])
-    assert count_non_finite(largest.reshape(5, 2).T) == 3
+    for position in (0, 4, 9):
+        bad = largest.clone()
+        bad[position] = value
+        assert count_non_finite(bad.reshape(5, 2).T) == 1
     for tensor in (torch.zeros(0), torch.arange(3), torch.ones(3, dtype=torch.bool)):
         assert count_non_finite(tensor) == 0

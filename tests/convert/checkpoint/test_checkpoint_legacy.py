@@ -3,7 +3,9 @@
 import json
 import os
 import pickle
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,43 +51,23 @@ def test_values_shared_storage_and_views(folder: Path, zipped: bool) -> None:
     assert all(checkpoint.raw_path(info) is None for info in checkpoint.tensors.values())
 
 
-def sharded(folder: Path) -> dict[str, str]:
-    files = {
-        "pytorch_model-00001-of-00002.bin": {"a": torch.ones(2)},
-        "pytorch_model-00002-of-00002.bin": {"b": torch.ones(3)},
-    }
-    for file, state in files.items():
-        torch.save(state, folder / file)
-    return {name: file for file, state in files.items() for name in state}
-
-
-def test_sharded(folder: Path) -> None:
-    weight_map = sharded(folder)
+def test_sharded(folder: Path, told: Any) -> None:
+    weight_map = {}
+    for file, name, size in (("pytorch_model-1-of-2.bin", "a", 2), ("pytorch_model-2-of-2.bin", "b", 3)):
+        torch.save({name: torch.ones(size)}, folder / file)
+        weight_map[name] = file
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     checkpoint = open_checkpoint(folder)
     assert [checkpoint.read(name).tolist() for name in ("b", "a", "b")] == [[1, 1, 1], [1, 1], [1, 1, 1]]
     checkpoint.close()
     assert checkpoint.read("a").tolist() == [1, 1]
-
-
-def test_index_that_disagrees(folder: Path) -> None:
-    second = "pytorch_model-00002-of-00002.bin"
-    weight_map = {**sharded(folder), "c": second, "d": "pytorch_model-00003-of-00003.bin"}
+    torch.save({"a": torch.ones(3)}, folder / "pytorch_model-1-of-2.bin")
+    assert open_checkpoint(folder).source_hash() != checkpoint.source_hash()
+    weight_map |= {"c": weight_map["b"], "d": "pytorch_model-3-of-3.bin"}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(InputError) as caught:
         open_checkpoint(folder)
-    assert str(caught.value).splitlines() == [
-        f"{folder.resolve()}: expected the file pytorch_model-00003-of-00003.bin, found none; fetch it again",
-        f"  pytorch_model.bin.index.json: tensor 'c' expected in {second}, found no such tensor there",
-    ]
-
-
-def test_source_hash(folder: Path) -> None:
-    torch.save({"a": torch.ones(2)}, folder / "pytorch_model.bin")
-    first = open_checkpoint(folder).source_hash()
-    assert open_checkpoint(folder).source_hash() == first
-    torch.save({"a": torch.ones(3)}, folder / "pytorch_model.bin")
-    assert open_checkpoint(folder).source_hash() != first
+    told(caught.value)
 
 
 class Payload:
@@ -97,12 +79,10 @@ class Payload:
 def test_nothing_is_executed(folder: Path, monkeypatch: pytest.MonkeyPatch, zipped: bool) -> None:
     monkeypatch.chdir(folder)
     torch.save({"a": torch.ones(1), "b": Payload()}, "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    with pytest.raises(
-        InputError, match=r"^pytorch_model.bin: expected a whole file of plain tensors, found: Weights only"
-    ):
+    with pytest.raises(InputError, match=r"^pytorch_model.bin: not a whole file of plain tensors: Weights only"):
         open_checkpoint(folder)
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload()))
-    with pytest.raises(InputError, match=r"^pytorch_model.bin: expected a whole file of plain tensors, found: "):
+    with pytest.raises(InputError, match=r"^pytorch_model.bin: not a whole file of plain tensors: "):
         open_checkpoint(folder)
     assert not (folder / "executed").exists()
 
@@ -112,23 +92,25 @@ def test_truncated(folder: Path, zipped: bool) -> None:
     path = folder / "pytorch_model.bin"
     torch.save({"a": torch.ones(1000)}, path, _use_new_zipfile_serialization=zipped)
     os.truncate(path, path.stat().st_size - 1000)
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match="not a whole file of plain tensors: ") as caught:
         open_checkpoint(folder)
-    assert caught.value.message.startswith("pytorch_model.bin: expected a whole file of plain tensors, found: ")
     assert "\n" not in str(caught.value)
 
 
+def test_an_archive_that_unpacks_to_far_more(folder: Path) -> None:
+    with zipfile.ZipFile(folder / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(50_000_000))
+    with pytest.raises(InputError, match=r"an archive of .* that unpacks to 50000000; fetch it again"):
+        open_checkpoint(folder)
+
+
 @pytest.mark.parametrize(
-    ("state", "expected"),
-    [
-        ([torch.ones(1)], "expected a mapping of names to tensors, found list"),
-        ({"model": {"a": torch.ones(1)}}, "'model': expected a tensor, found dict"),
-        ({3: torch.ones(1)}, "expected names as keys, found 3"),
-        ({"a": torch.eye(2).to_sparse()}, "tensor 'a': expected a dense tensor, found torch.sparse_coo"),
-    ],
+    "state",
+    [[torch.ones(1)], {"model": {"a": torch.ones(1)}}, {3: torch.ones(1)}, {"a": torch.eye(2).to_sparse()}],
+    ids=["list", "nested", "number", "sparse"],
 )
-def test_what_is_no_state_dict(folder: Path, state: object, expected: str) -> None:
+def test_what_is_no_state_dict(folder: Path, told: Any, state: object) -> None:
     torch.save(state, folder / "pytorch_model.bin")
     with pytest.raises(InputError) as caught:
         open_checkpoint(folder)
-    assert caught.value.message.startswith(f"pytorch_model.bin: {expected}")
+    told(caught.value)

@@ -2,8 +2,8 @@
 
 import json
 import os
-import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,27 +34,30 @@ def snapshot(tmp_path: Path) -> Path:
     return snapshot
 
 
-def test_a_snapshot_of_a_hub_cache(snapshot: Path) -> None:
-    checkpoint = open_checkpoint(snapshot)
-    assert checkpoint.read("w").tolist() == [0, 1, 2]
-    assert checkpoint.extra_files() == [snapshot / "tokenizer.json"]
-
-
-def test_a_link_to_the_whole_checkpoint(snapshot: Path, tmp_path: Path) -> None:
+def test_a_snapshot_of_a_hub_cache_and_a_link_to_it(snapshot: Path, tmp_path: Path) -> None:
     (tmp_path / "shortcut").symlink_to(snapshot)
-    assert open_checkpoint(tmp_path / "shortcut").read("w").tolist() == [0, 1, 2]
+    for folder in (snapshot, tmp_path / "shortcut"):
+        checkpoint = open_checkpoint(folder)
+        assert checkpoint.read("w").tolist() == [0, 1, 2]
+        assert checkpoint.extra_files() == [snapshot / "tokenizer.json"]
 
 
-def test_links_inside_the_folder(tmp_path: Path) -> None:
+def test_links_and_index_entries_inside_the_folder(tmp_path: Path) -> None:
     fill(tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "weights")
-    (tmp_path / "model" / "model.safetensors").symlink_to("weights")
-    assert open_checkpoint(tmp_path / "model").read("w").tolist() == [0, 1, 2]
+    model = tmp_path / "model"
+    (model / "below").mkdir()
+    (model / "model.safetensors").rename(model / "below" / "weights")
+    (model / "model.safetensors").symlink_to("below/weights")
+    (model / "notes.txt").symlink_to("/etc/hostname")  # not used, so that it does not matter
+    assert open_checkpoint(model).read("w").tolist() == [0, 1, 2]
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "below/weights"}}))
+    assert open_checkpoint(model).read("w").tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", ["snapshot", "folder"])
-def test_links_that_leave_the_checkpoint(snapshot: Path, tmp_path: Path, kind: str, name: str) -> None:
+def test_links_that_leave_the_checkpoint(snapshot: Path, tmp_path: Path, kind: str, name: str, told: Any) -> None:
     """The blobs of another model's cache are elsewhere too."""
     model, other = (snapshot, tmp_path / "models--team--other" / "blobs")
     if kind == "folder":
@@ -63,18 +66,12 @@ def test_links_that_leave_the_checkpoint(snapshot: Path, tmp_path: Path, kind: s
     fill(other)
     (model / name).unlink()
     (model / name).symlink_to(other / name)
-    expected = f"{model / name}: a link that leaves the checkpoint, to {other / name}; put the file itself there"
-    with pytest.raises(InputError, match=f"^{re.escape(expected)}$"):
+    with pytest.raises(InputError) as caught:
         open_checkpoint(model)
+    told(caught.value)
 
 
-def test_links_of_files_that_are_not_used_do_not_matter(tmp_path: Path) -> None:
-    fill(tmp_path / "model")
-    (tmp_path / "model" / "notes.txt").symlink_to("/etc/hostname")
-    assert open_checkpoint(tmp_path / "model").read("w").tolist() == [0, 1, 2]
-
-
-def test_a_dangling_link_and_a_pipe(tmp_path: Path) -> None:
+def test_a_dangling_link_and_a_pipe(tmp_path: Path, told: Any) -> None:
     fill(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     os.mkfifo(tmp_path / "tokenizer.json")
@@ -82,31 +79,21 @@ def test_a_dangling_link_and_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to("gone")
     with pytest.raises(InputError) as caught:
         open_checkpoint(tmp_path)
-    assert str(caught.value).splitlines() == [
-        f"{tmp_path / 'tokenizer.json'}: expected a regular file, found something else",
-        f"  {tmp_path}: expected the file model.safetensors, found none; fetch it again",
-    ]
+    told(caught.value)
 
 
 @pytest.mark.parametrize(
-    "path", ["../elsewhere/model.safetensors", "sub/../../elsewhere/model.safetensors", "ABSOLUTE"]
+    "path",
+    ["../elsewhere/model.safetensors", "sub/../../elsewhere/model.safetensors", "TMP", "a" * 300, "a\0b", "circle"],
+    ids=["above", "below and above", "absolute", "long", "nul", "circle"],
 )
-def test_index_entries_that_leave_the_folder(tmp_path: Path, path: str) -> None:
+def test_index_entries_that_leave_the_folder_or_cannot_be_files(tmp_path: Path, path: str, told: Any) -> None:
     fill(tmp_path / "model")
     fill(tmp_path / "elsewhere")
     (tmp_path / "model" / "model.safetensors").unlink()
-    path = str(tmp_path / "elsewhere" / "model.safetensors") if path == "ABSOLUTE" else path
+    (tmp_path / "model" / "circle").symlink_to("circle")
+    path = path.replace("TMP", str(tmp_path / "elsewhere" / "model.safetensors"))
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": path}}))
     with pytest.raises(InputError) as caught:
         open_checkpoint(tmp_path / "model")
-    expected = f"{tmp_path / 'model'}: expected a file inside this folder, found the path {path!r}, which leaves it"
-    assert str(caught.value) == expected
-
-
-def test_index_entries_in_a_folder_below(tmp_path: Path) -> None:
-    fill(tmp_path)
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "model.safetensors").rename(tmp_path / "weights" / "a.safetensors")
-    index = {"weight_map": {"w": "weights/a.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert open_checkpoint(tmp_path).read("w").tolist() == [0, 1, 2]
+    told(str(caught.value).partition("(")[0])  # Python words the reason

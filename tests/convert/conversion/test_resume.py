@@ -10,7 +10,7 @@ from helpers import forked
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.checkpoint import writer
-from kvfold.convert.checkpoint.folder import read_header
+from kvfold.convert.checkpoint.headers import read_header
 from kvfold.convert.conversion import journal, run
 from kvfold.convert.data import demo_folder
 

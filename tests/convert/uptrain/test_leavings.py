@@ -83,7 +83,7 @@ def test_a_log_ends_where_it_is_damaged(tmp_path, line):
 def test_two_runs_to_one_output(tmp_path):
     (tmp_path / "text.txt").write_text("text")
     request = UptrainRequest(model=str(demo_folder()), out=str(tmp_path / "out"), text=str(tmp_path / "text.txt"))
-    expected = "out.training: expected no other run to write it, found one at work; wait for it"
+    expected = "out.training is being written by another run; wait for it"
     with output_lock(request.work), pytest.raises(InputError, match=expected):
         uptrain_checkpoint(request)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

@@ -317,8 +317,8 @@ def test_errors_name_what_to_do(converted, text, tmp_path, tiny_family, fails):
         (start,): "error: python -m kvfold.convert.uptrain: missing argument 'OUT'; see `python -m",
         (start, out): "error: python -m kvfold.convert.uptrain: missing option '--text'",
         (start, out, *options_of(), "--text", "no.txt"): "error: --text: no file no.txt",
-        (tmp_path / "no", out, "--text", text): f"error: {tmp_path}/no: expected a checkpoint's folder",
-        (start, start, "--text", text): f"error: {start}: expected OUT apart from MODEL, found the same folder",
+        (tmp_path / "no", out, "--text", text): f"error: {tmp_path}/no: no such folder",
+        (start, start, "--text", text): f"error: {start} is MODEL {start}",
         both: "error: --seq-len 1024: longer than the 128 positions that gqa is made for; lower --seq-len",
         (*both, *options_of(teacher=stranger)): (
             f"error: --teacher {stranger}: its vocabulary has 101 tokens, that of {start} 97; expected the checkpoint"

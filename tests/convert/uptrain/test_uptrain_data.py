@@ -346,9 +346,7 @@ def test_the_room_for_the_tokens_is_looked_for_before_they_are_made(tmp_path, mo
     request = UptrainRequest(model="m", out=str(tmp_path / "out"), text=str(path), seq_len=32, batch_tokens=64)
     plan = plan_of(path, training=training, held_out=4)
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _: usage(10**12, 0, most - 1))
-    message = (
-        rf"too little disk space: .*{most} bytes\) free for the tokens of the run, 4 bytes each, found .*; free some"
-    )
+    message = rf"too little disk space: .*\({most} bytes\) needed for the tokens of the run, 4 bytes each; free some"
     with pytest.raises(InputError, match=message):
         resume.prepare(request, None, plan, Alone())
     assert [entry.name for entry in tmp_path.iterdir()] == ["numbered.jsonl"]
