@@ -5,14 +5,15 @@ Imports no torch, transformers or huggingface_hub until a tensor is read or a hu
 
 import os
 import stat
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvfold.convert.checkpoint import hub
 from kvfold.convert.checkpoint.dequantized import check_libraries, dequantized, undeclared_problems
-from kvfold.convert.checkpoint.files import portable_name, read_bytes
+from kvfold.convert.checkpoint.files import open_source, portable_name, read_bytes
 from kvfold.convert.checkpoint.folder import (
     CONFIG,
     DEQUANTIZE,
@@ -27,8 +28,11 @@ from kvfold.convert.checkpoint.folder import (
     weight_file,
 )
 from kvfold.convert.checkpoint.headers import Header, TensorInfo, read_header
-from kvfold.convert.checkpoint.reader import Checkpoint, Reader, SafetensorsReader
+from kvfold.convert.checkpoint.reader import Checkpoint, Reader
 from kvfold.convert.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Checkpoint", "TensorInfo", "check_opens", "open_checkpoint", "open_headers"]
 
@@ -106,7 +110,7 @@ def _open_local(place: Path | hub.HubModel, dtype: str) -> Checkpoint:
     states |= file_states([folder / entry])
     paths: dict[str, Path] = {}
     aliases: dict[str, str] = {}
-    reader: Reader = SafetensorsReader(paths)
+    reader: Reader = _SafetensorsReader(paths)
     if legacy := entry in LEGACY:
         from kvfold.convert.checkpoint.tensors import LegacyReader, read_legacy_header
 
@@ -157,3 +161,24 @@ def _with_tensors(
     raise_problems([*found, *undeclared_problems(opened.config, tensors)])
     digests = {file: header.digest for file, header in headers.items()}
     return replace(opened, tensors=tensors, digests={**opened.digests, **digests})
+
+
+class _SafetensorsReader(Reader):
+    """Reads local safetensors files by position; ``paths`` maps file names to real paths."""
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        self.raw = paths
+
+    def read(self, info: TensorInfo) -> "torch.Tensor":
+        from kvfold.convert.checkpoint.tensors import read_elements
+
+        with open_source(self.raw[info.file]) as file:
+            return read_elements(file.fileno(), info, info.start, info.end).reshape(info.shape)
+
+    def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]":
+        from kvfold.convert.checkpoint.tensors import read_elements, torch_dtype
+
+        step = elements * torch_dtype(info.dtype).itemsize
+        with open_source(self.raw[info.file]) as file:
+            for start in range(info.start, info.end, step):
+                yield read_elements(file.fileno(), info, start, min(start + step, info.end))

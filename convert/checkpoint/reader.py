@@ -8,7 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.checkpoint.files import open_source
 from kvfold.convert.checkpoint.folder import extra_names, file_states
 from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.errors import InputError, KvfoldError
@@ -38,27 +37,6 @@ class Reader:
 
     def close(self) -> None:
         """Give memory and files back; a later read opens them again."""
-
-
-class SafetensorsReader(Reader):
-    """Reads local safetensors files by position; ``paths`` maps file names to real paths."""
-
-    def __init__(self, paths: Mapping[str, Path]) -> None:
-        self.raw = paths
-
-    def read(self, info: TensorInfo) -> "torch.Tensor":
-        from kvfold.convert.checkpoint.tensors import read_elements
-
-        with open_source(self.raw[info.file]) as file:
-            return read_elements(file.fileno(), info, info.start, info.end).reshape(info.shape)
-
-    def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]":
-        from kvfold.convert.checkpoint.tensors import read_elements, torch_dtype
-
-        step = elements * torch_dtype(info.dtype).itemsize
-        with open_source(self.raw[info.file]) as file:
-            for start in range(info.start, info.end, step):
-                yield read_elements(file.fileno(), info, start, min(start + step, info.end))
 
 
 @dataclass(frozen=True)
