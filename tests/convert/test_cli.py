@@ -201,10 +201,10 @@ def test_wrong_inputs_end_before_torch_is_imported(tmp_path):
     (tmp_path / "out" / "mine").touch()
     demo, to = str(demo_folder()), ["--to", "mqa"]
     lines = {
-        "found that it exists": ["convert", demo, "out", *to],
+        "exists already": ["convert", demo, "out", *to],
         "no file nothing.txt": ["convert", demo, "new", *to, "--calibration", "nothing.txt"],
         "no UTF-8 text": ["convert", demo, "new", *to, "--calibration", "binary"],
-        "found something else": ["convert", demo, "binary/out", *to],
+        "binary is no folder": ["convert", demo, "binary/out", *to],
         "--text: no file": ["drift", demo, demo, "--text", "nothing.txt"],
         "--text: no file nothing": ["uptrain", demo, "new", "--text", "nothing.txt"],
         "/nope/drift: no such folder": ["drift", "/nope/drift", "/nope"],
@@ -212,7 +212,7 @@ def test_wrong_inputs_end_before_torch_is_imported(tmp_path):
         "/nope/eval: no such folder": ["eval", "/nope/eval", "/nope"],
         "/nope/sweep: no such folder": ["sweep", "/nope/sweep"],
         "/nope/uptrain: no such folder": ["uptrain", "/nope/uptrain", "new", "--text", "words"],
-        "/nope/teacher: expected": ["uptrain", demo, "new", "--text", "words", "--teacher", "/nope/teacher"],
+        "/nope/teacher: no such folder": ["uptrain", demo, "new", "--text", "words", "--teacher", "/nope/teacher"],
     }
     script = f"""
 import sys
