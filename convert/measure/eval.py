@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from kvfold.convert.progress import Stages
 from kvfold.convert.request import EvalRequest
 from kvfold.convert.stream.stock import hide_bars, load_model
 from kvfold.convert.text.corpus import check_sources, open_corpus
-from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer, prefix_tokens, renderer, tokenize
+from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer, prefix_tokens, render, tokenize
 
 # Tokens. Shorter texts have no room for eight hidden sentences.
 _SHORTEST = 256
@@ -189,7 +190,7 @@ def chosen_lengths(lengths: Sequence[int], context: int, origin: str, device: to
 
 def _tokens(tokenizer: Any, text: str | None, wanted: int) -> tuple[Tensor, str]:
     """Tokens of the text end to end, about as many as wanted or all there are, and its name."""
-    corpus = open_corpus(text, renderer(tokenizer), 0, "held_out", "text")
+    corpus = open_corpus(text, partial(render, tokenizer), 0, "held_out", "text")
     documents, _ = corpus.documents(wanted * _BYTES_PER_TOKEN)
     pieces = list(tokenize(tokenizer, prefix_tokens(tokenizer), documents))
     if not sum(map(len, pieces)):

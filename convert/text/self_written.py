@@ -7,6 +7,7 @@ goes on, as packed training text does.
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,26 +25,19 @@ def first_tokens(tokenizer: Any, model: str) -> list[int]:
     Raises InputError for a tokenizer with neither.
     """
     if getattr(tokenizer, "chat_template", None) is not None:
-        start = _chat_start(tokenizer)
-        if start:
-            return start
+        # Templates are code of the checkpoint's author: they refuse such a message, raise anything, or change it.
+        with suppress(Exception):
+            text: str = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
+            start, found, _ = text.partition(_MARK)
+            tokens: list[int] = list(tokenizer(start, add_special_tokens=False)["input_ids"])
+            if found and tokens:
+                return tokens
     if tokenizer.bos_token_id is not None:
         return [int(tokenizer.bos_token_id)]
     raise InputError(
-        f"{opt('calibration', 'self')}: expected a tokenizer with a chat template or a BOS token to begin text "
-        "with, found "
-        f"neither in {model}; give {opt('calibration', 'FILE')}"
+        f"{opt('calibration', 'self')}: {model} has neither a chat template nor a BOS token to begin text with; give "
+        f"{opt('calibration', 'FILE')}"
     )
-
-
-def _chat_start(tokenizer: Any) -> list[int]:
-    """The tokens before a user's first words; empty when the template refuses such a message, or changes it."""
-    try:
-        text: str = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
-    except Exception:  # templates are code of the checkpoint's author and raise anything
-        return []
-    start, found, _ = text.partition(_MARK)
-    return list(tokenizer(start, add_special_tokens=False)["input_ids"]) if found else []
 
 
 @torch.no_grad()
@@ -52,9 +46,10 @@ def write_sequences(
 ) -> Tensor:
     """``count`` sequences of ``length`` tokens sampled from ``model`` (loaded by transformers), ``[count, length]``.
 
-    The tokens are drawn on the CPU: equal seeds give equal text. ``advance`` is told the number of tokens of each step.
-    Raises InputError when the model's predictions are not finite.
+    Equal seeds give equal text. ``advance`` is told the number of tokens of each step. Raises InputError when the
+    model's predictions are not finite.
     """
+    # On the CPU, so that the device does not change what is drawn.
     generator = torch.Generator().manual_seed(seed)
     written = []
     for first in range(0, count, _AT_ONCE):
@@ -66,9 +61,8 @@ def write_sequences(
             cache = output.past_key_values
             predicted = output.logits[:, -1].float().softmax(-1).cpu()
             if not torch.isfinite(predicted).all():
-                raise InputError(
-                    f"{opt('calibration', 'self')}: expected finite predictions, found NaN: the model is damaged"
-                )
+                name = opt("calibration", "self")
+                raise InputError(f"{name}: the model predicts NaN, so its weights are damaged; fetch it again")
             latest = torch.multinomial(predicted, 1, generator=generator)
             tokens = torch.cat([tokens, latest], dim=1)
             advance(rows)

@@ -9,34 +9,30 @@ from torch import Tensor
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, one_line, opt
 from kvfold.convert.stream.stock import empty_model
-from kvfold.convert.text.corpus import Document, Render
+from kvfold.convert.text.corpus import Document
 
 _BLOCK = 1 << 16  # characters
-_BATCH = 8 * _BLOCK  # a tokenizer's records take many times the text's memory: small batches
+# A tokenizer's records take many times the text's memory: small batches.
+_BATCH = 8 * _BLOCK
 
 
 def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str, otherwise: str = "") -> Any:
-    """The checkpoint's tokenizer.
+    """The checkpoint's tokenizer. Raises InputError when it has none that transformers can load.
 
-    Raises InputError when it has none that transformers can load; the message says that ``purpose`` needs it and ends
-    with ``otherwise``, an alternative to it.
+    The message says that ``purpose`` needs it and ends with ``otherwise``, an alternative to it.
     """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises whatever its parsers raise
-        empty_model(checkpoint.config, torch.float32)  # it reads config.json first: a bad one is not the tokenizer's
-        reason = one_line(error)
-        if not trust_remote_code and "trust_remote_code" in reason:
-            raise InputError(
-                f"{checkpoint.origin}: {purpose} needs the model's tokenizer: refusing to run the tokenizer code in "
-                f"this checkpoint; review it, then pass {opt('trust_remote_code', True)}" + otherwise
-            ) from error
-        raise InputError(
-            f"{checkpoint.origin}: {purpose} needs the model's tokenizer, found none that loads ({reason[:200]}); "
-            "put its tokenizer files into the folder" + otherwise
-        ) from error
+    # transformers raises whatever its parsers raise.
+    except Exception as error:
+        # It reads config.json first: a bad one is not the tokenizer's fault.
+        empty_model(checkpoint.config, torch.float32)
+        reason = f"none loads ({one_line(error)[:200]}); put its tokenizer files into the folder"
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            reason = f"its code is not run unasked; review it, then pass {opt('trust_remote_code', True)}"
+        raise InputError(f"{checkpoint.origin}: {purpose} needs the model's tokenizer: {reason}{otherwise}") from error
 
 
 def prefix_tokens(tokenizer: Any) -> list[int]:
@@ -49,14 +45,15 @@ def prefix_tokens(tokenizer: Any) -> list[int]:
 
 
 def tokenize(tokenizer: Any, prefix: list[int], documents: Iterable[Document]) -> Iterator[Tensor]:
-    """The tokens of each document, int64, without the ``prefix`` (which a chat template writes itself)."""
+    """The tokens of each document, int64, without the ``prefix``."""
     ids: list[int] = []
     for some in _batches(documents):
         tokenized = tokenizer([block for block, _ in some], add_special_tokens=False, verbose=False)["input_ids"]
         for (_, finished), tokens in zip(some, tokenized, strict=True):
             ids += tokens
             if finished is not None:
-                start = len(prefix) if finished.rendered and prefix and ids[: len(prefix)] == prefix else 0
+                # A chat template writes the prefix itself.
+                start = len(prefix) if finished.rendered and ids[: len(prefix)] == prefix else 0
                 yield torch.tensor(ids[start:], dtype=torch.int64)
                 ids = []
 
@@ -89,16 +86,12 @@ def _blocks(text: str) -> Iterator[str]:
         start = stop
 
 
-def renderer(tokenizer: Any) -> Render:
-    """A function from ``messages`` to text: the tokenizer's chat template. It raises ValueError where there is none."""
-
-    def render(messages: list[Mapping[str, Any]]) -> str:
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ValueError("it has none; give rows with `text` instead")
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
-        return text
-
-    return render
+def render(tokenizer: Any, messages: list[Mapping[str, Any]]) -> str:
+    """The text of ``messages`` by the tokenizer's chat template. Raises ValueError where there is none."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("it has none; give rows with `text` instead")
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    return text
 
 
 def check_vocabulary(tokens: Tensor, vocabulary: int, model: str) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.request import held_out_count
-from kvfold.convert.text.corpus import Split, open_corpus
-from kvfold.convert.text.tokenizer import prefix_tokens, renderer, tokenize
+from kvfold.convert.text.corpus import Corpus, Split, open_corpus, permutation
+from kvfold.convert.text.tokenizer import prefix_tokens, render, tokenize
 
 # Bytes of a text that are read first: several times what most tokenizers need, as windows are drawn from all of it.
 _READ_AT_LEAST = 2 << 20
@@ -59,71 +60,55 @@ def load_calibration(
     what is left of longer ones, are packed with the tokenizer's EOS token between them where it has one.
     Raises InputError, which names the ``option`` that gave ``spec``, for text that is unreadable or too short.
     """
-    kept = held_out_count(samples) if held_out is None else held_out
-    if spec is None or isinstance(spec, str):
-        return _load(spec, tokenizer, (samples, kept, further), seq_len, seed, split, option)
-    if len(spec) > samples:
-        raise InputError(f"{opt('samples')}: expected {len(spec)} or more, one for each {opt(option)}, found {samples}")
-    counts = [  # shares that differ by 1 at most
-        tuple(count // len(spec) + (number < count % len(spec)) for count in (samples, kept, further))
-        for number in range(len(spec))
-    ]
-    parts = [
-        _load(each, tokenizer, count, seq_len, seed, split, option) for each, count in zip(spec, counts, strict=True)
-    ]
-
-    def mixed(tokens: Sequence[Tensor]) -> Tensor:
-        joined = torch.cat(list(tokens))
-        return joined[torch.randperm(len(joined), generator=torch.Generator().manual_seed(seed))]
-
-    return CalibrationTokens(
-        mixed([part.calibration for part in parts]),
-        mixed([part.held_out for part in parts]),
-        " + ".join(part.source for part in parts),
-        hashlib.sha256(" ".join(part.digest for part in parts).encode()).hexdigest(),
-        mixed([part.further for part in parts]),
-    )
+    counts = samples, held_out_count(samples) if held_out is None else held_out, further
+    specs = [spec] if spec is None or isinstance(spec, str) else spec
+    if len(specs) > samples:
+        raise InputError(
+            f"{opt('samples', samples)}: each of {len(specs)} {opt(option)} must give one at least; raise it to "
+            f"{len(specs)}"
+        )
+    names, digests, parts = [], [], []
+    for number, each in enumerate(specs):
+        corpus = open_corpus(each, partial(render, tokenizer), seed, split, option)
+        # Shares that differ by 1 at most.
+        own = [count // len(specs) + (number < count % len(specs)) for count in counts]
+        drawn = _draw(corpus, tokenizer, sum(own[:2]), sum(own), seq_len, seed)
+        parts.append(torch.tensor_split(drawn, [own[0], sum(own[:2])]))
+        names.append(corpus.name)
+        digests.append(corpus.digest())
+    mixed = [torch.cat(each) for each in zip(*parts, strict=True)]
+    if specs is spec:
+        mixed = [each[permutation(len(each), seed)] for each in mixed]
+        digests = [hashlib.sha256(" ".join(digests).encode()).hexdigest()]
+    return CalibrationTokens(mixed[0], mixed[1], " + ".join(names), digests[0], mixed[2])
 
 
-def _load(
-    spec: str | None,
-    tokenizer: Any,
-    counts: tuple[int, ...],
-    seq_len: int,
-    seed: int,
-    split: Split,
-    option: str,
-) -> CalibrationTokens:
-    """Sequences of one text; ``counts`` of calibration, held-out and further ones."""
-    samples, needed = counts[0], counts[0] + counts[1]
-    prefix = prefix_tokens(tokenizer)
+def _draw(corpus: Corpus, tokenizer: Any, needed: int, wanted: int, seq_len: int, seed: int) -> Tensor:
+    """``wanted`` sequences of one text, or as many as there are in what is read to have those ``needed``."""
+    prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int64)
     if seq_len <= len(prefix):
         raise InputError(
             f"{opt('seq_len', seq_len)}: must exceed the {len(prefix)} tokens that begin every text; raise it"
         )
-    corpus = open_corpus(spec, renderer(tokenizer), seed, split, option)
     # Bytes per token are unknown before tokenizing, so more is read until there is enough, or nothing is left.
     limit = max(_READ_AT_LEAST, needed * seq_len * _BYTES_PER_TOKEN)
     while True:
         documents, complete = corpus.documents(limit)
-        tokens = list(tokenize(tokenizer, prefix, documents))
+        tokens = list(tokenize(tokenizer, prefix.tolist(), documents))
         windows = cut(tokens, seq_len - len(prefix), tokenizer.eos_token_id)
         if len(windows) >= needed:
             break
         if complete:
-            found = f"{sum(map(len, tokens))} in {len(tokens)} document{'s' * (len(tokens) != 1)}"
-            message = (
-                f"{corpus.name}: too little text: {needed} sequences of {seq_len} tokens need {needed * seq_len} "
-                f"tokens, found {found}, enough for {len(windows)} sequences"
-            )
+            found = f"{sum(map(len, tokens))} tokens in {len(tokens)} document{'s' * (len(tokens) != 1)}"
             if tokenizer.eos_token_id is None and len(tokens) > 1:
-                message += " (short documents cannot be packed: the tokenizer has no EOS token)"
-            raise InputError(f"{message}; give more text, or lower {opt('samples')} or {opt('seq_len')}")
+                found += ", which cannot be packed as the tokenizer has no EOS token"
+            raise InputError(
+                f"{corpus.name}: too little text, {len(windows)} of {needed} sequences of {seq_len} tokens ({found}); "
+                f"give more text, or lower {opt('samples')} or {opt('seq_len')}"
+            )
         limit *= 4
-    drawn = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[: sum(counts)]]
-    sequences = torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(drawn), -1), drawn], dim=1)
-    parts = sequences[:samples], sequences[samples:needed], sequences[needed:]
-    return CalibrationTokens(parts[0], parts[1], corpus.name, corpus.digest(), parts[2])
+    drawn = windows[permutation(len(windows), seed)[:wanted]]
+    return torch.cat([prefix.expand(len(drawn), -1), drawn], dim=1)
 
 
 def cut(documents: list[Tensor], length: int, eos: int | None) -> Tensor:
@@ -141,7 +126,7 @@ def cut(documents: list[Tensor], length: int, eos: int | None) -> Tensor:
 def check_seq_len(seq_len: int, positions: int, model: str) -> None:
     """Raise InputError when a sequence of ``seq_len`` tokens is longer than the ``positions`` of ``model``."""
     if seq_len > positions:
+        name = opt("seq_len")
         raise InputError(
-            f"{opt('seq_len', seq_len)}: longer than the {positions} positions that {model} is made for; lower "
-            f"{opt('seq_len')}"
+            f"{opt('seq_len', seq_len)}: longer than the {positions} positions that {model} is made for; lower {name}"
         )

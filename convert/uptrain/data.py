@@ -56,9 +56,10 @@ class TokenPlan:
         return _TOKEN_BYTES * (self.held_out * self.length + training)
 
     def made_from(self) -> dict[str, Any]:
-        """Everything that decides the tokens, as JSON; texts by name, size and fingerprint."""
+        """Everything that decides the tokens, as JSON; texts by name, size and digest."""
         texts = [
-            None if text is None else [text.name, text.size, text.fingerprint()] for text in (self.text, self.eval_text)
+            None if text is None else [text.name, text.size, text.digest(sampled=True)]
+            for text in (self.text, self.eval_text)
         ]
         numbers = {name: getattr(self, name) for name in ("vocabulary", "length", "training", "held_out", "seed")}
         special = {"prefix": prefix_tokens(self.tokenizer), "eos": self.tokenizer.eos_token_id}

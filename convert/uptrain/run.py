@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from kvfold.convert.options import takes
 from kvfold.convert.processes import run_on_first, started_first
 from kvfold.convert.stream.stock import hide_bars, load_config, load_model
 from kvfold.convert.text.corpus import Corpus, open_corpus
-from kvfold.convert.text.tokenizer import load_tokenizer, renderer
+from kvfold.convert.text.tokenizer import load_tokenizer, render
 from kvfold.convert.text.windows import check_seq_len
 from kvfold.convert.training.steps import check_constant
 from kvfold.convert.uptrain.arguments import training_arguments
@@ -148,7 +149,7 @@ def _token_plan(request: UptrainRequest, source: Checkpoint, vocabulary: int) ->
     tokenizer = load_tokenizer(source, request.trust_remote_code, "uptraining")
 
     def corpus(spec: str, option: str) -> Corpus:
-        return open_corpus(spec, renderer(tokenizer), request.seed, option=option)
+        return open_corpus(spec, partial(render, tokenizer), request.seed, option=option)
 
     text, eval_text = corpus(request.text, "text"), None
     if request.eval_text is not None and request.eval_every:
