@@ -31,7 +31,9 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str
         empty_model(checkpoint.config, torch.float32)
         reason = f"none loads ({one_line(error)[:200]}); put its tokenizer files into the folder"
         if not trust_remote_code and "trust_remote_code" in str(error):
-            reason = f"its code is not run unasked; review it, then pass {opt('trust_remote_code', True)}"
+            reason = (
+                f"refusing to run the code of the checkpoint's; review it, then pass {opt('trust_remote_code', True)}"
+            )
         raise InputError(f"{checkpoint.origin}: {purpose} needs the model's tokenizer: {reason}{otherwise}") from error
 
 
