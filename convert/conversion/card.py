@@ -18,7 +18,6 @@ from kvfold.convert.conversion.record import engine_cost, rank_sizes, text_name,
 from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.options import command_words, run_only
 from kvfold.convert.request import SELF, ConvertRequest
-from kvfold.convert.targets.engines import Verdict
 
 _CARD = """---
 {front}
@@ -31,7 +30,8 @@ Converted from `{name}` by kvfold {version}: {before} attention became {kind}.
 | | source | this checkpoint |
 |---|---|---|
 | attention | {before} | {kind} |
-{cache}{measured}{ranks}
+| KV-cache elements per token per layer | {cache_before} | {cache} |
+{measured}{ranks}
 ## Use
 
 {usage}
@@ -54,17 +54,20 @@ each tensor came from. The command that makes it again:
 ```
 """
 
+_RANKS = """
+| tensor-parallel ranks | source, elements on each | this checkpoint |
+|---|---|---|
+{rows}
+"""
+
 _UNTOUCHED = "Everything else is the source's, {rest}."
 _TRAINED_ALL = "Everything else was the source's before the uptraining, which changed it."
 _TRAINED_ATTENTION = "Everything else was the source's before the uptraining, which trained the attention alone."
-_BEFORE = "## Before the uptraining"
 
 _REFINED = """
 Then each layer's attention was refined to reproduce the source's residual stream on the calibration text, no labels."""
 _POLISHED = """
 Then all of it was trained together for {steps} steps to give the source's next-token distributions there, no labels."""
-
-_TRAINING_TEXT = "HuggingFaceFW/fineweb-edu:sample-10BT"
 
 _LOAD = """Run in this folder:
 
@@ -121,7 +124,7 @@ _TRAIN = """
 To train it a little further against its source{beside}, on a dataset of the hub (`pip install 'kvfold[train,data]'`):
 
 ```sh
-kvfold uptrain . ../trained --teacher {source} --text {text} --steps 1000
+kvfold uptrain . ../trained --teacher {source} --text HuggingFaceFW/fineweb-edu:sample-10BT --steps 1000
 ```
 """
 
@@ -135,6 +138,12 @@ def model_card(plan: Plan, record: Mapping[str, Any]) -> str:
         rest = f"stored as {request.dtype}"
     elif request.keep_quantized:
         rest = f"{plan.keepable} weights quantized as it has them, byte for byte, and the rest in bfloat16"
+    engines = []
+    for verdict in plan.engines:
+        engine = f"{verdict.engine} {verdict.version} ({'run' if verdict.ran else 'read in its sources, not run'})"
+        how = f"{verdict.how}; instead: `{verdict.instead}`" if verdict.instead else verdict.how
+        engines.append(f"| {engine} | {'yes' if verdict.serves else 'no'} | {verdict.cache or ''} | {how} |")
+    ranks = [f"| {ranks} | {before} | {after} |" for ranks, before, after in rank_sizes(record)]
     polished = record.get("polish", {}).get("kept")
     return _CARD.format(
         front=front_matter(plan.checkpoint),
@@ -142,11 +151,12 @@ def model_card(plan: Plan, record: Mapping[str, Any]) -> str:
         version=versions()["kvfold"],
         before=plan.source_kind,
         kind=plan.layout.kind,
-        cache=f"| KV-cache elements per token per layer | {plan.cache_elements} | {plan.layout.cache_elements} |\n",
+        cache_before=plan.cache_elements,
+        cache=plan.layout.cache_elements,
         measured=_measured(record, source_name(plan)) if "drift" in record else "",
-        ranks=_rank_table(record),
+        ranks=_RANKS.format(rows="\n".join(ranks)) if ranks else "",
         usage=_usage(plan),
-        engines="\n".join(map(_engine_row, plan.engines)),
+        engines="\n".join(engines),
         method=request.chosen_method.card,
         refined=_REFINED if request.refine else "",
         polished=_POLISHED.format(steps=polished) if polished else "",
@@ -210,20 +220,6 @@ little. `kvfold drift {source} .` measures on text that chose nothing.
 """
 
 
-def _rank_table(record: Mapping[str, Any]) -> str:
-    """The cache on tensor-parallel ranks, empty where the heads divide among none."""
-    rows = [f"| {ranks} | {before} | {after} |" for ranks, before, after in rank_sizes(record)]
-    heading = ["", "| tensor-parallel ranks | source, elements on each | this checkpoint |", "|---|---|---|"]
-    return "\n".join([*heading, *rows, ""]) if rows else ""
-
-
-def _engine_row(verdict: Verdict) -> str:
-    evidence = "run" if verdict.ran else "read in its sources, not run"
-    how = f"{verdict.how}; instead: `{verdict.instead}`" if verdict.instead else verdict.how
-    serves = "yes" if verdict.serves else "no"
-    return f"| {verdict.engine} {verdict.version} ({evidence}) | {serves} | {verdict.cache or ''} | {how} |"
-
-
 def _usage(plan: Plan) -> str:
     """The ways to load the result, decode quickly, serve it and train it further."""
     experts, code, latent = plan.result.experts, plan.layout.code, plan.request.to == "mla"
@@ -254,7 +250,7 @@ def _usage(plan: Plan) -> str:
     # `kvfold uptrain` trains a plain model that writes text, of dense weights.
     if plan.checkpoint.config.get("model_type") not in WRAPPERS and not plan.request.keep_quantized:
         beside = "" if plan.checkpoint.hub_id else ", whose folder lies beside this one"
-        parts.append(_TRAIN.format(source=source_name(plan), text=_TRAINING_TEXT, beside=beside))
+        parts.append(_TRAIN.format(source=source_name(plan), beside=beside))
     return "".join(parts)
 
 
@@ -280,11 +276,10 @@ def trained_card(card: str, name: str, section: str, *, attention_only: bool) ->
 
     ``section`` tells of the training. Bytes are no longer said to be the source's.
     """
-    found = re.match(r"(---\n.*?\n---\n)?\s*(#[^\n]*\n)?(.*)", card, re.DOTALL)
-    front, title, rest = ("", "", card) if found is None else (found[1] or "", found[2] or "", found[3])
+    front, title, rest = re.findall(r"\A(---\n.*?\n---\n)?\s*(#[^\n]*\n)?(.*)", card, re.DOTALL)[0]
     title = f"{title.rstrip()}, trained further" if title else f"# {name}"
     bytes_of_source = re.escape(_UNTOUCHED).replace(r"\{rest\}", "[^.]*")
     rest = re.sub(bytes_of_source, _TRAINED_ATTENTION if attention_only else _TRAINED_ALL, rest)
     rest = rest.replace("| source | this checkpoint |", "| source | before the uptraining |")
-    before = f"\n{_BEFORE}\n\n{rest.strip()}\n" if rest.strip() else ""
+    before = f"\n## Before the uptraining\n\n{rest.strip()}\n" if rest.strip() else ""
     return f"{front}\n{title}\n\n{section.strip()}\n{before}".lstrip("\n")

@@ -12,13 +12,19 @@ from functools import partial
 from pathlib import Path
 
 from kvfold.convert import processes
-from kvfold.convert.conversion.calibration import held_out_error, hidden_states, load_tokens
 from kvfold.convert.conversion.journal import Journal
-from kvfold.convert.conversion.latent import candidate, fitted_latent, spectrum_note, survey_layers
+from kvfold.convert.conversion.latent import candidate, fitted_latent, resolve, spectrum_note, survey_layers
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.source import fold_context, fold_rotary, source_layer, source_stream
-from kvfold.convert.conversion.splits import resolve
-from kvfold.convert.conversion.student import Converted, StudentWalk
+from kvfold.convert.conversion.source import (
+    fold_context,
+    fold_rotary,
+    held_out_error,
+    hidden_states,
+    load_tokens,
+    source_layer,
+    source_stream,
+)
+from kvfold.convert.conversion.student import Made, StudentWalk
 from kvfold.convert.methods.registry import DEFAULT_OBJECTIVE, Fitted, FoldLayer, Notes, find_objective
 from kvfold.convert.progress import Stages
 from kvfold.convert.transforms.fold.grouping import Pairs, contiguous
@@ -38,18 +44,19 @@ class Layers:
     walk: StudentWalk | None = None
     choices: Notes = field(default_factory=dict)
 
-    def converted(self, journal: Journal) -> Iterator[Converted]:
+    def converted(self, journal: Journal) -> Iterator[Made]:
         """The layers in order, without those that ``journal`` has finished. InputError for non-finite weights."""
         if self.walk is None:
             # Each process makes the layers that it writes.
             for index in journal.pending:
                 weights = self.fit(index, None).weights
-                yield Converted(index, self.plan.layout.encode(index, weights), {})
+                yield self.plan.layout.encode(index, weights), {}
             return
         for step in self.walk.steps:
             # Statistics are sums over all processes; one fit for all of them keeps their students equal.
             fitted = processes.from_first(partial(self.fit, step.index, step))
-            yield self.walk.convert(step, fitted.weights, fitted.notes)
+            tensors, notes = self.walk.convert(step, fitted.weights)
+            yield tensors, {**fitted.notes, **notes}
 
 
 @contextmanager
@@ -71,8 +78,10 @@ def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
                 yield Layers(plan, partial(fitted_fold, plan), walk)
                 return
             # All layers share their rotary frequencies, so every layer is surveyed before any is converted. In memory
-            # are small tables only; the statistics are in files.
-            with _folder(scratch / ".survey") as folder:
+            # are small tables only; the statistics are in files that the first process alone reads.
+            folder = scratch / ".survey"
+            folder.mkdir(exist_ok=True)
+            try:
                 surveyed = survey_layers(plan, source, tokens, folder, stages, keep)
                 chosen, choices = resolve(plan, surveyed, stages)
 
@@ -82,17 +91,9 @@ def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
 
                 walk = StudentWalk(chosen.plan, source, tokens, statistics=False, keep=keep)
                 yield Layers(chosen.plan, fit, walk, choices)
-
-
-@contextmanager
-def _folder(path: Path) -> Iterator[Path]:
-    """A folder that is gone after the block; the first of several processes alone writes it."""
-    path.mkdir(exist_ok=True)
-    try:
-        yield path
-    finally:
-        if processes.is_first():
-            shutil.rmtree(path)
+            finally:
+                if processes.is_first():
+                    shutil.rmtree(folder)
 
 
 def fitted_fold(plan: Plan, index: int, step: Step | None = None, shared: dict[bool, Pairs] | None = None) -> Fitted:

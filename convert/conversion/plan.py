@@ -276,11 +276,10 @@ def check_kv_heads(kv_heads: int, geometry: Geometry, allow_growth: bool) -> Non
             "the model is MQA already, with one key/value head, so nothing would shrink; `kvfold inspect` lists what "
             f"it can become ({opt('allow_growth', True)} converts all the same)"
         )
-    if kv_heads == present and not allow_growth:
+    allowed = [present, *possible] if allow_growth else possible
+    if kv_heads not in allowed:
+        growth = f", or add {opt('allow_growth', True)}" if kv_heads == present else ""
         raise InputError(
-            f"{opt('kv_heads', kv_heads)}: the model has {present} key/value heads already, so nothing would shrink; "
-            f"use {', '.join(map(str, possible))} ({opt('allow_growth', True)} converts all the same)"
+            f"{opt('kv_heads', kv_heads)} must divide the {present} key/value heads and be fewer; use "
+            f"{', '.join(map(str, allowed))}{growth}"
         )
-    if kv_heads not in (present, *possible):
-        allowed = ", ".join(map(str, possible or [present]))
-        raise InputError(f"{opt('kv_heads', kv_heads)} must divide the {present} key/value heads; use {allowed}")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from kvfold.convert import processes
@@ -80,6 +81,24 @@ def headline(plan: Plan) -> str:
     )
 
 
+def summary_text(plan: Plan, record: Mapping[str, Any], written: Path, seconds: float) -> str:
+    """The conversion in a line, its cost and what was chosen, what was written, and what to do next."""
+    request, size = plan.request, sum(tensor.nbytes for tensor in plan.tensors)
+    lines = [
+        headline(plan),
+        cost_text(record),
+        chosen_text(plan, record),
+        groups_text(plan, record),
+        ranks_text(record),
+        padding_text(plan),
+        engine_cost(record),
+        f"wrote {written}: {bytes_text(size)} in {seconds:.1f} s",
+        engines_text(plan),
+        f"next: kvfold drift {request.model} {request.out} --text FILE measures it on text of yours",
+    ]
+    return "\n".join(filter(None, lines))
+
+
 def cost_text(record: Mapping[str, Any]) -> str:
     """What the conversion cost on held-out text, in a line; empty where nothing was measured."""
     if (drift := record.get("drift")) is None:
@@ -144,7 +163,7 @@ def groups_text(plan: Plan, record: Mapping[str, Any]) -> str:
 
 
 def rank_sizes(record: Mapping[str, Any]) -> list[tuple[str, int, int]]:
-    """Tensor-parallel ranks that both models can be shared out to, and the cached elements of both on each."""
+    """Numbers of tensor-parallel ranks that both models divide among, and the cached elements of both on each."""
     before, after = (record.get("cache_elements_per_rank", {}).get(name, {}) for name in ("from", "to"))
     return [(ranks, before[ranks], after[ranks]) for ranks in before if ranks in after and ranks != "1"]
 

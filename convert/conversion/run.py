@@ -22,23 +22,12 @@ from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, resumable
 from kvfold.convert.conversion.memory import check_memory, check_spill, free_disk, needs_of
 from kvfold.convert.conversion.plan import Plan, check_processes, dense_dtype, described, make_plan
-from kvfold.convert.conversion.record import (
-    chosen_text,
-    cost_text,
-    engine_cost,
-    engines_text,
-    groups_text,
-    headline,
-    padding_text,
-    plan_text,
-    ranks_text,
-)
+from kvfold.convert.conversion.record import headline, plan_text, summary_text
 from kvfold.convert.conversion.record import record as record_of
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import SELF, ConvertRequest
-from kvfold.convert.sizes import bytes_text
 from kvfold.convert.text.corpus import check_sources
 
 if TYPE_CHECKING:
@@ -89,20 +78,7 @@ class Conversion:
         """The plan of a dry run; otherwise the conversion in a line, the cost of its layout, and what was written."""
         if self.written is None or self.seconds is None:
             return plan_text(self.plan)
-        request, size = self.plan.request, sum(tensor.nbytes for tensor in self.plan.tensors)
-        lines = [
-            headline(self.plan),
-            cost_text(self.record),
-            chosen_text(self.plan, self.record),
-            groups_text(self.plan, self.record),
-            ranks_text(self.record),
-            padding_text(self.plan),
-            engine_cost(self.record),
-            f"wrote {self.written}: {bytes_text(size)} in {self.seconds:.1f} s",
-            engines_text(self.plan),
-            f"next: kvfold drift {request.model} {request.out} --text FILE measures it on text of yours",
-        ]
-        return "\n".join(filter(None, lines))
+        return summary_text(self.plan, self.record, self.written, self.seconds)
 
 
 @takes(ConvertRequest)
@@ -209,13 +185,13 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Cal
             with writer.copying_rest(plan.checkpoint, wrote):
                 if layers.walk is not None:
                     layers.walk.walk_again(journal, stages)
-                for layer in stages.over("convert", layers.converted(journal), count, "layer", done):
-                    wrote(writer.write_own(layer.tensors))
+                for tensors, notes in stages.over("convert", layers.converted(journal), count, "layer", done):
+                    wrote(writer.write_own(tensors))
                     # The others start over when they are killed: they take as long as a copy of the model.
                     if plan.request.calibrated:
                         writer.sync()
                         processes.gathered(None)
-                        journal.note(layer.notes)
+                        journal.note(notes)
             writer.finish()
             made = processes.gathered(hashes())
         measured = None
@@ -232,37 +208,27 @@ def _complete(
     write_index(folder, plan.shards)
     write_file(folder / "config.json", dump(plan.config))
     if plan.request.polish:
-        from kvfold.convert.conversion.polishing import polish
+        from kvfold.convert.conversion.student import polish
 
         assert measured is not None  # a request to polish is calibrated
         measured, hashes = polish(plan, measured, folder, stages), {}
-    with stages("checking what was written"):
-        record = _write_side_files(plan, measured, hashes, folder)
-    forget(folder)
-    plan.checkpoint.check_unchanged()
-    return record, None if measured is None else measured.drift
-
-
-def _write_side_files(
-    plan: Plan, measured: "Calibrated | None", hashes: Mapping[str, str], folder: Path
-) -> dict[str, Any]:
-    """Tokenizer and license files, modeling code, the model card and ``kvfold.json``, whose content is returned."""
+    # Tokenizer and license files, and the modeling code, which is found without importing it: it needs torch.
     for path in plan.checkpoint.extra_files():
         place = folder / path.relative_to(plan.checkpoint.folder)
         place.parent.mkdir(exist_ok=True)
         write_file(place, read_bytes(path))
-    if plan.layout.code is not None:
-        # Found without importing it: it needs torch.
-        spec = find_spec(plan.layout.code)
-        assert spec is not None
-        assert spec.origin is not None
-        write_file(folder / Path(spec.origin).name, Path(spec.origin).read_bytes())
-    # A calibrated conversion is read back first: its record holds the loss of the files on disk too.
-    record = record_of(plan, {} if measured is None else measured.record(folder))
-    write_file(folder / "README.md", model_card(plan, record))
-    record["files"] = file_hashes(folder, known=hashes)
-    write_file(folder / RECORD, dump(record))
-    return record
+    if plan.layout.code is not None and (spec := find_spec(plan.layout.code)) is not None:
+        code = Path(str(spec.origin))
+        write_file(folder / code.name, code.read_bytes())
+    with stages("checking what was written"):
+        # A calibrated conversion is read back: its record holds the loss of the files on disk too.
+        record = record_of(plan, {} if measured is None else measured.record(folder))
+        write_file(folder / "README.md", model_card(plan, record))
+        record["files"] = file_hashes(folder, known=hashes)
+        write_file(folder / RECORD, dump(record))
+    forget(folder)
+    plan.checkpoint.check_unchanged()
+    return record, None if measured is None else measured.drift
 
 
 def _log(done: Conversion) -> None:

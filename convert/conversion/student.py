@@ -1,4 +1,4 @@
-"""The student of a conversion: its walk beside the source, the refinement of its layers, and what was measured of it.
+"""The student of a conversion: its walk beside the source, refinement, polishing, and what was measured of it.
 
 The student is always run from what the output's files will hold: transformed weights are encoded to the files' tensors
 and rounded to their dtypes before a layer of the student is built from them. So a candidate is judged, a layer refined
@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,36 +19,35 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvfold.attention.drift.compare import compare_predictions
+from kvfold.attention.drift.compare import compare, compare_predictions
 from kvfold.attention.drift.report import DriftReport, report_of
-from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion.calibration import hidden_states, own_sequences
-from kvfold.convert.conversion.journal import Journal
-from kvfold.convert.conversion.latent import SPECTRUM, spectrum_record
+from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
+from kvfold.convert.checkpoint.tensors import torch_dtype
+from kvfold.convert.checkpoint.writer import ShardWriter
+from kvfold.convert.conversion.journal import POLISH_STATE, Journal
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.source import source_heads
+from kvfold.convert.conversion.source import hidden_states, own_sequences, source_heads
+from kvfold.convert.device import training_autocast
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.methods.registry import Notes
 from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens
+from kvfold.convert.training.budget import steps_of
+from kvfold.convert.training.fit import FitResult
+from kvfold.convert.training.polish import ModelTrainee, Text
+from kvfold.convert.training.polish import polish as train
 from kvfold.convert.training.refine import AUTO_STEPS, MIN_GAIN, ROUND, Refinement, refine_layer
+from kvfold.convert.training.steps import check_constant, has_constant
 from kvfold.convert.walk.hidden import Keep
 from kvfold.convert.walk.output_fit import AttentionUpdate, refit_output
 from kvfold.convert.walk.passes import chunk_size, last_states
 from kvfold.convert.walk.walk import Step, Student, Teacher, Walk
 
+SPECTRUM = "latent_spectrum"
+Made = tuple[Mapping[str, Tensor], Notes]
 # Relative. What is written was rounded in memory too, so only the order of sums differs.
 _AGREE = 1e-3
-
-
-@dataclass(frozen=True)
-class Converted:
-    """A converted layer: its tensors, named and shaped as in the output's files, and notes for ``kvfold.json``."""
-
-    index: int
-    tensors: Mapping[str, Tensor]
-    notes: Notes
 
 
 @dataclass(frozen=True)
@@ -153,20 +152,17 @@ class StudentWalk(Walk):
         for step in stages.over("again", itertools.islice(self.steps, done), done, "layer") if done else ():
             step.convert(journal.finished(step.index))
 
-    def convert(self, step: Step, weights: Any, notes: Notes | None = None) -> Converted:
-        """Encode transformed ``weights`` as the target stores them and take the walk past the layer.
-
-        Those of methods that read text get the output projection that fits the student; they are refined where the
-        request says so.
-        """
-        tensors, made = self.made(step, weights)
+    def convert(self, step: Step, weights: Any) -> Made:
+        """`made`, and the walk goes past the layer."""
+        tensors, notes = self.made(step, weights)
         step.convert(tensors)
-        return Converted(step.index, tensors, {**(notes or {}), **made})
+        return tensors, notes
 
-    def made(self, step: Step, weights: Any) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-        """The layer's tensors as they will be stored, and notes on how they came about."""
+    def made(self, step: Step, weights: Any) -> Made:
+        """The layer's tensors, named and shaped as in the output's files, and notes for ``kvfold.json``."""
         encode, notes = partial(self._plan.layout.encode, step.index), dict[str, Any]()
         if self._refits:
+            # The output projection is fitted to the student's stream, which has the errors of the layers before.
             weights, fit = refit_output(step, weights, encode, self._refinement.update)
             notes = {} if fit is None else {"output_fit": fit.record()}
         tensors, steps = encode(weights), self._refinement.steps
@@ -195,7 +191,10 @@ class StudentWalk(Walk):
         names = dict.fromkeys(name for each in notes for name in each)
         made: dict[str, Any] = {name: [each[name] for each in notes if name in each] for name in names}
         if SPECTRUM in made and self._plan.latent is not None:
-            made[SPECTRUM] = spectrum_record(made[SPECTRUM], self._plan.latent.channels)
+            # The mean spectrum, and what each layer loses.
+            mean = torch.tensor([each["sorted"] for each in made[SPECTRUM]], dtype=torch.float64).mean(0)
+            channels, lost = self._plan.latent.channels, [each["lost"] for each in made[SPECTRUM]]
+            made[SPECTRUM] = {"channels": channels, "sorted": mean.tolist(), "lost": lost}
         drift = report_of(self.measurement(), self._source, self._target.stream, self._tokens.held_out)
         return Calibrated(self._tokens, drift, {**choices, **made}, self._source, self._plan.request.spill)
 
@@ -209,3 +208,66 @@ def refinement(plan: Plan, steps: int | str) -> Refinement:
         return Refinement(steps, plan.request.seed, update, update)
     # DeepSeek's layers add their attention as it is: scales and norms of the source are in its weights.
     return Refinement(steps, plan.request.seed, update, constant=plan.latent.constant)
+
+
+def polish(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages) -> Calibrated:
+    """Train all converted attention of the checkpoint in ``folder`` together; its files then hold the result.
+
+    ``calibrated`` has the text and the source; returned are the same with the drift of the result. A resumed run goes
+    on from the last round of the one that was killed.
+    """
+    source, tokens = calibrated.stream, calibrated.tokens
+    with closing(open_checkpoint(folder)) as written:
+        polished = _train(plan, written, calibrated, folder / POLISH_STATE, stages)
+        if has_constant(written):
+            check_constant(polished.tensors, written)
+    if polished.kept:
+        # Every tensor counts as written: the trained ones are replaced in the files that are there.
+        writer = ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.tensors])
+        writer.write_own(polished.tensors)
+        writer.sync()
+    record = {
+        "before": polished.errors[0],
+        "after": min(polished.errors),
+        "steps": polished.steps,
+        "kept": polished.kept,
+        "sequences": len(tokens.training),
+    }
+    with stages("measuring"), written_stream(folder, source) as student:
+        measured = compare(source, student, tokens.held_out, chunk_size(source.device, tokens.held_out.shape[1]))
+        drift = report_of(measured, source, student, tokens.held_out)
+    return replace(calibrated, drift=drift, choices={**calibrated.choices, "polish": record})
+
+
+@torch.no_grad()
+def source_text(source: CheckpointStream, tokens: Tensor, autocast: torch.dtype | None) -> Text:
+    """``tokens`` with the source's residual streams after its last layer, in the precision of training."""
+    with torch.autocast(source.device.type, autocast, enabled=autocast is not None):
+        states = last_states(source, tokens)
+    return Text(tokens, torch.cat([hidden.to(autocast or hidden.dtype) for hidden in states]))
+
+
+def _train(plan: Plan, written: Checkpoint, calibrated: Calibrated, saved: Path, stages: Stages) -> FitResult:
+    source, request = calibrated.stream, plan.request
+    autocast = training_autocast(written, source.device)
+    with stages("running the source over the text to polish on"):
+        training, held_out = (
+            source_text(source, tokens, autocast) for tokens in (calibrated.tokens.training, calibrated.tokens.held_out)
+        )
+    dtypes = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.layout.tensors}
+    trained = {name: dtypes[name] for names in plan.layout.computed for name in names}
+    constant = has_constant(written)
+    trainee = ModelTrainee(written.config, written.read, dtypes, trained, source.device, autocast, constant=constant)
+    steps, done = steps_of(request.polish), 0
+    with stages("polish", steps, "step") as advance:
+
+        def progress(step: int, error: float) -> None:
+            nonlocal done
+            advance(step - done)
+            done = step
+            if not request.quiet:
+                line = f"polished {step}/{steps} steps: KL {error:.5f} nats on held-out tokens"
+                tqdm.write(line, file=sys.stderr)
+
+        saved_at = saved if request.resume else None
+        return train(trainee, training, held_out, steps, seed=request.seed, saved=saved_at, progress=progress)

@@ -3,7 +3,7 @@
 ::
 
     survey     source alone over the calibration text: statistics, rotary slots    (only where a target is MLA)
-    splits     of budgets, by trials in a few layers               conversion/splits.py
+    splits     of budgets, by trials in a few layers               conversion/latent.py
     sweep      for lesson in teacher.layers():        one layer of the source, its attention's results kept
                    for each target:                    fit, output fit, --refine: as in `kvfold convert`
                        its student passes the layer
@@ -23,13 +23,11 @@ from pathlib import Path
 
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.conversion.calibration import load_tokens
-from kvfold.convert.conversion.latent import Survey, fitted_latent, survey_layers
+from kvfold.convert.conversion.latent import Candidate, Survey, choose_split, fitted_latent, split_record, survey_layers
 from kvfold.convert.conversion.layers import fitted_fold
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
-from kvfold.convert.conversion.source import source_heads, source_stream
-from kvfold.convert.conversion.splits import Split, choose_split, split_record
+from kvfold.convert.conversion.source import load_tokens, source_heads, source_stream
 from kvfold.convert.conversion.student import StudentWalk
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.families.model import model_of
@@ -55,7 +53,7 @@ _SHARED = ("model", "calibration", "samples", "seq_len", "seed", "refine", "devi
 
 @dataclass
 class _SweepStudent:
-    """The student of a target, with its ``split`` if it is MLA.
+    """The student of a target, with its ``split`` if it is MLA, and the splits that were ``tried`` for a budget.
 
     ``seconds``: spent on it alone; ``distances``: of its residual stream from the source's, layer by layer.
     """
@@ -63,7 +61,8 @@ class _SweepStudent:
     options: TargetOptions
     plan: Plan
     walk: StudentWalk
-    split: Split | None
+    split: Candidate | None
+    tried: Sequence[Candidate]
     seconds: float = 0.0
     distances: list[float] = field(default_factory=list)
 
@@ -92,7 +91,7 @@ class _SweepStudent:
             elements=self.plan.layout.cache_elements,
             measured=measured,
             seconds=self.seconds,
-            splits=[] if self.split is None else [split_record(each) for each in self.split.tried],
+            splits=[split_record(each) for each in self.tried],
             distances=tuple(self.distances),
         )
 
@@ -182,10 +181,10 @@ def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path
     )
     students = []
     for options, plan in zip(chosen, plans, strict=True):
-        split = next(splits) if plan.latent is not None else None
-        resolved = plan if split is None else split.option.plan
+        split, tried = next(splits) if plan.latent is not None else (None, [])
+        resolved = plan if split is None else split.plan
         walk = StudentWalk(resolved, stream, tokens, statistics=False, teacher=teacher)
-        students.append(_SweepStudent(options, resolved, walk, split))
+        students.append(_SweepStudent(options, resolved, walk, split, tried))
     _fit_layers(students, teacher, surveyed, stages)
     with stages("measuring"):
         return Sweep(source, tuple(student.result() for student in students))
@@ -204,6 +203,6 @@ def _fit_layers(students: Sequence[_SweepStudent], teacher: Teacher, surveyed: S
                     if student.split is None or surveyed is None:
                         fitted = fitted_fold(student.plan, step.index, step, shared)
                     else:
-                        fitted = fitted_latent(student.split.option, step.index, step, surveyed)
+                        fitted = fitted_latent(student.split, step.index, step, surveyed)
                     student.distances.append(step.follow(student.walk.made(step, fitted.weights)[0]))
                 advance(1)

@@ -33,11 +33,11 @@ from transformers import AutoTokenizer
 from kvfold.attention.drift.recording import LayerOutput
 from kvfold.convert import ConvertRequest
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion.calibration import load_tokens
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.conversion.source import (
     fold_context,
     fold_rotary,
+    load_tokens,
     source_layer,
     source_rotary,
     source_stream,

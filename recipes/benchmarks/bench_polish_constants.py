@@ -20,7 +20,7 @@ import torch
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion import polishing
+from kvfold.convert.conversion.student import source_text
 from kvfold.convert.data import demo_folder
 from kvfold.convert.device import training_autocast
 from kvfold.convert.stream.stream import CheckpointStream
@@ -64,7 +64,7 @@ def prepared(
             written.config, written.read, written.tensors, trained, device, autocast, constant=constant
         )
 
-    training, held_out = (polishing._text(stream, part, autocast) for part in (tokens.calibration, tokens.held_out))
+    training, held_out = (source_text(stream, part, autocast) for part in (tokens.calibration, tokens.held_out))
     return make, training, held_out
 
 

@@ -25,7 +25,7 @@ from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder, read_text
 
 REFINE, FIT = "convert.training.refine", "convert.training.fit"
-WALK, TRIALS = "convert.walk.walk", "convert.conversion.splits"
+WALK, TRIALS = "convert.walk.walk", "convert.conversion.latent"
 SMALL: dict[str, Any] = {"samples": 64, "seq_len": 64}
 RUNS: dict[str, dict[str, Any]] = {
     "MQA, 40 steps": {"to": "mqa", "refine": 40, **SMALL},

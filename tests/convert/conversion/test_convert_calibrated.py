@@ -13,7 +13,7 @@ from helpers.checkpoints import stock_model, tensors
 from transformers import AutoTokenizer
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, sweep_checkpoint
-from kvfold.convert.conversion import splits
+from kvfold.convert.conversion import latent as splits
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of

@@ -9,7 +9,7 @@ from helpers.checkpoints import tensors
 from kvfold.convert import ConvertRequest, InputError, convert_checkpoint, device, host
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.writer import ShardWriter
-from kvfold.convert.conversion import memory, polishing, splits
+from kvfold.convert.conversion import latent, memory, student
 from kvfold.convert.data import demo_folder
 from kvfold.convert.device import free_memory, training_autocast
 from kvfold.convert.targets.mla.tensors import CONSTANT, norm_weight
@@ -37,7 +37,7 @@ def convert(out, model, **options):
     ids=["latent", "mean", "engine", "svd"],
 )
 def test_polishing_brings_the_model_closer_and_changes_attention_alone(tiny_reader, tmp_path, options, monkeypatch):
-    monkeypatch.setattr(splits, "_TRIAL_STEPS", 1)
+    monkeypatch.setattr(latent, "_TRIAL_STEPS", 1)
     record = convert(tmp_path / "polished", tiny_reader, **options, polish=4)
     polish = record["polish"]
     assert (polish["steps"], polish["kept"]) == (4, 4)
@@ -117,7 +117,7 @@ def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(training.ModelTrainee, "backward", counted)
-        patch.setattr(polishing, "ShardWriter", HalfWritten)
+        patch.setattr(student, "ShardWriter", HalfWritten)
         with pytest.raises(RuntimeError, match="killed"):
             convert(tmp_path / "out", tiny_reader, **POLISHED, resume=True)
     assert len(steps) == (3 if killed == "in a round" else 5)

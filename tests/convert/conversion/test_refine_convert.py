@@ -7,7 +7,7 @@ import torch
 from helpers.checkpoints import tensors
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.conversion import splits
+from kvfold.convert.conversion import latent
 from kvfold.convert.data import demo_folder
 from kvfold.convert.targets.mla.tensors import CONSTANT, norm_weight
 
@@ -39,7 +39,7 @@ def test_refinement_brings_a_trained_model_closer(tmp_path, options):
     ids=["mean", "svd", "engine"],
 )
 def test_any_start_can_be_refined(tiny_reader, tmp_path, options, monkeypatch):
-    monkeypatch.setattr(splits, "_TRIAL_STEPS", 1)
+    monkeypatch.setattr(latent, "_TRIAL_STEPS", 1)
     first = convert(tmp_path / "out", tiny_reader, **options, refine=6)["refinement"][0]
     assert first["kept"] == 6
     assert first["after"] < first["before"]

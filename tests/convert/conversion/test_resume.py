@@ -120,7 +120,7 @@ def test_an_error_during_a_resumable_run_keeps_what_was_done(tmp_path, request_o
 def fail_at_the_end(options):
     """Run ``options`` until all layers are finished, and fail then."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "_write_side_files", Mock(side_effect=RuntimeError("the disk went away")))
+        patch.setattr(run, "model_card", Mock(side_effect=RuntimeError("the disk went away")))
         with pytest.raises(RuntimeError, match="went away"):
             convert_checkpoint(ConvertRequest(**options))
 

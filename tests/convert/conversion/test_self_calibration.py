@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
-from kvfold.convert.conversion import calibration, journal, memory
+from kvfold.convert.conversion import journal, memory, source
 from kvfold.convert.data import demo_folder
 
 MQA = {"to": "mqa", "group": "contiguous", "calibration": "self", "samples": 6, "seq_len": 24, "quiet": True}
@@ -49,7 +49,7 @@ def test_a_resumed_run_finds_its_text_and_gives_the_bytes_of_an_unbroken_one(
     with pytest.raises(RuntimeError, match="killed"):
         convert(tmp_path / "out", tiny_reader, resume=True)
     with monkeypatch.context() as patch:
-        patch.setattr(calibration, "write_sequences", lambda *_: pytest.fail("the text was written again"))
+        patch.setattr(source, "write_sequences", lambda *_: pytest.fail("the text was written again"))
         convert(tmp_path / "out", tiny_reader, resume=True)
     assert noted == [0, 1, 2, 3]
     for file in unbroken.iterdir():
@@ -63,7 +63,7 @@ def test_what_cannot_be_is_said_before_anything_is_written(tmp_path, monkeypatch
     (model / "tokenizer_config.json").write_text(json.dumps(bare))
     with pytest.raises(InputError, match="--calibration self: expected a tokenizer with a chat template or a BOS"):
         convert(tmp_path / "out", model)
-    monkeypatch.setattr(calibration, "first_tokens", lambda *_: [1, 2])
+    monkeypatch.setattr(source, "first_tokens", lambda *_: [1, 2])
     with pytest.raises(InputError, match="--seq-len 2: must exceed the 2 tokens that begin every text; raise it"):
         convert(tmp_path / "out", seq_len=2)
     monkeypatch.setattr(memory, "free_bytes", lambda plan: 1 << 20)
