@@ -16,7 +16,6 @@ from kvfold.convert.console import (
     check_writable,
     request_options,
     run_command,
-    write_text,
 )
 from kvfold.convert.measure.bench_command import bench
 from kvfold.convert.measure.eval_command import evaluate
@@ -105,9 +104,7 @@ _result_files = (
 
 @kvfold.command(cls=PanelCommand, short_help="Convert MODEL to a smaller KV cache, into the folder OUT.")
 @request_options(
-    ConvertRequest,
-    before={"allow_growth": [_recipe], "trust_remote_code": _result_files},
-    build=_convert_request,
+    ConvertRequest, before={"allow_growth": [_recipe], "trust_remote_code": _result_files}, build=_convert_request
 )
 def convert(request: ConvertRequest, json_file: str | None, report: str | None) -> None:
     """Convert MODEL and write the result to the folder OUT."""
@@ -150,11 +147,9 @@ def drift(request: DriftRequest, json_file: str | None, report: str | None) -> N
     from kvfold.convert.measure.drift import drift_checkpoints, drift_table, heading
 
     measured = drift_checkpoints(request)
-    if json_file is not None:
-        write_text(json_file, measured.to_json())
     if report is not None:
         write_report(drift_page(measured.to_dict(), heading(measured)), report)
-    click.echo(drift_table(measured), err=json_file == STDOUT)
+    tell(json_file, measured.to_dict, drift_table(measured))
 
 
 @kvfold.command(short_help="Check that OUT is what was written: hashes, shapes, finite numbers.")

@@ -47,23 +47,18 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def training_autocast(checkpoint: Checkpoint, device: torch.device) -> torch.dtype | None:
-    """The dtype of the matrix products of training, for ``torch.autocast``; None for float32 everywhere.
-
-    bfloat16 for checkpoints stored in 16 bit (bfloat16 on a CPU), where the device has units for it: a CPU without them
-    is slower in bfloat16 than in float32.
-    """
+    """bfloat16 for the matrix products of training under ``torch.autocast``, or None for float32 everywhere."""
     stored = stored_dtype(checkpoint)
+    # A CPU without units for bfloat16 is slower in it than in float32.
     if device.type == "cpu":
         return torch.bfloat16 if stored == torch.bfloat16 and has_bfloat16_units() else None
     return torch.bfloat16 if stored != torch.float32 and torch.cuda.is_bf16_supported() else None
 
 
 def bfloat16_pays(device: torch.device, stored: Iterable[torch.dtype]) -> bool:
-    """True if a training step with weights of these ``stored`` dtypes is to run under ``torch.autocast`` in bfloat16.
-
-    Weights that are stored in bfloat16 lose nothing by it; activations and gradients are rounded to 8 bits, while the
-    residual stream, its norms and the masters stay float32. Held-out sequences are always judged in float32.
-    """
+    """True if a training step with weights of the dtypes ``stored`` is to run in bfloat16 under ``torch.autocast``."""
+    # Weights that are stored in bfloat16 lose nothing by it; activations and gradients are rounded to 8 bits, while the
+    # residual stream, its norms and the masters stay float32. Held-out sequences are always judged in float32.
     return device.type == "cpu" and has_bfloat16_units() and set(stored) == {torch.bfloat16}
 
 

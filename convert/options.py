@@ -29,33 +29,27 @@ _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 class Option:
     """One option. A field says the first part by `option`, ``specs`` fills in the rest from its name, default and type.
 
-    ``least`` and ``below`` bound a number, ``check`` returns the rule that a value of the right type breaks, ``rule``
-    is said for a wrong type or range. ``panel`` heads this option and those after it in ``--help``. ``targets``: values
-    of ``to`` that the option goes with. ``runs``: says where and how to run, so it is no part of a recipe or a record.
-    ``argument``: has no ``--`` on the command line.
-
-    ``kinds`` are those of bool, int, float and str that it takes, ``words`` those that a Literal allows. ``many``: it
-    takes one text or several. ``each``: it takes a tuple of this type, or one text with commas.
+    ``check`` returns the rule that a value of the right type breaks, ``rule`` is said for a wrong type or range.
     """
 
     help: str = ""
-    panel: str | None = None
+    panel: str | None = None  # heads this option and those after it in --help
     metavar: str | None = None
     spellings: tuple[str, ...] = ()
     least: float | None = None
     below: float | None = None
     check: Callable[[Any], str | None] | None = None
     rule: str | None = None
-    targets: tuple[str, ...] = ()
-    runs: bool = False
-    argument: bool = False
+    targets: tuple[str, ...] = ()  # values of ``to`` that it goes with
+    runs: bool = False  # says where and how to run: no part of a recipe or a record
+    argument: bool = False  # without -- on the command line
 
     name: str = ""
     default: Any = None
-    kinds: tuple[type, ...] = ()
-    words: tuple[str, ...] = ()
-    many: bool = False
-    each: type | None = None
+    kinds: tuple[type, ...] = ()  # those of bool, int, float and str that it takes
+    words: tuple[str, ...] = ()  # of a Literal
+    many: bool = False  # takes one text or several
+    each: type | None = None  # takes a tuple of this type, or one text with commas
 
     def plain(self, value: Any) -> Any:
         """``value`` with paths as text; a list becomes a tuple, one of a single text that text, an empty one None."""

@@ -14,13 +14,11 @@ from typing import Any
 
 from kvfold.convert.errors import InputError, as_keyword, did_you_mean, one_line, opt, worded
 from kvfold.convert.methods.registry import methods_of
-from kvfold.convert.options import Option, run_only, specs, value_problems
+from kvfold.convert.options import specs, value_problems
 from kvfold.convert.request import ConvertRequest
 
 _FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 _LARGEST = 1 << 20  # bytes
-_ABOUT = {"model": str, "cached_before": int, "cached_after": int, "saving": float, "uptrain": str, "measured": str}
-_TYPES = {str: "text", int: "a whole number", float: "a number with a decimal point"}
 
 # Values of a recipe that an option beside it displaces: they name the split of the cache in another way.
 _DISPLACES = {"budget": ("kv_rank", "rope_dim"), "kv_rank": ("budget",), "rope_dim": ("budget",)}
@@ -73,7 +71,8 @@ def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
     displaced = {other for name in overridden for other in _DISPLACES.get(name, ())} - overridden
     if "to" in overridden and overrides["to"] != read.options.get("to"):
         to = overrides["to"]
-        displaced |= {name for name, spec in _keys().items() if spec.targets and to not in spec.targets}
+        every = specs(ConvertRequest).items()
+        displaced |= {name for name, spec in every if spec.targets and to not in spec.targets}
         if read.options.get("method") not in methods_of(to):
             displaced.add("method")
     values = {name: value for name, value in read.options.items() if name not in displaced} | overrides
@@ -134,15 +133,9 @@ def _parsed(path: Path, origin: str) -> dict[str, Any]:
         raise InputError(f"{origin} is no valid TOML: {reason}; correct it there") from error
 
 
-def _keys() -> dict[str, Option]:
-    """The options that a recipe may hold: those that say what to make."""
-    left_out = run_only(ConvertRequest)
-    return {name: spec for name, spec in specs(ConvertRequest).items() if name not in left_out}
-
-
 def _problems(options: Mapping[str, Any], about: Any) -> Iterator[str]:
     """A sentence for each key and value that a recipe must not hold."""
-    keys = _keys()
+    keys = {name: spec for name, spec in specs(ConvertRequest).items() if not spec.runs}
     for key, value in options.items():
         if key in keys:
             # Keys of a recipe are spelled as keywords, where a command runs too.
@@ -157,10 +150,5 @@ def _problems(options: Mapping[str, Any], about: Any) -> Iterator[str]:
     if not isinstance(about, dict):
         yield f"about must be a table, not {about!r}"
         return
-    for key, value in about.items():
-        if key in keys:
-            yield f"{key} in [about] is an option: write it above [about], which changes nothing"
-        elif key not in _ABOUT:
-            yield f"unknown key {key!r} in [about]{did_you_mean(key, _ABOUT)}; it may hold {', '.join(_ABOUT)}"
-        elif type(value) is not _ABOUT[key]:
-            yield f"{key} in [about] must be {_TYPES[_ABOUT[key]]}, not {value!r}"
+    # The rest of it is for readers, but an option there would be ignored in silence.
+    yield from (f"{key} in [about] is an option: write it above [about]" for key in about if key in keys)

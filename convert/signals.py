@@ -1,8 +1,7 @@
 """Signals that end a command, and stretches of code that such a signal must not split.
 
-Python runs a signal's handler between two bytecodes of the main thread, and the handler raises KeyboardInterrupt there:
-also between the call that makes a folder and the ``try`` whose ``finally`` removes it, or in the middle of that
-``finally``. ``DeferredSignals`` closes both windows.
+A handler raises KeyboardInterrupt between any two bytecodes of the main thread: also between the call that makes a
+folder and the ``try`` whose ``finally`` removes it, or in that ``finally``. ``DeferredSignals`` closes both windows.
 """
 
 import os
@@ -32,11 +31,12 @@ class DeferredSignals:
                 signals.deferred = True
                 remove()
 
-    ``deferred`` is a plain attribute because CPython looks for signals at calls and backward jumps only: no signal can
-    come between the end of ``work`` and the assignment. A signal that was held back is sent again at the end. Outside
-    the main thread, where Python runs no handlers, this does nothing. Can be nested.
+    A signal that was held back is sent again at the end. Outside the main thread, where Python runs no handlers, this
+    does nothing. Can be nested.
     """
 
+    # A plain attribute: CPython looks for signals at calls and backward jumps only, so that none can come between the
+    # end of ``work`` and the assignment.
     deferred: bool = False
     _handlers: dict[int, Callable[[int, FrameType | None], Any]] = field(default_factory=dict)
     _waiting: list[int] = field(default_factory=list)
@@ -58,7 +58,8 @@ class DeferredSignals:
             signal.raise_signal(self._waiting.pop())
 
     def __exit__(self, *exception: object) -> None:
-        self.deferred = False  # from here on a handler that is not restored, because of a signal, passes signals on
+        # From here on a handler that is not restored, because of a signal, passes signals on.
+        self.deferred = False
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
@@ -75,8 +76,7 @@ class DeferredSignals:
 def interruptible() -> Iterator[None]:
     """Ending signals raise KeyboardInterrupt in the block, once: a second one does not disturb the clean-up.
 
-    Python drops what is raised in a finalizer or in a callback of an import: such a signal is sent again. Signals that
-    the parent process made us ignore (``nohup``), or that have a handler already, stay as they are.
+    Signals that the parent process made us ignore (``nohup``), or that have a handler already, stay as they are.
     """
     before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
     ours = [number for number, handler in before.items() if handler in (signal.SIG_DFL, signal.default_int_handler)]
@@ -89,6 +89,7 @@ def interruptible() -> Iterator[None]:
             raise KeyboardInterrupt(number)
 
     def resend(problem: "sys.UnraisableHookArgs") -> None:
+        # Python drops what is raised in a finalizer or in a callback of an import: the signal is sent again.
         nonlocal raised
         if isinstance(problem.exc_value, KeyboardInterrupt) and problem.exc_value.args:
             raised = False

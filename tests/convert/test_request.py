@@ -29,10 +29,6 @@ def refused(request=ConvertRequest, **options):
     return "\n".join(texts)
 
 
-def named(options):
-    return " ".join(f"{name}={value}" for name, value in options.items())
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("2GiB", 2 * 2**30), ("100", 100), ("7 kb", 7000)]
@@ -83,68 +79,40 @@ def test_defaults():
     assert ConvertRequest(model="m", out="o", to="mqa", method="mean", refine=10).calibrated
 
 
+WRONG = {"model": 3, "out": " ", "samples": 0, "seq_len": 1, "seed": 2**63, "refine": "often", "polish": -1}
+WRONG |= {"device": "cude", "dtype": "tpu", "overwrite": "yes", "max_shard_size": "5 apples", "kv_heads": True}
+
+
 @pytest.mark.parametrize(
     "options",
     [
+        {"to": "gpa", "method": "best", "calibration": " ", "max_shard_size": "5", **WRONG},
         {"to": "gqa"},
-        {"to": "gqa", "kv_heads": 0},
-        {"to": "gqa", "kv_heads": True},
-        {"to": "gqa", "kv_heads": 2, "kv_rank": 8},
-        {"to": "gqa", "kv_heads": 2, "method": "svd"},
-        {"to": "gqa", "kv_heads": 2, "method": "mean", "group": "similar"},
-        {"to": "gpa", "kv_heads": 2},
-        {"to": "mqa", "kv_heads": 4, "samples": 0, "device": "tpu", "method": "best"},  # all at once
-        {"to": "mqa", "method": "mean", "calibration": "a.txt"},
-        {"to": "mqa", "method": "mean", "spill": "dir"},
-        {"to": "mqa", "refine": "often"},
-        {"to": "mqa", "polish": -1},
-        {"to": "mqa", "seed": 2**63},
-        {"to": "mqa", "seq_len": 1},
-        {"to": "mqa", "out": ""},
-        {"to": "mqa", "model": " "},
-        {"to": "mqa", "model": 3},
-        {"to": "mqa", "device": "cude"},
-        {"to": "mqa", "overwrite": "yes"},
-        {"to": "mqa", "calibration": " "},
-        {"to": "mqa", "calibration": ["a.txt", "a.txt"]},
+        {"to": "gqa", "kv_heads": 2, "kv_rank": 8, "rope_dim": 0, "method": "svd"},
+        {"to": "mqa", "kv_heads": 4, "method": "mean", "group": "similar", "spill": "dir", "calibration": "a.txt"},
+        {"to": "mqa", "keep_quantized": True, "dtype": "float32", "calibration": ["a.txt", "a.txt"]},
         {"to": "mqa", "calibration": ["a.txt", "self"]},
-        {"to": "mqa", "max_shard_size": "5 apples"},
-        {"to": "mqa", "max_shard_size": "5"},
-        {"to": "mqa", "keep_quantized": True, "dtype": "float32"},
-        {"to": "mla"},
         {"to": "mla", "kv_rank": 8},
-        {"to": "mla", "budget": 64, "kv_rank": 8},
-        {"to": "mla", "budget": 64, "method": "svd"},
-        {"to": "mla", "budget": 64, "group": "similar"},
-        {"to": "mla", "budget": 64, "layout": "deepseek"},
+        {"to": "mla", "budget": 64, "kv_rank": 8, "method": "svd", "group": "similar", "layout": "deepseek"},
         {"to": "mla", "budget": 64, "layout": "engine", "rotate_latent": True},
         {"to": "mla", "kv_rank": 8, "rope_dim": 8, "layout": "engine", "method": "svd"},
     ],
-    ids=named,
+    ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items() if name not in WRONG),
 )
 def test_what_is_refused(options, told):
     told(refused(**{"model": "m", "out": "o", **options}))
 
 
-def test_options_that_only_say_how_to_run_are_not_recorded():
-    options = ConvertRequest(model="/home/someone/m", out="/tmp/o", to="mqa", quiet=True).result_options()
-    assert (options["to"], options["method"]) == ("mqa", "principal")
+def test_what_decides_the_result_is_recorded():
+    def recorded(**options):
+        return ConvertRequest(model="/home/someone/m", out="/tmp/o", to="mqa", quiet=True, **options).result_options()
+
+    assert (recorded()["to"], recorded()["method"]) == ("mqa", "principal")
     how = {"model", "out", "quiet", "device", "overwrite", "resume", "dry_run", "allow_growth", "trust_remote_code"}
-    assert not how & set(options)
-
-
-@pytest.mark.parametrize(
-    ("options", "recorded"),
-    [
-        ({"method": "mean"}, False),
-        ({"method": "random"}, True),
-        ({}, True),
-        ({"method": "mean", "refine": 5}, True),
-        ({"method": "mean", "polish": 5}, True),
-    ],
-)
-def test_a_seed_is_recorded_where_something_is_drawn(options, recorded):
-    assert ("seed" in ConvertRequest(model="m", out="o", to="mqa", seed=3, **options).result_options()) == recorded
+    assert not how & set(recorded(device="cpu"))
+    drawn = ({}, {"method": "random"}, {"method": "mean", "refine": 5}, {"method": "mean", "polish": 5})
+    assert all("seed" in recorded(**options) for options in drawn)
+    assert "seed" not in recorded(method="mean")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +124,7 @@ def test_a_seed_is_recorded_where_something_is_drawn(options, recorded):
         (BenchRequest, {"contexts": [0], "batches": "x", "cache": "large"}),
         (BenchRequest, {"models": ["m"], "layers": 2}),
     ],
-    ids=lambda value: named(value) if isinstance(value, dict) else value.__name__,
+    ids=["drift", "sweep", "eval", "bench", "bench layers"],
 )
 def test_what_the_requests_of_measuring_commands_refuse(request_type, options, told):
     paths = {name: "m" for name in ("model", "out") if name in specs(request_type)}
