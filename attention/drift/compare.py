@@ -109,7 +109,7 @@ def compare(
 
 def compare_layer(
     index: int,
-    layer: StreamLayer,
+    layer: Callable[[Tensor], LayerOutput],
     student_layer: StreamLayer,
     expected: MutableSequence[Tensor],
     actual: MutableSequence[Tensor],

@@ -164,7 +164,7 @@ class StudentWalk(Walk):
         if self._refits:
             # The output projection is fitted to the student's stream, which has the errors of the layers before.
             weights, fit = refit_output(step, weights, encode, self._refinement.update)
-            notes = {} if fit is None else {"output_fit": fit.record()}
+            notes = {} if fit is None else {"output_fit": vars(fit)}
         tensors, steps = encode(weights), self._refinement.steps
         if not steps:
             return tensors, notes

@@ -159,7 +159,7 @@ class LayerTrainee(Trainee):
         self._trained = [source for source in sources if not tensors.keys().isdisjoint(source.names)]
         names = {name for source in self._trained for name in source.names}
         chosen = {name: tensor for name, tensor in tensors.items() if name in names}
-        stored = {name: student.stored_dtype(name) for name in chosen}
+        stored = {name: student.dtypes[name] for name in chosen}
         super().__init__(chosen, stored, self._stream.device, constant=task.constant)
         student.put({**tensors, **self.masters})
         self._bfloat16 = bfloat16_pays(self._stream.device, stored.values())

@@ -9,8 +9,9 @@ activations, the teacher's or the student's, would rule everything else.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,9 +44,7 @@ class AttentionUpdate:
 
     def of(self, layer: OpenLayer, output: LayerOutput) -> Tensor:
         """The attention update of ``layer``, ``[B, T, E]``."""
-        attention = output.attention
-        if self.norm is not None:
-            attention = layer.run_submodule(self.norm, attention)
+        attention = output.attention if self.norm is None else layer.run_submodule(self.norm, output.attention)
         return attention * self.scale
 
 
@@ -70,13 +69,8 @@ class OutputFit:
     before: float
     after: float
 
-    def record(self) -> dict[str, Any]:
-        """For ``kvfold.json``."""
-        return {"before": self.before, "after": self.after}
 
-
-@dataclass(frozen=True)
-class _Regression:
+class _Regression(NamedTuple):
     """Tokens as rows: the heads' results ``[N, n]``, the target of their projection ``[N, E]``, weights ``[N]``."""
 
     heads: Tensor
@@ -99,21 +93,18 @@ def refit_output(
     if update.norm is not None:
         return weights, None
     step.student.put(encode(weights))
-    present = _projection(weights)
+    # [E, H D], with the bias as one more column where there is one.
+    present = weights.o.flatten(1).double()
+    if weights.o_bias is not None:
+        present = torch.cat([present, weights.o_bias.double()[:, None]], 1)
     with step.student.stream.open_layer(step.index) as layer:
-        held_out = _regressions(step, layer, weights, update, step.held_out, step.student_held_out)
+        common = step, layer, weights, present, update
+        held_out = _regressions(*common, step.held_out, step.student_held_out)
         first = next(held_out, None)
         if first is None:
             return weights, None
-        gram, missing = _sums(
-            present, _regressions(step, layer, weights, update, step.calibration, step.student_calibration)
-        )
-
-        def fit() -> tuple[Tensor, float, float]:
-            projection = fit_output(present, gram, missing)
-            before, after = _errors([present, projection], chain([first], held_out))
-            return projection, before, after
-
+        gram, missing = _sums(present, _regressions(*common, step.calibration, step.student_calibration))
+        fit = partial(_fit, present, gram, missing, chain([first], held_out))
         fitted, before, after = processes.from_first(fit)
     if not after < before:
         return weights, OutputFit(before, before)
@@ -124,10 +115,16 @@ def refit_output(
 
 
 def _regressions(
-    step: Step, layer: OpenLayer, weights: Weights, update: AttentionUpdate, teacher: Hidden, student: Hidden
+    step: Step,
+    layer: OpenLayer,
+    weights: AttentionWeights | LatentWeights,
+    present: Tensor,
+    update: AttentionUpdate,
+    teacher: Hidden,
+    student: Hidden,
 ) -> Iterator[_Regression]:
     """Chunk by chunk; nothing where the layer's output is not a linear map of the heads' results that it shows."""
-    present, checked = _projection(weights), False
+    checked = False
     for inputs, student_inputs in zip(teacher, student, strict=True):
         output = layer.attend(student_inputs)
         if output.context is None:
@@ -146,8 +143,7 @@ def _regressions(
                 return
             checked = True
         added = update.of(step.teacher, step.teacher.attend(inputs))
-        after = (inputs + added).double()
-        before = student_inputs.double()
+        after, before = (inputs + added).double(), student_inputs.double()
         weight = token_weights(after, before).square()
         target = (after - before) / update.scale
         yield _Regression(heads.flatten(0, 1), target.flatten(0, 1), weight.flatten())
@@ -167,18 +163,15 @@ def _sums(present: Tensor, parts: Iterator[_Regression]) -> tuple[Tensor, Tensor
     return gram / total, (cross - present @ gram) / total
 
 
-def _errors(projections: list[Tensor], parts: Iterable[_Regression]) -> list[float]:
-    """The weighted mean squared error of each projection; of ``parts`` one is in memory at a time."""
-    wrong, numbers = [0.0] * len(projections), 0
-    for part in parts:
-        for place, projection in enumerate(projections):
-            missing = part.target - part.heads @ projection.mT
-            wrong[place] += float((missing.square().sum(1) * part.weight).sum())
-        numbers += part.target.numel()
-    return [each / numbers for each in wrong]
-
-
-def _projection(weights: AttentionWeights | LatentWeights) -> Tensor:
-    """``[E, H D]``, with the bias as one more column where there is one; float64."""
-    output = weights.o.flatten(1).double()
-    return output if weights.o_bias is None else torch.cat([output, weights.o_bias.double()[:, None]], 1)
+def _fit(
+    present: Tensor, gram: Tensor, missing: Tensor, held_out: Iterable[_Regression]
+) -> tuple[Tensor, float, float]:
+    """The fitted projection, and the weighted mean squared errors of ``present`` and of it."""
+    fitted = fit_output(present, gram, missing)
+    before = after = numbers = 0.0
+    # One chunk is in memory at a time.
+    for heads, target, weight in held_out:
+        before += float(((target - heads @ present.mT).square().sum(1) * weight).sum())
+        after += float(((target - heads @ fitted.mT).square().sum(1) * weight).sum())
+        numbers += target.numel()
+    return fitted, before / numbers, after / numbers

@@ -1,15 +1,16 @@
 """One model on its own, layer by layer: its residual streams in chunks, and what they show of each layer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 from kvfold.convert import processes
+from kvfold.convert.checkpoint.tensors import refuse_non_finite
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.weights import LayerStatistics
-from kvfold.convert.walk.finite import check_finite
 from kvfold.convert.walk.hidden import Hidden, Keep, Recomputed
 from kvfold.convert.walk.statistics import ReadHeads, StatisticsAccumulator, with_heads
 
@@ -50,18 +51,16 @@ def gather(
     """
     source_heads = None if heads is None else heads(layer.index)
     accumulator = StatisticsAccumulator(profile, None if source_heads is None else source_heads.weights)
-    inputs: Tensor | None = None
+    inputs = torch.empty(0)
     for chunk, hidden in enumerate(states):
         output = layer(hidden)
-        seen = output if source_heads is None else with_heads(output, source_heads, layer.arguments(hidden))
-        accumulator.add(seen)
-        inputs = output.attention_input.flatten(0, -2) if inputs is None else inputs
+        accumulator.add(output if source_heads is None else with_heads(output, source_heads, layer.arguments(hidden)))
+        inputs = output.attention_input.flatten(0, -2) if chunk == 0 else inputs
         states[chunk] = output.states
-    if inputs is None:
-        raise ValueError("states: expected at least one chunk, found none")
+    statistics = accumulator.result()
     check_finite(states, source, layer.index)
     length = states[0].shape[1]
-    return accumulator.result(), processes.first_rows(inputs, length * chunk_size(source.device, length))
+    return statistics, processes.first_rows(inputs, length * chunk_size(source.device, length))
 
 
 @torch.no_grad()
@@ -73,7 +72,7 @@ def advance(source: CheckpointStream, layer: OpenLayer, states: Hidden) -> None:
 
 
 @torch.no_grad()
-def through(layer: OpenLayer, states: Hidden) -> tuple[Hidden, Sequence[LayerOutput]]:
+def through(layer: OpenLayer, states: Hidden) -> tuple[Hidden, Iterable[LayerOutput]]:
     """The states after ``layer``, with ``states`` left as they are, and its outputs."""
     after, outputs = states[:0], list[LayerOutput]()
     for chunk in states:
@@ -106,3 +105,25 @@ def embed(stream: CheckpointStream, tokens: Tensor, keep: Keep = list) -> Hidden
 def chunk_size(device: torch.device, length: int) -> int:
     """The number of sequences of ``length`` tokens in one layer call."""
     return max(1, (_CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS) // length)
+
+
+def check_finite(states: Iterable[Tensor], stream: CheckpointStream, layer: int | None) -> None:
+    """Raises InputError unless ``states`` are finite; it names the stored tensor at fault.
+
+    ``states`` are outputs of ``layer`` for finite inputs, for None of the embeddings or the output head.
+    """
+    if all(bool(torch.isfinite(state).all()) for state in states):
+        return
+    where = "before the first layer or after the last" if layer is None else f"in layer {layer}"
+    # Stored tensors are read only now: on the way of every conversion that would take as long as a conversion.
+    for name in stream.stored_names(layer):
+        consequence = f", which make the activations of calibration text non-finite {where}"
+        refuse_non_finite(stream.read(name), f"tensor {name!r}", consequence)
+    dtype = str(stream.dtype).removeprefix("torch.")
+    way_out = "the model is damaged"
+    if stream.dtype != torch.float32:
+        way_out = f"use {opt('device', 'cpu')}, which computes in float32"
+    raise InputError(
+        f"calibration text gives NaN or infinite activations {where}, although its weights are finite: activations "
+        f"must fit into {dtype}; {way_out}"
+    )

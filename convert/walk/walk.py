@@ -15,7 +15,7 @@ Glossary:
     student        the converted model, run from what its files will hold before they are complete
     walk           the way of one student past all layers, next to its teacher
     step           one layer of a walk, open on both sides; it is converted, or left as the source has it
-    hidden states  residual streams ``[b, T, E]`` of a few sequences each, in memory or in a file (``hidden.py``)
+    hidden states  residual streams ``[b, T, E]`` of a few sequences each, in memory or in a file (`hidden`)
     calibration    the sequences that fits and refinement learn from
     held-out       the sequences that they never see, on which errors and drift are measured
 
@@ -41,7 +41,7 @@ calibration and the held-out sequences through its layers; the student takes the
 sequences when a fit or refinement needs them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -63,9 +63,8 @@ from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.weights import LayerStatistics
-from kvfold.convert.walk.finite import check_finite
 from kvfold.convert.walk.hidden import Hidden, Keep
-from kvfold.convert.walk.passes import advance, chunk_size, embed, gather, through
+from kvfold.convert.walk.passes import advance, check_finite, chunk_size, embed, gather, through
 from kvfold.convert.walk.statistics import ReadHeads
 
 # GQA-2 of the model that ships: 256 +0.0410 nats per token, 1024 and 2048 +0.0360 (bench_refine_constants.py)
@@ -84,8 +83,8 @@ class Student:
     So an error, a drift or a loss of the walk is one of the written checkpoint, and refinement trains what is stored.
 
     ``config`` and ``tensors`` are the converted checkpoint's. Copied tensors come from the source, the others are the
-    last ones ``put``, all rounded to the stored dtype. Copied tensors are shared with the source's open layer, unless
-    ``recast`` says that the checkpoint will store them in another dtype than the source.
+    last ones ``put``, all rounded to the stored ``dtypes``. Copied tensors are shared with the source's open layer,
+    unless ``recast`` says that the checkpoint will store them in another dtype than the source.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class Student:
         self._planned = {tensor.name: tensor for tensor in tensors}
         self._read_source = source.read
         self._put: Mapping[str, Tensor] = {}
-        self._dtypes = {name: torch_dtype(tensor.dtype) for name, tensor in self._planned.items()}
+        self.dtypes = {name: torch_dtype(tensor.dtype) for name, tensor in self._planned.items()}
         origins = {name: tensor.sources for name, tensor in self._planned.items() if tensor.sources}
         changed = self._planned.keys() if recast else self._planned.keys() - origins.keys()
         self.stream = type(source)(
@@ -118,10 +117,6 @@ class Student:
             raise KvfoldError(f"the converted checkpoint computes no tensors {', '.join(unplanned)}")
         self._put = dict(tensors)
 
-    def stored_dtype(self, name: str) -> torch.dtype:
-        """The dtype in which the converted checkpoint will store ``name``."""
-        return self._dtypes[name]
-
     def _read(self, name: str) -> Tensor:
         """The tensor that the converted checkpoint will hold under ``name``."""
         planned = self._planned[name]
@@ -135,7 +130,7 @@ class Student:
             # Elements of several source tensors that follow one another; a plan without sources stands for zeros.
             parts = [self._read_source(part).flatten() for part in planned.sources]
             tensor = torch.cat(parts).view(planned.shape) if parts else torch.zeros(planned.shape)
-        return tensor.to(self._dtypes[name])
+        return tensor.to(self.dtypes[name])
 
 
 @dataclass
@@ -153,7 +148,7 @@ class Step:
     student: Student
     held_out: Hidden
     student_held_out: Hidden
-    outputs: Sequence[LayerOutput]
+    outputs: Iterable[LayerOutput]
     statistics: LayerStatistics | None = None
     calibration: Hidden = field(default_factory=list)
     student_calibration: Hidden = field(default_factory=list)
@@ -184,8 +179,9 @@ class Step:
         """Use ``tensors``: compare the student's layer with the teacher's and take both streams past it."""
         self.student.put(tensors)
         with self.student.stream.open_layer(self.index) as layer:
-            replayed, student = _ReplayedLayer(self.outputs), self.student.stream
-            self.drift = compare_layer(self.index, replayed, layer, self.held_out, self.student_held_out, student)
+            # The teacher's layer has been run already: its outputs come again, in the same order.
+            replayed, streams = iter(self.outputs), (self.held_out, self.student_held_out)
+            self.drift = compare_layer(self.index, lambda _: next(replayed), layer, *streams, self.student.stream)
             self._finish(layer)
         return self.drift
 
@@ -223,39 +219,20 @@ class Step:
         self.done = True
 
 
-class _ReplayedLayer:
-    """A layer that has been run already: returns its outputs again, in the same order."""
-
-    def __init__(self, outputs: Sequence[LayerOutput]) -> None:
-        self._outputs = iter(outputs)
-
-    def __call__(self, hidden: Tensor) -> LayerOutput:
-        return next(self._outputs)
-
-    def attend(self, hidden: Tensor) -> LayerOutput:
-        return replace(next(self._outputs), hidden=None)
-
-
 @dataclass(frozen=True)
 class _RememberingLayer(OpenLayer):
-    """An open layer whose attention runs once for each input tensor; of its results only the output is kept."""
+    """An open layer that keeps its attention's output for each input tensor that it was run on."""
 
     # By the identity of the input, which is kept alive with it.
     memory: dict[int, tuple[Tensor, LayerOutput]] = field(default_factory=dict)
 
     def __call__(self, hidden: Tensor) -> LayerOutput:
-        return self._remember(hidden, super().__call__(hidden))
+        output = super().__call__(hidden)
+        self.memory[id(hidden)] = hidden, LayerOutput(None, output.attention, output.attention.new_empty(0))
+        return output
 
     def attend(self, hidden: Tensor) -> LayerOutput:
-        """As of an open layer, except that queries, keys and heads are None."""
-        if id(hidden) not in self.memory:
-            self._remember(hidden, super().attend(hidden))
-        return self.memory[id(hidden)][1]
-
-    def _remember(self, hidden: Tensor, output: LayerOutput) -> LayerOutput:
-        attention = output.attention
-        self.memory[id(hidden)] = hidden, LayerOutput(None, attention, attention.new_empty(0))
-        return output
+        return self.memory[id(hidden)][1] if id(hidden) in self.memory else super().attend(hidden)
 
 
 @dataclass
@@ -269,7 +246,7 @@ class TeacherLayer:
     index: int
     layer: OpenLayer
     held_out: Hidden
-    outputs: Sequence[LayerOutput]
+    outputs: Iterable[LayerOutput]
     calibration: Hidden
     statistics: LayerStatistics | None
 
@@ -311,8 +288,11 @@ class Teacher:
                 if self._remember:
                     # Several students compare their attention with the teacher's on the same inputs.
                     layer = _RememberingLayer(layer.index, layer.module, layer.arguments, layer.tensors)
-                calibration = self._calibration[: 0 if self.kept is None else None]
-                statistics = self._pass_calibration(layer)
+                calibration, statistics = self._calibration[: 0 if self.kept is None else None], None
+                if self._calibration and self._statistics:
+                    statistics, _ = gather(self.stream, layer, self._calibration, self._profile, self._heads)
+                elif self._calibration:
+                    advance(self.stream, layer, self._calibration)
                 held_out = self.held_out
                 self.held_out, outputs = through(layer, held_out)
                 check_finite(self.held_out, self.stream, index)
@@ -322,14 +302,6 @@ class Teacher:
                 opened.outputs, opened.calibration, outputs, calibration = (), [], (), []
                 if isinstance(layer, _RememberingLayer):
                     layer.memory.clear()
-
-    def _pass_calibration(self, layer: OpenLayer) -> LayerStatistics | None:
-        """Take the calibration sequences past ``layer``; returns their statistics where these are wanted."""
-        if self._calibration and self._statistics:
-            return gather(self.stream, layer, self._calibration, self._profile, self._heads)[0]
-        if self._calibration:
-            advance(self.stream, layer, self._calibration)
-        return None
 
 
 class Walk:

@@ -12,7 +12,7 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.walk.finite import check_finite
+from kvfold.convert.walk.passes import check_finite
 
 TARGETS = {
     "mqa": {"to": "mqa", "group": "contiguous"},
@@ -60,5 +60,5 @@ def test_overflow_without_a_damaged_tensor_says_so():
     checkpoint = open_checkpoint(demo_folder())
     stream = CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), dtype=torch.float16)
     check_finite([torch.zeros(3)], stream, 1)
-    with pytest.raises(InputError, match=r"in layer 1, although its weights are finite.* float16; .*--device cpu"):
+    with pytest.raises(InputError, match=r"in layer 1, although its weights are finite: .* float16; use --device cpu"):
         check_finite([torch.zeros(3), torch.tensor([1.0, math.inf])], stream, 1)

@@ -83,7 +83,7 @@ def test_a_profile_needs_queries() -> None:
 
 
 def test_no_batches_no_result() -> None:
-    with pytest.raises(ValueError, match="expected at least one batch, found none"):
+    with pytest.raises(ValueError, match="no batch was added; add at least one"):
         StatisticsAccumulator().result()
 
 
