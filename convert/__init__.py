@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from kvfold.convert.measure.eval import eval_checkpoints as eval_checkpoints
     from kvfold.convert.measure.inspect import Inspection as Inspection
     from kvfold.convert.measure.inspect import inspect_checkpoint as inspect_checkpoint
+    from kvfold.convert.measure.sweep import Sweep as Sweep
     from kvfold.convert.measure.sweep import sweep_checkpoint as sweep_checkpoint
-    from kvfold.convert.measure.sweep_result import Sweep as Sweep
     from kvfold.convert.measure.verify import Verification as Verification
     from kvfold.convert.measure.verify import verify_checkpoint as verify_checkpoint
     from kvfold.convert.recipes import recipe_request as recipe_request
@@ -40,8 +40,7 @@ _NAMES = {
     "measure.drift": ("drift_checkpoints",),
     "measure.eval": ("eval_checkpoints",),
     "measure.inspect": ("Inspection", "inspect_checkpoint"),
-    "measure.sweep": ("sweep_checkpoint",),
-    "measure.sweep_result": ("Sweep",),
+    "measure.sweep": ("Sweep", "sweep_checkpoint"),
     "measure.verify": ("Verification", "verify_checkpoint"),
     "recipes": ("recipe_request",),
     "request": ("ConvertRequest",),

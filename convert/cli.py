@@ -13,15 +13,12 @@ from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import (
     STDOUT,
     PanelCommand,
-    check_writable,
     request_options,
     run_command,
 )
-from kvfold.convert.measure.bench_command import bench
-from kvfold.convert.measure.eval_command import evaluate
-from kvfold.convert.measure.options import json_file_option, tell
-from kvfold.convert.measure.page import check_report, conversion_page, drift_page, write_report
-from kvfold.convert.measure.sweep_command import sweep
+from kvfold.convert.measure.commands import bench, evaluate, sweep
+from kvfold.convert.measure.output import check_files, json_file_option, tell
+from kvfold.convert.measure.page import conversion_page, drift_page, write_report
 from kvfold.convert.progress import stage
 from kvfold.convert.request import ConvertRequest, DriftRequest
 from kvfold.convert.uptrain.command import uptrain
@@ -74,7 +71,7 @@ def inspect(model: str | None, json_file: str | None) -> None:
         model, json_file = json_file, STDOUT
     if model in (None, STDOUT):
         raise click.UsageError("missing argument 'MODEL'", click.get_current_context())
-    check_writable(json_file)
+    check_files(json_file)
     facts = inspect_checkpoint(str(model))
     tell(json_file, facts.to_dict, facts.summary())
 
@@ -108,9 +105,7 @@ _result_files = (
 )
 def convert(request: ConvertRequest, json_file: str | None, report: str | None) -> None:
     """Convert MODEL and write the result to the folder OUT."""
-    if report is not None:
-        check_report(report)
-    check_writable(json_file)
+    check_files(json_file, report=report)
     from kvfold.convert.conversion.run import convert_checkpoint
 
     if not (request.quiet or request.dry_run) and processes.started_first():
@@ -138,10 +133,8 @@ def drift(request: DriftRequest, json_file: str | None, report: str | None) -> N
     """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and at the end."""
     from kvfold.convert.text.corpus import check_sources
 
-    check_writable(json_file)
+    check_files(json_file, report=report)
     check_sources(filter(None, [request.text]), "text")
-    if report is not None:
-        check_report(report)
     click.echo(f"reading {request.model} and {request.out}", err=True)
     check_opens(request.model, request.out)
     from kvfold.convert.measure.drift import drift_checkpoints, drift_table, heading
@@ -163,7 +156,7 @@ def verify(out: str, json_file: str | None) -> None:
     """
     from kvfold.convert.measure.verify import check_verified, verify_checkpoint
 
-    check_writable(json_file)
+    check_files(json_file)
     with stage(f"verifying {out}"):
         done = verify_checkpoint(out)
     tell(json_file, done.to_dict, "" if done.problems else done.summary())
@@ -194,7 +187,7 @@ def demo(folder: str | None, json_file: str | None) -> None:
     """
     from kvfold.convert.demo import rows_json, run_demo
 
-    check_writable(json_file)
+    check_files(json_file)
     rows = run_demo(folder, partial(click.echo, err=json_file == STDOUT))
     tell(json_file, lambda: rows_json(rows), "")
 

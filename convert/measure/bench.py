@@ -1,33 +1,70 @@
-"""``kvfold bench``: time models side by side, each in its own process, and show the results as a table."""
+"""``kvfold bench``: models timed side by side, each in its own process; the costs of a decoding step.
+
+A model is a checkpoint, or an attention kind of a well-known shape with random weights. Per layer, with ``B``
+sequences, ``S`` slots, ``H`` heads, ``G`` key/value heads, ``D`` head dim, latent ``R + P``:
+
+    cached elements    MHA, GQA, MQA  2 B S G D                MLA  B S (R + P), and divisors of norms as part of P
+    operations         4 B S H D      absorbed  2 B S H (2 R + P)      expanded  2 B S H ((Dn + Dv) R + Dn + P + Dv)
+"""
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.errors import KvfoldError
-from kvfold.convert.measure.bench_models import BenchOptions, BenchTask, Subject, checkpoint_subjects, shape_subjects
+from kvfold.convert.errors import InputError, KvfoldError, did_you_mean, opt
+from kvfold.convert.measure.output import table
 from kvfold.convert.options import takes
 from kvfold.convert.request import BenchRequest
 from kvfold.convert.sizes import bytes_text
+from kvfold.convert.targets.mla.config import is_latent
+from kvfold.convert.targets.own_code import BLOCK, source_type
 
-_COLUMNS = [
-    "model",
-    "context",
-    "batch",
-    "prefill tok/s",
-    "decode tok/s",
-    "ms/step",
-    "attn ms",
-    "cache",
-    "peak",
-    "ratio",
-]
+_HEAD = ("model", "context", "batch", "prefill tok/s", "decode tok/s", "ms/step", "attn ms", "cache", "peak", "ratio")
+# Of published models: model dim, inner dim, heads, layers, vocabulary, positions.
+SHAPES = {
+    "llama-2-7b": (4096, 11008, 32, 32, 32000, 4096),
+    "llama-2-13b": (5120, 13824, 40, 40, 32000, 4096),
+    "llama-2-70b": (8192, 28672, 64, 80, 32000, 4096),
+    "tiny": (64, 128, 8, 2, 256, 256),
+}
+# Targets of a shape: eight key/value heads as in Llama 3, the latent of DeepSeek's models.
+_KV_HEADS, _RANK, _ROPE = 8, 512, 64
+# Allocators round up and libraries need room: torch alone takes about 0.6 GB of a process.
+_SPARE = 1.05
+_FIXED = 600 << 20
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model in one form. ``folder`` None: random weights of ``config``. ``form``: ``stock`` or ``absorbed``."""
+
+    name: str
+    form: str
+    config: dict[str, Any]
+    folder: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The name of its rows."""
+        return f"{self.name}, {self.form}" if is_latent(self.config) else self.name
+
+
+@dataclass(frozen=True)
+class BenchTask:
+    """One model, the request, and what its ``auto`` stand for; ``prefill_tokens``: of all sequences together."""
+
+    subject: Subject
+    request: BenchRequest
+    device: str
+    dtype: str
+    prefill_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +72,14 @@ class BenchRow:
     """One model at one context and batch.
 
     Either it was measured, or it does not fit (``needed_bytes``, ``free_bytes``), or its process ``failed``.
-    ``ratio``: tokens per second in units of the first model's.
+    ``prefill_tokens``: numbers of sequences and of tokens in each. ``ratio``: tokens per second in units of the first
+    model's.
     """
 
     model: str
     form: str
     context: int
     batch: int
-    # Numbers of sequences and of tokens in each.
     prefill_tokens: list[int] | None = None
     prefill_tokens_per_s: float | None = None
     step_ms: float | None = None
@@ -60,7 +97,7 @@ class BenchRow:
     ratio: float | None = None
 
     def cells(self) -> list[str]:
-        """The row as texts for ``_COLUMNS``; fewer if nothing was measured."""
+        """The row as texts for a table; fewer if nothing was measured."""
         start = [self.model, str(self.context), str(self.batch)]
         if self.failed is not None:
             return [*start, f"does not run: {self.failed.split(': ', 1)[-1]}"]
@@ -87,7 +124,7 @@ class Benchmark:
     transformers: str
     dtype: str
     cache: str
-    options: BenchOptions
+    options: dict[str, Any]
     rows: list[BenchRow]
     device: str
     threads: int
@@ -96,27 +133,15 @@ class Benchmark:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; a row has only what was measured."""
         rows = [{name: value for name, value in vars(row).items() if value is not None} for row in self.rows]
-        return {**vars(self), "options": asdict(self.options), "rows": rows}
+        return {**vars(self), "rows": rows}
 
     def table(self) -> str:
         """One line per combination; one that was not measured says why."""
         many = len({(row.context, row.batch) for row in self.rows}) > 1
         rows = sorted(self.rows, key=lambda row: (row.context, row.batch)) if many else self.rows
-        lines = [_COLUMNS, *(row.cells() for row in rows)]
-        # A sentence in the fourth column does not make that column wide.
-        widths = [
-            max(len(line[i]) for line in lines if i < 3 or len(line) == len(_COLUMNS)) for i in range(len(_COLUMNS))
-        ]
-        shown = [
-            "  ".join(
-                cell.ljust(widths[i]) if i == 0 or cell.startswith("does not ") else cell.rjust(widths[i])
-                for i, cell in enumerate(line)
-            ).rstrip()
-            for line in lines
-        ]
         head = f"{self.device}, {self.threads} threads, {self.dtype}, {self.cache} cache"
         versions = f"kvfold {self.kvfold}, torch {self.torch}, transformers {self.transformers}"
-        return "\n".join([f"{head}; {versions}", "", *shown])
+        return "\n".join([f"{head}; {versions}", "", *table([_HEAD, *(row.cells() for row in rows)])])
 
 
 @takes(BenchRequest)
@@ -124,40 +149,20 @@ def bench_checkpoints(request: BenchRequest, tell: Callable[[str], None] = lambd
     """Time ``models`` side by side, each in a process of its own, as ``kvfold bench`` does.
 
     ``shape`` adds random weights in a known shape, cut to ``layers``. ``tell`` hears of every model that begins.
-    Ratios are to the first model. Raises InputError for a wrong request, KvfoldError when all models fail.
+    Ratios are to the first model. A model whose process fails gets rows with its error. Raises InputError for a wrong
+    request, KvfoldError when all models fail.
 
     >>> done = bench_checkpoints([demo_folder()], contexts=[64], prefill_tokens=0, seconds=0.01)
     >>> done.rows[0].context, done.rows[0].ratio
     (64, 1.0)
     """
-    chosen = checkpoint_subjects(request.models)
-    if request.shape is not None:
-        chosen += shape_subjects(request.shape, request.layers, max(request.contexts))
-    options = BenchOptions(
-        contexts=request.contexts,
-        batches=request.batches,
-        device=request.device,
-        dtype=request.dtype,
-        cache=request.cache,
-        prefill_tokens=request.prefill_tokens,
-        seconds=request.seconds,
-        threads=request.threads,
-    )
-    return bench(chosen, options, tell)
-
-
-def bench(chosen: Sequence[Subject], options: BenchOptions, tell: Callable[[str], None]) -> Benchmark:
-    """Rows of every subject, context and batch, with ratios to the first subject.
-
-    A subject whose process fails gets rows with its error. Raises KvfoldError when all fail.
-    """
     from kvfold.convert.device import choose_device
     from kvfold.convert.measure.machine import software
 
-    device, dtype, prefill = choose_device(options.device).type, options.dtype, options.prefill_tokens
+    chosen, device = subjects(request), choose_device(request.device).type
     # All models run in one dtype, so that their times can be compared: few CPUs have units for bfloat16.
+    dtype, config, prefill = str(request.dtype), chosen[0].config, request.prefill_tokens
     if dtype == "auto":
-        config = chosen[0].config
         dtype = "float32" if device == "cpu" else str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     if prefill is None:
         prefill = 2048 if device == "cpu" else 32768
@@ -167,34 +172,32 @@ def bench(chosen: Sequence[Subject], options: BenchOptions, tell: Callable[[str]
     for subject in chosen:
         tell(f"{subject.label} ...")
         try:
-            result = run_in_process(BenchTask(subject, options, device, dtype, prefill))
+            result = run_in_process(BenchTask(subject, request, device, dtype, prefill))
         except KvfoldError as error:
             # One model that runs out of memory must not cost the rows of the others.
             failures.append(error)
-            pairs = [{"context": context, "batch": batch} for context in options.contexts for batch in options.batches]
+            pairs = [{"context": context, "batch": batch} for context in request.contexts for batch in request.batches]
             result = {"rows": [{**pair, "failed": str(error)} for pair in pairs]}
         rows += [BenchRow(model=subject.label, form=subject.form, **row) for row in result.pop("rows")]
         machine |= result
     if len(failures) == len(chosen):
         raise failures[0]
-    first = {(row.context, row.batch): row for row in rows if row.model == chosen[0].label}
-    rows = [_with_ratio(row, first[row.context, row.batch]) for row in rows]
-    versions = software()
-    about = (versions["kvfold"], versions["transformers"], dtype, options.cache)
-    return Benchmark(*about, options, rows, **machine)
-
-
-def _with_ratio(row: BenchRow, first: BenchRow) -> BenchRow:
-    if row.decode_tokens_per_s is None or first.decode_tokens_per_s is None:
-        return row
-    return replace(row, ratio=row.decode_tokens_per_s / first.decode_tokens_per_s)
+    first = {(row.context, row.batch): row.decode_tokens_per_s for row in rows if row.model == chosen[0].label}
+    for place, row in enumerate(rows):
+        speed, base = row.decode_tokens_per_s, first[row.context, row.batch]
+        rows[place] = replace(row, ratio=speed / base if speed and base else None)
+    names = ("contexts", "batches", "device", "dtype", "cache", "prefill_tokens", "seconds", "threads")
+    options, versions = {name: getattr(request, name) for name in names}, software()
+    return Benchmark(
+        versions["kvfold"], versions["transformers"], dtype, request.cache, options=options, rows=rows, **machine
+    )
 
 
 def run_in_process(task: BenchTask) -> dict[str, Any]:
     """The worker's result. Raises KvfoldError with the last line of its error output when it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        task_file, result_file = Path(folder, "task.json"), Path(folder, "result.json")
-        task_file.write_text(json.dumps(asdict(task)))
+        task_file, result_file = Path(folder, "task"), Path(folder, "result.json")
+        task_file.write_bytes(pickle.dumps(task))
         command = [sys.executable, "-m", "kvfold.convert.measure.bench_worker", str(task_file), str(result_file)]
         # The worker reads the pipe until it ends: by that it knows that this process was killed.
         alive, ours = os.pipe()
@@ -209,3 +212,140 @@ def run_in_process(task: BenchTask) -> dict[str, Any]:
             raise KvfoldError(f"{task.subject.label}: its process failed: {why}")
         result: dict[str, Any] = json.loads(result_file.read_text())
     return result
+
+
+def subjects(request: BenchRequest) -> list[Subject]:
+    """The request's checkpoints, then the kinds of its shape; latent ones in stock form and absorbed.
+
+    Raises InputError for a checkpoint that cannot be opened or an unknown shape.
+    """
+    from kvfold.convert.checkpoint.opening import open_checkpoint
+
+    found: list[tuple[str, Mapping[str, Any], str | None]] = []
+    for model in request.models:
+        checkpoint = open_checkpoint(model)
+        found.append((model, checkpoint.config, str(checkpoint.folder)))
+        checkpoint.close()
+    if request.shape is not None:
+        found += [(kind, config, None) for kind, config in _shape_configs(request).items()]
+    return [
+        Subject(name, form, {**config, **_usual_names(config)}, folder)
+        for name, config, folder in found
+        for form in (("stock", "absorbed") if is_latent(config) else ("stock",))
+    ]
+
+
+def _shape_configs(request: BenchRequest) -> dict[str, dict[str, Any]]:
+    """MHA, GQA-8 and MLA 512 + 64 of a known shape, with positions for the longest context; smaller ones if tiny."""
+    if request.shape not in SHAPES:
+        known = f"one of {', '.join(SHAPES)}{did_you_mean(request.shape, SHAPES)}"
+        raise InputError(f"{opt('shape', request.shape)} must be {known}")
+    model_dim, inner_dim, heads, layers, vocabulary, positions = SHAPES[request.shape]
+    dim, kv_heads = model_dim // heads, min(_KV_HEADS, heads // 4)
+    rank, rope = min(_RANK, 4 * dim), min(_ROPE, dim // 2)
+    common = {
+        "hidden_size": model_dim,
+        "intermediate_size": inner_dim,
+        "num_attention_heads": heads,
+        "num_hidden_layers": request.layers or layers,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": max(*request.contexts, positions),
+        "tie_word_embeddings": False,
+    }
+    llama = {**common, "model_type": "llama", "head_dim": dim}
+    latent = {
+        **common,
+        "model_type": "youtu",
+        "num_key_value_heads": heads,
+        "kv_lora_rank": rank,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": dim,
+        "v_head_dim": dim,
+        "attention_bias": True,
+    }
+    return {
+        "MHA": {**llama, "num_key_value_heads": heads},
+        f"GQA-{kv_heads}": {**llama, "num_key_value_heads": kv_heads},
+        f"MLA {rank} + {rope}": latent,
+    }
+
+
+def _usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of ``config`` under llama's names, for families and layouts that name them otherwise."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    source, kind = source_type(config), config.get("model_type")
+    names = CONFIG_MAPPING[source or kind].attribute_map if (source or kind) in CONFIG_MAPPING else {}
+    sizes = {usual: config[name] for usual, name in names.items() if name in config}
+    if source is None:
+        return sizes
+    block = config[BLOCK]
+    dim = block["head_dim"]
+    if "kv_rank" not in block:
+        return {**sizes, "head_dim": dim, "num_key_value_heads": block["kv_heads"]}
+    sizes |= {"qk_nope_head_dim": dim, "v_head_dim": dim}
+    sizes |= {"kv_lora_rank": block["kv_rank"], "qk_rope_head_dim": block["rope_dim"]}
+    if (norm := block.get("norm")) is not None:
+        sizes["cached_divisors"] = 1 if norm["flat"] else block["kv_heads"]
+    return sizes
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Bytes and operations of one decoding step of a whole model, and the ``memory`` that it needs, in bytes."""
+
+    cache_bytes: int
+    attention_operations: int
+    operations: int
+    read_bytes: int
+    memory: int
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Numbers of parameters: all, and those of the layers and the head, which every step reads."""
+
+    total: int
+    read: int
+
+
+def step_costs(
+    subject: Subject, weights: ParameterCount, size: int, context: int, batch: int, prefill: int = 0
+) -> StepCosts:
+    """Costs at ``context`` tokens of ``batch`` sequences, with ``size`` bytes per element.
+
+    ``prefill``: tokens prefilled at once, whose activations count for the memory.
+    """
+    config = subject.config
+    layers, slots, heads = int(config["num_hidden_layers"]), batch * context, int(config["num_attention_heads"])
+    # For one layer and slot: elements cached, operations, elements that attention makes in between.
+    if config.get("kv_lora_rank") is None:
+        dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+        groups = int(config.get("num_key_value_heads") or heads)
+        elements, operations = 2 * groups * dim, 4 * heads * dim
+        # Stock attention repeats shared keys and values for every query head.
+        expanded = 0 if groups == heads else 2 * heads * dim
+    else:
+        rank, nope, value = (int(config[name]) for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"))
+        rope = int(config["qk_rope_head_dim"]) + int(config.get("cached_divisors", 0))
+        elements = rank + rope
+        # The modeling file of layout kvfold decodes over the latents by itself.
+        if subject.form == "absorbed" or source_type(config):
+            operations, expanded = 2 * heads * (2 * rank + rope), heads
+        else:
+            operations = 2 * heads * ((nope + value) * rank + nope + rope + value)
+            expanded = heads * (2 * nope + rope + 2 * value)
+    cache, attention = layers * slots * elements * size, layers * slots * operations
+    # transformers copies a layer's growing cache at each step.
+    working = (slots * elements + slots * expanded) * size
+    activations = 12 * int(config["hidden_size"]) + 3 * int(config.get("intermediate_size") or 0)
+    prefilling = prefill * size * (layers * elements + activations)
+    memory = weights.total * size + max(cache + working, prefilling)
+    return StepCosts(
+        cache_bytes=cache,
+        attention_operations=attention,
+        operations=attention + 2 * batch * weights.read,
+        read_bytes=cache + weights.read * size,
+        memory=int(_SPARE * memory) + _FIXED,
+    )

@@ -1,16 +1,20 @@
 """One model of ``kvfold bench`` in its own process: ``python -m kvfold.convert.measure.bench_worker TASK RESULT``.
 
-TASK is a JSON file (``BenchTask``), RESULT gets the rows. A decoding step is timed on a cache filled with seeded random
-values, so that no prefill is needed for it; the prefill is timed apart.
+TASK is a pickled ``BenchTask``, RESULT a JSON file that gets the rows. A decoding step is timed on a cache filled with
+seeded random values, so that no prefill is needed for it; the prefill is timed apart.
 """
 
 import gc
 import json
+import math
 import os
+import pickle
 import statistics
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from kvfold.attention.checkpoints.registered import register_model
 from kvfold.attention.drift.frame import attention_name, layer_list
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import free_memory
-from kvfold.convert.measure.bench_models import BenchTask, ParameterCount, Subject, step_costs
+from kvfold.convert.measure.bench import BenchTask, ParameterCount, Subject, step_costs
 from kvfold.convert.measure.machine import Clock, peak_memory, processor, repeat, reset_peak
 from kvfold.convert.stream.stock import AutoModelForCausalLM, load_model
 
@@ -33,27 +37,35 @@ _ROOM = 64
 
 def run(task: BenchTask) -> dict[str, Any]:
     """Rows of every context and batch, smallest first, and the machine."""
+    subject, request = task.subject, task.request
     torch.manual_seed(_SEED)
-    if task.options.threads:
-        torch.set_num_threads(task.options.threads)
+    if request.threads:
+        torch.set_num_threads(request.threads)
     device, dtype = torch.device(task.device), getattr(torch, task.dtype)
-    register_model(str(task.subject.config.get("model_type")))
-    config = AutoConfig.for_model(**task.subject.config)
+    register_model(str(subject.config.get("model_type")))
+    config = AutoConfig.for_model(**subject.config)
     weights = count_parameters(config)
     # Measured before the model is loaded: its weights are part of what a combination needs.
     free, model, rows = free_memory(device), None, []
-    pairs = [(context, batch) for context in task.options.contexts for batch in task.options.batches]
     # Smallest first, so that the model is loaded only if anything fits.
-    for context, batch in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair)):
-        sequences, length = task.prefill_size(context, batch)
-        shape = task.subject.config, task.subject.form, weights, dtype.itemsize
-        needed = step_costs(*shape, context, batch, sequences * length).memory
+    pairs = sorted(product(request.contexts, request.batches), key=lambda pair: (math.prod(pair), pair))
+    for context, batch in pairs:
         row: dict[str, Any] = {"context": context, "batch": batch}
-        if free is not None and needed > free:
-            row |= {"needed_bytes": needed, "free_bytes": free}
+        # As much of the context as `prefill_tokens` allows, then as many sequences.
+        length = min(context, task.prefill_tokens)
+        sequences = max(1, min(batch, task.prefill_tokens // length)) if length else 0
+        cost = step_costs(subject, weights, dtype.itemsize, context, batch, sequences * length)
+        if free is not None and cost.memory > free:
+            row |= {"needed_bytes": cost.memory, "free_bytes": free}
         else:
-            model = model if model is not None else make_model(task.subject, config, dtype, device)
-            row |= _measure(task, model, weights, context, batch)
+            model = model if model is not None else make_model(subject, config, dtype, device)
+            reset_peak(device)
+            if length:
+                row |= _time_prefill(model, sequences, length, request.seconds)
+                _collect(device)
+            row |= _time_decoding(model, request.cache, context, batch, request.seconds)
+            row |= {"read_bytes": cost.read_bytes, "operations": cost.operations}
+            row |= {"cache_bytes_formula": cost.cache_bytes, "peak_bytes": peak_memory(device)}
             _collect(device)
         rows.append(row)
     return {"rows": rows, "threads": torch.get_num_threads(), "torch": torch.__version__, "device": processor(device)}
@@ -87,45 +99,33 @@ def make_model(subject: Subject, config: Any, dtype: torch.dtype, device: torch.
 
 
 @torch.no_grad()
-def _measure(task: BenchTask, model: Any, weights: ParameterCount, context: int, batch: int) -> dict[str, Any]:
+def _time_prefill(model: Any, sequences: int, length: int, limit: float) -> dict[str, Any]:
+    tokens = torch.randint(model.config.vocab_size, (sequences, length), generator=torch.Generator().manual_seed(_SEED))
+    call = partial(model, tokens.to(model.device), use_cache=True, logits_to_keep=1)
+    seconds = statistics.median(repeat(Clock(model.device), call, limit, warm=1, fewest=1, most=10))
+    return {"prefill_tokens": [sequences, length], "prefill_tokens_per_s": sequences * length / seconds}
+
+
+@torch.no_grad()
+def _time_decoding(model: Any, kind: str, context: int, batch: int, limit: float) -> dict[str, Any]:
     device = model.device
-    reset_peak(device)
-    prefill = _time_prefill(task, model, *task.prefill_size(context, batch))
-    _collect(device)
-    clock, kind = Clock(device), task.options.cache
     cache = filled_cache(model, kind, context, batch)
     cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     if kind == "static":
         cache_bytes = cache_bytes * context // (context + _ROOM)
+    attention = _attention_clock(model, device)
     # Which token is decoded makes no difference to the time.
     token = torch.zeros(batch, 1, dtype=torch.long, device=device)
-    attention = _attention_clock(model, device)
-    call = lambda: model(token, past_key_values=cache, use_cache=True)  # noqa: E731 -- one expression, timed below
-    times = repeat(clock, call, task.options.seconds, most=_ROOM - 4)
+    call = partial(model, token, past_key_values=cache, use_cache=True)
+    times = repeat(Clock(device), call, limit, most=_ROOM - 4)
     step = statistics.median(times)
-    cost = step_costs(task.subject.config, task.subject.form, weights, model.dtype.itemsize, context, batch)
     return {
-        **prefill,
         "step_ms": 1e3 * step,
         "steps": len(times),
         "decode_tokens_per_s": batch / step,
         "attention_ms": 1e3 * attention(len(times)),
         "cache_bytes": cache_bytes,
-        "peak_bytes": peak_memory(device),
-        "read_bytes": cost.read_bytes,
-        "operations": cost.operations,
-        "cache_bytes_formula": cost.cache_bytes,
     }
-
-
-def _time_prefill(task: BenchTask, model: Any, sequences: int, length: int) -> dict[str, Any]:
-    if length == 0:
-        return {}
-    generator = torch.Generator().manual_seed(_SEED)
-    tokens = torch.randint(model.config.vocab_size, (sequences, length), generator=generator).to(model.device)
-    call = lambda: model(tokens, use_cache=True, logits_to_keep=1)  # noqa: E731 -- one expression, timed below
-    seconds = statistics.median(repeat(Clock(model.device), call, task.options.seconds, warm=1, fewest=1, most=10))
-    return {"prefill_tokens": [sequences, length], "prefill_tokens_per_s": sequences * length / seconds}
 
 
 def filled_cache(model: Any, kind: str, context: int, batch: int) -> Any:
@@ -183,4 +183,4 @@ def end_with_parent() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=end_with_parent, daemon=True).start()
-    Path(sys.argv[2]).write_text(json.dumps(run(BenchTask.from_json(Path(sys.argv[1]).read_text()))))
+    Path(sys.argv[2]).write_text(json.dumps(run(pickle.loads(Path(sys.argv[1]).read_bytes()))))

@@ -5,36 +5,28 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from kvfold.attention.drift.report import (
-    DriftReport,
-    HeadDrift,
-    LayerDrift,
-    floor_count,
-    measure_drift,
-    perplexity,
-)
+from kvfold.attention.drift.report import DriftReport, LayerDrift, floor_count, measure_drift, perplexity
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
+from kvfold.convert.measure.output import table
 from kvfold.convert.options import takes
 from kvfold.convert.progress import stage
 from kvfold.convert.request import DriftRequest
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
-from kvfold.convert.text.windows import CalibrationTokens, load_calibration
+from kvfold.convert.text.windows import load_calibration
 
-_COLUMNS = (
-    ("attention_local", "attention,", "local"),
-    ("attention_propagated", "attention,", "propagated"),
-    ("residual_local", "residual,", "local"),
-    ("residual_propagated", "residual,", "propagated"),
-    ("row_kl", "attention", "rows, KL"),
-)
-_WIDTH = 15
+_COLUMNS = {
+    "attention_local": ("attention,", "local"),
+    "attention_propagated": ("attention,", "propagated"),
+    "residual_local": ("residual,", "local"),
+    "residual_propagated": ("residual,", "propagated"),
+    "row_kl": ("attention", "rows, KL"),
+}
 _LEGEND = (
     "attention, residual: distance of the attention's output, and of the residual stream after the",
     "  layer, from the source's, as a share of its size; local: given the source's inputs;",
@@ -60,31 +52,30 @@ def drift_checkpoints(request: DriftRequest, progress: Callable[[int, int], None
     """
     source, student = open_checkpoint(request.model), open_checkpoint(request.out)
     try:
-        _check_pair(source, student, request.model, request.out)
+        for key in ("num_hidden_layers", "vocab_size", "hidden_size"):
+            before, after = source.config.get(key), student.config.get(key)
+            if before != after:
+                rule = f"{key} must be the {before} of {request.model}, not {after}"
+                raise InputError(f"{request.out}: {rule}; name a checkpoint that was converted from it")
         place = choose_device(request.device)
         tokenizer = load_tokenizer(source, request.trust_remote_code, "measuring drift")
-        read = drift_tokens(request.text, tokenizer, request.samples, request.seq_len, request.seed)
-        before, after = (_stream(each, place, request.dtype) for each in (source, student))
+        drawn = request.samples, request.seq_len, request.seed
+        read = load_calibration(request.text, tokenizer, *drawn, held_out=0, split="held_out", option="text")
+        teacher, compared = (layer_stream(each, place, request.dtype) for each in (source, student))
         tokens = read.calibration
-        for stream, checkpoint in ((before, source), (after, student)):
-            if problems := stream.parameters.map.misfits(checkpoint.tensors):
-                raise InputError(f"{checkpoint.origin}: its tensors are not those of its config.json", problems)
-        check_vocabulary(tokens, before.vocabulary, source.origin)
+        check_vocabulary(tokens, teacher.vocabulary, source.origin)
         with ExitStack() as stack:
             if not request.quiet:
                 sequences, length = tokens.shape
                 print(f"comparing on {sequences} x {length} tokens of {read.source}", file=sys.stderr, flush=True)
-                progress = _layer_stages(before.layers, progress, stack)
-            report = measure_drift(before, after, tokens, floor_sequences=floor_count(tokens), progress=progress)
+                progress = _layer_stages(teacher.layers, progress, stack)
+            report = measure_drift(teacher, compared, tokens, floor_sequences=floor_count(tokens), progress=progress)
         models = {
             name: {"name": checkpoint.origin, "sha256": checkpoint.source_hash()}
             for name, checkpoint in (("source", source), ("converted", student))
         }
-        about: dict[str, dict[str, Any]] = {
-            **models,
-            "text": {"name": read.source, "sha256": read.digest, "seed": request.seed},
-        }
-        return replace(report, about=about)
+        text = {"name": read.source, "sha256": read.digest, "seed": request.seed}
+        return replace(report, about={**models, "text": text})
     finally:
         source.close()
         student.close()
@@ -94,15 +85,14 @@ def _layer_stages(
     layers: int, progress: Callable[[int, int], None] | None, stack: ExitStack
 ) -> Callable[[int, int], None]:
     """Shows the layers on stderr as stages that end with ``stack``: of the comparison, then of the rounding floor."""
-    names = iter(("comparing", "measuring rounding,"))
-    advance = stack.enter_context(stage(next(names), layers, "layer"))
+    advance = stack.enter_context(stage("comparing", layers, "layer"))
 
     def step(done: int, total: int) -> None:
         nonlocal advance
         # One stage ends before the next begins, so that they do not nest.
         if done == layers < total:
             stack.close()
-            advance = stack.enter_context(stage(next(names), layers, "layer"))
+            advance = stack.enter_context(stage("measuring rounding,", layers, "layer"))
         else:
             advance(1)
         if progress is not None:
@@ -111,31 +101,21 @@ def _layer_stages(
     return step
 
 
-def _check_pair(source: Checkpoint, student: Checkpoint, model: str, out: str) -> None:
-    for key in ("num_hidden_layers", "vocab_size", "hidden_size"):
-        before, after = source.config.get(key), student.config.get(key)
-        if before != after:
-            raise InputError(
-                f"{out}: its {key} is {after}, that of {model} is {before}; expected a checkpoint converted from it"
-            )
-
-
-def _stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> CheckpointStream:
+def layer_stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> CheckpointStream:
+    """The layers of a checkpoint. Raises InputError, which names it, for a config that its tensors do not fit."""
     computed = compute_dtype(checkpoint, device, dtype)
     try:
-        return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, computed)
+        stream = CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, computed)
     except InputError as error:
         # Two checkpoints are open: the error must say in which one the problem is.
         raise InputError(f"{checkpoint.origin}: {error.message}", error.details) from error
-
-
-def drift_tokens(text: str | None, tokenizer: Any, samples: int, seq_len: int, seed: int) -> CalibrationTokens:
-    """``[samples, seq_len]`` tokens to measure on, as ``calibration``."""
-    return load_calibration(text, tokenizer, samples, seq_len, seed, held_out=0, split="held_out", option="text")
+    if problems := stream.parameters.map.misfits(checkpoint.tensors):
+        raise InputError(f"{checkpoint.origin}: its tensors are not those of its config.json", problems)
+    return stream
 
 
 def drift_table(report: DriftReport) -> str:
-    """Totals first, then one line per layer, at most 100 columns wide; each number with its rounding floor."""
+    """Totals first, then one line per layer, usually at most 100 columns wide; each number with its rounding floor."""
     return "\n".join([*heading(report), "", *_totals(report), "", *_layers(report), "", *_LEGEND])
 
 
@@ -144,10 +124,11 @@ def heading(report: DriftReport) -> list[str]:
     dtype, floor = report.source_dtype, report.floor
     if report.student_dtype != dtype:
         dtype = f"{dtype} (converted: {report.student_dtype})"
-    sequences = _count(report.sequences, "sequence")
+    sequences, some = (
+        f"{count} sequence{'s' * (count != 1)}" for count in (report.sequences, floor.sequences if floor else 0)
+    )
     lines = [f"drift over {sequences} of {report.length} tokens, {dtype} on {report.device}", "floor: not measured"]
     if floor is not None:
-        some = _count(floor.sequences, "sequence")
         lines[1] = f"floor: the source in {floor.dtype} against itself in {floor.reference_dtype}, over {some}"
     for name, values in report.about.items():
         others = "".join(f", {key} {value}" for key, value in values.items() if key not in ("name", "sha256"))
@@ -158,34 +139,26 @@ def heading(report: DriftReport) -> list[str]:
 
 
 def _totals(report: DriftReport) -> list[str]:
-    measured, floor = report.measured, None if report.floor is None else report.floor.measured
-    ratio = report.student_cache_bytes / report.source_cache_bytes if report.source_cache_bytes else math.nan
+    measured, floor = report.measured, report.floor and report.floor.measured
+    cache = report.source_cache_bytes, report.student_cache_bytes
     losses = measured.teacher_loss, measured.student_loss
+    perplexities = [_value(perplexity(loss)) for loss in losses]
+    ratio = cache[1] / cache[0] if cache[0] else math.nan
+    # Every second row of numbers: what rounding alone gives.
+    low = (
+        (_percent(abs(floor.excess)), _value(abs(floor.excess)), _value(floor.kl), f"{floor.agreement:.2%}")
+        if floor
+        else ("-",) * 4
+    )
     rows = [
         ("", "source", "converted", "drift", "floor"),
-        (
-            "perplexity",
-            *(_value(perplexity(loss)) for loss in losses),
-            _percent(measured.excess),
-            floor and _percent(abs(floor.excess)),
-        ),
-        (
-            "loss, nats per token",
-            *map(_value, losses),
-            _signed(measured.excess),
-            floor and _value(abs(floor.excess)),
-        ),
-        ("KL of next-token distributions, nats", "", "", _value(measured.kl), floor and _value(floor.kl)),
-        ("top-1 agreement", "", "", f"{measured.agreement:.2%}", floor and f"{floor.agreement:.2%}"),
-        (
-            "cache, bytes per token",
-            f"{report.source_cache_bytes}",
-            f"{report.student_cache_bytes}",
-            f"x {ratio:.3g}",
-            "exact",
-        ),
+        ("perplexity", *perplexities, _percent(measured.excess), low[0]),
+        ("loss, nats per token", *map(_value, losses), _value(measured.excess, "+"), low[1]),
+        ("KL of next-token distributions, nats", "", "", _value(measured.kl), low[2]),
+        ("top-1 agreement", "", "", f"{measured.agreement:.2%}", low[3]),
+        ("cache, bytes per token", *map(str, cache), f"x {ratio:.3g}", "exact"),
     ]
-    lines = [f"{name:<36} {a:>12} {b:>12} {drift:>12} {low or '-':>12}".rstrip() for name, a, b, drift, low in rows]
+    lines = table(rows, (36, 11, 11, 11, 11))
     if measured.excess_margin is not None:
         least, most = (_percent(measured.excess + side * measured.excess_margin) for side in (-1, 1))
         lines.append(f"95 % interval of the perplexity's drift, by sequence: {least} to {most}")
@@ -196,50 +169,38 @@ def _layers(report: DriftReport) -> list[str]:
     """Relative errors per layer, each before its floor, and the head that differs most."""
     layers = report.measured.layers
     floors: Sequence[LayerDrift | None] = [None] * len(layers) if report.floor is None else report.floor.measured.layers
-    lines = [
-        "layer" + "".join(f"{first:>{_WIDTH}}" for _, first, _ in _COLUMNS) + "    worst head",
-        "     " + "".join(f"{second:>{_WIDTH}}" for _, _, second in _COLUMNS) + "    and its error",
-    ]
+    first, second = zip(*_COLUMNS.values(), strict=True)
+    rows = [("layer", *first, "  worst head"), ("", *second, "  and its error")]
     for layer, floor in zip(layers, floors, strict=True):
-        cells = [f"{_value(getattr(layer, name))} {_short(getattr(floor, name, None)):>6}" for name, *_ in _COLUMNS]
-        worst = max(layer.heads, key=lambda head: head.error, default=None)
-        shown = "".join(f"{cell:>{_WIDTH}}" for cell in cells)
-        lines.append(f"{layer.layer:>5}{shown}  {'' if worst is None else _worst(worst)}".rstrip())
-    return lines
+        cells = [f"{_value(getattr(layer, name))} {_short(getattr(floor, name, None)):>6}" for name in _COLUMNS]
+        shown = ""
+        if layer.heads:
+            worst = max(layer.heads, key=lambda head: head.error)
+            shown = f"{worst.head:>5} {_value(worst.error):>7}" if worst.error > 0 else f"{'none':>5}"
+        rows.append((str(layer.layer), *cells, shown))
+    return table(rows, (5, *[13] * len(_COLUMNS)), left=(len(_COLUMNS) + 1,))
 
 
-def _worst(head: HeadDrift) -> str:
-    return f"{head.head:>5} {_value(head.error):>7}" if head.error > 0 else f"{'none':>5}"
-
-
-def _value(value: float | None) -> str:
+def _value(value: float | None, sign: str = "") -> str:
     """At most 8 characters: five digits, or an exponent for the very small and large; an exact zero is a bare 0."""
     if value is None:
         return "-"
+    plus = sign if value > 0 else ""
     if value == 0 or not math.isfinite(value):
-        return f"{value:.0f}"
+        return f"{plus}{value:.0f}"
     size = abs(value)
     if not 1e-3 <= size < 1e5:
-        return f"{value:.1e}"
-    return f"{value:.{max(0, 4 - int(math.log10(max(size, 1))))}f}"
+        return f"{plus}{value:.1e}"
+    return f"{plus}{value:.{max(0, 4 - int(math.log10(max(size, 1))))}f}"
 
 
 def _short(value: float | None) -> str:
     if value is None:
         return "-"
-    return "0" if value == 0 else f"{value:.0e}" if math.isfinite(value) else f"{value:.0f}"
-
-
-def _signed(value: float) -> str:
-    return ("+" if value > 0 else "") + _value(value)
+    return f"{value:.0e}" if value and math.isfinite(value) else f"{value:.0f}"
 
 
 def _percent(excess: float) -> str:
     """The perplexity that ``excess`` nats of loss add, in percent."""
     # exp overflows a float beyond 709.
-    added = 100 * math.expm1(excess) if excess < 700 else math.inf
-    return f"{_signed(added)} %"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
+    return f"{_value(100 * math.expm1(excess) if excess < 700 else math.inf, '+')} %"

@@ -1,6 +1,6 @@
 """``kvfold eval``: a source and its conversion on the same documents, one model in memory at a time."""
 
-import os
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +16,9 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.measure import eval_tasks
-from kvfold.convert.measure.eval_tasks import CHOICES, TASKS, Question, QuestionMaker, Scores, answers
-from kvfold.convert.measure.losses import stretches, token_losses
+from kvfold.convert.measure.eval_tasks import CHOICES, TASKS, Question, Scores, answers, draw_questions
+from kvfold.convert.measure.losses import token_losses
+from kvfold.convert.measure.output import table
 from kvfold.convert.options import takes
 from kvfold.convert.progress import Stages
 from kvfold.convert.request import EvalRequest
@@ -34,6 +35,14 @@ _LONGEST = {"cpu": 1024}
 _BYTES_PER_TOKEN = 16
 # Times the share of right answers by guessing: below it 32 documents cannot tell a model from a guess.
 _LEARNED = 3
+# Tokens of the first stretch of positions.
+_FIRST = 64
+_WIDTHS = (27, 9, 7, 7, 17)
+
+# What was asked, the number of documents, means and difference.
+Row = dict[str, Any]
+# By task and length.
+Questions = dict[tuple[str, int], list[Question]]
 
 
 @dataclass(frozen=True)
@@ -49,9 +58,9 @@ class Evaluation:
     out: str
     text: str
     samples: int
-    retrieval: list[dict[str, Any]]
-    positions: list[dict[str, Any]]
-    tasks: list[dict[str, Any]]
+    retrieval: list[Row]
+    positions: list[Row]
+    tasks: list[Row]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -59,65 +68,30 @@ class Evaluation:
 
     def table(self) -> str:
         """The result as text: a part for each kind of measurement."""
-        lines = [f"{self.out} against {self.model}; differences paired by document, with 95 % intervals", ""]
+        rows: list[Sequence[str]] = []
         if self.retrieval:
-            lines.append(_heading("retrieval, right answers", "documents", "difference"))
-            for row in self.retrieval:
-                both = [f"{100 * row[name]:.1f} %" for name in ("source", "student")]
-                lines.append(_line(f"{row['task']} at {row['length']} tokens", row, both, "difference", 100, ".1f"))
-            lines.append(f"(guessing is right in {100 / CHOICES:.1f} %; filler: {self.text})")
+            rows.append(("retrieval, right answers", "documents", "source", "result", "difference"))
+            form = (".1f", ".1f", 100)
+            rows += [_cells(f"{row['task']} at {row['length']} tokens", row, *form) for row in self.retrieval]
+            rows.append((f"(guessing is right in {100 / CHOICES:.1f} %; filler: {self.text})",))
             if max(row["source"] for row in self.retrieval) <= _LEARNED / CHOICES:
-                lines.append("(the source hardly does more than guess: these rows say nothing about the conversion)")
-            lines.append("")
-        lines.append(_heading("perplexity by position", "windows", "excess, nats"))
-        for row in self.positions:
-            both = [f"{row[name]:.2f}" for name in ("source", "student")]
-            lines.append(_line(f"tokens {row['from']} to {row['to']}", row, both, "excess", 1, ".4f"))
+                rows.append(("(the source hardly does more than guess: these rows say nothing about the conversion)",))
+            rows.append(("",))
+        rows.append(("perplexity by position", "windows", "source", "result", "excess, nats"))
+        rows += [_cells(f"tokens {row['from']} to {row['to']}", row, ".2f", ".4f") for row in self.positions]
         if self.tasks:
-            lines += ["", _heading("task", "documents", "difference")]
-            for row in self.tasks:
-                both = [f"{row[name]:.3f}" for name in ("source", "student")]
-                lines.append(_line(f"{row['task']}, {row['metric']}", row, both, "difference", 1, ".3f"))
-        return "\n".join(lines)
+            rows += [("",), ("task", "documents", "source", "result", "difference")]
+            rows += [_cells(f"{row['task']}, {row['metric']}", row, ".3f", ".3f") for row in self.tasks]
+        title = f"{self.out} against {self.model}; differences paired by document, with 95 % intervals"
+        return "\n".join([title, "", *table(rows, _WIDTHS)])
 
 
-def _heading(name: str, counted: str, difference: str) -> str:
-    return f"{name:28} {counted:>9} {'source':>8} {'result':>8} {difference:>18}"
-
-
-def _line(name: str, row: dict[str, Any], both: Sequence[str], key: str, scale: float, form: str) -> str:
-    change = f"{scale * row[key]:+{form}}"
-    change += "" if row["margin"] is None else f" ± {scale * row['margin']:{form}}"
-    return f"{name:28} {row['documents']:9} {both[0]:>8} {both[1]:>8} {change:>18}"
-
-
-@dataclass(frozen=True)
-class _Exam:
-    """The questions by task and length, ``windows [N, T]`` of tokens and tasks of the harness, and how to run a model.
-
-    Both models get the same.
-    """
-
-    tokenizer: Any
-    questions: dict[tuple[str, int], list[Question]]
-    windows: Tensor
-    tasks: Sequence[str]
-    limit: int | None
-    batch: int
-    seed: int
-    device: torch.device
-    dtype: str
-    trust_remote_code: bool
-    quiet: bool
-
-    def description(self) -> str:
-        """For stderr: the documents, and how to have fewer."""
-        parts = [f"{len(self.windows)} windows of {self.windows.shape[1]} tokens", *self.tasks]
-        if self.questions:
-            lengths = ", ".join(str(length) for length in sorted({length for _, length in self.questions}))
-            count = len(next(iter(self.questions.values())))
-            parts.insert(0, f"{count} documents each of {', '.join(TASKS)} at {lengths} tokens")
-        return f"{'; '.join(parts)}, for each model (fewer: {opt('lengths')}, {opt('samples')})"
+def _cells(name: str, row: Row, mean: str, change: str, scale: int = 1) -> tuple[str, ...]:
+    """``mean`` is the format of the two means, ``change`` that of their difference and margin; scale 100: percent."""
+    difference = f"{scale * row['excess' if 'excess' in row else 'difference']:+{change}}"
+    difference += "" if row["margin"] is None else f" ± {scale * row['margin']:{change}}"
+    means = [f"{scale * row[model]:{mean}}" + (" %" if scale == 100 else "") for model in ("source", "student")]
+    return name, f"{row['documents']}", *means, difference
 
 
 @dataclass(frozen=True)
@@ -150,33 +124,39 @@ def eval_checkpoints(request: EvalRequest) -> Evaluation:
     try:
         tokenizer = load_tokenizer(source, request.trust_remote_code, "an evaluation")
         context = source.config.get("max_position_embeddings") or 2048
-        chosen = chosen_lengths(request.lengths, context, source.origin, place)
-        body, name = _tokens(tokenizer, request.text, max(chosen) * samples)
+        lengths = chosen_lengths(request.lengths, context, source.origin, place)
+        body, name = _tokens(tokenizer, request.text, lengths[-1] * samples)
         check_vocabulary(body, source.config.get("vocab_size", int(body.max()) + 1), source.origin)
     finally:
         source.close()
-    questions = _questions(tokenizer, body, chosen, samples, request.seed) if request.retrieval else {}
-    windows = _windows(tokenizer, body, max(chosen), samples)
-    exam = _Exam(
-        tokenizer, questions, windows, request.tasks, request.limit, request.batch, request.seed, place, request.dtype,
-        request.trust_remote_code, request.quiet,
-    )  # fmt: skip
+    asked = [(task, length) for task in TASKS for length in lengths] if request.retrieval else []
+    questions = {key: draw_questions(tokenizer, body, *key, samples, request.seed) for key in asked}
+    # A model that was trained with a BOS token in front loses much without it.
+    prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int64)
+    inner = min(lengths[-1] - len(prefix), len(body))
+    windows = body[: len(body) // inner * inner].view(-1, inner)[:samples]
+    windows = torch.cat([prefix.expand(len(windows), -1), windows], dim=1)
     if not request.quiet:
-        print(exam.description(), file=sys.stderr, flush=True)
+        parts = [f"{len(windows)} windows of {windows.shape[1]} tokens", *request.tasks]
+        if asked:
+            spelled = ", ".join(map(str, lengths))
+            parts.insert(0, f"{samples} documents each of {', '.join(TASKS)} at {spelled} tokens")
+        fewer = f"for each model (fewer: {opt('lengths')}, {opt('samples')})"
+        print(f"{'; '.join(parts)}, {fewer}", file=sys.stderr, flush=True)
     # One after the other: two models of 70B parameters fit into few machines.
-    before, after = _examine(request.model, exam), _examine(request.out, exam)
-    asked = [
-        {"task": task, "length": length, "chance": 1 / CHOICES, **paired(before.right[key], after.right[key])}
-        for key in questions
-        for task, length in [key]
+    before, after = (
+        _examine(model, request, place, tokenizer, questions, windows) for model in (request.model, request.out)
+    )
+    retrieval = [
+        {"task": task, "length": length, "chance": 1 / CHOICES, **paired(before.right[task, length], right)}
+        for (task, length), right in after.right.items()
     ]
     scored = [
         {"task": task, "metric": metric, **paired(one, other)}
         for task, metric, one, other in eval_tasks.paired_scores(before.scores, after.scores)
     ]
-    return Evaluation(
-        request.model, request.out, name, samples, asked, by_position(before.losses, after.losses), scored
-    )
+    positions = by_position(before.losses, after.losses)
+    return Evaluation(request.model, request.out, name, samples, retrieval, positions, scored)
 
 
 def chosen_lengths(lengths: Sequence[int], context: int, origin: str, device: torch.device) -> list[int]:
@@ -194,65 +174,50 @@ def _tokens(tokenizer: Any, text: str | None, wanted: int) -> tuple[Tensor, str]
     documents, _ = corpus.documents(wanted * _BYTES_PER_TOKEN)
     pieces = list(tokenize(tokenizer, prefix_tokens(tokenizer), documents))
     if not sum(map(len, pieces)):
-        raise InputError(f"{corpus.name}: expected text, found none")
+        raise InputError(f"{corpus.name} has no text to measure on; name another with {opt('text')}")
     return torch.cat(pieces), corpus.name
 
 
-def _questions(
-    tokenizer: Any, body: Tensor, lengths: Sequence[int], count: int, seed: int
-) -> dict[tuple[str, int], list[Question]]:
-    def encode(text: str) -> list[int]:
-        tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return tokens
-
-    makers = {task: QuestionMaker(task, encode, prefix_tokens(tokenizer), body) for task in TASKS}
-    return {(task, length): maker.draw(length, count, seed) for task, maker in makers.items() for length in lengths}
-
-
-def _windows(tokenizer: Any, body: Tensor, length: int, count: int) -> Tensor:
-    """At most ``count`` stretches of the text that do not overlap, ``[n, length]``, each behind the prefix."""
-    # A model that was trained with a BOS token in front loses much without it.
-    prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int64)
-    inner = min(length - len(prefix), len(body))
-    rows = body[: len(body) // inner * inner].view(-1, inner)[:count]
-    return torch.cat([prefix.expand(len(rows), -1), rows], dim=1)
-
-
-def _examine(folder: str | os.PathLike[str], exam: _Exam) -> _Answers:
-    """Load the model in ``folder`` and give it the exam."""
-    checkpoint, stages = open_checkpoint(folder), Stages(quiet=exam.quiet)
+def _examine(
+    folder: str, request: EvalRequest, device: torch.device, tokenizer: Any, questions: Questions, windows: Tensor
+) -> _Answers:
+    """Load the model in ``folder``, ask it all questions, and run it over ``windows [N, T]``."""
+    checkpoint, stages = open_checkpoint(folder), Stages(quiet=request.quiet)
     name = checkpoint.origin
     try:
-        hide_bars(exam.quiet)
+        hide_bars(request.quiet)
         with stages(f"loading {name}"):
-            dtype = compute_dtype(checkpoint, exam.device, exam.dtype)
-            model = load_model(checkpoint, dtype, exam.trust_remote_code).to(exam.device).eval()
+            dtype = compute_dtype(checkpoint, device, request.dtype)
+            model = load_model(checkpoint, dtype, request.trust_remote_code).to(device).eval()
         right = {}
-        for (task, length), asked in exam.questions.items():
+        for (task, length), asked in questions.items():
             with stages(f"{name}: {task} at {length} tokens,", len(asked), "document") as advance:
                 right[task, length] = answers(model, asked, advance)
-        with stages(f"{name}: loss by position,", len(exam.windows), "document") as advance:
-            losses = token_losses(model, exam.windows, advance)
+        with stages(f"{name}: loss by position,", len(windows), "document") as advance:
+            losses = token_losses(model, windows, advance)
         scores: Scores = {}
-        if exam.tasks:
-            with stages(f"{name}: {', '.join(exam.tasks)}"):
-                scores = eval_tasks.harness_scores(model, exam.tokenizer, exam.tasks, exam.limit, exam.batch, exam.seed)
+        if request.tasks:
+            with stages(f"{name}: {', '.join(request.tasks)}"):
+                scores = eval_tasks.harness_scores(model, tokenizer, request)
         return _Answers(right, losses, scores)
     finally:
         checkpoint.close()
 
 
-def paired(before: Tensor, after: Tensor, difference: str = "difference") -> dict[str, Any]:
+def paired(before: Tensor, after: Tensor, difference: str = "difference") -> Row:
     """Means of both and of their difference, and half the width of its 95 % interval (None for one document)."""
     between = after.double() - before.double()
     means = {"source": float(before.double().mean()), "student": float(after.double().mean())}
     return {"documents": len(between), **means, difference: float(between.mean()), "margin": margin(between)}
 
 
-def by_position(before: Tensor, after: Tensor) -> list[dict[str, Any]]:
+def by_position(before: Tensor, after: Tensor) -> list[Row]:
     """Perplexities and excess losses of both models' ``losses [n, T - 1]``, for stretches of positions that double."""
+    length = before.shape[1] + 1
+    # Losses fall with the logarithm of the position, so each stretch is as long as all before it.
+    inner = itertools.takewhile(lambda end: end < length, (_FIRST << power for power in itertools.count()))
     rows = []
-    for start, end in stretches(before.shape[1] + 1):
+    for start, end in itertools.pairwise([1, *inner, length]):
         both = [losses[:, start - 1 : end - 1].mean(1) for losses in (before, after)]
         pair = paired(both[0], both[1], "excess")
         pair |= {name: perplexity(pair[name]) for name in ("source", "student")}

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.errors import InputError, one_line, opt
+from kvfold.convert.request import EvalRequest
+from kvfold.convert.text.tokenizer import prefix_tokens
 
 TASKS = ("needle", "keys")
 CHOICES = 8
@@ -43,7 +45,6 @@ _LOSSES = {
     "word_perplexity": ("nats_per_word", -1.0),
 }
 
-Encode = Callable[[str], list[int]]
 # By task and metric, then by document.
 Scores = dict[tuple[str, str], dict[str, float]]
 
@@ -57,69 +58,63 @@ class Question:
     right: int
 
 
-def single_words(encode: Encode) -> dict[str, int]:
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokens
+
+
+def single_words(tokenizer: Any) -> dict[str, int]:
     """Words that are one token behind a space, with that token. Raises InputError when there are too few."""
-    words = {word: encode(f" {word}") for word in dict.fromkeys(_WORDS)}
+    words = {word: _encode(tokenizer, f" {word}") for word in dict.fromkeys(_WORDS)}
     found = {word: tokens[0] for word, tokens in words.items() if len(tokens) == 1}
     if len(set(found.values())) < CHOICES:
         raise InputError(
-            f"evaluation: expected a tokenizer with {CHOICES} common English words of one token each for the retrieval "
-            f"tasks, found {len(found)}; leave them out with {opt('retrieval', False)}"
+            f"retrieval needs {CHOICES} common English words of one token each, the tokenizer has {len(found)}; leave "
+            f"it out with {opt('retrieval', False)}"
         )
     return found
 
 
-@dataclass(frozen=True)
-class QuestionMaker:
-    """Makes questions of ``task`` from ``filler [n]``, tokens of ordinary text, behind ``prefix``."""
+def draw_questions(tokenizer: Any, filler: Tensor, task: str, length: int, count: int, seed: int) -> list[Question]:
+    """``count`` questions of ``length`` tokens, made of ``filler [n]``, tokens of ordinary text.
 
-    task: str
-    encode: Encode
-    prefix: Sequence[int]
-    filler: Tensor
+    Their answers stand at depths spread from beginning to end. Raises InputError for a length that has no room for the
+    sentences.
+    """
+    words, prefix = single_words(tokenizer), prefix_tokens(tokenizer)
+    # Everything is drawn from one generator, so that a seed gives the same questions to both models.
+    generator = torch.Generator().manual_seed(seed)
 
-    def draw(self, length: int, count: int, seed: int) -> list[Question]:
-        """``count`` questions of ``length`` tokens; their answers stand at depths spread from beginning to end.
+    def order(size: int) -> list[int]:
+        drawn: list[int] = torch.randperm(size, generator=generator).tolist()
+        return drawn
 
-        Raises InputError for a length that has no room for the sentences.
-        """
-        words, generator = single_words(self.encode), torch.Generator().manual_seed(seed)
-        return [self._one(length, (index + 0.5) / count, words, generator) for index in range(count)]
-
-    def _one(self, length: int, depth: float, words: dict[str, int], generator: torch.Generator) -> Question:
-        def order(size: int) -> list[int]:
-            drawn: list[int] = torch.randperm(size, generator=generator).tolist()
-            return drawn
-
-        # Everything is drawn from one generator, so that a seed gives the same questions to both models.
+    questions = []
+    for index in range(count):
         names = [_NAMES[place] for place in order(len(_NAMES))]
         known = list(words)
         chosen = [known[place] for place in order(len(known))[:CHOICES]]
-        hidden = 1 if self.task == "needle" else CHOICES
-        sentences = [self.encode(_SENTENCE.format(name=names[i], word=chosen[i])) for i in range(hidden)]
-        ending = self.encode(_QUESTION.format(name=names[0]))
-        room = length - len(self.prefix) - sum(map(len, sentences)) - len(ending)
+        hidden = 1 if task == "needle" else CHOICES
+        sentences = [_encode(tokenizer, _SENTENCE.format(name=names[i], word=chosen[i])) for i in range(hidden)]
+        ending = _encode(tokenizer, _QUESTION.format(name=names[0]))
+        room = length - len(prefix) - sum(map(len, sentences)) - len(ending)
         if room < len(sentences):
             raise InputError(
-                f"{opt('lengths', length)}: too short for the sentences of the task {self.task}; give longer ones"
+                f"{opt('lengths', length)}: too short for the sentences of the task {task}; give longer ones"
             )
-        text = self._stretch(room, order)
-        depths = [depth, *torch.rand(hidden - 1, generator=generator).tolist()]
+        # A stretch of the filler from a place that is drawn; a short filler is repeated.
+        start = order(max(1, len(filler) - room))[0]
+        text: list[int] = filler.repeat(-(-(start + room) // len(filler)))[start : start + room].tolist()
+        depths = [(index + 0.5) / count, *torch.rand(hidden - 1, generator=generator).tolist()]
         # From the end, so that an insertion does not move the places of the others.
         for at, sentence in sorted(zip(depths, sentences, strict=True), reverse=True):
             place = round(at * room)
             text[place:place] = sentence
         # The right word must not always be the first choice.
         mixed = order(CHOICES)
-        tokens = torch.tensor([*self.prefix, *text, *ending])
-        return Question(tokens, [words[chosen[i]] for i in mixed], mixed.index(0))
-
-    def _stretch(self, room: int, order: Callable[[int], list[int]]) -> list[int]:
-        """``room`` tokens of the filler from a place that is drawn; a short one is repeated."""
-        start = order(max(1, len(self.filler) - room))[0]
-        repeated = self.filler.repeat(-(-(start + room) // len(self.filler)))
-        stretch: list[int] = repeated[start : start + room].tolist()
-        return stretch
+        tokens = torch.tensor([*prefix, *text, *ending])
+        questions.append(Question(tokens, [words[chosen[i]] for i in mixed], mixed.index(0)))
+    return questions
 
 
 @torch.no_grad()
@@ -138,29 +133,31 @@ def check_harness() -> None:
     if find_spec("lm_eval") is None:
         raise InputError(
             f"{opt('tasks')}: needs lm-evaluation-harness, which is not installed: pip install 'kvfold[eval]'; "
-            f"without {opt('tasks')} "
-            "the long-context checks run alone"
+            f"without {opt('tasks')} the long-context checks run alone"
         )
 
 
-def harness_scores(
-    model: Any, tokenizer: Any, tasks: Sequence[str], limit: int | None, batch: int, seed: int
-) -> Scores:
-    """Every number that the harness gives for a document of ``tasks``. Raises InputError for an unknown task."""
+def harness_scores(model: Any, tokenizer: Any, request: EvalRequest) -> Scores:
+    """Every number that the harness gives for a document of the request's ``tasks``.
+
+    Raises InputError for an unknown task.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
+    seeds = dict.fromkeys(
+        ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), request.seed
+    )
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=request.batch)
+    tasks = [_task(name) for name in request.tasks]
     try:
         done = lm_eval.simple_evaluate(
-            model=wrapped, tasks=[_task(name) for name in tasks], limit=limit, log_samples=True, bootstrap_iters=0,
-            random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed, fewshot_random_seed=seed,
-        )  # fmt: skip
+            model=wrapped, tasks=tasks, limit=request.limit, log_samples=True, bootstrap_iters=0, **seeds
+        )
     except (KeyError, ValueError) as error:
-        raise InputError(
-            f"{opt('tasks', ','.join(tasks))}: the harness refuses them: {one_line(error)[:300]}"
-        ) from error
+        shown = opt("tasks", ",".join(request.tasks))
+        raise InputError(f"{shown}: the harness refuses them: {one_line(error)[:300]}") from error
     return document_scores(done["samples"])
 
 
@@ -173,9 +170,9 @@ def _task(name: str) -> str | dict[str, Any]:
     try:
         described = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{opt('tasks', name)}: expected a task in YAML, found: {one_line(error)[:200]}") from error
+        raise InputError(f"{opt('tasks', name)} is not a task in YAML: {one_line(error)[:200]}") from error
     if not isinstance(described, dict):
-        raise InputError(f"{opt('tasks', name)}: expected a task in YAML, found a {type(described).__name__}")
+        raise InputError(f"{opt('tasks', name)} is not a task in YAML, it holds a {type(described).__name__}")
     return described
 
 

@@ -5,10 +5,10 @@ Matplotlib is an optional extra and is imported when a chart is drawn; ``console
 
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.sizes import bytes_text, bytes_unit
 
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Values = Mapping[str, Any]
-Arguments = ParamSpec("Arguments")
-Drawn = TypeVar("Drawn", bound="Chart | None")
+Lines = Mapping[str, Sequence[float | None]]
 
 ELEMENTS = "cache_elements_per_token_per_layer"
 _RELATIVE_ERRORS = (
@@ -26,6 +25,7 @@ _RELATIVE_ERRORS = (
     ("attention_propagated", "in place"),
     ("residual_propagated", "residual stream"),
 )
+_ROUNDING = "rounding"
 _CONTEXTS = tuple(2**power for power in range(10, 18))
 # Times the rounding floor: an axis that shows both would press larger errors into one line.
 _FAR = 100
@@ -65,7 +65,7 @@ _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 @dataclass(frozen=True)
 class Chart:
-    """A matplotlib figure with its title, and a caption that says what it shows and what is good."""
+    """A matplotlib figure, its title, and a caption: the meaning of its values, and which of them are good."""
 
     title: str
     figure: "Figure"
@@ -91,261 +91,224 @@ class Chart:
             self.figure.savefig(path, dpi=140, facecolor="white", metadata=metadata)
 
 
-def _styled(draw: Callable[Arguments, Drawn]) -> Callable[Arguments, Drawn]:
-    """Run ``draw`` in the style of all charts: colors of an artist are taken when it is made, not when it is saved."""
+@contextmanager
+def _chart(title: str, caption: str = "", width: float = 5.6, height: float = 3.4) -> Iterator[tuple[Chart, "Figure"]]:
+    """A chart to draw in the block, where the style holds: an artist takes its colors when it is made."""
+    import matplotlib
 
-    @wraps(draw)
-    def styled(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Drawn:
-        import matplotlib
-
-        with matplotlib.rc_context(_STYLE):
-            return draw(*args, **kwargs)
-
-    return styled
-
-
-def _new_figure(width: float = 5.6, height: float = 3.4) -> "Figure":
     # Not pyplot, which keeps every figure alive and looks for a display.
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    with matplotlib.rc_context(_STYLE):
+        chart = Chart(title, Figure(figsize=(width, height), layout="constrained"), caption)
+        yield chart, chart.figure
 
 
-def _lines_by_place(lines: Mapping[str, Sequence[float | None]], place: str, unit: str) -> tuple["Figure", "Axes"]:
-    """Lines over layers, channels or slots 0, 1, ... on a logarithmic axis; values that are None or 0 are left out."""
+def by_place(
+    title: str,
+    lines: Lines,
+    caption: str = "",
+    place: str = "layer",
+    unit: str = "relative error",
+    cut: int | None = None,
+) -> Chart:
+    """Lines over layers, channels or slots 0, 1, ... on a logarithmic axis; values that are None or 0 are left out.
+
+    ``cut``: the number of places that the budget keeps, behind which stands a line.
+    """
     from matplotlib.ticker import MaxNLocator
 
-    figure = _new_figure()
-    axes = figure.subplots()
-    for name, values in lines.items():
-        marker = "o" if len(values) <= 100 else ""
-        # A logarithmic axis has no place for 0: nan leaves a gap.
-        axes.plot(range(len(values)), [value or math.nan for value in values], marker=marker, label=name)
-    axes.set(xlabel=place, ylabel=unit, yscale="log")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if len(lines) > 1:
-        axes.legend(ncols=min(4, len(lines)), loc="lower left", bbox_to_anchor=(0, 1))
-    return figure, axes
+    with _chart(title, caption) as (chart, figure):
+        axes = figure.subplots()
+        for name, values in lines.items():
+            style: dict[str, Any] = {"marker": "o" if len(values) <= 100 else ""}
+            if name == _ROUNDING:
+                style = {"ls": "--", "lw": 1, "color": _INK}
+            # A logarithmic axis has no place for 0: nan leaves a gap.
+            axes.plot(range(len(values)), [value or math.nan for value in values], label=name, **style)
+        axes.set(xlabel=place, ylabel=unit, yscale="log")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if cut is not None:
+            axes.axvline(cut - 0.5, ls="--", lw=1, color=_COLORS[1], label="the budget cuts here")
+            axes.legend(handles=axes.lines[1:])
+        elif len(lines) > 1:
+            axes.legend(ncols=min(4, len(lines)), loc="lower left", bbox_to_anchor=(0, 1))
+    return chart
 
 
-@_styled
-def values_by_layer(title: str, lines: Mapping[str, Sequence[float | None]], unit: str = "relative error") -> Chart:
-    """Lines over the layers on a logarithmic axis, without a caption: for figures of the documentation."""
-    return Chart(title, _lines_by_place(lines, "layer", unit)[0])
-
-
-@_styled
 def drift_by_layer(drift: Values) -> Chart:
     """Relative errors of attention and residual stream by layer, with the rounding floor where it is near."""
     layers = drift["layers"]
     lines = {name: [layer[key]["value"] for layer in layers] for key, name in _RELATIVE_ERRORS}
-    figure, axes = _lines_by_place(lines, "layer", "relative error")
     floors = [layer[_RELATIVE_ERRORS[-1][0]]["floor"] for layer in layers]
-    highest, rounding = max(filter(None, floors), default=0.0), ""
-    if highest:
-        rounding = f" Rounding alone gives {highest:.0e} at most."
-        least = min((value for values in lines.values() for value in values if value), default=math.inf)
-        if highest * _FAR > least:
-            axes.plot([floor or math.nan for floor in floors], ls="--", lw=1, color=_INK, label="rounding")
-            axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
-    return Chart(
-        "Drift by layer",
-        figure,
+    caption = (
         "Distance from the source, as a share of its size: each layer's attention given the source's inputs (alone) "
         "and given the converted model's inputs (in place), and the residual stream after the layer. Good: the "
-        f"residual stream's line is low and flat; a layer that jumps out wants refinement.{rounding}",
+        "residual stream's line is low and flat; a layer that jumps out wants refinement."
     )
+    if highest := max(filter(None, floors), default=0.0):
+        caption += f" Rounding alone gives {highest:.0e} at most."
+        if highest * _FAR > min((value for values in lines.values() for value in values if value), default=math.inf):
+            lines[_ROUNDING] = floors
+    return by_place("Drift by layer", lines, caption)
 
 
-@_styled
 def residual_by_layer(targets: Sequence[Values]) -> Chart | None:
     """Distance of every target's residual stream by layer; None if none was measured or all are 0."""
     lines = {row["kind"]: row["residual_by_layer"] for row in targets if any(row["residual_by_layer"])}
-    if not lines:
-        return None
-    return Chart(
-        "Drift by layer",
-        _lines_by_place(lines, "layer", "relative error")[0],
+    caption = (
         "Distance of each target's residual stream from the source's after every layer, as a share of its size. Good: "
-        "a low line that rises slowly; a step up in one layer of all targets is a layer that wants refinement.",
+        "a low line that rises slowly; a step up in one layer of all targets is a layer that wants refinement."
     )
+    return by_place("Drift by layer", lines, caption) if lines else None
 
 
-@_styled
 def attention_rows_by_head(drift: Values) -> Chart | None:
     """KL of every head's attention weights as a heat map; None if the heads of the two models do not correspond."""
     rows = [[head["row_kl"]["value"] for head in layer["heads"]] for layer in drift["layers"]]
-    if not rows or not all(rows) or any(value is None for row in rows for value in row) or len(set(map(len, rows))) > 1:
+    if not rows or not all(rows) or any(None in row for row in rows) or len(set(map(len, rows))) > 1:
         return None
     from matplotlib.ticker import MaxNLocator
 
-    figure = _new_figure()
-    axes = figure.subplots()
-    # From 0, so that rounding does not look like a difference between heads.
-    cells = axes.imshow(rows, aspect="auto", vmin=0)
-    axes.grid(visible=False)
-    axes.set(xlabel="query head", ylabel="layer")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(integer=True))
-    figure.colorbar(cells, label="nats")
-    return Chart(
-        "Attention rows by head",
-        figure,
+    caption = (
         "How differently each head looks at the text: the KL between the source's attention weights and the converted "
         "ones, mean over positions, on the source's inputs. Good: the scale ends at a small number. One bright cell "
-        "among dark ones is a head that lost what it looked at.",
+        "among dark ones is a head that lost what it looked at."
     )
+    with _chart("Attention rows by head", caption) as (chart, figure):
+        axes = figure.subplots()
+        # From 0, so that rounding does not look like a difference between heads.
+        cells = axes.imshow(rows, aspect="auto", vmin=0)
+        axes.grid(visible=False)
+        axes.set(xlabel="query head", ylabel="layer")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
+        figure.colorbar(cells, label="nats")
+    return chart
 
 
-@_styled
 def cache_by_context(bytes_per_token: Sequence[tuple[str, float]], what: str = "") -> Chart:
     """KV cache of one sequence against its length, for models by name; ``what`` continues the caption."""
     unit, scale = bytes_unit(max(size for _, size in bytes_per_token) * _CONTEXTS[-1])
-    figure = _new_figure()
-    axes = figure.subplots()
-    for name, size in bytes_per_token:
-        axes.plot(_CONTEXTS, [size * context / scale for context in _CONTEXTS], marker="o", label=name)
-    axes.set(xlabel="context, tokens", ylabel=f"KV cache, {unit}", yscale="log")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(_CONTEXTS, [f"{context // 1024}k" for context in _CONTEXTS])
-    axes.legend()
     large, small = (bytes_text(int(bytes_per_token[place][1] * _CONTEXTS[-1])) for place in (0, -1))
-    return Chart(
-        "Cache against context",
-        figure,
+    caption = (
         f"The KV cache of one sequence{what}; multiply by the batch size. At 128k tokens it is {small} instead of "
-        f"{large}. Good: at your context and batch the lower line fits beside the weights.",
+        f"{large}. Good: at your context and batch the lower line fits beside the weights."
     )
+    with _chart("Cache against context", caption) as (chart, figure):
+        axes = figure.subplots()
+        for name, size in bytes_per_token:
+            axes.plot(_CONTEXTS, [size * context / scale for context in _CONTEXTS], marker="o", label=name)
+        axes.set(xlabel="context, tokens", ylabel=f"KV cache, {unit}", yscale="log")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(_CONTEXTS, [f"{context // 1024}k" for context in _CONTEXTS])
+        axes.legend()
+    return chart
 
 
-@_styled
 def rotary_pairs(worth: Values) -> Chart:
     """Share of the scores' energy that rotates at each frequency, and the part that the target keeps."""
     total, kept = worth["per_pair"], worth["kept_per_pair"]
-    figure = _new_figure()
-    axes = figure.subplots()
-    axes.bar(range(len(total)), total, 1.0, color=_COLORS[3], label="lost")
-    axes.bar(range(len(kept)), kept, 1.0, color=_COLORS[0], label="kept")
-    axes.set(xlabel="rotary pair, highest frequency first", ylabel="share of score energy")
-    axes.legend()
-    return Chart(
-        "Rotary slots by frequency",
-        figure,
+    caption = (
         "The share of the scores' energy that would be lost if a frequency's keys did not rotate, mean over layers. "
         f"The target's rotary dims keep {100 * sum(kept) / (sum(total) or 1.0):.1f} % of it. Good: little is left in "
-        "the color of what is lost.",
+        "the color of what is lost."
     )
+    with _chart("Rotary slots by frequency", caption) as (chart, figure):
+        axes = figure.subplots()
+        axes.bar(range(len(total)), total, 1.0, color=_COLORS[3], label="lost")
+        axes.bar(range(len(kept)), kept, 1.0, color=_COLORS[0], label="kept")
+        axes.set(xlabel="rotary pair, highest frequency first", ylabel="share of score energy")
+        axes.legend()
+    return chart
 
 
-def _spectrum(values: Sequence[float], count: int, place: str, unit: str) -> "Figure":
-    """Values in descending order, and a line behind the first ``count`` of them, which the budget keeps."""
-    figure, axes = _lines_by_place({"": values}, place, unit)
-    axes.axvline(count - 0.5, ls="--", lw=1, color=_COLORS[1], label="the budget cuts here")
-    axes.legend(handles=axes.lines[1:])
-    return figure
-
-
-@_styled
 def rotary_spectrum(worth: Values) -> Chart:
     """The energy of shared rotary keys in descending order, and where the budget cuts."""
-    return Chart(
-        "Spectrum of rotary keys, and the cut",
-        _spectrum(worth["sorted"], worth["slots"], "rotary slot, most valuable first", "share of score energy"),
+    caption = (
         "Each slot is one shared rotary key (2 dims of the cache). Those left of the cut are kept. Good: the line has "
-        "fallen far before the cut; where it is still high, more rotary dims (--rope-dim) would pay.",
+        "fallen far before the cut; where it is still high, more rotary dims (--rope-dim) would pay."
     )
+    title, place = "Spectrum of rotary keys, and the cut", "rotary slot, most valuable first"
+    return by_place(title, {"": worth["sorted"]}, caption, place, "share of score energy", worth["slots"])
 
 
-@_styled
 def latent_spectrum(spectrum: Values) -> Chart:
     """The energy of the latent's principal components in descending order, and where its channels end."""
     lost = spectrum["lost"]
     worst = max(range(len(lost)), key=lambda layer: lost[layer])
-    return Chart(
-        "Spectrum of the latent, and the cut",
-        _spectrum(spectrum["sorted"], spectrum["channels"], "channel, most energy first", "share of energy"),
+    caption = (
         "The latent's channels store what the rotary keys leave of keys and values, in order of energy; those left of "
         f"the cut are kept and hold {100 * (1 - sum(lost) / len(lost)):.1f} % of it (in layer {worst}, the worst, "
         f"{100 * (1 - lost[worst]):.1f} %). Good: the line has fallen far before the cut; where it is still high, more "
-        "rank (--kv-rank) would pay.",
+        "rank (--kv-rank) would pay."
     )
+    title, place = "Spectrum of the latent, and the cut", "channel, most energy first"
+    return by_place(title, {"": spectrum["sorted"]}, caption, place, "share of energy", spectrum["channels"])
 
 
-@_styled
 def budget_splits(splits: Sequence[Values]) -> Chart:
     """The KL of a budget's splits into rank and rotary dims, in trials that convert a few layers."""
     drawn = sorted(splits, key=lambda split: int(split["rope_dim"]))
-    figure = _new_figure()
-    axes = figure.subplots()
-    axes.plot([split["rope_dim"] for split in drawn], [split["kl"] for split in drawn], marker="o")
     ticked = drawn[:: math.ceil(len(drawn) / 8)]
-    labels = [f"{split['kv_rank']}\n+{split['rope_dim']}" for split in ticked]
-    axes.set_xticks([split["rope_dim"] for split in ticked], labels)
-    axes.set(xlabel="rank + rotary dims", ylabel="KL, nats", yscale="log")
-    return Chart(
-        f"Splits of {drawn[0]['kv_rank'] + drawn[0]['rope_dim']} elements",
-        figure,
+    caption = (
         "The splits of the budget into rank and rotary dims that were tried. Good: the one taken lies at the bottom of "
-        "a wide valley, so that its neighbors, which kernels may take, cost little more.",
+        "a wide valley, so that its neighbors, which kernels may take, cost little more."
     )
+    with _chart(f"Splits of {drawn[0]['kv_rank'] + drawn[0]['rope_dim']} elements", caption) as (chart, figure):
+        axes = figure.subplots()
+        axes.plot([split["rope_dim"] for split in drawn], [split["kl"] for split in drawn], marker="o")
+        labels = [f"{split['kv_rank']}\n+{split['rope_dim']}" for split in ticked]
+        axes.set_xticks([split["rope_dim"] for split in ticked], labels)
+        axes.set(xlabel="rank + rotary dims", ylabel="KL, nats", yscale="log")
+    return chart
 
 
-@_styled
 def gain_by_layer(record: Values) -> Chart | None:
     """Errors of the layers before and after refinement or the output fit; None if the run had neither."""
     refined = bool(record.get("refinement"))
     errors = record.get("refinement" if refined else "output_fit") or []
-    if not errors:
-        return None
     what = "refinement" if refined else "the fit of the output projection"
     lines = {word: [error[word] for error in errors] for word in ("before", "after")}
-    return Chart(
-        f"What {what} gained",
-        _lines_by_place(lines, "layer", "relative squared error")[0],
+    caption = (
         f"The error of the residual stream after each layer's attention on held-out text, before and after {what}. "
-        "Good: the second line is well below the first; where both meet there was nothing to gain.",
+        "Good: the second line is well below the first; where both meet there was nothing to gain."
     )
+    return by_place(f"What {what} gained", lines, caption, unit="relative squared error") if errors else None
 
 
-@_styled
 def excess_by_cache(sweep: Values) -> Chart:
     """Excess loss of every target of a sweep over its cache, with 95 % intervals and the limit that decides."""
     rows = [row for row in sweep["targets"] if row["excess"]["value"] is not None]
     rows.sort(key=lambda row: (-row[ELEMENTS], row["excess"]["value"]))
-    places: dict[int, list[float]] = {}
-    for row in rows:
-        beside = places.setdefault(row[ELEMENTS], [])
-        beside.append(row[ELEMENTS] * 2 ** (-_APART * len(beside)))
-    figure = _new_figure(7.2, 4.4)
-    axes = figure.subplots()
-    for color, (label, latent) in enumerate((("GQA, MQA", False), ("MLA", True))):
-        _targets_of_a_kind(axes, [row for row in rows if (row["options"]["to"] == "mla") == latent], rows, label, color)
-    axes.axhline(
-        math.log1p(sweep["within"]), color=_COLORS[4], ls="--", lw=1, label=f"{100 * sweep['within']:g} % perplexity"
-    )
-    axes.axhline(0, color=_INK, lw=0.8)
-    present = sweep["source"]["elements"]
+    present, within = sweep["source"]["elements"], sweep["within"]
     ticks = sorted({present, *(row[ELEMENTS] for row in sweep["targets"])})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{count}\n{100 * (1 - count / present):.3g} %" for count in ticks])
-    axes.minorticks_off()
-    # Descending: a larger saving is further to the right. The margin on the right holds the last name.
-    axes.set_xlim(present * 1.15, min(ticks) / 1.3)
-    axes.margins(y=0.15)
-    axes.set(xlabel="KV-cache elements per token per layer, and the saving", ylabel="excess loss, nats per token")
-    axes.legend(loc="upper left")
-    return Chart(
-        "Cache against loss",
-        figure,
+    caption = (
         "Every target's loss on held-out text beyond the source's, with 95 % intervals, smaller caches to the right. "
-        "Good: far to the right and still below the dashed limit.",
+        "Good: far to the right and still below the dashed limit."
     )
+    with _chart("Cache against loss", caption, 7.2, 4.4) as (chart, figure):
+        axes = figure.subplots()
+        for color, (label, latent) in enumerate((("GQA, MQA", False), ("MLA", True))):
+            of_kind = [row for row in rows if (row["options"]["to"] == "mla") == latent]
+            if of_kind:
+                _targets_of_a_kind(axes, of_kind, rows, label, color)
+        limit = f"{100 * within:g} % perplexity"
+        axes.axhline(math.log1p(within), color=_COLORS[4], ls="--", lw=1, label=limit)
+        axes.axhline(0, color=_INK, lw=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{count}\n{100 * (1 - count / present):.3g} %" for count in ticks])
+        axes.minorticks_off()
+        # Descending: a larger saving is further to the right. The margin on the right holds the last name.
+        axes.set_xlim(present * 1.15, min(ticks) / 1.3)
+        axes.margins(y=0.15)
+        axes.set(xlabel="KV-cache elements per token per layer, and the saving", ylabel="excess loss, nats per token")
+        axes.legend(loc="upper left")
+    return chart
 
 
 def _targets_of_a_kind(axes: "Axes", rows: list[Values], every: list[Values], label: str, color: int) -> None:
     """Points with intervals and names, and a line through the best of each size. ``rows``: best first per size."""
-    if not rows:
-        return
     best: dict[int, tuple[float, float]] = {}
     named: dict[int, list[Values]] = {}
     for row in rows:
@@ -361,74 +324,69 @@ def _targets_of_a_kind(axes: "Axes", rows: list[Values], every: list[Values], la
     for size, same in named.items():
         top = max(row["excess"]["high"] or row["excess"]["value"] for row in same)
         names = "\n".join(row["kind"] for row in reversed(same))
-        axes.annotate(
-            names, (size, top), (0, 4), textcoords="offset points", ha="center", fontsize=8, color=f"C{color}"
-        )
+        _note(axes, names, (size, top), (0, 4), ha="center", color=f"C{color}")
 
 
-@_styled
+def _note(axes: "Axes", text: str, point: tuple[float, float], points: tuple[int, int], **style: Any) -> None:
+    """``text`` so many ``points`` from a point of the data."""
+    axes.annotate(text, point, points, textcoords="offset points", fontsize=8, **style)
+
+
 def decoding_speed(report: Values) -> Chart:
     """Bars of a bench report: tokens per second and cache, a group for each context and batch, "no fit" where none."""
     rows = {(row["model"], row["context"], row["batch"]): row for row in report["rows"]}
     models = list(dict.fromkeys(model for model, _, _ in rows))
     groups = sorted({(context, batch) for _, context, batch in rows})
-    figure = _new_figure(max(7.0, 1.2 + 0.55 * len(groups) * len(models)), 7.2)
     unit, scale = bytes_unit(max((row.get("cache_bytes", 0) for row in rows.values()), default=0))
-    speed, cache = figure.subplots(2, 1)
-    width = 0.8 / len(models)
-    for axes, key, size, title in (
-        (speed, "decode_tokens_per_s", 1, "decoding, tokens per second"),
-        (cache, "cache_bytes", scale, f"cache, {unit}"),
-    ):
-        for place, (model, name) in enumerate(zip(models, short_names(models), strict=True)):
-            values = [rows.get((model, *group), {}).get(key) for group in groups]
-            at = [group + (place - (len(models) - 1) / 2) * width for group in range(len(groups))]
-            bars = axes.bar(at, [(value or 0) / size for value in values], width * 0.92, label=name)
-            texts = ["no fit" if value is None else _three_digits(value / size) for value in values]
-            axes.bar_label(bars, texts, fontsize=6.5)
-        axes.set_xticks(range(len(groups)), [f"{context} × {batch}" for context, batch in groups])
-        axes.set_title(title)
-        axes.margins(y=0.15)
-    cache.set_xlabel(f"context × batch; {report['device']}, {report['dtype']}")
-    speed.legend(ncols=min(4, len(models)), loc="lower right", bbox_to_anchor=(1, 1))
-    return Chart("Decoding speed and cache", figure)
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    width, many = 0.8 / len(models), len(groups) * len(models)
+    with _chart("Decoding speed and cache", "", max(7.0, 1.2 + 0.55 * many), 7.2) as (chart, figure):
+        speed, cache = figure.subplots(2, 1)
+        for axes, key, size, title in (
+            (speed, "decode_tokens_per_s", 1, "decoding, tokens per second"),
+            (cache, "cache_bytes", scale, f"cache, {unit}"),
+        ):
+            for place, (model, name) in enumerate(zip(models, short_names(models), strict=True)):
+                at = [group + (place - (len(models) - 1) / 2) * width for group in range(len(groups))]
+                found = [rows.get((model, *group), {}).get(key) for group in groups]
+                values = [None if value is None else value / size for value in found]
+                bars = axes.bar(at, [value or 0 for value in values], width * 0.92, label=name)
+                texts = ["no fit" if v is None else f"{v:.0f}" if v >= 100 else f"{v:.3g}" for v in values]
+                axes.bar_label(bars, texts, fontsize=6.5)
+            axes.set_xticks(range(len(groups)), [f"{context} × {batch}" for context, batch in groups])
+            axes.set_title(title)
+            axes.margins(y=0.15)
+        cache.set_xlabel(f"context × batch; {report['device']}, {report['dtype']}")
+        speed.legend(ncols=min(4, len(models)), loc="lower right", bbox_to_anchor=(1, 1))
+    return chart
 
 
 def short_names(labels: Sequence[str]) -> list[str]:
     """The last parts of paths, with as many folders before them as tell them apart; other labels stay."""
-
-    def shortened(label: str, parts: int) -> str:
-        path, form, rest = label.partition(" (")
-        return "/".join(path.rstrip("/").split("/")[-parts:]) + form + rest
-
     longest = max((label.count("/") for label in labels), default=0) + 1
-    ways = ([shortened(label, parts) for label in labels] for parts in range(1, longest + 1))
-    return next((names for names in ways if len(set(names)) == len(set(labels))), list(labels))
+    for parts in range(1, longest + 1):
+        names = ["/".join(label.rstrip("/").split("/")[-parts:]) for label in labels]
+        if len(set(names)) == len(set(labels)):
+            return names
+    return list(labels)
 
 
-@_styled
 def uptraining_curve(rows: Sequence[Values]) -> Chart:
     """Held-out excess loss over the teacher's (held-out loss without one), and training loss, over tokens seen."""
     from matplotlib.ticker import EngFormatter
 
-    measured = [row for row in rows if "eval_loss" in row]
-    trained = [row for row in rows if "loss" in row]
-    figure = _new_figure(7.2, 6.0)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    upper.set_title("held-out text, nats per token" if measured else "held-out loss: not measured (--eval-every 0)")
-    if measured:
-        _held_out_losses(upper, measured)
-    tokens, losses = [row["tokens"] for row in trained], [row["loss"] for row in trained]
-    # A line of one point has no ink, a marker has.
-    lower.plot(tokens, losses, color=_INK, marker="o" if len(trained) == 1 else "")
-    lower.set_title("training loss, nats per token")
-    lower.set_xlabel("tokens seen")
-    lower.xaxis.set_major_formatter(EngFormatter())
-    return Chart("Uptraining", figure)
+    measured, trained = ([row for row in rows if key in row] for key in ("eval_loss", "loss"))
+    with _chart("Uptraining", "", 7.2, 6.0) as (chart, figure):
+        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+        upper.set_title("held-out text, nats per token" if measured else "held-out loss: not measured (--eval-every 0)")
+        if measured:
+            _held_out_losses(upper, measured)
+        # A line of one point has no ink, a marker has.
+        marker, tokens = "o" if len(trained) == 1 else "", [row["tokens"] for row in trained]
+        lower.plot(tokens, [row["loss"] for row in trained], color=_INK, marker=marker)
+        lower.set_title("training loss, nats per token")
+        lower.set_xlabel("tokens seen")
+        lower.xaxis.set_major_formatter(EngFormatter())
+    return chart
 
 
 def _held_out_losses(axes: "Axes", rows: Sequence[Values]) -> None:
@@ -442,14 +400,7 @@ def _held_out_losses(axes: "Axes", rows: Sequence[Values]) -> None:
         axes.set_ylim(min(0, *values), 1.12 * max(*values, *divergence))
     for place, side in {0: -1, len(values) - 1: 1}.items() if len(values) > 1 else [(0, 1)]:
         align = "left" if side > 0 else "right"
-        axes.annotate(
-            f"{values[place]:.4f}",
-            (tokens[place], values[place]),
-            (7 * side, 0),
-            textcoords="offset points",
-            ha=align,
-            va="center",
-            fontsize=8,
-        )
-    axes.margins(x=0.12)  # room for the numbers
+        _note(axes, f"{values[place]:.4f}", (tokens[place], values[place]), (7 * side, 0), ha=align, va="center")
+    # Room for the numbers.
+    axes.margins(x=0.12)
     axes.legend()

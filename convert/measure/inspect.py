@@ -2,7 +2,8 @@
 
 import math
 import os
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.measure.converted import converted_model, latent_faults
+from kvfold.convert.measure.output import table
 from kvfold.convert.measure.target_sizes import CONTEXTS, CacheSize, TargetSize, cache_size, target_sizes
 from kvfold.convert.sizes import bytes_text
-from kvfold.convert.targets.engines import Verdict, folded_result, latent_result, verdicts
+from kvfold.convert.targets.engines import Result, Verdict, folded_result, latent_result, verdicts
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.mla.problems import model_problems
 from kvfold.convert.targets.own_code import needs_own_code, source_type
@@ -25,7 +27,6 @@ from kvfold.convert.targets.same_family import attention_label, cache_elements
 # The least, mean and greatest of the layers.
 Range = tuple[float, float, float]
 
-_LATENT_ONLY = ("value_dim", "kv_rank", "q_rank")
 _NORM_FACTS = ("query_spread", "key_spread", "query_missed", "key_missed")
 
 
@@ -33,18 +34,14 @@ _NORM_FACTS = ("query_spread", "key_spread", "query_missed", "key_missed")
 class LatentLimits:
     """MLA of a model is possible within these limits, or not at all for the reasons in ``because``."""
 
-    because: tuple[str, ...] = ()
+    because: list[str] = field(default_factory=list)
     numbers_below: int | None = None
     rope_dim_up_to: int | None = None
 
     @property
     def possible(self) -> bool:
+        """Whether a conversion to MLA is offered."""
         return not self.because
-
-    def to_dict(self) -> dict[str, Any]:
-        if self.because:
-            return {"possible": False, "because": list(self.because)}
-        return {"possible": True, "numbers_below": self.numbers_below, "rope_dim_up_to": self.rope_dim_up_to}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,23 +89,19 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, as ``kvfold inspect --json`` prints them."""
-        values = dict(vars(self))
-        if self.attention != "MLA":
-            values = {name: value for name, value in values.items() if name not in _LATENT_ONLY}
-        if self.head_norms is None:
-            del values["head_norms"]
-        return values | {
-            "cache": asdict(self.cache),
+        limits = self.latent and {"possible": self.latent.possible, **asdict(self.latent)}
+        values = asdict(self) | {
             "targets": [{"options": target.options, **asdict(target)} for target in self.targets],
-            "latent": None if self.latent is None else self.latent.to_dict(),
+            "latent": limits and {name: value for name, value in limits.items() if value not in (None, [])},
         }
+        left_out = {"value_dim", "kv_rank", "q_rank"} if self.attention != "MLA" else set()
+        left_out |= {"head_norms"} if self.head_norms is None else set()
+        return {name: value for name, value in values.items() if name not in left_out}
 
     def summary(self) -> str:
         """The facts as lines for the terminal, then the targets."""
-        rows = self._facts()
-        width = max(map(len, rows))
-        lines = [self.model, *(f"  {name:{width}}  {text}" for name, text in rows.items())]
-        return "\n".join([*lines, "", *self._target_lines()])
+        facts = table(list(self._facts().items()), left=(0, 1))
+        return "\n".join([self.model, *(f"  {line}" for line in facts), "", *self._target_lines()])
 
     def _facts(self) -> dict[str, str]:
         heads = f"{self.heads} query heads, {self.kv_heads} key/value heads, head dim {self.head_dim}"
@@ -150,44 +143,38 @@ class Inspection:
         """A table of the targets, notes on it, and the reason of each engine that does not serve one."""
         if not self.targets:
             return ["can become: nothing smaller"]
-        width = max(24, *(len(target.options) for target in self.targets))
-        heading = f"  {'can become':{width}}  {'saves':>7}  {'per token':>10}"
-        heading += "".join(f"  {'at ' + context:>10}" for context in CONTEXTS) + "  served by"
-        lines = [
-            f"  {target.options:{width}}  {100 * target.saves:5.1f} %  {bytes_text(target.bytes_per_token):>10}"
-            + "".join(f"  {bytes_text(size):>10}" for size in target.bytes.values())
-            + f"  {target.served_by}"
-            for target in self.targets
-        ]
-        lines += [f"  not MLA: {reason}" for reason in (self.latent.because if self.latent else ())]
+        rows = [("can become", "saves", "per token", *(f"at {context}" for context in CONTEXTS), "served by")]
+        for target in self.targets:
+            sizes = map(bytes_text, (target.bytes_per_token, *target.bytes.values()))
+            rows.append((target.options, f"{100 * target.saves:.1f} %", *sizes, target.served_by))
+        lines = table(rows, (24, 7, 10, 10, 10), left=(0, len(rows[0]) - 1))
+        lines += [f"not MLA: {reason}" for reason in (self.latent.because if self.latent else ())]
         if self.qk_norm and any("--to mla" in target.options for target in self.targets):
             lines += [
-                "  MLA has linear maps in place of the norms on queries and keys. What these lose depends on how much "
+                "MLA has linear maps in place of the norms on queries and keys. What these lose depends on how much "
                 "the norms' divisors vary,",
-                "  which headers do not show: a conversion measures it on text (`head_norms` in kvfold.json)",
+                "which headers do not show: a conversion measures it on text (`head_norms` in kvfold.json)",
             ]
         if any("*" in target.served_by for target in self.targets):
-            lines.append("  * by the sources of this engine, not run")
+            lines.append("* by the sources of this engine, not run")
+        # Elements on each tensor-parallel rank: heads are shared out, a latent is whole on every rank.
+        ranks = list(self.cache.per_rank)
+        if len(ranks) == 1:
+            lines += ["", "tensor parallelism: the heads divide among no number of ranks but 1"]
+        else:
+            note = "(tensor parallelism: a latent is whole on every rank)"
+            caches = {"now": self.cache, **{target.options: target for target in self.targets}}
+            counts = [(name, *(f"{size.per_rank.get(n, '-')}" for n in ranks), "") for name, size in caches.items()]
+            heads = ("elements on each of N ranks", *(f"N = {n}" for n in ranks), note)
+            lines += ["", *table([heads, *counts], (len(rows[0][0]), *[7] * len(ranks)), left=(0, len(ranks) + 1))]
         refused: dict[str, str] = {}
         for target in self.targets:
             for verdict in target.engines:
                 # The reasons of an engine are nearly the same for all targets: the first one is enough.
                 if not verdict.serves:
-                    refused.setdefault(verdict.engine, f"  {target.options}: {verdict.to_text()}")
-        return [heading, *lines, *self._rank_lines(width), *(["", *refused.values()] if refused else [])]
-
-    def _rank_lines(self, width: int) -> list[str]:
-        """Elements on each tensor-parallel rank: heads are shared out, a latent is whole on every rank."""
-        ranks = list(self.cache.per_rank)
-        if len(ranks) == 1:
-            return ["", "  tensor parallelism: the heads divide among no number of ranks but 1"]
-        heading = f"  {'elements on each of N ranks':{width}}" + "".join(f"  {f'N = {n}':>7}" for n in ranks)
-        caches = {"now": self.cache, **{target.options: target for target in self.targets}}
-        rows = [
-            f"  {name:{width}}" + "".join(f"  {cache.per_rank.get(n, '-'):>7}" for n in ranks)
-            for name, cache in caches.items()
-        ]
-        return ["", heading + "  (tensor parallelism: a latent is whole on every rank)", *rows]
+                    refused.setdefault(verdict.engine, f"{target.options}: {verdict.to_text()}")
+        lines += ["", *refused.values()] if refused else []
+        return [f"  {line}".rstrip() for line in lines]
 
 
 def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
@@ -202,14 +189,17 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
     Raises InputError when there is no such checkpoint, its files are damaged, or its family is not supported.
     """
     checkpoint = open_headers(model)
+    config = checkpoint.config
     try:
-        if is_latent(checkpoint.config):
-            facts = _inspect_latent(checkpoint)
-        elif source_type(checkpoint.config) is not None:
-            facts = _inspect_converted(checkpoint)
+        if is_latent(config) or source_type(config) is not None:
+            facts, result, tried = (_latent_facts if is_latent(config) else _converted_facts)(checkpoint)
+            result = replace(result, kept=can_keep_quantized(checkpoint.reader))
+            cache = cache_size(result, [None] * facts["layers"], facts["dtype"])
+            engines = verdicts(result) if tried else []
+            found = Inspection(**facts, cache=cache, engines=engines, targets=[], latent=None)
         else:
-            facts = _inspect_source(checkpoint)
-        return replace(facts, head_norms=norm_ranges(checkpoint.folder))
+            found = _inspect_source(checkpoint)
+        return replace(found, head_norms=norm_ranges(checkpoint.folder))
     finally:
         checkpoint.close()
 
@@ -221,78 +211,71 @@ def _inspect_source(checkpoint: Checkpoint) -> Inspection:
         raise InputError(f"{checkpoint.origin}: its tensors are not those of its config.json", problems)
     facts, windows = _model_facts(model, checkpoint), [layer.window for layer in model.layers]
     geometry, refusals = model.geometry, [] if needs_own_code(model) else model_problems(model)
-    limits = LatentLimits((), cache_elements(geometry), geometry.rotary_dims * geometry.kv_heads)
+    limits = LatentLimits([], cache_elements(geometry), geometry.rotary_dims * geometry.kv_heads)
     return Inspection(
         **facts,
         cache=cache_size(folded_result(model), windows, facts["dtype"]),
         engines=[],
         targets=target_sizes(model, windows, facts["dtype"]),
-        latent=LatentLimits(tuple(refusals)) if refusals else limits,
+        latent=LatentLimits(list(refusals)) if refusals else limits,
     )
 
 
-def _inspect_converted(checkpoint: Checkpoint) -> Inspection:
-    """A checkpoint of layout ``kvfold``, which brings its modeling code. It has no targets."""
-    made = converted_model(checkpoint)
-    facts, heads = _model_facts(made.source, checkpoint), made.source.geometry.heads
-    facts["family"] = checkpoint.config["model_type"]
-    facts["architecture"] = (checkpoint.config.get("architectures") or ["unknown"])[0]
-    if made.split is not None:
-        rank, rope = made.split
+def _converted_facts(checkpoint: Checkpoint) -> tuple[dict[str, Any], Result, bool]:
+    """Facts about a checkpoint of layout ``kvfold``, which brings its modeling code; engines were tried on it."""
+    source, result = converted_model(checkpoint)
+    facts = _model_facts(source, checkpoint)
+    facts |= {"family": checkpoint.config["model_type"], "architecture": _architecture(checkpoint)}
+    if sum(result.split):
+        rank, rope = result.split
         facts |= {"attention": "MLA", "kv_rank": rank, "rotary_dims": rope}
         facts |= {"value_dim": facts["head_dim"], "head_dim": facts["head_dim"] + rope}
-    elif made.kv_heads is not None:
-        facts |= {"attention": attention_label(heads, made.kv_heads)[:3], "kv_heads": made.kv_heads}
-    return Inspection(
-        **facts,
-        cache=cache_size(made.result, [None] * made.source.geometry.layers, facts["dtype"]),
-        engines=verdicts(replace(made.result, kept=can_keep_quantized(checkpoint.reader))),
-        targets=[],
-        latent=None,
-    )
+    else:
+        label = attention_label(source.geometry.heads, result.kv_heads)
+        facts |= {"attention": label[:3], "kv_heads": result.kv_heads}
+    return facts, result, True
 
 
-def _inspect_latent(checkpoint: Checkpoint) -> Inspection:
-    """A model of a stock class with latent attention. It has no targets."""
+def _latent_facts(checkpoint: Checkpoint) -> tuple[dict[str, Any], Result, bool]:
+    """Facts about a model of a stock class with latent attention; whether engines were tried on such a model."""
     config = checkpoint.config
     if problems := latent_faults(config, checkpoint.tensors):
         raise InputError(f"{checkpoint.origin}: {problems[0]}", problems[1:])
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    rank, rope, weights = config["kv_lora_rank"], config["qk_rope_head_dim"], _weights(checkpoint)
+    layers, heads, rope = config["num_hidden_layers"], config["num_attention_heads"], config["qk_rope_head_dim"]
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    result = latent_result(config)
+    facts = {
+        "model": checkpoint.origin,
+        "family": config["model_type"],
+        "architecture": _architecture(checkpoint),
+        "attention": "MLA",
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": config["qk_nope_head_dim"] + rope,
+        "value_dim": config["v_head_dim"],
+        "model_dim": config["hidden_size"],
+        "kv_rank": config["kv_lora_rank"],
+        "q_rank": config.get("q_lora_rank"),
+        "biases": ["kv_a", "o"] if config.get("attention_bias") else [],
+        "qk_norm": None,
+        "rotary_dims": rope,
+        "rotary_layers": layers,
+        "rope": rotary.get("rope_type") or rotary.get("type") or "default",
+        "windows": [],
+        "max_context": config.get("max_position_embeddings"),
+        **_weights(checkpoint),
+    }
     # Engines were tried on latent models as kvfold writes them, which these classes can also hold otherwise.
-    written = {
+    tried = {
         "youtu": config.get("attention_bias"),
         "deepseek_v3": config.get("first_k_dense_replace") == layers,
         "mistral4": (config.get("rope_parameters") or {}).get("llama_4_scaling_beta") == 0,
     }.get(config["model_type"])
-    return Inspection(
-        model=checkpoint.origin,
-        family=config["model_type"],
-        architecture=(config.get("architectures") or ["unknown"])[0],
-        attention="MLA",
-        layers=layers,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=config["qk_nope_head_dim"] + rope,
-        value_dim=config["v_head_dim"],
-        model_dim=config["hidden_size"],
-        kv_rank=rank,
-        q_rank=config.get("q_lora_rank"),
-        biases=["kv_a", "o"] if config.get("attention_bias") else [],
-        qk_norm=None,
-        rotary_dims=rope,
-        rotary_layers=layers,
-        rope=rotary.get("rope_type") or rotary.get("type") or "default",
-        windows=[],
-        max_context=config.get("max_position_embeddings"),
-        **weights,
-        cache=cache_size(result, [None] * layers, weights["dtype"]),
-        engines=verdicts(replace(result, kept=can_keep_quantized(checkpoint.reader))) if written else [],
-        targets=[],
-        latent=None,
-    )
+    return facts, latent_result(config), bool(tried)
+
+
+def _architecture(checkpoint: Checkpoint, default: str = "unknown") -> str:
+    return str((checkpoint.config.get("architectures") or [default])[0])
 
 
 def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -301,7 +284,7 @@ def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "model": checkpoint.origin,
         "family": family.model_type,
-        "architecture": next(iter(checkpoint.config.get("architectures") or ()), family.architecture),
+        "architecture": _architecture(checkpoint, family.architecture),
         "attention": attention_label(geometry.heads, geometry.kv_heads)[:3],
         "layers": geometry.layers,
         "heads": geometry.heads,
@@ -322,12 +305,12 @@ def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
 def _weights(checkpoint: Checkpoint) -> dict[str, Any]:
     """Dtype, parameters, bytes and files. The dtype is that of most of the weights; the cache is counted in it."""
     infos = checkpoint.tensors.values()
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for info in infos:
         if info.dtype in FLOAT_DTYPES:
-            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+            sizes[info.dtype] += info.nbytes
     return {
-        "dtype": max(sizes, key=lambda dtype: sizes[dtype], default="F32"),
+        "dtype": max(sizes, key=sizes.__getitem__, default="F32"),
         "parameters": sum(math.prod(info.shape) for info in infos),
         "weight_bytes": sum(info.nbytes for info in infos),
         "files": len({info.file for info in infos}),
@@ -336,16 +319,15 @@ def _weights(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def norm_ranges(folder: Path) -> dict[str, Range] | None:
     """``head_norms`` in ``kvfold.json``, over the layers; None without a record or where it has no such numbers."""
-
-    def complete(layer: Any) -> bool:
-        # Inspecting a checkpoint must not fail because of a damaged record.
-        return isinstance(layer, dict) and all(
-            isinstance(value := layer.get(name), float) and math.isfinite(value) for name in _NORM_FACTS
-        )
-
     recorded = json_beside(folder, RECORD).get("head_norms")
-    layers = [layer for layer in recorded if complete(layer)] if isinstance(recorded, list) else []
-    if not layers:
+    columns: dict[str, list[float]] = {name: [] for name in _NORM_FACTS}
+    for layer in recorded if isinstance(recorded, list) else []:
+        values = [layer.get(name) for name in _NORM_FACTS] if isinstance(layer, dict) else []
+        # Inspecting a checkpoint must not fail because of a damaged record.
+        found = [value for value in values if isinstance(value, float) and math.isfinite(value)]
+        if len(found) == len(_NORM_FACTS):
+            for column, value in zip(columns.values(), found, strict=True):
+                column.append(value)
+    if not all(columns.values()):
         return None
-    columns = {name: [layer[name] for layer in layers] for name in _NORM_FACTS}
     return {name: (min(values), sum(values) / len(values), max(values)) for name, values in columns.items()}

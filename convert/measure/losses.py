@@ -12,9 +12,6 @@ from kvfold.convert.text.corpus import Document
 from kvfold.convert.text.tokenizer import prefix_tokens, tokenize
 from kvfold.convert.text.windows import cut
 
-# Tokens of the first stretch. Each further one is as long as all before it, as losses fall with the logarithm.
-_FIRST = 64
-
 
 @torch.no_grad()
 def token_losses(model: Any, tokens: Tensor, advance: Callable[[int], None] = lambda amount: None) -> Tensor:
@@ -31,14 +28,6 @@ def token_losses(model: Any, tokens: Tensor, advance: Callable[[int], None] = la
     return torch.stack(rows)
 
 
-def stretches(length: int) -> list[tuple[int, int]]:
-    """Positions 1 to ``length`` in stretches that double: (1, 64), (64, 128), (128, 256), ..."""
-    ends = [_FIRST]
-    while ends[-1] < length:
-        ends.append(min(2 * ends[-1], length))
-    return list(zip([1, *ends[:-1]], [min(end, length) for end in ends], strict=True))
-
-
 def token_windows(tokenizer: Any, text: str, windows: int, length: int) -> Tensor:
     """The first ``windows`` stretches of ``length`` tokens of ``text``, ``[windows, length]``; fewer if it is short.
 
@@ -49,15 +38,9 @@ def token_windows(tokenizer: Any, text: str, windows: int, length: int) -> Tenso
     return torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(body), -1), body], dim=1)
 
 
-@torch.no_grad()
-def model_perplexity(model: Any, tokens: Tensor, batch: int = 8) -> float:
+def model_perplexity(model: Any, tokens: Tensor) -> float:
     """exp of the mean negative log-likelihood over all tokens of ``tokens [N, T]`` but each row's first."""
-    total = 0.0
-    for rows in torch.split(tokens, batch):
-        logits = model(input_ids=rows).logits[:, :-1].float()
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
-        total += loss.item()
-    return math.exp(total / (tokens.shape[0] * (tokens.shape[1] - 1)))
+    return math.exp(token_losses(model, tokens).double().mean())
 
 
 def checkpoint_perplexity(folder: Path, tokens: Tensor) -> float:

@@ -4,16 +4,17 @@ import datetime
 import json
 import os
 import platform
+import re
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-_PACKAGES = ("kvfold", "torch", "transformers")
 _CPU = torch.device("cpu")
 
 
@@ -65,50 +66,35 @@ def reset_peak(device: torch.device) -> None:
     """Let ``peak_memory`` count from here; without permission to, it stays the peak of the whole process."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        return
-    try:
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM alone
-    except OSError:
-        return
 
 
 def peak_memory(device: torch.device) -> int:
     """Bytes since ``reset_peak``: allocated by torch on CUDA, else resident pages of the process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    kilobytes = _system_value("/proc/self/status", "VmHWM")
-    if kilobytes is None:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return int(kilobytes.split()[0]) << 10
+    status = Path("/proc/self/status")
+    peak = re.search(r"VmHWM:\s*(\d+)", status.read_text() if status.exists() else "")
+    # The peak of getrusage cannot be reset.
+    return (int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) << 10
 
 
 def processor(device: torch.device = _CPU) -> str:
     """The name of the GPU or of the CPU."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return _system_value("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
-
-
-def _system_value(path: str, name: str) -> str | None:
-    """The value of the first line ``name: value`` in a file of the system, None without such a file or line."""
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), None)
+    # platform has no name of the CPU on Linux.
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*:\s*(.*\S)", info.read_text()) if info.exists() else []
+    return next(iter(names), "") or platform.processor() or platform.machine()
 
 
 def software() -> dict[str, str]:
     """Versions of Python and of the packages that decide how fast a model runs."""
-
-    def version(package: str) -> str:
-        try:
-            # The metadata of some builds of torch lack the "+cu124" that tells them apart.
-            return torch.__version__ if package == "torch" else metadata.version(package)
-        except metadata.PackageNotFoundError:
-            return "unknown"
-
-    return {"python": platform.python_version()} | {package: version(package) for package in _PACKAGES}
+    # The metadata of some builds of torch lack the "+cu124" that tells them apart.
+    packages = {name: metadata.version(name) for name in ("kvfold", "transformers")} | {"torch": torch.__version__}
+    return {"python": platform.python_version(), **packages}
 
 
 def conditions(device: torch.device = _CPU) -> dict[str, Any]:
@@ -138,9 +124,7 @@ def continue_rows(
     ``rows(done)`` measures the rows that are not among ``done``; ``show`` prints one. The file holds ``header`` and
     all ``rows``; without a ``path`` they are only printed.
     """
-    done: list[dict[str, Any]] = []
-    if path is not None and path.exists():
-        done = json.loads(path.read_text())["rows"]
+    done = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
     for row in done:
         show(row)
     for row in rows(list(done)):

@@ -1,15 +1,12 @@
 """The page that ``--report`` writes: one HTML file that loads nothing, made from the values that ``--json`` writes."""
 
-import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from html import escape
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
 
-from kvfold.convert.console import check_matplotlib
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.measure import figures
 from kvfold.convert.measure.figures import ELEMENTS, Chart, Values
@@ -32,80 +29,29 @@ th:first-child, td:first-child { text-align: left; }
 """
 
 
-@dataclass(frozen=True)
-class Page:
-    """Lines of text, a table (its first row is the head), charts."""
-
-    title: str
-    lines: Sequence[str]
-    table: Sequence[Sequence[str]]
-    charts: Sequence[Chart | None]
-
-    def html(self) -> str:
-        """The page: well-formed XML after its first line. Charts that are None are left out."""
-        indented = {True: ' class="indented"', False: ""}
-        lines = "".join(f"<p{indented[line.startswith(' ')]}>{_text(line.strip())}</p>" for line in self.lines)
-        drawn = "".join(
-            f"<figure><h2>{escape(chart.title)}</h2>{chart.svg()}"
-            f"<figcaption>{_text(chart.caption)}</figcaption></figure>"
-            for chart in self.charts
-            if chart is not None
-        )
-        # The tests parse the page as XML, which HTML readers accept too.
-        return (
-            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
-            '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-            f"<title>{escape(self.title)}</title><style>{_CSS}</style></head><body>"
-            f"<h1>{escape(self.title)}</h1>{lines}{self._table()}<main>{drawn}</main></body></html>\n"
-        )
-
-    def _table(self) -> str:
-        if not self.table:
-            return ""
-        head, *body = (
-            "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
-            for tag, row in zip(["th"] + ["td"] * len(self.table), self.table, strict=False)
-        )
-        rows = "".join(f"<tr>{row}</tr>" for row in body)
-        return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-
-
-def _text(line: str) -> str:
-    return _WHOLE.sub(r'<span class="whole">\g<0></span>', escape(line))
-
-
-def check_report(folder: str) -> None:
-    """Raise InputError if ``--report folder`` cannot be drawn or written."""
-    check_matplotlib("report", folder)
-    path = Path(folder)
-    if path.exists() and not path.is_dir():
-        raise InputError(f"{opt('report', folder)} is a file; name a folder")
-
-
-def write_report(page: Page, folder: str, quiet: bool = False) -> Path:
-    """Write the page to ``report.html`` in ``folder``, which is made. Raises InputError if that fails.
+def write_report(html: str, folder: str, quiet: bool = False) -> None:
+    """Write a page to ``report.html`` in ``folder``, which is made. Raises InputError if that fails.
 
     A line on stderr says where it is, unless ``quiet``.
     """
     file = Path(folder) / FILE
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(page.html(), encoding="utf-8")
+        file.write_text(html, encoding="utf-8")
     except OSError as error:
         raise InputError(
             f"{opt('report', folder)} cannot be written ({error.strerror}); name another folder"
         ) from error
     if not quiet:
         print(f"wrote {file}: open it in a browser", file=sys.stderr)
-    return file
 
 
-def drift_page(drift: Values, lines: Sequence[str]) -> Page:
+def drift_page(drift: Values, lines: Sequence[str]) -> str:
     """``drift`` as ``kvfold drift --json`` has it; ``lines`` say what was compared, and on which text."""
-    return Page("kvfold drift", lines, _totals(drift), _drift_charts(drift))
+    return _page("kvfold drift", lines, _totals(drift), _drift_charts(drift))
 
 
-def conversion_page(result: Values, lines: Sequence[str]) -> Page:
+def conversion_page(result: Values, lines: Sequence[str]) -> str:
     """``result`` as ``kvfold convert --json`` has it; ``lines`` are its summary."""
     drift = result.get("drift")
     charts = [*(_drift_charts(drift) if drift else []), figures.gain_by_layer(result)]
@@ -115,49 +61,44 @@ def conversion_page(result: Values, lines: Sequence[str]) -> Page:
         charts.append(figures.latent_spectrum(spectrum))
     if splits := result.get("splits"):
         charts.append(figures.budget_splits(splits))
-    return Page("kvfold convert", lines, _totals(drift) if drift else [], charts)
+    return _page("kvfold convert", lines, _totals(drift) if drift else [], charts)
 
 
-def sweep_page(sweep: Values, lines: Sequence[str]) -> Page:
+def sweep_page(sweep: Values, lines: Sequence[str]) -> str:
     """``sweep`` as ``kvfold sweep --json`` has it; ``lines`` decide."""
     source, targets = sweep["source"], sweep["targets"]
-
-    def excess(row: Mapping[str, Any]) -> float:
-        value = row["excess"]["value"]
-        return math.inf if value is None else float(value)
-
-    # The cache that is drawn belongs to the target that the decision names.
-    named = [row for row in targets if row["target"] == sweep["smallest"]] or [min(targets, key=excess)]
-    per_element = source["layers"] * _ELEMENT_BYTES
+    # The cache that is drawn belongs to the target that the decision names, else to the one with the least loss.
+    finite = [row for row in targets if row["excess"]["value"] is not None]
+    nearest = min(finite or targets, key=lambda row: row["excess"]["value"] or 0.0)
+    named = next((row for row in targets if row["target"] == sweep["smallest"]), nearest)
     caches = [
-        (source["kind"], source["elements"] * per_element),
-        (named[0]["kind"], named[0][ELEMENTS] * per_element),
+        (kind, elements * source["layers"] * _ELEMENT_BYTES)
+        for kind, elements in ((source["kind"], source["elements"]), (named["kind"], named[ELEMENTS]))
     ]
     charts = [
         figures.excess_by_cache(sweep),
         figures.residual_by_layer(targets),
         figures.cache_by_context(caches, ", at 2 bytes per element"),
+        *(figures.budget_splits(row["splits"]) for row in targets if "splits" in row),
     ]
-    charts += [figures.budget_splits(row["splits"]) for row in targets if "splits" in row]
-    head = ("target", "elements", "saving", "excess loss, nats", "KL", "top-1", "time")
-    return Page("kvfold sweep", lines, [head, *map(_target_row, targets)], charts)
+    rows: list[Sequence[str]] = [("target", "elements", "saving", "excess loss, nats", "KL", "top-1", "time")]
+    for row in targets:
+        excess = row["excess"]
+        margin = "" if excess["low"] is None else f" ± {(excess['high'] - excess['low']) / 2:.4f}"
+        cells = (
+            row["kind"],
+            f"{row[ELEMENTS]}",
+            f"{100 * row['saving']:.1f} %",
+            _number(excess["value"], "+.4f") + margin,
+            _number(row["kl"]["value"], ".4f"),
+            f"{100 * row['agreement']:.1f} %",
+            f"{row['seconds']:.0f} s",
+        )
+        rows.append(cells)
+    return _page("kvfold sweep", lines, rows, charts)
 
 
-def _target_row(row: Mapping[str, Any]) -> tuple[str, ...]:
-    excess = row["excess"]
-    margin = "" if excess["low"] is None else f" ± {(excess['high'] - excess['low']) / 2:.4f}"
-    return (
-        row["kind"],
-        f"{row[ELEMENTS]}",
-        f"{100 * row['saving']:.1f} %",
-        _number(excess["value"], "+.4f") + margin,
-        _number(row["kl"]["value"], ".4f"),
-        f"{100 * row['agreement']:.1f} %",
-        f"{row['seconds']:.0f} s",
-    )
-
-
-def _totals(drift: Values) -> list[tuple[str, ...]]:
+def _totals(drift: Values) -> list[Sequence[str]]:
     """The numbers at the end of a comparison, as rows of a table."""
     excess, cache, both = drift["excess"], drift["cache_bytes_per_token"], drift["perplexity"]
     margin = "" if excess["margin"] is None else f" ± {excess['margin']:.4f}"
@@ -171,16 +112,44 @@ def _totals(drift: Values) -> list[tuple[str, ...]]:
     ]
 
 
+def _number(value: float | None, form: str) -> str:
+    return "not finite" if value is None else format(value, form)
+
+
 def _drift_charts(drift: Values) -> list[Chart | None]:
     cache = drift["cache_bytes_per_token"]
+    by_layer = figures.drift_by_layer(drift) if drift["layers"] and not drift["identical"] else None
+    caches = [("source", cache["source"]), ("converted", cache["student"])]
     return [
-        figures.drift_by_layer(drift) if drift["layers"] and not drift["identical"] else None,
+        by_layer,
         figures.attention_rows_by_head(drift),
-        figures.cache_by_context([("source", cache["source"]), ("converted", cache["student"])])
-        if cache["source"]
-        else None,
+        figures.cache_by_context(caches) if cache["source"] else None,
     ]
 
 
-def _number(value: float | None, form: str) -> str:
-    return "not finite" if value is None else format(value, form)
+def _page(title: str, lines: Sequence[str], table: Sequence[Sequence[str]], charts: Sequence[Chart | None]) -> str:
+    """Lines of text, a table (its first row is the head) and charts as HTML, well-formed XML after its first line."""
+    indented = {True: ' class="indented"', False: ""}
+    text = "".join(f"<p{indented[line.startswith(' ')]}>{_text(line.strip())}</p>" for line in lines)
+    rows = [
+        "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) + "</tr>"
+        for tag, row in zip(chain(["th"], repeat("td")), table, strict=False)
+    ]
+    if rows:
+        body = "".join(rows[1:])
+        text += f'<div class="wide"><table><thead>{rows[0]}</thead><tbody>{body}</tbody></table></div>'
+    drawn = "".join(
+        f"<figure><h2>{escape(chart.title)}</h2>{chart.svg()}<figcaption>{_text(chart.caption)}</figcaption></figure>"
+        for chart in charts
+        if chart is not None
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
+        f"<title>{escape(title)}</title><style>{_CSS}</style></head><body>"
+        f"<h1>{escape(title)}</h1>{text}<main>{drawn}</main></body></html>\n"
+    )
+
+
+def _text(line: str) -> str:
+    return _WHOLE.sub(r'<span class="whole">\g<0></span>', escape(line))

@@ -13,35 +13,42 @@ Every student has its own residual streams and shares the source's open layer; n
 layers and its loss are those that `kvfold convert` would write and record.
 """
 
+import math
+import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from kvfold.attention.drift.report import Measurement, perplexity
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
+from kvfold.convert.console import duration
 from kvfold.convert.conversion.latent import Candidate, Survey, choose_split, fitted_latent, split_record, survey_layers
 from kvfold.convert.conversion.layers import fitted_fold
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
+from kvfold.convert.conversion.record import versions
+from kvfold.convert.conversion.run import Conversion, convert_checkpoint
 from kvfold.convert.conversion.source import load_tokens, source_heads, source_stream
 from kvfold.convert.conversion.student import StudentWalk
-from kvfold.convert.errors import InputError, opt
+from kvfold.convert.errors import InputError, KvfoldError, opt
 from kvfold.convert.families.model import model_of
-from kvfold.convert.measure.sweep_result import Sweep, SweptSource, SweptTarget
+from kvfold.convert.measure.output import table
 from kvfold.convert.measure.sweep_targets import (
+    WITHIN,
     TargetOptions,
     default_targets,
     parse_targets,
     spelled,
     worded_as_targets,
 )
-from kvfold.convert.options import takes
+from kvfold.convert.options import command_words, takes
 from kvfold.convert.progress import Progress, Stages
-from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, Layout, SweepRequest
+from kvfold.convert.request import DEFAULT_LAYOUT, SELF, ConvertRequest, SweepRequest
 from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.walk.walk import Teacher
 
@@ -49,10 +56,192 @@ from kvfold.convert.walk.walk import Teacher
 _PLACEHOLDER = "OUT"
 # Options of a sweep that its conversions have too, in the same sense.
 _SHARED = ("model", "calibration", "samples", "seq_len", "seed", "refine", "device", "dtype", "trust_remote_code")
+# Given as arguments of the command, or without influence on the result.
+_NOT_REPEATED = ("model", "out", "quiet", "max_shard_size")
+_HEAD = ("target", "elements", "saving", "excess loss", "95 % interval", "KL, nats", "top-1", "time")
+# Room for usual numbers, so that tables of several sweeps can be laid side by side.
+_WIDTHS = (0, 8, 6, 11, 18, 9, 6, 6)
+
+
+@dataclass(frozen=True)
+class SweptSource:
+    """The model of a sweep, the ``elements`` that it caches per token per layer, and the text.
+
+    Targets are measured on ``sequences`` held-out sequences of ``length`` tokens.
+    """
+
+    name: str
+    sha256: str
+    kind: str
+    elements: int
+    layers: int
+    text: str
+    text_sha256: str
+    calibration_sequences: int
+    sequences: int
+    length: int
+
+    @property
+    def text_name(self) -> str:
+        """The name of the text for users."""
+        return "text that the source wrote itself" if self.text == SELF else self.text
+
+
+@dataclass(frozen=True)
+class SweptTarget:
+    """One target as ``--targets`` spells it, the request that converts to it, and its cost.
+
+    ``kind``: for example ``MLA 32+32``; ``elements``: cached per token per layer; ``seconds``: spent on this target
+    alone; ``splits``: the splits of a budget that were compared, with the KL that decided; ``distances``: of its
+    residual stream from the source's after every layer, relative to the source's.
+    """
+
+    target: str
+    request: ConvertRequest
+    kind: str
+    elements: int
+    measured: Measurement
+    seconds: float
+    splits: list[dict[str, Any]] = field(default_factory=list)
+    distances: tuple[float, ...] = ()
+
+    @property
+    def excess(self) -> float:
+        """Nats per token that the target loses on held-out text."""
+        return self.measured.excess
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of ``excess`` over texts like these; None for a single sequence."""
+        half = self.measured.excess_margin
+        return None if half is None else (self.excess - half, self.excess + half)
+
+    def command(self, model: str, out: str) -> str:
+        """The command that converts to the target."""
+        given = {name: value for name, value in self.request.given().items() if name not in _NOT_REPEATED}
+        return shlex.join(["kvfold", "convert", model, out, *command_words(given)])
+
+    def to_dict(self, source: SweptSource) -> dict[str, Any]:
+        """Plain values; what is not finite becomes None."""
+        low, high = self.interval or (None, None)
+        return {
+            "target": self.target,
+            "kind": self.kind,
+            "options": self.request.result_options(),
+            "command": self.command(source.name, self.request.out),
+            "cache_elements_per_token_per_layer": self.elements,
+            "saving": 1 - self.elements / source.elements,
+            "excess": {"value": _finite(self.excess), "low": _finite(low), "high": _finite(high)},
+            "perplexity": _finite(perplexity(self.measured.student_loss)),
+            "kl": {"value": _finite(self.measured.kl), "margin": _finite(self.measured.kl_margin)},
+            "agreement": self.measured.agreement,
+            "seconds": self.seconds,
+            "residual_by_layer": [_finite(distance) for distance in self.distances],
+            **({"splits": self.splits} if self.splits else {}),
+        }
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The targets of a sweep in the order in which they were named. ``seconds``: of the whole run."""
+
+    source: SweptSource
+    rows: tuple[SweptTarget, ...]
+    seconds: float = 0.0
+
+    def smallest(self, within: float = WITHIN) -> SweptTarget | None:
+        """The target with the smallest cache whose perplexity is at most ``within`` higher (0.01: 1 %); or None.
+
+        Among equally small ones the target with the least loss.
+        """
+        # Perplexities compare as ratios, losses as differences: 1 % is 0.00995 nats.
+        inside = [row for row in self.rows if row.excess <= math.log1p(within)]
+        return min(inside, key=lambda row: (row.elements, row.excess), default=None)
+
+    def heading(self) -> list[str]:
+        """A line on the source and one on the text."""
+        source, before = self.source, perplexity(self.rows[0].measured.teacher_loss)
+        return [
+            f"{source.name}: {source.kind}, {source.elements} KV-cache elements per token per layer",
+            f"perplexity {before:.2f} on {source.sequences} x {source.length} held-out tokens of {source.text_name}",
+        ]
+
+    def table(self) -> str:
+        """Lines on the source and the text, a line per target, largest cache first, and one on the time."""
+        rows = [_HEAD]
+        for row in sorted(self.rows, key=lambda row: (-row.elements, row.excess)):
+            cells = (
+                row.kind,
+                f"{row.elements}",
+                f"{100 * (1 - row.elements / self.source.elements):.1f} %",
+                f"{row.excess:+.4f}",
+                "-" if row.interval is None else "{:+.4f} to {:+.4f}".format(*row.interval),
+                f"{row.measured.kl:.4f}",
+                f"{100 * row.measured.agreement:.1f} %",
+                duration(row.seconds),
+            )
+            rows.append(cells)
+        shared = max(0.0, self.seconds - sum(row.seconds for row in self.rows))
+        times = f"all took {duration(self.seconds)}, of which {duration(shared)} are shared."
+        note = f"Excess loss in nats per token; time of the target alone: {times}"
+        return "\n".join([*self.heading(), "", *table(rows, _WIDTHS), "", note])
+
+    def title(self) -> str:
+        """The model and the text, for the head of a plot."""
+        source = self.source
+        text = f"{source.sequences} x {source.length} held-out tokens of {source.text_name}"
+        return f"{Path(source.name).name}: {source.kind}; {text}"
+
+    def decision(self, within: float = WITHIN) -> str:
+        """The smallest target within a loss and the command that converts to it, in two lines; or that none is."""
+        limit, most = f"within {100 * within:g} % perplexity", math.log1p(within)
+        row = self.smallest(within)
+        if row is None:
+            best = min(self.rows, key=lambda row: row.excess)
+            advice = "more --refine steps" if best.request.refine else "--refine auto"
+            doubtful = best.interval is not None and best.interval[0] <= most
+            doubt = "; the interval reaches the limit: more --samples narrow it" if doubtful else ""
+            nearest = f"{best.kind} comes nearest ({_percent(best)}{doubt})"
+            return f"{limit}: none of these; {nearest}. Try {advice}, or larger targets"
+        saved = f"{100 * (1 - row.elements / self.source.elements):.1f} % less cache"
+        beyond = row.interval is not None and row.interval[1] > most
+        doubt = "; the interval reaches beyond the limit: more --samples narrow it" if beyond else ""
+        command = row.command(self.source.name, row.request.out)
+        return f"{limit}: {row.kind}, {saved} ({_percent(row)}{doubt})\n  {command}"
+
+    def convert(self, within: float = WITHIN, *, quiet: bool = False) -> Conversion:
+        """Write the smallest target within a loss, as its command would. Raises KvfoldError when there is none."""
+        row = self.smallest(within)
+        if row is None:
+            raise KvfoldError(f"{self.rows[0].request.out}: nothing was written; {self.decision(within)}")
+        return convert_checkpoint(replace(row.request, quiet=quiet))
+
+    def to_dict(self, within: float = WITHIN) -> dict[str, Any]:
+        """Plain values; ``smallest`` is the target within ``within`` and its command, None when there is none."""
+        row = self.smallest(within)
+        return {
+            "source": vars(self.source) | {"perplexity": _finite(perplexity(self.rows[0].measured.teacher_loss))},
+            "versions": versions(),
+            "seconds": self.seconds,
+            "targets": [each.to_dict(self.source) for each in self.rows],
+            "within": within,
+            "smallest": None if row is None else row.target,
+        }
+
+
+def _percent(row: SweptTarget) -> str:
+    """The perplexity that the target adds, with its interval."""
+    # exp overflows a float beyond 709.
+    values = [f"{100 * math.expm1(min(value, 700)):+.1f}" for value in (row.excess, *(row.interval or ()))]
+    return f"{values[0]} %" + (f", 95 % interval {values[1]} to {values[2]}" if values[1:] else "")
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass
-class _SweepStudent:
+class _Student:
     """The student of a target, with its ``split`` if it is MLA, and the splits that were ``tried`` for a budget.
 
     ``seconds``: spent on it alone; ``distances``: of its residual stream from the source's, layer by layer.
@@ -65,35 +254,6 @@ class _SweepStudent:
     tried: Sequence[Candidate]
     seconds: float = 0.0
     distances: list[float] = field(default_factory=list)
-
-    @contextmanager
-    def clock(self) -> Iterator[None]:
-        """Count the time of the block."""
-        started = time.monotonic()
-        yield
-        self.seconds += time.monotonic() - started
-
-    def explicit_request(self) -> ConvertRequest:
-        """The request of the target, a budget replaced by the split that it got."""
-        request, target = self.plan.request, self.plan.latent
-        if request.budget is None or target is None:
-            return request
-        return replace(request, budget=None, kv_rank=target.kv_rank, rope_dim=target.rope_dim)
-
-    def result(self) -> SweptTarget:
-        """The target with its loss on the held-out text."""
-        with self.clock():
-            measured = self.walk.measurement()
-        return SweptTarget(
-            target=spelled(self.options),
-            request=self.explicit_request(),
-            kind=self.plan.layout.kind,
-            elements=self.plan.layout.cache_elements,
-            measured=measured,
-            seconds=self.seconds,
-            splits=[split_record(each) for each in self.tried],
-            distances=tuple(self.distances),
-        )
 
 
 @takes(SweepRequest)
@@ -122,10 +282,12 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     try:
         if request.out is not None:
             check_output(request.out, model=checkpoint.folder)
-        chosen = named or default_targets(
-            model_of(checkpoint.config, checkpoint.tensors), request.layout or DEFAULT_LAYOUT
-        )
-        plans = [_plan(options, common, request.layout, checkpoint) for options in chosen]
+        model, layout = model_of(checkpoint.config, checkpoint.tensors), request.layout or DEFAULT_LAYOUT
+        chosen = named or default_targets(model, layout)
+        plans = [
+            _plan(options, common | {"layout": request.layout if options["to"] == "mla" else None}, checkpoint)
+            for options in chosen
+        ]
         check_memory(plans[0])
         with tempfile.TemporaryDirectory(prefix="kvfold-sweep-") as scratch:
             found = _sweep(chosen, plans, Path(scratch), Stages(progress, request.quiet), request.quiet)
@@ -136,11 +298,10 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     return replace(found, seconds=time.monotonic() - started)
 
 
-def _plan(options: TargetOptions, common: TargetOptions, layout: Layout | None, checkpoint: Checkpoint) -> Plan:
+def _plan(options: TargetOptions, common: TargetOptions, checkpoint: Checkpoint) -> Plan:
     try:
         with worded_as_targets():
-            request = ConvertRequest(**common, **options, layout=layout if options["to"] == "mla" else None)
-            return make_plan(request, checkpoint)
+            return make_plan(ConvertRequest(**common, **options), checkpoint)
     except InputError as error:
         raise InputError(f"{opt('targets', spelled(options))}: {error.message}", error.details) from error
 
@@ -184,13 +345,13 @@ def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path
         split, tried = next(splits) if plan.latent is not None else (None, [])
         resolved = plan if split is None else split.plan
         walk = StudentWalk(resolved, stream, tokens, statistics=False, teacher=teacher)
-        students.append(_SweepStudent(options, resolved, walk, split, tried))
+        students.append(_Student(options, resolved, walk, split, tried))
     _fit_layers(students, teacher, surveyed, stages)
     with stages("measuring"):
-        return Sweep(source, tuple(student.result() for student in students))
+        return Sweep(source, tuple(map(_measured, students)))
 
 
-def _fit_layers(students: Sequence[_SweepStudent], teacher: Teacher, surveyed: Survey | None, stages: Stages) -> None:
+def _fit_layers(students: Sequence[_Student], teacher: Teacher, surveyed: Survey | None, stages: Stages) -> None:
     """Fit every layer for every target, and take all students past it."""
     with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
         for lesson in teacher.layers():
@@ -199,10 +360,30 @@ def _fit_layers(students: Sequence[_SweepStudent], teacher: Teacher, surveyed: S
             # The loss of sharing a pair of heads depends on the layer alone, not on the number of heads that stay.
             shared: dict[bool, Pairs] = {}
             for student in students:
-                with student.clock(), student.walk.step(lesson) as step:
+                started = time.monotonic()
+                with student.walk.step(lesson) as step:
                     if student.split is None or surveyed is None:
                         fitted = fitted_fold(student.plan, step.index, step, shared)
                     else:
                         fitted = fitted_latent(student.split, step.index, step, surveyed)
                     student.distances.append(step.follow(student.walk.made(step, fitted.weights)[0]))
+                student.seconds += time.monotonic() - started
                 advance(1)
+
+
+def _measured(student: _Student) -> SweptTarget:
+    """The target with its loss on the held-out text; in its request a budget is replaced by the split it got."""
+    started, request, target = time.monotonic(), student.plan.request, student.plan.latent
+    measured = student.walk.measurement()
+    if request.budget is not None and target is not None:
+        request = replace(request, budget=None, kv_rank=target.kv_rank, rope_dim=target.rope_dim)
+    return SweptTarget(
+        target=spelled(student.options),
+        request=request,
+        kind=student.plan.layout.kind,
+        elements=student.plan.layout.cache_elements,
+        measured=measured,
+        seconds=student.seconds + time.monotonic() - started,
+        splits=[split_record(each) for each in student.tried],
+        distances=tuple(student.distances),
+    )

@@ -60,60 +60,39 @@ class TargetSize(CacheSize):
 
 def cache_size(result: Result, windows: list[int | None], dtype: str) -> CacheSize:
     """The cache of ``result``; ``windows``: of each layer."""
-    width, elements = DTYPE_BITS[dtype] // 8, result.elements()
-
-    def held(context: int) -> int:
-        return sum(min(context, window or context) for window in windows) * elements * width
-
-    contexts = {name: held(context) for name, context in CONTEXTS.items()}
-    return CacheSize(elements, len(windows) * elements * width, contexts, result.per_rank())
+    elements = result.elements()
+    width = elements * DTYPE_BITS[dtype] // 8
+    held = {
+        name: width * sum(min(context, window or context) for window in windows) for name, context in CONTEXTS.items()
+    }
+    return CacheSize(elements, len(windows) * width, held, result.per_rank())
 
 
 def target_sizes(model: Model, windows: list[int | None], dtype: str) -> list[TargetSize]:
-    """Every target that is offered, folds first."""
-    present = cache_elements(model.geometry)
-    latent = needs_own_code(model) or not model_problems(model)
-    targets = {**_folds(model), **({**_proposed(model), **_budgets(model)} if latent else {})}
-    return [
-        TargetSize(
-            **vars(cache_size(result, windows, dtype)),
-            options=options,
-            saves=1 - result.elements() / present,
-            engines=verdicts(result, _instead(model, options, result)),
-        )
-        for options, result in targets.items()
-    ]
-
-
-def _instead(model: Model, options: str, result: Result) -> dict[str, Result]:
-    """Alternatives to ``result`` by their options: the same in layout ``engine`` first, if the model can have that."""
-    same = LatentTarget(*result.split, layout="engine")
-    engine = result.kind == "free" and not latent_problems(model, same)
-    return ({f"{options} --layout engine": replace(result, kind="engine")} if engine else {}) | alternatives(model)
-
-
-def _folds(model: Model) -> dict[str, Result]:
-    return {
+    """Every target that is offered: folds, splits that MLA kernels take, other parts of the present cache."""
+    present, own = cache_elements(model.geometry), needs_own_code(model)
+    targets = {
         "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}": folded_result(model, kv_heads)
         for kv_heads in possible_kv_heads(model.geometry)
     }
-
-
-def _proposed(model: Model) -> dict[str, Result]:
-    """Splits that MLA kernels take, each in the layout that most engines serve."""
-    best: dict[int, LatentTarget] = {}
-    for target in proposals(model):
-        best.setdefault(target.kv_rank, target)
-    return {latent_options(target): latent_result_of(model, target) for target in best.values()}
-
-
-def _budgets(model: Model) -> dict[str, Result]:
-    """Parts of the present cache that are no split of ``_proposed``, in the default layout."""
-    budgets = [cache_elements(model.geometry) // part for part in _PARTS]
-    layout, rope = "kvfold" if needs_own_code(model) else DEFAULT_LAYOUT, 2 if model.geometry.rotary_dims else 0
-    return {
-        f"--to mla --budget {budget}": latent_result_of(model, LatentTarget(budget - rope, rope, layout=layout))
-        for budget in budgets
-        # Engines look at the sum of a split.
-        if budget >= 4 and budget not in KERNEL_CACHES
-    }
+    if own or not model_problems(model):
+        # Of the layouts of a split the first: most engines serve it.
+        best: dict[int, LatentTarget] = {}
+        for target in proposals(model):
+            best.setdefault(target.kv_rank, target)
+        targets |= {latent_options(target): latent_result_of(model, target) for target in best.values()}
+        layout, rope = "kvfold" if own else DEFAULT_LAYOUT, 2 if model.geometry.rotary_dims else 0
+        for budget in (present // part for part in _PARTS):
+            # Engines look at the sum of a split, so the shares within a budget do not matter here.
+            if budget >= 4 and budget not in KERNEL_CACHES:
+                split = LatentTarget(budget - rope, rope, layout=layout)
+                targets[f"--to mla --budget {budget}"] = latent_result_of(model, split)
+    others, sizes = alternatives(model), []
+    for options, result in targets.items():
+        # The nearest alternative is the same target in layout engine, if the model can have that.
+        near = result.kind == "free" and not latent_problems(model, LatentTarget(*result.split, layout="engine"))
+        instead = {f"{options} --layout engine": replace(result, kind="engine")} if near else {}
+        size, saves = cache_size(result, windows, dtype), 1 - result.elements() / present
+        answers = verdicts(result, instead | others)
+        sizes.append(TargetSize(**vars(size), options=options, saves=saves, engines=answers))
+    return sizes

@@ -52,10 +52,15 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
     >>> verify_checkpoint(demo_folder()).problems
     []
     """
+    from kvfold.convert.stream.stock import empty_model
+    from kvfold.convert.stream.weights import WeightMap
+
     checkpoint = open_checkpoint(out)
     try:
         files, problems = recorded_problems(checkpoint.folder)
-        problems += content_problems(checkpoint)
+        # The class of config.json takes every tensor as it is.
+        problems += WeightMap(empty_model(checkpoint.config), checkpoint.tensors).misfits(checkpoint.tensors)
+        problems += non_finite(checkpoint, checkpoint.tensors)
         elements = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
         checkpoint.check_unchanged()
     finally:
@@ -66,17 +71,10 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
 def check_verified(done: Verification) -> None:
     """Raises InputError with everything that differs."""
     if done.problems:
-        found = f"{len(done.problems)} difference{'s' * (len(done.problems) > 1)}; make it again"
-        raise InputError(f"{done.origin}: expected what {RECORD} and config.json say, found {found}", done.problems)
-
-
-def content_problems(checkpoint: Checkpoint) -> list[str]:
-    """A line for every tensor that the class of config.json does not take as it is, or that is not finite."""
-    from kvfold.convert.stream.stock import empty_model
-    from kvfold.convert.stream.weights import WeightMap
-
-    misfits = WeightMap(empty_model(checkpoint.config), checkpoint.tensors).misfits(checkpoint.tensors)
-    return [*misfits, *non_finite(checkpoint, checkpoint.tensors)]
+        found = f"{len(done.problems)} difference{'s' * (len(done.problems) > 1)}"
+        raise InputError(
+            f"{done.origin} is not what {RECORD} and config.json say: {found}; make it again", done.problems
+        )
 
 
 def non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
@@ -92,10 +90,9 @@ def recorded_problems(folder: Path) -> tuple[int, list[str]]:
     """The number of files that the record has hashes of, and the differences from them."""
     if not (folder / RECORD).exists():
         return 0, []
-    record = parse_json(folder / RECORD, read_bytes(resolve_member(folder, RECORD)))
-    expected = record.get("files")
-    if expected is None:
+    files = parse_json(folder / RECORD, read_bytes(resolve_member(folder, RECORD))).get("files")
+    if files is None:
         return 0, []
-    if not isinstance(expected, dict) or not all(isinstance(value, str) for value in expected.values()):
-        return 0, [f"{RECORD}: expected files to map names to hashes, found {short(expected)}"]
-    return len(expected), list(file_problems(folder, expected))
+    if not isinstance(files, dict) or not all(isinstance(value, str) for value in files.values()):
+        return 0, [f"{RECORD}: files must map names to hashes, not be {short(files)}"]
+    return len(files), list(file_problems(folder, files))

@@ -17,8 +17,8 @@ import click
 
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import check_opens
-from kvfold.convert.console import PanelCommand, check_plot, check_writable, request_options
-from kvfold.convert.measure.options import tell
+from kvfold.convert.console import PanelCommand, request_options
+from kvfold.convert.measure.output import check_files, tell
 from kvfold.convert.processes import leave_processes, started_first
 from kvfold.convert.text.corpus import check_sources
 from kvfold.convert.uptrain.request import UptrainRequest
@@ -46,10 +46,7 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     MODEL is a checkpoint that `kvfold convert` wrote. Adam moves every element by about the learning rate, so
     --relative-lr is multiplied by the root mean square of each tensor: it is larger than the usual --lr of a trainer.
     """
-    if request.plot is not None:
-        check_plot(request.plot)
-    if json_file is not None:
-        check_writable(json_file)
+    check_files(json_file, request.plot)
     check_output(request.out, overwrite=request.overwrite, model=request.model)
     check_sources([request.text], "text")
     check_sources(filter(None, [request.eval_text]), "eval_text")

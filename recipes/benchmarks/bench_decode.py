@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from kvfold.attention.latent import absorb_query, expand_value, latent_decode
-from kvfold.convert.measure.bench import bench, subjects
-from kvfold.convert.measure.bench_models import BenchOptions, ParameterCount, Subject, step_costs
+from kvfold.convert.measure.bench import ParameterCount, Subject, bench_checkpoints, step_costs, subjects
 from kvfold.convert.measure.machine import Clock, conditions, repeat
+from kvfold.convert.request import BenchRequest
 
 AT_LEAST = 2.0  # GQA-8 and absorbed MLA against MHA
 
@@ -73,7 +73,7 @@ def attention_alone(subject: Subject, context: int, batch: int, device: torch.de
 
 def add_roofline(row: dict[str, Any], subject: Subject, rates: dict[str, float], layers: int, alone: float) -> None:
     """Beside each figure: the time that reading and that computing takes at least, for the step and its attention."""
-    only = step_costs(subject.config, subject.form, ParameterCount(0, 0), 4, row["context"], row["batch"])
+    only = step_costs(subject, ParameterCount(0, 0), 4, row["context"], row["batch"])
     row["attention_alone_ms"] = 1e3 * alone * layers
     for name, read, operations in (
         ("step", row["read_bytes"], row["operations"]),
@@ -117,17 +117,16 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     device = torch.device("cpu")
-    kinds = subjects([], chosen.shape, chosen.layers, chosen.context)
-    options = BenchOptions(
-        (chosen.context,), (chosen.batch,), "cpu", "float32", chosen.cache, chosen.prefill_tokens,
-        threads=chosen.threads,
+    request = BenchRequest(
+        shape=chosen.shape, layers=chosen.layers, contexts=(chosen.context,), batches=(chosen.batch,), device="cpu",
+        dtype="float32", cache=chosen.cache, prefill_tokens=chosen.prefill_tokens, threads=chosen.threads,
     )  # fmt: skip
-    done = bench(kinds, options, lambda text: print(text, file=sys.stderr))
+    done = bench_checkpoints(request, tell=lambda text: print(text, file=sys.stderr))
     if any(row.needed_bytes for row in done.rows):
         raise SystemExit(done.table())
     report = done.to_dict() | conditions(device)
     report["rates"] = rates = machine_rates(device)
-    for row, subject in zip(report["rows"], kinds, strict=True):
+    for row, subject in zip(report["rows"], subjects(request), strict=True):
         alone = attention_alone(subject, chosen.context, chosen.batch, device)
         add_roofline(row, subject, rates, chosen.layers, alone)
     print(done.table(), "\n\n", roofline_table(report["rows"]), sep="")

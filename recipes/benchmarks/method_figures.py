@@ -11,7 +11,7 @@ from typing import Any
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, drift_checkpoints
 from kvfold.convert.data import demo_folder
-from kvfold.convert.measure.figures import Chart, gain_by_layer, latent_spectrum, rotary_pairs, values_by_layer
+from kvfold.convert.measure.figures import Chart, by_place, gain_by_layer, latent_spectrum, rotary_pairs
 
 TEXT: dict[str, Any] = {"samples": 16, "seq_len": 256}  # of calibration
 DRIFT: dict[str, Any] = {"samples": 4, "seq_len": 256}
@@ -35,7 +35,7 @@ def head_figure(work: Path) -> Chart:
     for name in ("mean", "principal"):
         layers = drift_checkpoints(demo_folder(), work / name, **DRIFT).to_dict()["layers"]
         lines[name] = [layer["attention_local"]["value"] for layer in layers]
-    return values_by_layer("Error of each layer's attention with 2 of 8 heads, by method", lines)
+    return by_place("Error of each layer's attention with 2 of 8 heads, by method", lines)
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure import eval as evaluation
 from kvfold.convert.measure import eval_tasks
-from kvfold.convert.measure.eval_tasks import CHOICES, QuestionMaker, answers, single_words
-from kvfold.convert.measure.losses import stretches, token_losses
+from kvfold.convert.measure.eval_tasks import CHOICES, answers, draw_questions, single_words
+from kvfold.convert.measure.losses import token_losses
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def encode(tokenizer):
 @pytest.mark.parametrize("task", ["needle", "keys"])
 def test_questions_hide_their_answer_at_every_depth(tokenizer, encode, task):
     filler = torch.tensor(encode("Nothing of interest is said in this sentence. " * 40))
-    asked = QuestionMaker(task, encode, [], filler).draw(256, 8, seed=0)
-    words = {token: word for word, token in single_words(encode).items()}
+    asked = draw_questions(tokenizer, filler, task, 256, 8, seed=0)
+    words = {token: word for word, token in single_words(tokenizer).items()}
     depths = []
     for question in asked:
         assert question.tokens.shape == (256,)
@@ -46,15 +46,15 @@ def test_questions_hide_their_answer_at_every_depth(tokenizer, encode, task):
         depths.append(text.index(f"{name} is {answer}."))
     assert depths == sorted(depths)
     assert depths[0] < 256 < depths[-1]
-    again = QuestionMaker(task, encode, [], filler).draw(256, 8, seed=0)
+    again = draw_questions(tokenizer, filler, task, 256, 8, seed=0)
     assert all(torch.equal(one.tokens, two.tokens) for one, two in zip(asked, again, strict=True))
     assert {question.right for question in asked} != {0}
     with pytest.raises(InputError, match="--lengths 12: too short for the sentences of the task"):
-        QuestionMaker(task, encode, [], filler).draw(12, 1, seed=0)
+        draw_questions(tokenizer, filler, task, 12, 1, seed=0)
 
 
-def test_an_answer_is_the_likeliest_of_the_choices(encode):
-    asked = QuestionMaker("keys", encode, [], torch.tensor(encode("Some words. " * 50))).draw(200, 6, seed=1)
+def test_an_answer_is_the_likeliest_of_the_choices(tokenizer, encode):
+    asked = draw_questions(tokenizer, torch.tensor(encode("Some words. " * 50)), "keys", 200, 6, seed=1)
 
     def model(input_ids, logits_to_keep):
         """Knows every answer of the first three questions, and takes the wrong choice in the others."""
@@ -72,12 +72,12 @@ def test_losses_by_position_are_those_of_transformers(encode):
     tokens = torch.tensor(encode("The list is sorted in place. " * 20))[:80].view(2, 40)
     losses = token_losses(model, tokens)
     assert losses.mean().item() == pytest.approx(model(input_ids=tokens, labels=tokens).loss.item(), rel=1e-4)
-    assert stretches(300) == [(1, 64), (64, 128), (128, 256), (256, 300)]
-    assert stretches(40) == [(1, 40)]
     rows = evaluation.by_position(losses, losses + 0.5)
     assert [(row["from"], row["to"], row["documents"]) for row in rows] == [(1, 40, 2)]
     assert rows[0]["excess"] == pytest.approx(0.5)
     assert rows[0]["student"] == pytest.approx(rows[0]["source"] * 2.718281828**0.5)
+    long = evaluation.by_position(torch.ones(2, 299), torch.ones(2, 299))
+    assert [(row["from"], row["to"]) for row in long] == [(1, 64), (64, 128), (128, 256), (256, 300)]
 
 
 # Of a text the harness gives the log-likelihood and the length in words or bytes, whatever the metric's name

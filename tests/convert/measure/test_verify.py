@@ -83,7 +83,7 @@ def test_tensors_that_are_not_the_configs_or_not_finite(out):
     assert "o_proj.weight has shape [256, 256] by config.json" in done.problems[1]
     where = "tensor 'model.layers.0.self_attn.kv_a_layernorm.weight' in model.safetensors"
     assert done.problems[2] == f"{where}: 1 numbers are NaN or infinite"
-    with pytest.raises(InputError, match=r"what kvfold.json and config.json say, found 3 differences; make it again"):
+    with pytest.raises(InputError, match=r"is not what kvfold.json and config.json say: 3 differences; make it again"):
         check_verified(done)
 
 

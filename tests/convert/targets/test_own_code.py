@@ -464,7 +464,7 @@ def test_a_config_that_kvfold_did_not_write_is_named(tiny_family, tmp_path):
     (out / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError) as caught:
         inspect_checkpoint(str(out))
-    assert str(caught.value) == "config.json: kv_heads of kvfold must divide the 8 query heads, found 3"
+    assert str(caught.value) == "config.json: kv_heads 3 of kvfold must divide the 8 query heads"
     config["kvfold"]["kv_heads"] = 2
     (out / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=r"k_proj.weight: expected \[16, 64\], found \[32, 64\]"):

@@ -1,0 +1,115 @@
+"""The commands ``kvfold eval``, ``sweep`` and ``bench``; heavy modules load when they run, for a quick ``--help``."""
+
+import re
+from functools import partial
+
+import click
+
+from kvfold.convert.checkpoint.atomic import check_output
+from kvfold.convert.checkpoint.opening import check_opens
+from kvfold.convert.console import STDOUT, PanelCommand, request_options
+from kvfold.convert.measure.figures import decoding_speed, excess_by_cache
+from kvfold.convert.measure.output import check_files, json_file_option, tell
+from kvfold.convert.measure.page import sweep_page, write_report
+from kvfold.convert.measure.sweep_targets import WITHIN, parse_targets
+from kvfold.convert.request import SELF, BenchRequest, EvalRequest, SweepRequest
+from kvfold.convert.text.corpus import check_sources
+
+_TARGET = re.compile(r"[\w+]*[:,][\w:,+]*|\d[\d,+]*|gqa|mqa|mla", re.IGNORECASE)
+_within = click.option(
+    "--within",
+    type=click.FloatRange(0, min_open=True),
+    default=WITHIN,
+    show_default=True,
+    metavar="X",
+    help="Perplexity that may be lost, as a fraction: 0.01 is 1 %. The smallest target within it is named.",
+)
+_sweep_files = (
+    click.option("--json", "json_file", metavar="FILE|-", help="Also write the result to FILE; -: to stdout alone."),
+    click.option("--plot", metavar="FILE", help="Draw the curve (PNG, SVG, PDF); needs the report extra."),
+    click.option("--report", metavar="DIR", help="Also write DIR/report.html: table and curve, self-contained."),
+)
+
+
+@click.command(name="eval", short_help="OUT and MODEL on tasks and long contexts, paired.")
+@request_options(EvalRequest, before={"quiet": [json_file_option]})
+def evaluate(request: EvalRequest, json_file: str | None) -> None:
+    """Compare the converted checkpoint OUT with MODEL in use, paired by document with 95 % intervals.
+
+    Without a download: whether words hidden in long texts are found again, and the loss by position. With --tasks also
+    those of lm-evaluation-harness. Each model is in memory whole, one at a time.
+    """
+    check_files(json_file)
+    check_sources(filter(None, [request.text]), "text")
+    if not request.quiet:
+        click.echo(f"reading {request.model}", err=True)
+    check_opens(request.model, request.out)
+    from kvfold.convert.measure.eval import eval_checkpoints
+
+    found = eval_checkpoints(request)
+    tell(json_file, found.to_dict, found.table())
+
+
+class _SweepCommand(PanelCommand):
+    """Takes the words behind ``--targets`` that can be targets as its one value: ``--targets gqa:4,2 mqa``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        joined: list[str] = []
+        for word in args:
+            if len(joined) > 1 and joined[-2] == "--targets" and _TARGET.fullmatch(word):
+                joined[-1] += f" {word}"
+            else:
+                joined.append(word)
+        return super().parse_args(ctx, joined)
+
+
+@click.command(cls=_SweepCommand, short_help="What many targets of MODEL would cost, to choose one.")
+@request_options(SweepRequest, before={"out": [_within], "quiet": _sweep_files})
+def sweep(request: SweepRequest, within: float, json_file: str | None, plot: str | None, report: str | None) -> None:
+    """Fit and measure many targets of MODEL in one walk over its layers, without writing them.
+
+    Prints a line per target: cache, saving, excess loss with its interval, KL, agreement, time; then the smallest
+    target within a loss, and the command that converts to it. Statistics are in the temporary folder (TMPDIR) while it
+    runs.
+    """
+    # A sweep takes long: what its last second would refuse is refused in the first.
+    check_files(json_file, plot, report)
+    if request.out is not None:
+        check_output(request.out, model=request.model)
+    texts = (request.calibration,) if isinstance(request.calibration, str) else request.calibration or ()
+    check_sources(text for text in texts if text != SELF)
+    if request.targets is not None:
+        parse_targets(request.targets)
+    if not request.quiet:
+        click.echo(f"reading {request.model}", err=True)
+    check_opens(request.model)
+    from kvfold.convert.measure.sweep import sweep_checkpoint
+
+    result = sweep_checkpoint(request)
+    values = result.to_dict(within)
+    if plot is not None:
+        excess_by_cache(values).save(plot, result.title())
+    if report is not None:
+        lines = [*result.heading(), *result.decision(within).splitlines()]
+        write_report(sweep_page(values, lines), report, request.quiet)
+    tell(json_file, lambda: values, f"{result.table()}\n\n{result.decision(within)}")
+    if request.out is not None:
+        click.echo(f"\n{result.convert(within, quiet=request.quiet).summary()}", err=json_file == STDOUT)
+
+
+@click.command(short_help="Decode speed, cache and memory of MODELs side by side.")
+@request_options(BenchRequest)
+@json_file_option
+@click.option("--plot", metavar="FILE", help="Also draw them (PNG, SVG, PDF); needs the report extra.")
+def bench(request: BenchRequest, json_file: str | None, plot: str | None) -> None:
+    """Time MODELs side by side: prefill, decoding, cache and memory, with ratios to the first.
+
+    A latent (MLA) model is timed in stock form and absorbed. Decoding starts from a cache of random values.
+    """
+    check_files(json_file, plot)
+    from kvfold.convert.measure.bench import bench_checkpoints
+
+    report = bench_checkpoints(request, tell=partial(click.echo, err=True))
+    if plot is not None:
+        decoding_speed(report.to_dict()).save(plot)
+    tell(json_file, report.to_dict, report.table())
