@@ -1,6 +1,8 @@
-"""Byte counts as text, and back."""
+"""Byte counts as text, and back; rows of cells as the lines of a table."""
 
 import re
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 _DECIMAL = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -34,3 +36,22 @@ def size_expected(value: Any) -> str | None:
     if isinstance(value, str) and value.strip().isdigit() and 0 < int(value) < _LEAST_BARE:
         return f"a size with its unit (did you mean {value.strip()}GB?)"
     return None if parse_size(value) else "a size such as 5GB, 500MB or 2GiB"
+
+
+def table(rows: Sequence[Sequence[str]], least: Sequence[int] = (), left: Sequence[int] = (0,)) -> list[str]:
+    """Rows of cells as aligned lines, columns ``left`` to the left; column i is at least ``least[i]`` wide.
+
+    The last cell of a row with fewer cells than the first may be a sentence: it widens no column.
+    """
+    whole = len(rows[0])
+    columns = zip_longest(*(row if len(row) == whole else row[:-1] for row in rows), fillvalue="")
+    widths = [max(map(len, column)) for column in columns]
+    widths = [max(pair) for pair in zip_longest(widths, least, fillvalue=0)]
+    lines = []
+    for row in rows:
+        aligned = [cell.ljust if i in left else cell.rjust for i, cell in enumerate(row)]
+        cells = [align(width) for align, width in zip(aligned, widths, strict=False)]
+        if len(row) < whole:
+            cells[-1:] = row[-1:]
+        lines.append("  ".join(cells).rstrip())
+    return lines

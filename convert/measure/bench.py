@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.errors import InputError, KvfoldError, did_you_mean, opt
-from kvfold.convert.measure.output import table
 from kvfold.convert.options import takes
 from kvfold.convert.request import BenchRequest
-from kvfold.convert.sizes import bytes_text
+from kvfold.convert.sizes import bytes_text, table
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.own_code import BLOCK, source_type
 

@@ -12,10 +12,10 @@ from kvfold.attention.drift.report import DriftReport, LayerDrift, floor_count, 
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
-from kvfold.convert.measure.output import table
 from kvfold.convert.options import takes
 from kvfold.convert.progress import stage
 from kvfold.convert.request import DriftRequest
+from kvfold.convert.sizes import table
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import load_calibration

@@ -18,10 +18,10 @@ from kvfold.convert.errors import InputError, opt
 from kvfold.convert.measure import eval_tasks
 from kvfold.convert.measure.eval_tasks import CHOICES, TASKS, Question, Scores, answers, draw_questions
 from kvfold.convert.measure.losses import token_losses
-from kvfold.convert.measure.output import table
 from kvfold.convert.options import takes
 from kvfold.convert.progress import Stages
 from kvfold.convert.request import EvalRequest
+from kvfold.convert.sizes import table
 from kvfold.convert.stream.stock import hide_bars, load_model
 from kvfold.convert.text.corpus import check_sources, open_corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer, prefix_tokens, render, tokenize

@@ -15,9 +15,8 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.measure.converted import converted_model, latent_faults
-from kvfold.convert.measure.output import table
 from kvfold.convert.measure.target_sizes import CONTEXTS, CacheSize, TargetSize, cache_size, target_sizes
-from kvfold.convert.sizes import bytes_text
+from kvfold.convert.sizes import bytes_text, table
 from kvfold.convert.targets.engines import Result, Verdict, folded_result, latent_result, verdicts
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.mla.problems import model_problems

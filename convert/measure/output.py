@@ -1,8 +1,7 @@
-"""How a command tells its result: files that its options name, its numbers as JSON, its tables."""
+"""How a command tells its result: files that its options name, its numbers as JSON, its text."""
 
 import json
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +36,3 @@ def tell(json_file: str | None, value: Callable[[], Any], text: str) -> None:
         write_text(json_file, json.dumps(value(), indent=2) + "\n")
     if text:
         click.echo(text, err=json_file == STDOUT)
-
-
-def table(rows: Sequence[Sequence[str]], least: Sequence[int] = (), left: Sequence[int] = (0,)) -> list[str]:
-    """Rows of cells as aligned lines, columns ``left`` to the left; column i is at least ``least[i]`` wide.
-
-    The last cell of a row with fewer cells than the first may be a sentence: it widens no column.
-    """
-    whole = len(rows[0])
-    columns = zip_longest(*(row if len(row) == whole else row[:-1] for row in rows), fillvalue="")
-    widths = [max(map(len, column)) for column in columns]
-    widths = [max(pair) for pair in zip_longest(widths, least, fillvalue=0)]
-    lines = []
-    for row in rows:
-        aligned = [cell.ljust if i in left else cell.rjust for i, cell in enumerate(row)]
-        cells = [align(width) for align, width in zip(aligned, widths, strict=False)]
-        if len(row) < whole:
-            cells[-1:] = row[-1:]
-        lines.append("  ".join(cells).rstrip())
-    return lines

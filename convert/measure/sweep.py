@@ -37,7 +37,6 @@ from kvfold.convert.conversion.source import load_tokens, source_heads, source_s
 from kvfold.convert.conversion.student import StudentWalk
 from kvfold.convert.errors import InputError, KvfoldError, opt
 from kvfold.convert.families.model import model_of
-from kvfold.convert.measure.output import table
 from kvfold.convert.measure.sweep_targets import (
     WITHIN,
     TargetOptions,
@@ -49,6 +48,7 @@ from kvfold.convert.measure.sweep_targets import (
 from kvfold.convert.options import command_words, takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import DEFAULT_LAYOUT, SELF, ConvertRequest, SweepRequest
+from kvfold.convert.sizes import table
 from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.walk.walk import Teacher
 
