@@ -105,7 +105,7 @@ def remote_headers(files: RemoteFiles, shards: Collection[str]) -> dict[str, Hea
 
 def _remote_header(files: RemoteFiles, name: str) -> Header:
     if name not in files.names:
-        return Header(problems=[f"{files.model} lacks the file {name}"])
+        return Header(problems=[f"{files.model}: the file {name} is missing"])
 
     def read(start: int, length: int) -> bytes:
         if start + length <= len(first):

@@ -230,14 +230,11 @@ def test_files_without_a_header(folder: Path, told: Any, content: bytes) -> None
 
 
 def test_many_equal_names_take_linear_time(folder: Path) -> None:
-    times = []
-    for count in (2000, 16000):
-        entries = [f'"{i % (count - 1)}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(count)]
-        raw_file(folder / "model.safetensors", ("{" + ",".join(entries) + "}").encode())
-        began = time.process_time()
-        problems_of(folder)
-        times.append(time.process_time() - began)
-    assert times[1] < max(16 * times[0], 0.5)
+    entries = [f'"{i % 19_999}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(20_000)]
+    raw_file(folder / "model.safetensors", ("{" + ",".join(entries) + "}").encode())
+    began = time.process_time()
+    problems_of(folder)
+    assert time.process_time() - began < 3  # in quadratic time it would be minutes
 
 
 def test_index_and_shards_that_disagree_are_reported_at_once(sharded: Path, told: Any) -> None:

@@ -240,7 +240,7 @@ def test_out_in_the_wrong_place(source, tmp_path, model):
     assert "--overwrite" in refused(source, tmp_path / "there")
     assert "is inside MODEL" in refused(model, model / "out")
     (tmp_path / "file").touch()
-    assert "to write it in, found something else" in refused(source, tmp_path / "file" / "out")
+    assert "file is no folder" in refused(source, tmp_path / "file" / "out")
 
 
 def test_missing_and_unknown_models(tmp_path, model):
@@ -248,7 +248,7 @@ def test_missing_and_unknown_models(tmp_path, model):
     config = json.loads((model / "config.json").read_text())
     quantized = {**config, "quantization_config": {"quant_method": "aqlm"}}
     (model / "config.json").write_text(json.dumps(quantized))
-    assert "quantized checkpoint (quantization_config, method 'aqlm')" in refused(model, tmp_path / "out")
+    assert "quantization_config 'aqlm' is no quantization that can be read" in refused(model, tmp_path / "out")
     (model / "config.json").write_text(json.dumps({**config, "model_type": "whale"}))
     text = refused(model, tmp_path / "out")
     assert "model_type 'whale' is not among the supported causal language models (docs/families.md lists them" in text

@@ -56,7 +56,7 @@ def test_files_that_changed(out):
     found = verify_checkpoint(str(out)).problems
     assert [line.split(":")[0] for line in found] == ["thesis.tex", str(out), "tokenizer.json"]
     assert found[0] == "thesis.tex: not a file that was written"
-    assert found[1].endswith("lacks the file generation_config.json; fetch it again")
+    assert found[1].endswith("the file generation_config.json is missing; fetch it again")
     assert "changed since it was written: its SHA-256 is 44136fa3" in found[2]
 
 

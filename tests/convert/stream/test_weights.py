@@ -89,19 +89,19 @@ def test_a_base_models_file_lacks_the_prefix(model: Any) -> None:
     assert torch.equal(found["model.layers.1.mlp.up_proj.weight"], tensors["layers.1.mlp.up_proj.weight"])
 
 
-def test_two_tensors_for_one_parameter_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    conversions(monkeypatch, WeightRenaming(".feed_forward.", ".mlp."))
-    names = [*stored(model), "model.layers.0.feed_forward.up_proj.weight"]
-    with pytest.raises(
-        KvfoldError, match=r"2 tensors of the checkpoint are all model\.layers\.0\.mlp\.up_proj\.weight"
-    ):
-        WeightMap(model, names)
-
-
-def test_a_parameter_stored_whole_and_in_parts_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    conversions(monkeypatch, JOINED)
-    with pytest.raises(KvfoldError, match=r"mlp\.up_proj\.weight is stored both whole and in parts"):
-        WeightMap(model, [*stored(model), "model.layers.0.mlp.low.weight"])
+@pytest.mark.parametrize(
+    ("conversion", "name", "problem"),
+    [
+        (WeightRenaming(".feed_forward.", ".mlp."), "feed_forward.up_proj", "2 tensors of the checkpoint are all "),
+        (JOINED, "mlp.low", "is stored both whole and in parts"),
+    ],
+)
+def test_two_ways_to_one_parameter_are_refused(
+    model: Any, monkeypatch: pytest.MonkeyPatch, conversion: Any, name: str, problem: str
+) -> None:
+    conversions(monkeypatch, conversion)
+    with pytest.raises(KvfoldError, match=problem):
+        WeightMap(model, [*stored(model), f"model.layers.0.{name}.weight"])
 
 
 def test_a_split_of_the_wrong_size_is_refused(model: Any) -> None:
