@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvfold.attention.checks import expect_at_least
 from kvfold.attention.drift.compare import HeadDrift, LayerDrift, Measurement, compare
 from kvfold.attention.drift.streams import LayerStream, as_stream
 
@@ -149,8 +150,8 @@ def measure_drift(
             "one sequence of two"
         )
     for name, number in (("batch", batch), ("floor_sequences", floor_sequences)):
-        if number is not None and number < 1:
-            raise ValueError(f"{name} = {number} must be at least 1 (floor=False measures no rounding floor)")
+        if number is not None:
+            expect_at_least(name, number, 1)
     # a loaded model goes to the GPU by default, a stream stays where it is
     default = "cuda" if torch.cuda.is_available() else None
     devices = [

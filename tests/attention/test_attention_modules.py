@@ -7,7 +7,7 @@ import torch
 from helpers import precision
 from torch import Tensor, nn
 
-from kvfold.attention import GroupedAttention, KVCache, LatentAttention, LatentCache, reference, rotary_frequencies
+from kvfold.attention import GroupedAttention, LatentAttention, reference, rotary_frequencies
 
 E, H, G, D, DV, T = 12, 4, 2, 6, 5, 7
 R, P, DN = 9, 4, 6
@@ -101,14 +101,10 @@ def test_latent_module_equals_reference_and_its_steps(query_rank, absorbed):
     assert sum(part.numel() for part in steps[0]) == R + P
 
 
-def test_encoder_module_equals_reference():
-    w, x = grouped_weights(), random(1, T, E)
-    expected = reference.grouped_query_attention(x[0], w, reference.BIDIRECTIONAL)
-    torch.testing.assert_close(grouped_module(w, causal=False)(x)[0], expected, **precision.EXACT)
-
-
-def test_cross_module_equals_reference_and_reads_its_memory_once():
+def test_encoder_and_cross_modules_equal_reference_and_the_memory_is_read_once():
     w, x, memory = grouped_weights(), random(1, T, E), random(1, 5, E, seed=3)
+    encoder = reference.grouped_query_attention(x[0], w, reference.BIDIRECTIONAL)
+    torch.testing.assert_close(grouped_module(w, causal=False)(x)[0], encoder, **precision.EXACT)
     module = grouped_module(w, causal=False, cross=True)
     expected = reference.grouped_query_attention(x[0], w, reference.BIDIRECTIONAL, memory=memory[0])
     torch.testing.assert_close(module(x, memory=memory)[0], expected, **precision.EXACT)
@@ -137,12 +133,11 @@ def test_cached_equals_uncached_at_every_split_point(name, module):
     x = random(2, T, E)
     whole = module(x)
     for split in range(T + 1):
-        for capacity in (0, T):
-            cache = module.new_cache(2, capacity, growing=capacity == 0, dtype=torch.float64)
-            pieces = [x[:, :split], *x[:, split:].split(1, 1)] if split % 2 else [x[:, :split], x[:, split:]]
-            parts = [module(piece, cache=cache) for piece in pieces if piece.shape[1]]
-            torch.testing.assert_close(torch.cat(parts, 1), whole, **precision.EXACT)
-            assert cache.length == T
+        cache = module.new_cache(2, T * (split % 2), growing=split % 2 == 0, dtype=torch.float64)
+        pieces = [x[:, :split], *x[:, split:].split(1, 1)] if split % 2 else [x[:, :split], x[:, split:]]
+        parts = [module(piece, cache=cache) for piece in pieces if piece.shape[1]]
+        torch.testing.assert_close(torch.cat(parts, 1), whole, **precision.EXACT)
+        assert cache.length == T
 
 
 @pytest.mark.parametrize(("name", "module"), modules())
@@ -157,16 +152,9 @@ def test_a_future_token_never_changes_an_earlier_output(name, module):
         assert not torch.allclose(after[:, changed], before[:, changed])
 
 
-def test_a_future_token_changes_every_output_of_an_encoder():
-    module, x = grouped_module(grouped_weights(), causal=False), random(1, T, E)
-    other = x.clone()
-    other[:, -1] += 1.0
-    assert ((module(other) - module(x)).abs().amax(-1) > 1e-6).all()
-
-
 @pytest.mark.parametrize(("name", "module"), modules())
 @torch.no_grad()
-def test_batch_with_right_padding_equals_each_sequence_alone(name, module):
+def test_a_padded_batch_equals_each_sequence_alone(name, module):
     x, counts = random(2, T, E), torch.tensor([T, 4])
     cache = module.new_cache(2, dtype=torch.float64)
     first = module(x, cache=cache, counts=counts)
@@ -177,19 +165,11 @@ def test_batch_with_right_padding_equals_each_sequence_alone(name, module):
         torch.testing.assert_close(first[row, :count], alone[:count], **precision.EXACT)
         torch.testing.assert_close(second[row], alone[count:], **precision.EXACT)
     assert cache.lengths.tolist() == [T + 1, 5]
-
-
-@pytest.mark.parametrize(("name", "module"), modules())
-@torch.no_grad()
-def test_batch_with_left_padding_equals_each_sequence_alone(name, module):
-    x, starts = random(2, T, E), torch.tensor([0, 3])
-    cache = module.new_cache(2, dtype=torch.float64)
-    first = module(x[:, :5], cache=cache, starts=starts)
-    second = module(x[:, 5:], cache=cache, starts=starts)
-    both = torch.cat([first, second], 1)
+    # padding on the left
+    starts, cache = torch.tensor([0, 3]), module.new_cache(2, dtype=torch.float64)
+    both = torch.cat([module(part, cache=cache, starts=starts) for part in (x[:, :5], x[:, 5:])], 1)
     for row, start in enumerate(starts.tolist()):
-        alone = module(x[row : row + 1, start:])[0]
-        torch.testing.assert_close(both[row, start:], alone, **precision.EXACT)
+        torch.testing.assert_close(both[row, start:], module(x[row : row + 1, start:])[0], **precision.EXACT)
 
 
 def test_gradients_equal_the_references():
@@ -209,7 +189,7 @@ def test_gradients_equal_the_references():
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(("name", "module"), [modules()[i] for i in (1, 2, 3)])
+@pytest.mark.parametrize(("name", "module"), [modules()[i] for i in (2, 3)])
 def test_modules_compile_without_graph_breaks(name, module):
     x = random(2, T, E)
     whole = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -233,10 +213,3 @@ def test_frequencies_survive_a_cast_to_low_precision():
     )
     assert torch.equal(found[0, 0, 0, : D // 2], (9001 * rotary_frequencies(D)).cos().float())
     assert module(random(1, T, E).bfloat16()).dtype == torch.bfloat16
-
-
-def test_new_caches_have_the_modules_shapes():
-    assert isinstance(grouped_module(grouped_weights()).new_cache(3, 4), KVCache)
-    cache = latent_module(latent_weights()).new_cache(3, 4)
-    assert isinstance(cache, LatentCache)
-    assert cache.buffers[0].shape == (3, 4, R + P)

@@ -19,7 +19,7 @@ from kvfold.attention import blocked, grouped_attention, latent_attention, produ
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BATCHES = {1: [40, 60], 2: [20, 30], 7: [6, 9], 33: [1, 2, 3]}  # enough rows for an error to be an average
 DRAWS = 4
-FEW = settings(max_examples=40, deadline=None, derandomize=True)
+FEW = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 @st.composite
@@ -153,7 +153,7 @@ def test_absorbed_equals_explicit(problem):
     torch.testing.assert_close(one, other, **precision.EXACT)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(grouped_problems())
 def test_yardstick_is_the_reference(problem):
     """The naive formula above, in float64, is what the reference computes with its loops."""
@@ -164,15 +164,14 @@ def test_yardstick_is_the_reference(problem):
     torch.testing.assert_close(naive(query, key, value, case), exact(query, key, value, case), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("queries", [1, 5, 9])
+@pytest.mark.parametrize("queries", [1, 5])
 def test_gradcheck_of_the_blocked_operator(queries):
     torch.manual_seed(0)
-    query, key = torch.randn(2, 4, queries, 3).double(), torch.randn(2, 2, 9, 3).double()
-    value, bias = torch.randn(2, 2, 9, 2).double(), torch.randn(1, 4, queries, 9).double()
-    leaves = [tensor.requires_grad_() for tensor in (query, key, value, bias)]
-    starts = torch.tensor([0, 4])
+    shapes = (2, 4, queries, 2), (2, 2, 5, 2), (2, 2, 5, 1), (1, 4, queries, 5)
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    starts = torch.tensor([0, 2])
     assert torch.autograd.gradcheck(
-        lambda q, k, v, b: grouped_attention(q, k, v, bias=b, window=4, starts=starts), leaves
+        lambda q, k, v, b: grouped_attention(q, k, v, bias=b, window=3, starts=starts), leaves
     )
 
 

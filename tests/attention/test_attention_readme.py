@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,25 +32,16 @@ def test_table_of_cached_numbers():
     }
 
 
-def calls_of(thing: object) -> list[Callable]:
-    """A function itself; of a class its constructor and its public methods."""
-    if not inspect.isclass(thing):
-        return [thing]
-    return [call for name, call in vars(thing).items() if inspect.isfunction(call) and not name.startswith("_")] + [
-        thing
-    ]
-
-
 @pytest.mark.parametrize("name", kvfold.attention.__all__)
 def test_every_public_name_is_defined_in_this_package_and_documented(name):
     thing = getattr(kvfold.attention, name)
     assert thing.__module__.startswith("kvfold.attention.")
     assert getattr(importlib.import_module(thing.__module__), name) is thing
     assert inspect.getdoc(thing)
-    for call in calls_of(thing):
-        tensors = [
-            each.name for each in inspect.signature(call).parameters.values() if "Tensor" in str(each.annotation)
-        ]
+    methods = [call for key, call in vars(thing).items() if inspect.isfunction(call) and not key.startswith("_")]
+    for call in [thing, *(methods if inspect.isclass(thing) else ())]:
+        parameters = inspect.signature(call).parameters.values()
+        tensors = [each.name for each in parameters if "Tensor" in str(each.annotation)]
         shapes = re.findall(r"\[[A-Z1|][^\]]*\]", inspect.getdoc(call) or "")
         assert shapes or not tensors, f"{call.__qualname__} takes {tensors} and its docstring has no shape"
 

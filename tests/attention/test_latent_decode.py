@@ -1,10 +1,18 @@
-"""``latent_decode`` on a CPU against float64, at sizes where blocks and dtypes take their own ways."""
+"""Decoding over latents: ``latent_decode`` against float64, and the calls of ``latent_attention`` that reach it.
+
+Without a CUDA device ``kernel_takes`` is replaced by its conditions on shapes; the kernel itself, reached the same way,
+runs interpreted in test_decode_kernel.py and on a device in tests/gpu.
+"""
+
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import precision
+from helpers.attention import Case, assert_precise, exact_latent, naive_latent, small_modules
 
-from kvfold.attention import blocked
+from kvfold.attention import blocked, latent, latent_attention
 from kvfold.attention.latent import latent_decode
 
 
@@ -16,22 +24,15 @@ def problem(dtype, slots, queries=1, batch=3):
 
 def formula(inputs, mask):
     """Every step in the dtype of ``inputs``, softmax in float32 at least, as eager attention in transformers."""
-    query, rope, latent, key = inputs
-    scores = 0.2 * (torch.cat([query, rope], -1) @ torch.cat([latent, key], -1)[:, None].mT)
-    scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
-    weights = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1)
-    return weights.to(latent.dtype) @ latent[:, None]
-
-
-def exact(inputs, mask):
-    query, rope, latent, key = (x.double() for x in inputs)
-    scores = 0.2 * (query @ latent[:, None].mT + rope @ key[:, None].mT)
-    scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
-    return scores.softmax(-1) @ latent[:, None]
+    query, rope, c, key = inputs
+    scores = 0.2 * (torch.cat([query, rope], -1) @ torch.cat([c, key], -1)[:, None].mT)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(c.dtype) @ c[:, None]
 
 
 @pytest.mark.parametrize("budget", [1, 3000, 1 << 20])
-@pytest.mark.parametrize("slots", [1, 40, 700])
+@pytest.mark.parametrize("slots", [1, 300])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_error_is_at_most_twice_that_of_the_naive_formula(dtype, masked, slots, budget, monkeypatch):
@@ -40,7 +41,7 @@ def test_error_is_at_most_twice_that_of_the_naive_formula(dtype, masked, slots, 
     mask = torch.rand(3, 1, 2, slots, generator=torch.Generator().manual_seed(4)) < 0.6
     mask[..., -1] = True
     mask = mask if masked else None
-    expected = exact(inputs, mask)
+    expected = formula([x.double() for x in inputs], mask)
     naive = (formula(inputs, mask) - expected).abs().max()
     found = latent_decode(*inputs, 0.2, mask)
     assert found.dtype == dtype
@@ -50,25 +51,86 @@ def test_error_is_at_most_twice_that_of_the_naive_formula(dtype, masked, slots, 
         assert (found - expected).abs().max() <= max(2 * naive, 4 * torch.finfo(dtype).eps)
 
 
-def test_a_mask_of_numbers_and_one_for_every_head():
-    inputs = problem(torch.float32, 30)
+def test_masks_of_numbers_or_of_each_head_and_strided_caches():
+    query, rope, c, key = inputs = problem(torch.float32, 30)
     bias = torch.randn(3, 4, 1, 30)
-    query, rope, latent, key = inputs
-    scores = 0.2 * (query @ latent[:, None].mT + rope @ key[:, None].mT) + bias
-    torch.testing.assert_close(latent_decode(*inputs, 0.2, bias), scores.softmax(-1) @ latent[:, None])
-    seen = bias > 0
-    torch.testing.assert_close(latent_decode(*inputs, 0.2, seen), exact(inputs, seen).float(), **precision.ACTIVATIONS)
-
-
-def test_strided_caches_are_read_in_place():
-    whole = torch.randn(3, 50, 64)
-    query, rope, _, _ = problem(torch.float32, 50)
-    latent, key = whole[..., :48], whole[..., 48:]
-    found = latent_decode(query, rope, latent, key, 0.2)
-    torch.testing.assert_close(found, latent_decode(query, rope, latent.contiguous(), key.contiguous(), 0.2))
+    whole = torch.cat([c, key], -1)
+    for mask in (bias, bias > 0):
+        expected = formula([x.double() for x in inputs], mask).float()
+        found = latent_decode(query, rope, whole[..., :48], whole[..., 48:], 0.2, mask)
+        torch.testing.assert_close(found, expected, **precision.ACTIVATIONS)
 
 
 def test_the_traced_operator_computes_the_same():
     inputs = problem(torch.float32, 40)
     compiled = torch.compile(lambda *some: latent_decode(*some, 0.2), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*inputs), latent_decode(*inputs, 0.2))
+
+
+B, H, S, DN, P, R, DV = 2, 4, 40, 8, 6, 16, 12
+RAGGED = {
+    "starts": torch.tensor([0, 7]),
+    "lengths": torch.tensor([40, 33]),
+    "offset": torch.tensor([39, 20]),
+}
+
+
+def step_problem(dtype=torch.float32, queries=1):
+    torch.manual_seed(2)
+    shapes = [(B, H, queries, DN), (B, H, queries, P), (B, S, R + P), (H, DN, R), (H, DV, R)]
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The masks that the kernel was called with, where one query at a time is said to be its own."""
+    seen = []
+
+    def decode_latent(query, query_rope, c, key_rope, scale, *, mask):
+        seen.append(mask)
+        wide = torch.promote_types(c.dtype, torch.float32)
+        keys = torch.cat([c, key_rope], -1)[:, None].to(wide)
+        scores = scale * torch.cat([query, query_rope], -1).to(wide) @ keys.mT
+        scores = scores if mask is None else scores.masked_fill(~mask[:, None, None], -torch.inf)
+        return (scores.softmax(-1) @ c[:, None].to(wide)).to(c.dtype)
+
+    monkeypatch.setitem(sys.modules, "kvfold.attention.kernel", SimpleNamespace(decode_latent=decode_latent))
+    monkeypatch.setattr(latent, "kernel_takes", lambda query, query_rope, mask: query.shape[2] == 1)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("names", [(), ("starts",), ("lengths",), ("offset",), tuple(RAGGED)], ids=" ".join)
+def test_a_decoding_step_is_the_formula(calls, names, dtype):
+    case, inputs = Case(**{name: RAGGED[name] for name in names}), step_problem(dtype)
+    with torch.no_grad():
+        latent_attention(*inputs, absorbed=False, **case.options)
+        assert calls == []
+        result = latent_attention(*inputs, absorbed=True, **case.options)
+    assert [mask is None for mask in calls] == [not names]
+    assert_precise(result, naive_latent(*inputs, case, True), exact_latent(*inputs, case))
+
+
+def test_other_calls_take_blocks(calls):
+    with torch.no_grad():
+        latent_attention(*step_problem(queries=2), absorbed=True)
+        latent_attention(*step_problem(), absorbed=True, window=5)
+    inputs = [x.requires_grad_() for x in step_problem()]
+    grads = [torch.autograd.grad(latent_attention(*inputs, absorbed=form).sum(), inputs) for form in (True, False)]
+    assert calls == []
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_modules_decode_that_way_and_compile_whole(calls):
+    torch.manual_seed(0)
+    module, x = small_modules()["mla"], torch.randn(2, 6, 64)
+    with torch.no_grad():
+        expected = module(x)
+        for step in (module, torch.compile(module, fullgraph=True, backend="eager")):
+            cache = module.new_cache(2, 6, growing=False)
+            parts = [step(token, cache=cache) for token in x.split(1, 1)]
+            torch.testing.assert_close(torch.cat(parts, 1), expected, **precision.ACTIVATIONS)
+            assert len(calls) >= 6
+            calls.clear()
+    torch._dynamo.reset()

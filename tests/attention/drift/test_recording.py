@@ -22,28 +22,48 @@ def arguments(length: int, keys: int | None = None) -> tuple[Tensor, Tensor, Ten
     return torch.randn(2, 4, length, 8), torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 6)
 
 
-def whole_map(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float, softcap: float | None) -> Tensor:
+def whole_map(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     query, key, value = query.double(), key.double().repeat_interleave(2, 1), value.double().repeat_interleave(2, 1)
     scores = scale * query @ key.mT
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+    parts = scores.masked_fill(~seen, -torch.inf).exp()
+    sunk = 0 if sinks is None else sinks.double().exp()[:, None, None]
+    return (parts / (parts.sum(-1, keepdim=True) + sunk) @ value).transpose(1, 2)
 
 
-@pytest.mark.parametrize(("length", "keys"), [(7, 7), (256, 256), (301, 301), (3, 300), (270, 300)])
-def test_blockwise_attention_is_the_formula(length: int, keys: int) -> None:
+@pytest.mark.parametrize(("length", "keys"), [(7, 7), (1, 9), (256, 256), (270, 300)])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_blockwise_attention_is_the_formula(length: int, keys: int, softcap: float | None, with_sinks: bool) -> None:
     query, key, value = arguments(length, keys)
     seen = torch.ones(length, keys).tril(keys - length).bool()
-    expected = whole_map(query, key, value, seen, 0.4, 1.5)
-    found, _ = blockwise_attention(nn.Module(), query, key, value, seen[None, None], scaling=0.4, softcap=1.5)
-    torch.testing.assert_close(found.double(), expected, **precision.ACTIVATIONS)
+    options = {"softcap": softcap, "s_aux": torch.linspace(-1, 2, 4) if with_sinks else None}
+    expected = whole_map(query, key, value, seen, 0.4, *options.values())
+    attend, mask = ALL_ATTENTION_FUNCTIONS[BLOCKWISE], seen[None, None]
+    module = nn.Module()
+    module.num_key_value_groups = 2
+    found = [attend(module, query, key, value, mask, scaling=0.4, **options)[0]]
+    if softcap is None and (with_sinks or length == keys):
+        # causality needs no mask
+        found.append(attend(module, query, key, value, None, scaling=0.4, **options)[0])
+    for each in found:
+        torch.testing.assert_close(each.double(), expected, **precision.ACTIVATIONS)
 
 
 @pytest.mark.parametrize("kept", [0, 1 << 20], ids=["weights made again", "weights kept"])
 def test_blockwise_attention_has_the_formulas_gradients(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked, "_KEPT_WEIGHTS", kept)
     sinks = torch.linspace(-1, 2, 4)
-    inputs = [tensor.double().requires_grad_() for tensor in (*arguments(5), sinks)]
-    seen = torch.ones(1, 1, 5, 5).tril().bool()
+    inputs = [tensor.double().requires_grad_() for tensor in (*arguments(3), sinks)]
+    seen = torch.ones(1, 1, 3, 3).tril().bool()
 
     def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
         options = {"scaling": 0.4, "softcap": 1.5, "s_aux": sinks}
@@ -59,24 +79,6 @@ def test_masks_are_left_out_only_where_scores_are_not_capped(softcap: float | No
     mask = AttentionMaskInterface()[BLOCKWISE](batch_size=1, q_length=5, kv_length=5, config=config)
     assert (mask is None) == (softcap is None)
     assert mask is None or torch.equal(mask[0, 0], torch.ones(5, 5).tril().bool())
-
-
-@pytest.mark.parametrize(("length", "keys"), [(7, 7), (1, 9), (270, 300)])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_sinks_are_keys_without_a_value(length: int, keys: int, softcap: float | None) -> None:
-    query, key, value = arguments(length, keys)
-    seen = torch.ones(length, keys).tril(keys - length).bool()
-    sinks = torch.linspace(-1, 2, 4)
-    mask = None if softcap is None else seen[None, None]
-    found, _ = ALL_ATTENTION_FUNCTIONS[BLOCKWISE](
-        nn.Module(), query, key, value, mask, scaling=0.4, softcap=softcap, s_aux=sinks
-    )
-    scores = 0.4 * query.double() @ key.double().repeat_interleave(2, 1).mT
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    parts = scores.masked_fill(~seen, -torch.inf).exp()
-    weights = parts / (parts.sum(-1, keepdim=True) + sinks.double().exp()[:, None, None])
-    expected = (weights @ value.double().repeat_interleave(2, 1)).transpose(1, 2)
-    torch.testing.assert_close(found.double(), expected, **precision.ACTIVATIONS)
 
 
 class Attention(nn.Module):
@@ -124,18 +126,14 @@ def test_what_is_noted_and_what_is_computed() -> None:
         assert (found.scale, found.window, found.softcap, found.causal) == (0.3, window, softcap, True)
 
 
-def test_the_scale_is_one_over_the_root_of_the_head_dim_unless_given() -> None:
-    assert run_layer(Layer(Attention()), HIDDEN, Arguments((), {})).scale == 8**-0.5
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_without_a_mask_the_attention_functions_causality_counts(causal: bool) -> None:
     attention = Attention(is_causal=causal)
     found = run_layer(Layer(attention), HIDDEN, Arguments((), {}))
     seen = CAUSAL if causal else torch.ones_like(CAUSAL)
-    expected = whole_map(*attention.given, seen, 8**-0.5, None)
+    expected = whole_map(*attention.given, seen, 8**-0.5)
     torch.testing.assert_close(found.attention.double(), expected.flatten(2), **precision.ACTIVATIONS)
-    assert found.causal is causal
+    assert (found.causal, found.scale) == (causal, 8**-0.5)
     assert found.query is not None
 
 
@@ -167,18 +165,15 @@ def test_a_mask_outweighs_the_modules_word(
     assert (found.query is not None) is (found.key is not None) is plain
 
 
-def test_sinks_are_shown_beside_queries_and_keys() -> None:
+def test_sinks_and_biases_of_scores() -> None:
+    """Sinks are shown; scores that are more than queries and keys show none of these."""
     sinks = torch.ones(4)
     found = run_layer(Layer(Attention(s_aux=sinks)), HIDDEN, Arguments((), {"mask": CAUSAL[None, None]}))
     assert found.query is not None
     assert found.sinks is sinks
-
-
-def test_scores_that_are_more_than_queries_and_keys_show_none() -> None:
     attention = Attention(position_bias=torch.zeros(1, 4, 9, 9))
     found = run_layer(Layer(attention), HIDDEN, Arguments((), {"mask": CAUSAL[None, None]}))
-    assert found.query is None
-    assert found.key is None
+    assert (found.query, found.key) == (None, None)
 
 
 def test_nothing_is_left_behind() -> None:
