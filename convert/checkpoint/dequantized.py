@@ -112,10 +112,7 @@ def _is_quantized(tensor: TensorInfo) -> bool:
 
 
 class DequantizingReader(Reader):
-    """Reads dense tensors: ``weights`` are dequantized, ``plain`` ones cast. Both are keyed by their dense names.
-
-    ``settings`` is the quantization_config of config.json.
-    """
+    """Reads dense tensors by their names: ``weights`` are dequantized, ``plain`` ones cast."""
 
     def __init__(
         self,

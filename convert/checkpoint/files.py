@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -44,25 +44,32 @@ def _unreadable(path: Path, error: OSError) -> InputError:
     return InputError(f"{path} cannot be read ({error.strerror}); make it readable, or fetch it again")
 
 
-def copy_range(
-    source: int, start: int, target: int, position: int, length: int, progress: Callable[[int], None]
-) -> None:
-    """Copy ``length`` bytes from ``start`` of one open file to ``position`` of another.
-
-    Calls ``progress`` with the number of bytes of every step. Raises EOFError if the source is too short.
-    """
-    buffer = memoryview(bytearray(min(BUFFER, length)))
-    done = dropped = 0
-    while done < length:
-        count = os.preadv(source, [buffer[: length - done]], start + done)
+def read_parts(file: FileIO, start: int, end: int) -> Iterator[memoryview]:
+    """The bytes of a file from ``start`` to ``end``, each part valid until the next. InputError if it is short."""
+    buffer = memoryview(bytearray(min(BUFFER, end - start)))
+    while start < end:
+        count = os.preadv(file.fileno(), [buffer[: end - start]], start)
         if count == 0:
-            raise EOFError
-        write_all(target, buffer[:count], position + done)
-        done += count
-        progress(count)
-        if done - dropped >= _DROP_EVERY or done == length:
+            raise InputError(f"{file.name!s} ends before byte {end}: it changed while it was read; run again")
+        yield buffer[:count]
+        start += count
+
+
+def copy_range(
+    source: FileIO, start: int, end: int, target: int, position: int, progress: Callable[[int], None]
+) -> None:
+    """Copy the bytes ``start`` to ``end`` of one open file to ``position`` of another.
+
+    Calls ``progress`` with the number of bytes of every step. InputError if the source is too short.
+    """
+    done = dropped = 0
+    for part in read_parts(source, start, end):
+        write_all(target, part, position + done)
+        done += len(part)
+        progress(len(part))
+        if done - dropped >= _DROP_EVERY or start + done == end:
             if hasattr(os, "posix_fadvise"):  # not on macOS
-                os.posix_fadvise(source, start, done, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(source.fileno(), start, done, os.POSIX_FADV_DONTNEED)
             dropped = done
 
 

@@ -26,25 +26,22 @@ class Format:
     """One way to store the weight ``NAME`` + ``dense``: a tensor ``NAME`` + ``root`` and others of the same ``NAME``.
 
     ``needs`` and ``takes`` are the ends of the names of tensors that must or may accompany the root, ``drops`` those of
-    scales for activations or the cache, which a dense model does not have. ``shape(parts)`` is the dense shape; it
-    raises ValueError when the stored shapes do not fit together. ``library``: the module that dequantizes, and the
-    requirement to install it. ``targets``: the modules that the format applies to, by name, by an expression
-    ("re:..."), or by class, where "Linear" takes all. ``keeps(parts)``: True if stock classes can load the weight as it
-    is stored next to dense ones.
+    scales for activations or the cache, which a dense model does not have. ``shape`` raises ValueError when the stored
+    shapes do not fit together. ``targets``: modules by name, by an expression ("re:..."), or "Linear" for all.
     """
 
     label: str
     root: str
     dtypes: frozenset[str]
     needs: tuple[str, ...]
-    shape: Callable[[Parts], Shape]
+    shape: Callable[[Parts], Shape]  # of the dense weight
     dequantize: "Callable[[Mapping[str, Tensor], Shape, torch.dtype], Tensor]"
-    library: tuple[str, str]
+    library: tuple[str, str]  # the module that dequantizes, and the requirement to install it
     takes: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
     dense: str = ".weight"
     targets: tuple[str, ...] = ("Linear",)
-    keeps: Callable[[Parts], bool] = lambda parts: False
+    keeps: Callable[[Parts], bool] = lambda parts: False  # stock classes load it as it is stored next to dense ones
 
     def is_root(self, info: TensorInfo) -> bool:
         if not info.name.endswith(self.root) or info.dtype not in self.dtypes:
@@ -85,9 +82,7 @@ def stored_weights(
         else:
             if fitting:
                 needed = " or ".join(dict.fromkeys(" and ".join(each.needs) for each in fitting))
-                problems.append(
-                    f"{info.file}: tensor {name!r} is quantized: it needs {needed} beside it; fetch it again"
-                )
+                problems.append(f"{info.file}: tensor {name!r} is quantized, but lacks {needed}; fetch it again")
     return weights, problems
 
 

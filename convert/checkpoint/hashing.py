@@ -4,35 +4,30 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
-from io import FileIO
 from pathlib import Path
 
+from kvfold.convert.checkpoint.files import read_parts
 from kvfold.convert.checkpoint.folder import RECORD, resolve_member
 from kvfold.convert.checkpoint.shards import Shard
 from kvfold.convert.errors import InputError, short
 
-_CHUNK = 1 << 20
 _THREADS = 4  # a disk is slower than so many processors
 _POLL = 0.05  # seconds: a tensor is written in less, or takes far longer
-
-
-class _StoppedError(Exception):
-    """Nobody waits for the hashes any more."""
 
 
 def file_sha256(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> str:
     """The SHA-256 of a file, or of its bytes from start to end of each of ``ranges`` in turn.
 
-    OSError when it cannot be read, or ends before a range does.
+    OSError when it cannot be read, InputError if it ends before a range does.
     """
     with path.open("rb", buffering=0) as file:
         if ranges is None:
             return hashlib.file_digest(file, "sha256").hexdigest()
-        digest, buffer = hashlib.sha256(), bytearray(_CHUNK)
+        digest = hashlib.sha256()
         for start, end in ranges:
-            for part in _read(file, path, start, end, buffer):
+            for part in read_parts(file, start, end):
                 digest.update(part)
         return digest.hexdigest()
 
@@ -55,29 +50,18 @@ def hashing(folder: Path, shards: Sequence[Shard], written: Container[str]) -> I
 
 
 def _hash(folder: Path, shard: Shard, written: Container[str], stopped: threading.Event) -> str:
-    digest, position, buffer = hashlib.sha256(shard.header), len(shard.header), bytearray(_CHUNK)
-    path = folder / shard.file
-    with path.open("rb", buffering=0) as file:
+    digest, position = hashlib.sha256(shard.header), len(shard.header)
+    with (folder / shard.file).open("rb", buffering=0) as file:
         for tensor in shard.tensors:
             while tensor.name not in written:
-                if stopped.wait(_POLL):
-                    raise _StoppedError
-            for part in _read(file, path, position, position + tensor.nbytes, buffer):
+                if stopped.wait(_POLL):  # nobody waits for the hashes any more
+                    raise CancelledError
+            for part in read_parts(file, position, position + tensor.nbytes):
                 if stopped.is_set():
-                    raise _StoppedError
+                    raise CancelledError
                 digest.update(part)
             position += tensor.nbytes
     return digest.hexdigest()
-
-
-def _read(file: FileIO, path: Path, start: int, end: int, buffer: bytearray) -> Iterator[memoryview]:
-    """The bytes of a file from ``start`` to ``end``, in parts that lie in ``buffer`` until the next."""
-    while start < end:
-        count = os.preadv(file.fileno(), [memoryview(buffer)[: end - start]], start)
-        if count == 0:
-            raise OSError(f"{path} ends at byte {start}, before {end}")
-        yield memoryview(buffer)[:count]
-        start += count
 
 
 def file_hashes(folder: Path, record: str = RECORD, known: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -148,10 +148,7 @@ def _with_tensors(
     headers_of: Callable[[Collection[str]], dict[str, Header]],
     problems: Collection[str] = (),
 ) -> Checkpoint:
-    """``opened`` with the tensors of its file ``entry``, an index or the weights themselves.
-
-    InputError with every problem, ``problems`` first, if files and index do not agree.
-    """
+    """``opened`` with the tensors of ``entry``, an index or the weights. InputError with all problems of the files."""
     weight_map = read_index(opened.folder, entry) if entry.endswith(".json") else {}
     headers = headers_of(sorted(set(weight_map.values())) or [entry])
     found = [*problems, *(problem for header in headers.values() for problem in header.problems)]

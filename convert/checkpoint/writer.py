@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvfold.convert.checkpoint.files import copy_range, open_source, sync_path, write_all, write_file
+from kvfold.convert.checkpoint.files import copy_range, open_source, write_all, write_file
 from kvfold.convert.checkpoint.folder import INDEX
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TensorInfo, tensor_bytes
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import Shard, TensorPlace, tensor_places
-from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.errors import KvfoldError
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,6 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
     total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_file(folder / INDEX, json.dumps(index, indent=2) + "\n")
-    sync_path(folder / INDEX)
 
 
 def is_laid_out(path: Path, shard: Shard) -> bool:
@@ -55,9 +54,8 @@ class ShardWriter:
     """Writes the shards of one output folder. Nothing is to be closed: no file is open between two writes.
 
     The constructor lays out every file at its final size (sparse) with its header. Tensors may then come in any order.
-    ``resume_written`` names the tensors that a killed run has written to the same folder with the same plan.
-    ``shards`` are the ones that this process writes: with several processes each has some, and one writes the index.
-    KvfoldError if the plan names a tensor twice, or the files of a resumed run do not follow this plan.
+    ``shards`` are the ones that this process writes; ``resume_written`` names the tensors that a killed run has written
+    to the same folder with the same plan. KvfoldError for a tensor that is there twice, or resumed files of another plan.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard], resume_written: Iterable[str] = ()) -> None:
@@ -167,16 +165,13 @@ class ShardWriter:
 
 @dataclass(frozen=True)
 class _Move:
-    """A source tensor and the positions ``start`` .. ``end`` that its bytes go to: all of a ``place``, or a part of it.
-
-    ``raw`` is the file whose bytes are copied, None if there is none: the tensor is cast, or made in memory.
-    """
+    """A source tensor and the positions ``start`` .. ``end`` that its bytes go to: a ``place``, or a part of it."""
 
     place: TensorPlace
     info: TensorInfo
     start: int
     end: int
-    raw: Path | None
+    raw: Path | None  # the file whose bytes are copied; none if the tensor is cast, or made in memory
 
 
 def _moves(place: TensorPlace, checkpoint: Checkpoint) -> list[_Move]:
@@ -220,13 +215,8 @@ def _copy_run(run: Sequence[_Move], checkpoint: Checkpoint, target: int, progres
     """Copy a run to the open shard ``target``: as bytes in one piece, or cast in chunks of bounded memory."""
     first, end = run[0], run[-1].info.end
     if first.raw is not None:
-        start = first.info.start
         with open_source(first.raw) as source:
-            try:
-                copy_range(source.fileno(), start, target, first.start, end - start, progress)
-            except EOFError:
-                text = f"{first.raw} ends before byte {end}: it changed while it was read; run again"
-                raise InputError(text) from None
+            copy_range(source, first.info.start, end, target, first.start, progress)
         return
     from kvfold.convert.checkpoint.tensors import cast_chunk, tensor_memory, torch_dtype
 

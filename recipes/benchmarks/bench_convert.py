@@ -197,7 +197,7 @@ def cpu_parts(source: Path, work: Path) -> dict[str, float]:
     began = time.process_time()
     for path in source.glob("*.safetensors"):
         with path.open("rb", buffering=0) as file, (work / "copied").open("wb", buffering=0) as target:
-            copy_range(file.fileno(), 0, target.fileno(), 0, path.stat().st_size, lambda count: None)
+            copy_range(file, 0, path.stat().st_size, target.fileno(), 0, lambda count: None)
     parts["copying"] = time.process_time() - began
     (work / "copied").unlink()
     return parts
