@@ -20,14 +20,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 REPOSITORY = Path(__file__).resolve().parent.parent
 WHY_LEFT_OUT = {"gpu": "no CUDA device", "slow": "--all runs them"}
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
+MESSAGES = pytest.StashKey[Messages]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-messages", action="store_true", help="write tests/messages.txt from the tests that run")
     parser.addoption("--all", action="store_true", help="run the tests marked slow too (so does any -m)")
-
-
-MESSAGES = pytest.StashKey[Messages]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,8 +41,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(fixture)
     asked = config.option.all or config.option.markexpr or any("::" in argument for argument in config.args)
     left_out = [] if asked else ["slow"]
-    if any(item.get_closest_marker("gpu") for item in items) and not has_cuda():
-        left_out.append("gpu")
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
+
+        left_out += [] if torch.cuda.is_available() else ["gpu"]
     deselected = {item: name for name in left_out for item in items if item.get_closest_marker(name)}
     for name in deselected.values():
         config.stash[LEFT_OUT][name] += 1
@@ -52,12 +52,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[*deselected])
     if hasattr(config, "workeroutput"):  # a worker of pytest-xdist: only the process that started it can print
         config.workeroutput["left out"] = config.stash[LEFT_OUT]
-
-
-def has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -103,22 +97,24 @@ def worded_for_commands() -> Iterator[None]:
         yield
 
 
+def folder_of(variable: str, default: Path | str, file: str) -> Path:
+    """The folder that a variable of the environment names, with ``file`` in it, or skip."""
+    folder = Path(os.environ.get(variable, default))
+    if not (folder / file).is_file():
+        pytest.skip(f"no {file} in {folder}; set {variable}")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def reference() -> Path:
     """The folder of the reference checkpoint (``llama-mha/``, ``calibration.txt``, ``evaluation.txt``), or skip."""
-    folder = Path(os.environ.get("KVFOLD_REFERENCE", REPOSITORY.parent / "shared" / "reference"))
-    if not (folder / "llama-mha" / "config.json").is_file():
-        pytest.skip(f"no reference checkpoint in {folder}; set KVFOLD_REFERENCE to its folder")
-    return folder
+    return folder_of("KVFOLD_REFERENCE", REPOSITORY.parent / "shared" / "reference", "llama-mha/config.json")
 
 
 @pytest.fixture(scope="session")
 def real() -> Path:
     """The folder of a real language model, as ``recipes/real_models.py checkpoint`` writes it, or skip."""
-    folder = Path(os.environ.get("KVFOLD_REAL_MODEL", ""))
-    if not (folder / "config.json").is_file():
-        pytest.skip("no real model; set KVFOLD_REAL_MODEL to a folder of recipes/real_models.py checkpoint")
-    return folder
+    return folder_of("KVFOLD_REAL_MODEL", "", "config.json")
 
 
 @pytest.fixture(scope="session")
@@ -132,9 +128,8 @@ def tiny_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     def folder(name: str, **changes: Any) -> Path:
         key = json.dumps([name, changes], sort_keys=True)
         if key not in made:
-            path = tmp_path_factory.mktemp(name)
-            tiny_models.make_tiny(name, path, changes)
-            made[key] = path
+            made[key] = tmp_path_factory.mktemp(name)
+            tiny_models.make_tiny(name, made[key], changes)
         return made[key]
 
     return folder

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,10 +36,7 @@ class Ended:
 
 def start(folder: Path, work: Callable[[], object]) -> int:
     """Fork a child that does ``work`` and leaves what it prints in ``folder``. Returns its process id."""
-    child = os.fork()
-    if child == 0:
-        _become(folder, work)
-    return child
+    return os.fork() or _become(folder, work)
 
 
 def ended(folder: Path, child: int) -> Ended:
@@ -65,20 +63,17 @@ def run_ranks(folder: Path, work: Callable[[], object], count: int = 2) -> list[
     """``count`` children that do ``work`` at once, each with its RANK in the environment that torchrun would set."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
 
-    def ranked(rank: int) -> Callable[[], object]:
-        def begin() -> None:
-            os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank))
-            work()
+    def ranked(rank: int) -> None:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(count))
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        work()
 
-        return begin
-
-    folders = [folder / f"rank{rank}" for rank in range(count)]
-    for each in folders:
-        each.mkdir(parents=True)
-    children = [start(each, ranked(rank)) for rank, each in enumerate(folders)]
-    return [ended(each, child) for each, child in zip(folders, children, strict=True)]
+    children = {}
+    for rank in range(count):
+        (each := folder / f"rank{rank}").mkdir(parents=True)
+        children[each] = start(each, partial(ranked, rank))
+    return [ended(each, child) for each, child in children.items()]
 
 
 def _become(folder: Path, work: Callable[[], object]) -> NoReturn:

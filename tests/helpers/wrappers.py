@@ -1,5 +1,6 @@
 """Tiny random multimodal wrappers, made by the stock classes, and inputs with an image for them."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -27,98 +28,47 @@ PATCHES: dict[str, Any] = {
     "image_size": 16,
     "patch_size": 8,
 }
+PAIRS = {"image_size": [16, 16], "patch_size": [8, 8]}
 GRID: dict[str, Any] = {"depth": 2, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
-MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
-WIDE_MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [3, 3, 2], "rope_theta": 1e4}}
+QWEN_GRID = {**GRID, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
 QWEN = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 SIZES = torch.tensor([[32, 32]])
-# The config of each wrapper, and how many tokens its image takes.
-MODELS: dict[str, tuple[dict[str, Any], int]] = {
-    "aya_vision": (
-        {
-            "text_config": {"model_type": "cohere2", **TEXT, "sliding_window": 8},
-            "vision_config": {"model_type": "siglip_vision_model", **PATCHES},
-            "image_token_index": IMAGE,
-            "downsample_factor": 2,
-        },
-        1,
-    ),
-    "gemma3": (
-        {
-            "text_config": {**TEXT, "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 2},
-            "vision_config": PATCHES,
-            "mm_tokens_per_image": 4,
-            "image_token_index": IMAGE,
-        },
-        4,
-    ),
-    "internvl": (
-        {
-            "text_config": {"model_type": "qwen2", **TEXT},
-            "vision_config": {"model_type": "internvl_vision", **PATCHES, "image_size": [16, 16], "patch_size": [8, 8]},
-            "image_token_id": IMAGE,
-        },
-        1,
-    ),
-    "llava": (
-        {
-            "text_config": {"model_type": "llama", **TEXT},
-            "vision_config": {"model_type": "clip_vision_model", **PATCHES},
-            "image_token_index": IMAGE,
-        },
-        4,
-    ),
-    "llava_next": (
-        {
-            "text_config": {"model_type": "mistral", **TEXT, "head_dim": 8},
-            "vision_config": {"model_type": "clip_vision_model", **PATCHES},
-            "image_token_index": IMAGE,
-            "image_grid_pinpoints": [[16, 16]],
-        },
-        0,
-    ),
-    "llava_onevision": (
-        {
-            "text_config": {"model_type": "qwen2", **TEXT},
-            "vision_config": {"model_type": "siglip_vision_model", **PATCHES},
-            "image_token_index": IMAGE,
-            "image_grid_pinpoints": [[16, 16]],
-        },
-        0,
-    ),
-    "mistral3": (
-        {
-            "text_config": {"model_type": "mistral", **TEXT, "head_dim": 8},
-            "vision_config": {"model_type": "pixtral", **PATCHES, "image_size": 32},
-            "image_token_index": IMAGE,
-            "spatial_merge_size": 2,
-        },
-        4,
-    ),
-    "qwen2_vl": (
-        {
-            "text_config": {**TEXT, **MROPE},
-            "vision_config": {**GRID, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
-            **QWEN,
-        },
-        4,
-    ),
+
+
+def mrope(*section: int) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "mrope_section": [*section], "rope_theta": 1e4}}
+
+
+def typed(model_type: str, sizes: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {"model_type": model_type, **sizes, **changes}
+
+
+INDEX = {"image_token_index": IMAGE}
+TILES = {**INDEX, "image_grid_pinpoints": [[16, 16]]}
+WINDOWED = {"sliding_window": 8, "sliding_window_pattern": 2, "head_dim": 16}
+SIGLIP, CLIP = typed("siglip_vision_model", PATCHES), typed("clip_vision_model", PATCHES)
+PIXTRAL = typed("pixtral", PATCHES, image_size=32)
+MISTRAL, QWEN2 = typed("mistral", TEXT, head_dim=8), typed("qwen2", TEXT)
+# The configs of each wrapper's language and vision models, its other keys, and how many tokens its image takes.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
+    "aya_vision": (typed("cohere2", TEXT, sliding_window=8), SIGLIP, {**INDEX, "downsample_factor": 2}, 1),
+    "gemma3": ({**TEXT, **WINDOWED}, PATCHES, {**INDEX, "mm_tokens_per_image": 4}, 4),
+    "internvl": (QWEN2, typed("internvl_vision", PATCHES, **PAIRS), {"image_token_id": IMAGE}, 1),
+    "llava": (typed("llama", TEXT), CLIP, INDEX, 4),
+    "llava_next": (MISTRAL, CLIP, TILES, 0),
+    "llava_onevision": (QWEN2, SIGLIP, TILES, 0),
+    "mistral3": (MISTRAL, PIXTRAL, {**INDEX, "spatial_merge_size": 2}, 4),
+    "qwen2_vl": ({**TEXT, **mrope(1, 1, 2)}, {**GRID, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}, QWEN, 4),
     "qwen2_5_vl": (
-        {
-            "text_config": {**TEXT, **MROPE},
-            "vision_config": {**GRID, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
-            | {"window_size": 16, "fullatt_block_indexes": [1]},
-            **QWEN,
-        },
+        {**TEXT, **mrope(1, 1, 2)},
+        {**QWEN_GRID, "window_size": 16, "fullatt_block_indexes": [1]},
+        QWEN,
         4,
     ),
     "qwen3_vl": (
-        {
-            "text_config": {**TEXT, **WIDE_MROPE, "head_dim": 16},
-            "vision_config": {**GRID, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
-            | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
-            **QWEN,
-        },
+        {**TEXT, **mrope(3, 3, 2), "head_dim": 16},
+        {**QWEN_GRID, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        QWEN,
         4,
     ),
 }
@@ -130,8 +80,9 @@ def make_wrapper(name: str, folder: Path, **text: Any) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     torch.manual_seed(17)
-    config = dict(MODELS[name][0])
-    config["text_config"] = {**config["text_config"], **text}
+    # The classes of configs change what they are given.
+    language, vision, others, _ = copy.deepcopy(MODELS[name])
+    config = {"text_config": {**language, **text}, "vision_config": vision, **others}
     model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[name](**config), dtype=torch.float32)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
@@ -146,7 +97,7 @@ def inputs(name: str) -> dict[str, Tensor]:
     """Text with an image in it, or without one for a wrapper that cuts its images into tiles."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(3, 80, (1, 24), generator=generator)
-    count = MODELS[name][1]
+    count = MODELS[name][-1]
     if count == 0:
         return {"input_ids": tokens}
     tokens[:, 6 : 6 + count] = IMAGE
