@@ -1,6 +1,6 @@
 """The dtype in which a checkpoint is computed."""
 
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,19 +8,8 @@ import torch
 from kvfold.convert import host
 from kvfold.convert.device import compute_dtype
 
-
-@dataclass
-class Tensor:
-    dtype: str
-    nbytes: int
-
-
-@dataclass
-class Checkpoint:
-    tensors: dict = field(default_factory=dict)
-
-
-MIXED = Checkpoint({"a": Tensor("F32", 5), "b": Tensor("I64", 100), "c": Tensor("BF16", 4), "d": Tensor("BF16", 4)})
+SIZES = {"a": ("F32", 5), "b": ("I64", 100), "c": ("BF16", 4), "d": ("BF16", 4)}
+MIXED = SimpleNamespace(tensors={name: SimpleNamespace(dtype=dtype, nbytes=n) for name, (dtype, n) in SIZES.items()})
 
 
 @pytest.mark.parametrize(

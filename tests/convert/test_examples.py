@@ -34,7 +34,10 @@ def test_example(name, tmp_path, as_in_python):
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "recipes" / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
+DOCUMENTS = [
+    *(REPOSITORY / folder / "README.md" for folder in (".", "recipes", "convert")),
+    *REPOSITORY.glob("docs/*.md"),
+]
 
 
 @pytest.mark.slow
@@ -45,7 +48,7 @@ def test_the_page_on_python(tmp_path, as_in_python):
     assert doctest.DocTestRunner().run(found, out=told.append).failed == 0, "".join(told)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+@pytest.mark.parametrize("document", sorted(DOCUMENTS), ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_documents_name_commands_and_files_that_exist(document):
     text = document.read_text()
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):

@@ -1,9 +1,9 @@
-"""Recipes: those that ship, held against the shapes of their models; how they merge with options; what is refused."""
+"""Recipes: those that ship, held against the shapes of their models and the README; merging with options; refusals."""
 
 import json
 import math
 import re
-import struct
+import shlex
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,14 @@ from kvfold.convert.conversion import run as run_module
 from kvfold.convert.conversion.plan import latent_targets
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.model import model_of
+from kvfold.convert.options import run_only, specs
 from kvfold.convert.recipes import read_recipe, recipe_names
+from kvfold.convert.uptrain.command import uptrain
+from kvfold.convert.uptrain.request import UptrainRequest
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
+README = (FOLDER / "README.md").read_text()
+SCRIPT = ["accelerate", "launch", "--config_file", "recipes/fsdp.yaml", "recipes/uptrain.py"]
 # The config.json of each model that a recipe names: the keys that its shapes and its target hang on.
 CONFIGS = json.loads(Path(__file__).with_name("recipe_configs.json").read_text())
 SAVINGS = {  # of each recipe: (model, KV-cache elements before, after)
@@ -36,29 +40,13 @@ SAVINGS = {  # of each recipe: (model, KV-cache elements before, after)
 
 @pytest.fixture(scope="module")
 def shapes_of(tmp_path_factory):
-    """A checkpoint of a hub model's config whose weights are a hole in the file: headers are all that is read."""
-    made = {}
+    """A folder with a hub model's config: a dry run needs no more."""
 
     def folder(hub):
-        if hub not in made:
-            made[hub] = write_hollow(CONFIGS[hub], tmp_path_factory.mktemp(hub.replace("/", "-")))
-        return made[hub]
+        made = tmp_path_factory.mktemp(hub.replace("/", "-"))
+        (made / "config.json").write_text(json.dumps(CONFIGS[hub]))
+        return made
 
-    return folder
-
-
-def write_hollow(config, folder):
-    header, position = {"__metadata__": {"format": "pt"}}, 0
-    for name, tensor in model_of(config).tensors.items():
-        end = position + 2 * math.prod(tensor.shape)
-        header[name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + position)
-    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -103,9 +91,9 @@ def test_a_shipped_recipe_plans_and_saves_what_it_says(name, shapes_of, tmp_path
     assert all(said in about["measured"] for said in ("not measured by us on the full model", f"kvfold drift {hub}"))
 
 
-def test_models_that_cannot_be_latent_have_no_latent_recipe(shapes_of, tmp_path):
+def test_models_that_cannot_be_latent_have_no_latent_recipe(shapes_of):
     for hub in ("microsoft/phi-1_5", "allenai/OLMo-1B-hf"):
-        recipe = recipe_request("llama-2-7b-mla-512-64", model=str(shapes_of(hub)), out=str(tmp_path / "o"))
+        recipe = recipe_request("llama-2-7b-mla-512-64", model=str(shapes_of(hub)), out="o", dry_run=True)
         with pytest.raises(InputError, match="LayerNorm"):
             convert_checkpoint(recipe)
 
@@ -237,3 +225,58 @@ def test_a_budget_looks_at_the_splits_that_kernels_are_written_for(shapes_of, tm
     request = ConvertRequest(model=folder, out=str(tmp_path / "out"), to="mla", budget=576, dry_run=True)
     targets = latent_targets(request, convert_checkpoint(request).plan.model)
     assert {(512, 64), (448, 128)} < {(target.kv_rank, target.rope_dim) for target in targets}
+
+
+# recipes/README.md
+
+
+def label(options):
+    kinds = {"gqa": "GQA-{kv_heads}", "mqa": "MQA", "mla": "MLA {kv_rank} + {rope_dim}"}
+    return kinds[options["to"]].format(**options)
+
+
+def test_the_table_lists_every_recipe():
+    rows = []
+    for name in recipe_names():
+        recipe = read_recipe(name)
+        about, cached = recipe.about, "{cached_before} to {cached_after}".format(**recipe.about)
+        saved = f"{100 * about['saving']:.1f} %"
+        rows.append(f"| `{name}` | `{about['model']}` | {label(recipe.options)} | {cached} | {saved} |")
+    assert re.findall(r"^\| `[a-z0-9.-]+` \|.*% \|$", README, re.MULTILINE) == rows
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_an_uptraining_line_is_one_that_the_script_takes(name):
+    about = read_recipe(name).about
+    line = shlex.split(about["uptrain"])
+    assert line[: len(SCRIPT)] == SCRIPT
+    assert all((FOLDER.parent / file).is_file() for file in SCRIPT[3:])
+    taken = uptrain.make_context("uptrain", line[len(SCRIPT) :]).params
+    assert (taken["model"], taken["out"], taken["text"]) == ("OUT", "UPTRAINED", "FILE")
+    assert taken["teacher"] == about["model"]
+    assert taken.pop("json_file") is None
+    assert UptrainRequest(**taken).seq_len <= CONFIGS[about["model"]]["max_position_embeddings"]
+
+
+def test_the_line_of_the_readme_is_that_of_a_recipe():
+    shown = next(block for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) if "/uptrain.py" in block)
+    assert shlex.split(shown.replace("\\\n", "")) == shlex.split(read_recipe("llama-2-7b-gqa-8").about["uptrain"])
+
+
+def test_the_recipe_that_the_readme_shows_is_one(tmp_path):
+    (shown,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "mine.toml").write_text(shown)
+    assert recipe_request(str(tmp_path / "mine.toml"), model="m", out="o").budget == 576
+    keys = set(specs(ConvertRequest)) - run_only(ConvertRequest)
+    assert keys == set(re.findall(r"`(\w+)`", re.search(r"spells them:(.*?)\. A path", README, re.DOTALL)[1]))
+
+
+def test_the_curve_is_the_one_measured():
+    measured = json.loads((FOLDER / "results" / "curve.json").read_text())
+    first, *rows = measured["rows"]
+    for row in rows:
+        assert row["excess"] == pytest.approx(math.log(row["perplexity"] / first["perplexity"]), abs=1e-9)
+        assert f"{row['excess']:+.4f}" in README
+    assert measured["date"] in README
+    assert measured["machine"]["processor"] in README
+    assert all(measured["versions"][package].split("+")[0] in README for package in ("torch", "transformers"))
