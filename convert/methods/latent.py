@@ -1,5 +1,6 @@
 """``principal`` for MLA: a joint latent of keys and values, fitted to calibration text."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvfold.convert.methods.registry import DEFAULT, Fitted, LatentLayer, method
@@ -22,28 +23,30 @@ def principal(layer: LatentLayer) -> Fitted:
     of norms on queries and keys where these do not stay.
     """
     from kvfold.convert.transforms.head_norms import norms_note
-    from kvfold.convert.transforms.latent.variants import live_norm
-    from kvfold.convert.transforms.sinks import judged, with_damper
+    from kvfold.convert.transforms.sinks import judged
 
     statistics = layer.known()
-
-    def error(option: "tuple[LatentWeights, int]") -> float:
-        return layer.error(option[0])
-
-    def fitted(counted: "LayerStatistics") -> "tuple[LatentWeights, int]":
-        if layer.centered:
-            return fit_latent(layer, counted, layer.channels), 0
-        plain = live_norm(fit_latent(layer, counted, layer.channels), layer.inputs), 0
-        if counted is statistics or layer.channels < 2:  # no sinks, nothing to damp
-            return plain
-        damped = with_damper(fit_latent(layer, counted, layer.channels - 1), statistics)
-        return min(plain, (live_norm(damped, layer.inputs), 1), key=error)
-
-    (latent, dampers), share = judged(statistics, fitted, error)
+    # Sinks: least squares over tokens, or over the attention that they receive as well.
+    (latent, dampers), share = judged(statistics, partial(_normalized, layer), lambda option: layer.error(option[0]))
     notes = {"received_attention_share": share, **({} if layer.centered else {"damper_channels": dampers})}
     if not layer.keeps_norms:
         notes |= norms_note(layer.weights, statistics, key_constant=layer.centered)
     return Fitted(latent, notes)
+
+
+def _normalized(layer: LatentLayer, counted: "LayerStatistics") -> "tuple[LatentWeights, int]":
+    """The latent for tokens as ``counted``, in coordinates for a live norm where the layout has one; its dampers."""
+    from kvfold.convert.transforms.latent.variants import live_norm
+    from kvfold.convert.transforms.sinks import with_damper
+
+    if layer.centered:
+        return fit_latent(layer, counted, layer.channels), 0
+    plain = live_norm(fit_latent(layer, counted, layer.channels), layer.inputs)
+    # Where received attention does not count there are no sinks, and nothing to damp.
+    if counted is layer.statistics or layer.channels < 2:
+        return plain, 0
+    damped = with_damper(fit_latent(layer, counted, layer.channels - 1), layer.known())
+    return min((plain, 0), (live_norm(damped, layer.inputs), 1), key=lambda option: layer.error(option[0]))
 
 
 def fit_latent(layer: LatentLayer, statistics: "LayerStatistics", channels: int) -> "LatentWeights":

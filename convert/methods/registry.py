@@ -1,29 +1,19 @@
 """Methods and objectives by name. Each is one function (or class) that a decorator registers; no other list names them.
 
-A method makes a converted layer of a source layer::
+A method makes a converted layer of a source layer, ``FoldLayer`` or ``LatentLayer`` -> ``Fitted``. An objective is what
+a fold minimizes: an object with the methods of ``transforms.fold.heads.Objective``. CONTRIBUTING.md has one of each.
 
-    @method("mean", targets=("gqa", "mqa"), reads_text=False, card="Keys and values are the mean of ...")
-    def mean(layer: FoldLayer) -> Fitted:
-        from kvfold.convert.transforms.fold import pool
-
-        return Fitted(pool.mean(layer.weights, layer.kv_heads))
-
-An objective is what a fold minimizes: an object with the methods of ``transforms.fold.heads.Objective``::
-
-    @objective("nearest-keys")
-    class NearestKeys(Scores): ...
-
-The files of this folder are imported when a name is first asked for. They must not import torch at their top, because
+The files of this folder are imported when a name is first looked up. They must not import torch at their top, because
 ``kvfold --help`` lists names. A file elsewhere may; ``--method MODULE:NAME`` imports it, and nothing else does.
 """
 
 import pkgutil
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvfold.convert.errors import InputError, did_you_mean, opt
 
@@ -50,28 +40,18 @@ class Fitted:
     notes: Notes = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class FoldLayer:
-    """A layer whose key/value heads a method folds to ``kv_heads``.
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A layer of the source. ``context``: the number of positions that the result has to serve.
 
-    ``statistics`` are those of its inputs on calibration text, None for a method that reads none; ``error`` then gives
-    ``||y - y'||^2 / ||y||^2`` of the attention's output on held-out text for a candidate. ``context``: the number of
-    positions that the layer has to serve. ``similar``: heads other than neighbors may share. ``std`` is that of the
-    model's initial weights. ``shared`` keeps what fits of this layer to other numbers of heads need too.
+    ``statistics`` are of its inputs on calibration text, None for a method that reads none.
     """
 
     index: int
     weights: "AttentionWeights"
-    kv_heads: int
     rotary: "Rotary"
     context: int
-    std: float
-    seed: int
-    similar: bool
-    objective: "Objective"
     statistics: "LayerStatistics | None"
-    error: "Callable[[AttentionWeights], float]"
-    shared: "dict[bool, Pairs]"
 
     def known(self) -> "LayerStatistics":
         """``statistics``. Raises ValueError without them."""
@@ -80,40 +60,43 @@ class FoldLayer:
         return self.statistics
 
 
-@dataclass(frozen=True)
-class LatentLayer:
-    """A layer that a method turns into latent attention of ``channels`` channels and the rotary ``slots``.
+@dataclass(frozen=True, kw_only=True)
+class FoldLayer(Layer):
+    """A layer whose key/value heads a method folds to ``kv_heads``.
 
-    ``query_channels``: those of a query latent, None without one. ``centered``: one of the channels is constant and
-    carries the mean; otherwise the latent is normalized as it is. ``keeps_norms``: norms on queries and keys stay.
-    ``scale`` multiplies scores, ``gain [E]`` is the weight of the norm in front of the attention. ``statistics`` and
-    ``error`` as in `FoldLayer`; ``inputs [n, E]`` are the attention's inputs for some tokens, empty without text.
+    With text ``error`` gives ``||y - y'||^2 / ||y||^2`` of the attention's output on held-out text for a candidate.
+    ``similar``: heads other than neighbors may share. ``std`` is that of the model's initial weights. ``shared`` keeps
+    what fits of this layer to other numbers of heads need too.
     """
 
-    index: int
-    weights: "AttentionWeights"
+    kv_heads: int
+    std: float
+    seed: int
+    similar: bool
+    objective: "Objective"
+    error: "Callable[[AttentionWeights], float]"
+    shared: "dict[bool, Pairs]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentLayer(Layer):
+    """A layer that a method turns into latent attention of ``channels`` channels and the rotary ``slots``.
+
+    ``query_channels`` of a query latent, None without one. ``centered``: one of the channels is constant and carries
+    the mean; otherwise the latent is normalized as it is. ``keeps_norms``: norms on queries and keys stay. ``scale``
+    multiplies scores, ``gain [E]`` is the weight of the norm in front of the attention. ``error`` as in `FoldLayer`;
+    ``inputs [n, E]`` are the attention's inputs for some tokens, empty without text.
+    """
+
     channels: int
     slots: "Slots"
-    rotary: "Rotary"
-    context: int
     scale: float
     query_channels: int | None
     centered: bool
     keeps_norms: bool
     gain: "Tensor | None"
-    statistics: "LayerStatistics | None"
     inputs: "Tensor"
     error: "Callable[[LatentWeights], float]"
-
-    def known(self) -> "LayerStatistics":
-        """``statistics``. Raises ValueError without them."""
-        if self.statistics is None:
-            raise ValueError("layer: no statistics; register the method with reads_text=True")
-        return self.statistics
-
-
-class Fit(Protocol):
-    def __call__(self, layer: Any, /) -> Fitted: ...
 
 
 @dataclass(frozen=True)
@@ -129,16 +112,17 @@ class Method:
     targets: tuple[str, ...]
     reads_text: bool
     card: str
-    fit: Fit
+    fit: Callable[[Any], Fitted]
     pools: bool = False
     seeded: bool = False
     needs_linear_keys: bool = False
     takes_objective: bool = False
 
 
-_methods: dict[tuple[str, str], Method] = {}  # by target and name
+# Methods by target and name.
+_methods: dict[tuple[str, str], Method] = {}
 _objectives: dict[str, "Callable[[], Objective]"] = {}
-Fitting = TypeVar("Fitting", bound=Fit)
+Fitting = TypeVar("Fitting", bound=Callable[[Any], Fitted])
 Making = TypeVar("Making", bound="Callable[[], Objective]")
 
 
@@ -148,6 +132,7 @@ def method(
     """Register the decorated function as ``--method NAME`` of ``targets``; the arguments are those of `Method`."""
 
     def register(fit: Fitting) -> Fitting:
+        # One function may serve several targets.
         for target in targets:
             _methods[target, name] = Method(name, targets, reads_text, card, fit, **flags)
         return fit
@@ -167,15 +152,16 @@ def objective(name: str) -> Callable[[Making], Making]:
 
 @cache
 def _discover() -> None:
-    """Import the files of this folder, in alphabetical order, so that each registers its names."""
-    package = __name__.rpartition(".")[0]
-    for module in pkgutil.iter_modules(sys.modules[package].__path__):
-        import_module(f"{package}.{module.name}")
+    """Import the files of this folder, so that each registers its names."""
+    # In alphabetical order: the names of a target are listed in the order of their registration.
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        import_module(f"{__package__}.{module.name}")
 
 
 def methods_of(target: str | None = None) -> tuple[str, ...]:
     """The names of a target's methods, of all without a ``target``; the default first."""
     _discover()
+    # A dict keeps the order of registration, and names that several targets share once.
     names = dict.fromkeys(name for to, name in _methods if target in (None, to))
     return tuple(sorted(names, key=lambda name: name != DEFAULT))
 
@@ -197,13 +183,12 @@ def find_method(name: str, target: str) -> Method:
     Raises InputError where there is none.
     """
     _discover()
+    # The module of the name registers it.
     plain = _imported(name, "method")
     if (target, plain) not in _methods:
         allowed = methods_of(target)
-        raise InputError(
-            f"{opt('method', name)} does not go with {opt('to', target)}; use one of {', '.join(allowed)}"
-            f"{did_you_mean(plain, allowed)}"
-        )
+        way_out = f"use one of {', '.join(allowed)}{did_you_mean(plain, allowed)}"
+        raise InputError(f"{opt('method', name)} does not go with {opt('to', target)}; {way_out}")
     return _methods[target, plain]
 
 
@@ -215,17 +200,9 @@ def find_objective(name: str) -> "Callable[[], Objective]":
     _discover()
     plain = _imported(name, "objective")
     if plain not in _objectives:
-        raise InputError(
-            f"{opt('objective', name)}: no such objective; use one of {', '.join(_objectives)}"
-            f"{did_you_mean(plain, _objectives)}"
-        )
+        way_out = f"use one of {', '.join(_objectives)}{did_you_mean(plain, _objectives)}"
+        raise InputError(f"{opt('objective', name)}: no such objective; {way_out}")
     return _objectives[plain]
-
-
-def module_of(name: str) -> str | None:
-    """The file of the module that ``MODULE:NAME`` names; None for a plain name, or a module without a file."""
-    module, colon, _ = name.rpartition(":")
-    return getattr(sys.modules.get(module), "__file__", None) if colon else None
 
 
 def _imported(name: str, option: str) -> str:
@@ -236,7 +213,6 @@ def _imported(name: str, option: str) -> str:
     try:
         import_module(module)
     except ImportError as error:
-        raise InputError(
-            f"{opt(option, name)}: cannot import {module} ({error}); install it, or put its folder on PYTHONPATH"
-        ) from error
+        way_out = "install it, or put its folder on PYTHONPATH"
+        raise InputError(f"{opt(option, name)}: cannot import {module} ({error}); {way_out}") from error
     return plain
