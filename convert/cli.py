@@ -16,8 +16,7 @@ from kvfold.convert.console import (
     request_options,
     run_command,
 )
-from kvfold.convert.measure.commands import bench, evaluate, sweep
-from kvfold.convert.measure.output import check_files, json_file_option, tell
+from kvfold.convert.measure.commands import bench, check_files, evaluate, json_file_option, sweep, tell
 from kvfold.convert.measure.page import conversion_page, drift_page, write_report
 from kvfold.convert.progress import stage
 from kvfold.convert.request import ConvertRequest, DriftRequest

@@ -301,22 +301,15 @@ class StepCosts:
     memory: int
 
 
-@dataclass(frozen=True)
-class ParameterCount:
-    """Numbers of parameters: all, and those of the layers and the head, which every step reads."""
-
-    total: int
-    read: int
-
-
 def step_costs(
-    subject: Subject, weights: ParameterCount, size: int, context: int, batch: int, prefill: int = 0
+    subject: Subject, weights: tuple[int, int], size: int, context: int, batch: int, prefill: int = 0
 ) -> StepCosts:
     """Costs at ``context`` tokens of ``batch`` sequences, with ``size`` bytes per element.
 
-    ``prefill``: tokens prefilled at once, whose activations count for the memory.
+    ``weights``: numbers of parameters, all and those of the layers and the head, which every step reads. ``prefill``:
+    tokens prefilled at once, whose activations count for the memory.
     """
-    config = subject.config
+    config, (total, read) = subject.config, weights
     layers, slots, heads = int(config["num_hidden_layers"]), batch * context, int(config["num_attention_heads"])
     # For one layer and slot: elements cached, operations, elements that attention makes in between.
     if config.get("kv_lora_rank") is None:
@@ -340,11 +333,11 @@ def step_costs(
     working = (slots * elements + slots * expanded) * size
     activations = 12 * int(config["hidden_size"]) + 3 * int(config.get("intermediate_size") or 0)
     prefilling = prefill * size * (layers * elements + activations)
-    memory = weights.total * size + max(cache + working, prefilling)
+    memory = total * size + max(cache + working, prefilling)
     return StepCosts(
         cache_bytes=cache,
         attention_operations=attention,
-        operations=attention + 2 * batch * weights.read,
-        read_bytes=cache + weights.read * size,
+        operations=attention + 2 * batch * read,
+        read_bytes=cache + read * size,
         memory=int(_SPARE * memory) + _FIXED,
     )

@@ -26,7 +26,7 @@ from kvfold.attention.checkpoints.registered import register_model
 from kvfold.attention.drift.frame import attention_name, layer_list
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import free_memory
-from kvfold.convert.measure.bench import BenchTask, ParameterCount, Subject, step_costs
+from kvfold.convert.measure.bench import BenchTask, Subject, step_costs
 from kvfold.convert.measure.machine import Clock, peak_memory, processor, repeat, reset_peak
 from kvfold.convert.stream.stock import AutoModelForCausalLM, load_model
 
@@ -71,13 +71,13 @@ def run(task: BenchTask) -> dict[str, Any]:
     return {"rows": rows, "threads": torch.get_num_threads(), "torch": torch.__version__, "device": processor(device)}
 
 
-def count_parameters(config: Any) -> ParameterCount:
-    """Parameters of the model of ``config``, which is made on the meta device."""
+def count_parameters(config: Any) -> tuple[int, int]:
+    """Parameters of the model of ``config``, made on the meta device: all, and those that a step reads."""
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
     total = sum(parameter.numel() for parameter in empty.parameters())
     embedding, head = empty.get_input_embeddings().weight, empty.get_output_embeddings().weight
-    return ParameterCount(total, total if embedding is head else total - embedding.numel())
+    return total, total if embedding is head else total - embedding.numel()
 
 
 def make_model(subject: Subject, config: Any, dtype: torch.dtype, device: torch.device) -> Any:

@@ -1,19 +1,62 @@
-"""The commands ``kvfold eval``, ``sweep`` and ``bench``; heavy modules load when they run, for a quick ``--help``."""
+"""The commands ``kvfold eval``, ``sweep`` and ``bench``, and how every command tells its result.
 
+Heavy modules load when a command runs, for a quick ``--help``.
+"""
+
+import json
 import re
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import click
 
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import check_opens
-from kvfold.convert.console import STDOUT, PanelCommand, request_options
-from kvfold.convert.measure.figures import decoding_speed, excess_by_cache
-from kvfold.convert.measure.output import check_files, json_file_option, tell
+from kvfold.convert.console import (
+    STDOUT,
+    PanelCommand,
+    check_matplotlib,
+    check_plot,
+    check_writable,
+    request_options,
+    write_text,
+)
+from kvfold.convert.errors import InputError, opt
+from kvfold.convert.measure.figures import excess_by_cache
 from kvfold.convert.measure.page import sweep_page, write_report
 from kvfold.convert.measure.sweep_targets import WITHIN, parse_targets
 from kvfold.convert.request import SELF, BenchRequest, EvalRequest, SweepRequest
 from kvfold.convert.text.corpus import check_sources
+
+json_file_option = click.option(
+    "--json",
+    "json_file",
+    metavar="FILE|-",
+    help="Also write the numbers to FILE; -: to stdout, and nothing else there.",
+)
+
+
+def check_files(json_file: str | None, plot: str | None = None, report: str | None = None) -> None:
+    """Raise InputError for a file of ``--json``, ``--plot`` or ``--report`` that cannot be drawn or written."""
+    if json_file is not None:
+        check_writable(json_file)
+    if plot is not None:
+        check_plot(plot)
+    if report is not None:
+        check_matplotlib("report", report)
+        if Path(report).exists() and not Path(report).is_dir():
+            raise InputError(f"{opt('report', report)} is a file; name a folder")
+
+
+def tell(json_file: str | None, value: Callable[[], Any], text: str) -> None:
+    """Print ``text``; where ``json_file`` is given write ``value`` there, and where that is stdout nothing else."""
+    if json_file is not None:
+        write_text(json_file, json.dumps(value(), indent=2) + "\n")
+    if text:
+        click.echo(text, err=json_file == STDOUT)
+
 
 _TARGET = re.compile(r"[\w+]*[:,][\w:,+]*|\d[\d,+]*|gqa|mqa|mla", re.IGNORECASE)
 _within = click.option(
@@ -91,7 +134,7 @@ def sweep(request: SweepRequest, within: float, json_file: str | None, plot: str
         excess_by_cache(values).save(plot, result.title())
     if report is not None:
         lines = [*result.heading(), *result.decision(within).splitlines()]
-        write_report(sweep_page(values, lines), report, request.quiet)
+        write_report(sweep_page(values, lines, result.cells()), report, request.quiet)
     tell(json_file, lambda: values, f"{result.table()}\n\n{result.decision(within)}")
     if request.out is not None:
         click.echo(f"\n{result.convert(within, quiet=request.quiet).summary()}", err=json_file == STDOUT)
@@ -100,16 +143,13 @@ def sweep(request: SweepRequest, within: float, json_file: str | None, plot: str
 @click.command(short_help="Decode speed, cache and memory of MODELs side by side.")
 @request_options(BenchRequest)
 @json_file_option
-@click.option("--plot", metavar="FILE", help="Also draw them (PNG, SVG, PDF); needs the report extra.")
-def bench(request: BenchRequest, json_file: str | None, plot: str | None) -> None:
+def bench(request: BenchRequest, json_file: str | None) -> None:
     """Time MODELs side by side: prefill, decoding, cache and memory, with ratios to the first.
 
     A latent (MLA) model is timed in stock form and absorbed. Decoding starts from a cache of random values.
     """
-    check_files(json_file, plot)
+    check_files(json_file)
     from kvfold.convert.measure.bench import bench_checkpoints
 
     report = bench_checkpoints(request, tell=partial(click.echo, err=True))
-    if plot is not None:
-        decoding_speed(report.to_dict()).save(plot)
     tell(json_file, report.to_dict, report.table())

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import torch
 
-from kvfold.attention.drift.report import DriftReport, LayerDrift, floor_count, measure_drift, perplexity
+from kvfold.attention.drift.report import DriftReport, LayerDrift, floor_count, measure_drift
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
+from kvfold.convert.measure.page import number, percent, totals
 from kvfold.convert.options import takes
 from kvfold.convert.progress import stage
 from kvfold.convert.request import DriftRequest
@@ -33,7 +34,7 @@ _LEGEND = (
     "  propagated: given the converted model's own",
     "attention rows, KL: between attention weights in nats, mean over heads and positions",
     "worst head: whose part of the attention's output differs most, and its relative error",
-    "second numbers: the floor, what rounding alone gives; -: not to be compared",
+    "second numbers: the floor, what rounding alone gives; -: not to be compared, or not finite",
 )
 
 
@@ -116,7 +117,12 @@ def layer_stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> Ch
 
 def drift_table(report: DriftReport) -> str:
     """Totals first, then one line per layer, usually at most 100 columns wide; each number with its rounding floor."""
-    return "\n".join([*heading(report), "", *_totals(report), "", *_layers(report), "", *_LEGEND])
+    lines = [*heading(report), "", *table(totals(report.to_dict()), (36, 11, 11, 11, 11))]
+    measured = report.measured
+    if measured.excess_margin is not None:
+        least, most = (percent(measured.excess + side * measured.excess_margin) for side in (-1, 1))
+        lines.append(f"95 % interval of the perplexity's drift, by sequence: {least} to {most}")
+    return "\n".join([*lines, "", *_layers(report), "", *_LEGEND])
 
 
 def heading(report: DriftReport) -> list[str]:
@@ -138,33 +144,6 @@ def heading(report: DriftReport) -> list[str]:
     return lines
 
 
-def _totals(report: DriftReport) -> list[str]:
-    measured, floor = report.measured, report.floor and report.floor.measured
-    cache = report.source_cache_bytes, report.student_cache_bytes
-    losses = measured.teacher_loss, measured.student_loss
-    perplexities = [_value(perplexity(loss)) for loss in losses]
-    ratio = cache[1] / cache[0] if cache[0] else math.nan
-    # Every second row of numbers: what rounding alone gives.
-    low = (
-        (_percent(abs(floor.excess)), _value(abs(floor.excess)), _value(floor.kl), f"{floor.agreement:.2%}")
-        if floor
-        else ("-",) * 4
-    )
-    rows = [
-        ("", "source", "converted", "drift", "floor"),
-        ("perplexity", *perplexities, _percent(measured.excess), low[0]),
-        ("loss, nats per token", *map(_value, losses), _value(measured.excess, "+"), low[1]),
-        ("KL of next-token distributions, nats", "", "", _value(measured.kl), low[2]),
-        ("top-1 agreement", "", "", f"{measured.agreement:.2%}", low[3]),
-        ("cache, bytes per token", *map(str, cache), f"x {ratio:.3g}", "exact"),
-    ]
-    lines = table(rows, (36, 11, 11, 11, 11))
-    if measured.excess_margin is not None:
-        least, most = (_percent(measured.excess + side * measured.excess_margin) for side in (-1, 1))
-        lines.append(f"95 % interval of the perplexity's drift, by sequence: {least} to {most}")
-    return lines
-
-
 def _layers(report: DriftReport) -> list[str]:
     """Relative errors per layer, each before its floor, and the head that differs most."""
     layers = report.measured.layers
@@ -172,35 +151,16 @@ def _layers(report: DriftReport) -> list[str]:
     first, second = zip(*_COLUMNS.values(), strict=True)
     rows = [("layer", *first, "  worst head"), ("", *second, "  and its error")]
     for layer, floor in zip(layers, floors, strict=True):
-        cells = [f"{_value(getattr(layer, name))} {_short(getattr(floor, name, None)):>6}" for name in _COLUMNS]
+        cells = [f"{number(getattr(layer, name))} {_short(getattr(floor, name, None)):>6}" for name in _COLUMNS]
         shown = ""
         if layer.heads:
             worst = max(layer.heads, key=lambda head: head.error)
-            shown = f"{worst.head:>5} {_value(worst.error):>7}" if worst.error > 0 else f"{'none':>5}"
+            shown = f"{worst.head:>5} {number(worst.error):>7}" if worst.error > 0 else f"{'none':>5}"
         rows.append((str(layer.layer), *cells, shown))
     return table(rows, (5, *[13] * len(_COLUMNS)), left=(len(_COLUMNS) + 1,))
-
-
-def _value(value: float | None, sign: str = "") -> str:
-    """At most 8 characters: five digits, or an exponent for the very small and large; an exact zero is a bare 0."""
-    if value is None:
-        return "-"
-    plus = sign if value > 0 else ""
-    if value == 0 or not math.isfinite(value):
-        return f"{plus}{value:.0f}"
-    size = abs(value)
-    if not 1e-3 <= size < 1e5:
-        return f"{plus}{value:.1e}"
-    return f"{plus}{value:.{max(0, 4 - int(math.log10(max(size, 1))))}f}"
 
 
 def _short(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.0e}" if value and math.isfinite(value) else f"{value:.0f}"
-
-
-def _percent(excess: float) -> str:
-    """The perplexity that ``excess`` nats of loss add, in percent."""
-    # exp overflows a float beyond 709.
-    return f"{_value(100 * math.expm1(excess) if excess < 700 else math.inf, '+')} %"

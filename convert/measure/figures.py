@@ -332,44 +332,6 @@ def _note(axes: "Axes", text: str, point: tuple[float, float], points: tuple[int
     axes.annotate(text, point, points, textcoords="offset points", fontsize=8, **style)
 
 
-def decoding_speed(report: Values) -> Chart:
-    """Bars of a bench report: tokens per second and cache, a group for each context and batch, "no fit" where none."""
-    rows = {(row["model"], row["context"], row["batch"]): row for row in report["rows"]}
-    models = list(dict.fromkeys(model for model, _, _ in rows))
-    groups = sorted({(context, batch) for _, context, batch in rows})
-    unit, scale = bytes_unit(max((row.get("cache_bytes", 0) for row in rows.values()), default=0))
-    width, many = 0.8 / len(models), len(groups) * len(models)
-    with _chart("Decoding speed and cache", "", max(7.0, 1.2 + 0.55 * many), 7.2) as (chart, figure):
-        speed, cache = figure.subplots(2, 1)
-        for axes, key, size, title in (
-            (speed, "decode_tokens_per_s", 1, "decoding, tokens per second"),
-            (cache, "cache_bytes", scale, f"cache, {unit}"),
-        ):
-            for place, (model, name) in enumerate(zip(models, short_names(models), strict=True)):
-                at = [group + (place - (len(models) - 1) / 2) * width for group in range(len(groups))]
-                found = [rows.get((model, *group), {}).get(key) for group in groups]
-                values = [None if value is None else value / size for value in found]
-                bars = axes.bar(at, [value or 0 for value in values], width * 0.92, label=name)
-                texts = ["no fit" if v is None else f"{v:.0f}" if v >= 100 else f"{v:.3g}" for v in values]
-                axes.bar_label(bars, texts, fontsize=6.5)
-            axes.set_xticks(range(len(groups)), [f"{context} × {batch}" for context, batch in groups])
-            axes.set_title(title)
-            axes.margins(y=0.15)
-        cache.set_xlabel(f"context × batch; {report['device']}, {report['dtype']}")
-        speed.legend(ncols=min(4, len(models)), loc="lower right", bbox_to_anchor=(1, 1))
-    return chart
-
-
-def short_names(labels: Sequence[str]) -> list[str]:
-    """The last parts of paths, with as many folders before them as tell them apart; other labels stay."""
-    longest = max((label.count("/") for label in labels), default=0) + 1
-    for parts in range(1, longest + 1):
-        names = ["/".join(label.rstrip("/").split("/")[-parts:]) for label in labels]
-        if len(set(names)) == len(set(labels)):
-            return names
-    return list(labels)
-
-
 def uptraining_curve(rows: Sequence[Values]) -> Chart:
     """Held-out excess loss over the teacher's (held-out loss without one), and training loss, over tokens seen."""
     from matplotlib.ticker import EngFormatter

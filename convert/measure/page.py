@@ -1,5 +1,6 @@
 """The page that ``--report`` writes: one HTML file that loads nothing, made from the values that ``--json`` writes."""
 
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -48,7 +49,7 @@ def write_report(html: str, folder: str, quiet: bool = False) -> None:
 
 def drift_page(drift: Values, lines: Sequence[str]) -> str:
     """``drift`` as ``kvfold drift --json`` has it; ``lines`` say what was compared, and on which text."""
-    return _page("kvfold drift", lines, _totals(drift), _drift_charts(drift))
+    return _page("kvfold drift", lines, totals(drift), _drift_charts(drift))
 
 
 def conversion_page(result: Values, lines: Sequence[str]) -> str:
@@ -61,11 +62,11 @@ def conversion_page(result: Values, lines: Sequence[str]) -> str:
         charts.append(figures.latent_spectrum(spectrum))
     if splits := result.get("splits"):
         charts.append(figures.budget_splits(splits))
-    return _page("kvfold convert", lines, _totals(drift) if drift else [], charts)
+    return _page("kvfold convert", lines, totals(drift) if drift else [], charts)
 
 
-def sweep_page(sweep: Values, lines: Sequence[str]) -> str:
-    """``sweep`` as ``kvfold sweep --json`` has it; ``lines`` decide."""
+def sweep_page(sweep: Values, lines: Sequence[str], table: Sequence[Sequence[str]]) -> str:
+    """``sweep`` as ``kvfold sweep --json`` has it; ``lines`` decide, ``table`` is as in the terminal."""
     source, targets = sweep["source"], sweep["targets"]
     # The cache that is drawn belongs to the target that the decision names, else to the one with the least loss.
     finite = [row for row in targets if row["excess"]["value"] is not None]
@@ -81,39 +82,42 @@ def sweep_page(sweep: Values, lines: Sequence[str]) -> str:
         figures.cache_by_context(caches, ", at 2 bytes per element"),
         *(figures.budget_splits(row["splits"]) for row in targets if "splits" in row),
     ]
-    rows: list[Sequence[str]] = [("target", "elements", "saving", "excess loss, nats", "KL", "top-1", "time")]
-    for row in targets:
-        excess = row["excess"]
-        margin = "" if excess["low"] is None else f" ± {(excess['high'] - excess['low']) / 2:.4f}"
-        cells = (
-            row["kind"],
-            f"{row[ELEMENTS]}",
-            f"{100 * row['saving']:.1f} %",
-            _number(excess["value"], "+.4f") + margin,
-            _number(row["kl"]["value"], ".4f"),
-            f"{100 * row['agreement']:.1f} %",
-            f"{row['seconds']:.0f} s",
-        )
-        rows.append(cells)
-    return _page("kvfold sweep", lines, rows, charts)
+    return _page("kvfold sweep", lines, table, charts)
 
 
-def _totals(drift: Values) -> list[Sequence[str]]:
-    """The numbers at the end of a comparison, as rows of a table."""
-    excess, cache, both = drift["excess"], drift["cache_bytes_per_token"], drift["perplexity"]
-    margin = "" if excess["margin"] is None else f" ± {excess['margin']:.4f}"
+def totals(drift: Values) -> list[tuple[str, ...]]:
+    """The numbers at the end of a comparison, each with what rounding alone gives, as rows of a table."""
+    excess, perplexities = drift["excess"], [drift["perplexity"][name] for name in ("source", "student")]
+    present, left = (drift["cache_bytes_per_token"][name] for name in ("source", "student"))
+    losses = [number(math.log(value)) if value else "-" for value in perplexities]
+    agreement = ["-" if share is None else f"{share:.2%}" for share in map(drift["agreement"].get, ("value", "floor"))]
     return [
-        ("", "source", "converted", "drift"),
-        ("perplexity", _number(both["source"], ".2f"), _number(both["student"], ".2f"), ""),
-        ("excess loss, nats per token", "", "", _number(excess["value"], "+.4f") + margin),
-        ("KL, nats", "", "", _number(drift["kl"]["value"], ".4f")),
-        ("top-1 agreement", "", "", f"{100 * drift['agreement']['value']:.2f} %"),
-        ("cache, bytes per token", str(cache["source"]), str(cache["student"]), ""),
+        ("", "source", "converted", "drift", "floor"),
+        ("perplexity", *map(number, perplexities), *(percent(excess[name]) for name in ("value", "floor"))),
+        ("loss, nats per token", *losses, number(excess["value"], "+"), number(excess["floor"])),
+        ("KL of next-token distributions, nats", "", "", *(number(drift["kl"][name]) for name in ("value", "floor"))),
+        ("top-1 agreement", "", "", *agreement),
+        ("cache, bytes per token", f"{present}", f"{left}", f"x {left / (present or math.nan):.3g}", "exact"),
     ]
 
 
-def _number(value: float | None, form: str) -> str:
-    return "not finite" if value is None else format(value, form)
+def number(value: float | None, sign: str = "") -> str:
+    """At most 8 characters: five digits, or an exponent for the very small and large; an exact zero is a bare 0."""
+    if value is None:
+        return "-"
+    plus = sign if value > 0 else ""
+    if value == 0 or not math.isfinite(value):
+        return f"{plus}{value:.0f}"
+    size = abs(value)
+    if not 1e-3 <= size < 1e5:
+        return f"{plus}{value:.1e}"
+    return f"{plus}{value:.{max(0, 4 - int(math.log10(max(size, 1))))}f}"
+
+
+def percent(excess: float | None) -> str:
+    """The perplexity that ``excess`` nats of loss add, in percent."""
+    # exp overflows a float beyond 709.
+    return "-" if excess is None else f"{number(100 * math.expm1(excess) if excess < 700 else math.inf, '+')} %"
 
 
 def _drift_charts(drift: Values) -> list[Chart | None]:

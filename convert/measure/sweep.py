@@ -166,25 +166,22 @@ class Sweep:
             f"perplexity {before:.2f} on {source.sequences} x {source.length} held-out tokens of {source.text_name}",
         ]
 
-    def table(self) -> str:
-        """Lines on the source and the text, a line per target, largest cache first, and one on the time."""
-        rows = [_HEAD]
+    def cells(self) -> list[tuple[str, ...]]:
+        """A head and a row per target, largest cache first."""
+        rows: list[tuple[str, ...]] = [_HEAD]
         for row in sorted(self.rows, key=lambda row: (-row.elements, row.excess)):
-            cells = (
-                row.kind,
-                f"{row.elements}",
-                f"{100 * (1 - row.elements / self.source.elements):.1f} %",
-                f"{row.excess:+.4f}",
-                "-" if row.interval is None else "{:+.4f} to {:+.4f}".format(*row.interval),
-                f"{row.measured.kl:.4f}",
-                f"{100 * row.measured.agreement:.1f} %",
-                duration(row.seconds),
-            )
-            rows.append(cells)
+            interval = "-" if row.interval is None else "{:+.4f} to {:+.4f}".format(*row.interval)
+            saving, measured = 1 - row.elements / self.source.elements, row.measured
+            shown = f"{row.elements}", f"{100 * saving:.1f} %", f"{row.excess:+.4f}", interval, f"{measured.kl:.4f}"
+            rows.append((row.kind, *shown, f"{100 * measured.agreement:.1f} %", duration(row.seconds)))
+        return rows
+
+    def table(self) -> str:
+        """Lines on the source and the text, the table, and a line on the time."""
         shared = max(0.0, self.seconds - sum(row.seconds for row in self.rows))
         times = f"all took {duration(self.seconds)}, of which {duration(shared)} are shared."
         note = f"Excess loss in nats per token; time of the target alone: {times}"
-        return "\n".join([*self.heading(), "", *table(rows, _WIDTHS), "", note])
+        return "\n".join([*self.heading(), "", *table(self.cells(), _WIDTHS), "", note])
 
     def title(self) -> str:
         """The model and the text, for the head of a plot."""

@@ -19,7 +19,13 @@ WITHIN = 0.01
 TargetOptions = dict[str, Any]
 
 _WORDS = {"kv_heads": "heads", "kv_rank": "channels", "rope_dim": "rotary dims", "budget": "elements"}
-_SIZE = re.compile(r"(\d{1,9})(?:\+(\d{1,9}))?")
+# Spellings of targets, and the options that their numbers are.
+_FORMS: dict[str, tuple[str, ...]] = {
+    "mqa": (),
+    r"gqa:(\d{1,9})": ("kv_heads",),
+    r"mla:(\d{1,9})": ("budget",),
+    r"mla:(\d{1,9})\+(\d{1,9})": ("kv_rank", "rope_dim"),
+}
 # The largest numbers of key/value heads are tried, and MQA.
 _FOLDS = 3
 _SERVED = ((512, 64), (256, 64))  # splits that MLA kernels are written for ...
@@ -34,36 +40,21 @@ def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
     InputError.
     """
     targets: list[TargetOptions] = []
-    kind: str | None = None
+    kind = ""
     for item in re.split(r"[\s,]+", (words if isinstance(words, str) else " ".join(words)).strip()):
-        name, colon, size = item.partition(":")
-        if colon or not _SIZE.fullmatch(item):
-            kind = name.lower()
+        bare = item[:1].isdigit()
+        kind = kind if bare else item.lower().partition(":")[0]
+        spelling = f"{kind}:{item}" if bare else item.lower()
+        for form, names in _FORMS.items():
+            if match := re.fullmatch(form, spelling):
+                options = {"to": kind, **dict(zip(names, map(int, match.groups()), strict=True))}
+                targets += [] if options in targets else [options]
+                break
         else:
-            size = item
-        options = _options(kind, size, item)
-        if options not in targets:
-            targets.append(options)
+            meant = "" if kind in TARGETS else did_you_mean(kind, TARGETS)
+            forms = "gqa:HEADS, mqa, mla:ELEMENTS or mla:RANK+ROTARY, such as gqa:4,2 mqa mla:576,512+64"
+            raise InputError(f"{opt('targets', item)} must be {forms}{meant}")
     return targets
-
-
-def _options(kind: str | None, size: str, item: str) -> TargetOptions:
-    number = _SIZE.fullmatch(size)
-    match kind:
-        case "mqa" if not size:
-            return {"to": "mqa"}
-        case "gqa" if number and number[2] is None:
-            return {"to": "gqa", "kv_heads": int(number[1])}
-        case "mla" if number and number[2] is None:
-            return {"to": "mla", "budget": int(number[1])}
-        case "mla" if number:
-            return {"to": "mla", "kv_rank": int(number[1]), "rope_dim": int(number[2])}
-    meant = "" if kind in TARGETS else did_you_mean(kind, TARGETS)
-    raise InputError(
-        f"{opt('targets')}: expected gqa:HEADS, mqa, mla:ELEMENTS or mla:RANK+ROTARY, such as gqa:4,2 mqa "
-        "mla:576,512+64, "
-        f"found {item!r}{meant}"
-    )
 
 
 @contextmanager
@@ -84,14 +75,8 @@ def worded_as_targets() -> Iterator[None]:
 
 def spelled(options: TargetOptions) -> str:
     """The target of ``options`` as ``--targets`` spells it."""
-    match options:
-        case {"to": "gqa", "kv_heads": heads}:
-            return f"gqa:{heads}"
-        case {"to": "mla", "budget": budget}:
-            return f"mla:{budget}"
-        case {"to": "mla", "kv_rank": rank, "rope_dim": rope}:
-            return f"mla:{rank}+{rope}"
-    return str(options["to"])
+    sizes = "+".join(str(value) for name, value in options.items() if name != "to")
+    return f"{options['to']}:{sizes}".rstrip(":")
 
 
 def default_targets(model: Model, layout: Layout) -> list[TargetOptions]:
@@ -114,8 +99,5 @@ def default_targets(model: Model, layout: Layout) -> list[TargetOptions]:
             if not latent_problems(model, LatentTarget(rank, rope, layout=layout))
         ]
     if not targets:
-        raise InputError(
-            "expected a model that GQA, MQA or MLA could be made of, found one whose cache cannot shrink: "
-            "`kvfold inspect` says why"
-        )
+        raise InputError("neither GQA, MQA nor MLA makes the cache of this model smaller; `kvfold inspect` says why")
     return targets

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvfold.attention.latent import absorb_query, expand_value, latent_decode
-from kvfold.convert.measure.bench import ParameterCount, Subject, bench_checkpoints, step_costs, subjects
+from kvfold.convert.measure.bench import Subject, bench_checkpoints, step_costs, subjects
 from kvfold.convert.measure.machine import Clock, conditions, repeat
 from kvfold.convert.request import BenchRequest
 
@@ -73,7 +73,7 @@ def attention_alone(subject: Subject, context: int, batch: int, device: torch.de
 
 def add_roofline(row: dict[str, Any], subject: Subject, rates: dict[str, float], layers: int, alone: float) -> None:
     """Beside each figure: the time that reading and that computing takes at least, for the step and its attention."""
-    only = step_costs(subject, ParameterCount(0, 0), 4, row["context"], row["batch"])
+    only = step_costs(subject, (0, 0), 4, row["context"], row["batch"])
     row["attention_alone_ms"] = 1e3 * alone * layers
     for name, read, operations in (
         ("step", row["read_bytes"], row["operations"]),

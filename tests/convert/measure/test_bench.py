@@ -15,8 +15,7 @@ from kvfold.convert.cli import kvfold
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.measure import bench, machine
 from kvfold.convert.measure import bench_worker as worker
-from kvfold.convert.measure.bench import ParameterCount, step_costs, subjects
-from kvfold.convert.measure.figures import decoding_speed, short_names
+from kvfold.convert.measure.bench import step_costs, subjects
 from kvfold.convert.request import BenchRequest
 
 RUN_IN_PROCESS = bench.run_in_process
@@ -91,17 +90,17 @@ def test_a_combination_that_does_not_fit_is_a_row_that_says_so(monkeypatch):
 
 def test_costs_of_a_step_of_a_known_shape():
     kinds = shape("llama-2-7b", 2, 8192)
-    weights = ParameterCount(670 << 20, 540 << 20)
+    weights = (670 << 20, 540 << 20)
     memory = [step_costs(kind, weights, 4, 8192, 16).memory / (1 << 30) for kind in kinds]
     assert memory[0] == pytest.approx(1.05 * (2.62 + 8 + 4) + 0.59, rel=0.01)
     assert memory[3] < memory[1] < memory[2]
-    stock, absorbed = (step_costs(kind, ParameterCount(10, 7), 4, 50, 3) for kind in kinds[2:])
+    stock, absorbed = (step_costs(kind, (10, 7), 4, 50, 3) for kind in kinds[2:])
     assert absorbed.attention_operations == 300 * 2 * 32 * (2 * 512 + 64)  # 2 layers, 50 slots, 3 sequences
     assert absorbed.operations == absorbed.attention_operations + 2 * 3 * 7
     assert absorbed.read_bytes == 300 * 576 * 4 + 28
     assert stock.attention_operations == 300 * 2 * 32 * (256 * 512 + 128 + 64 + 128)
-    counted = worker.count_parameters(worker.AutoConfig.for_model(**shape("llama-2-7b")[0].config))
-    assert (counted.total, counted.total - counted.read) == (6_738_415_616, 32000 * 4096)
+    total, read = worker.count_parameters(worker.AutoConfig.for_model(**shape("llama-2-7b")[0].config))
+    assert (total, total - read) == (6_738_415_616, 32000 * 4096)
 
 
 def test_decoding_starts_from_seeded_random_values():
@@ -153,15 +152,14 @@ def test_a_model_whose_process_fails_costs_no_other_its_rows(tiny_family, tmp_pa
     shutil.copytree(good, bad)
     config = json.loads((bad / "config.json").read_text())
     (bad / "config.json").write_text(json.dumps(config | {"model_type": "nothing"}))
-    out, plot = tmp_path / "bench.json", tmp_path / "bench.png"
+    out = tmp_path / "bench.json"
     command = ["bench", good, bad, "--context", 16, "--prefill-tokens", 0, "--threads", 1]
-    done = CliRunner().invoke(kvfold, list(map(str, [*command, "--json", out, "--plot", plot])))
+    done = CliRunner().invoke(kvfold, list(map(str, [*command, "--json", out])))
     assert done.exit_code == 0, done.output
     first, second = json.loads(out.read_text())["rows"]
     assert (first["model"], first["cache_bytes"], first["ratio"]) == (str(good), 2 * 16 * 64 * 2 * 4, 1.0)
     assert second["failed"].startswith(f"{bad}: its process failed: ")
     assert f"does not run: its process failed: {second['failed'].split(': ')[2]}" in done.output
-    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_where_all_models_fail_the_error_is_the_first(monkeypatch):
@@ -173,29 +171,7 @@ def test_where_all_models_fail_the_error_is_the_first(monkeypatch):
         measured(shape="tiny")
 
 
-def test_the_legend_has_names_rather_than_paths():
-    assert short_names(["/models/llama", "/results/mla/"]) == ["llama", "mla"]
-    assert short_names(["/a/b/model", "/a/c/model"]) == ["b/model", "c/model"]
-    assert short_names(["org/name", "MHA", "/a/out, absorbed"]) == ["name", "MHA", "out, absorbed"]
-
-
-def test_the_plot_has_a_bar_of_the_right_height_for_every_row(report):
-    values = report.to_dict()
-    missing = {"model": "MHA", "context": 1 << 20, "batch": 1, "needed_bytes": 2, "free_bytes": 1}
-    speed, cache = decoding_speed({**values, "rows": [*values["rows"], missing]}).figure.axes
-    pairs = [(32, 1), (32, 2), (1 << 20, 1)]
-    assert [label.get_text() for label in speed.get_xticklabels()] == [f"{c} × {b}" for c, b in pairs]
-    found = {(row.model, row.context, row.batch): row for row in report.rows}
-    for axes, key, unit in ((speed, "decode_tokens_per_s", 1), (cache, "cache_bytes", 1000)):
-        for model, bars in zip(dict.fromkeys(row.model for row in report.rows), axes.containers, strict=True):
-            expected = [getattr(found[model, *pair], key) / unit if (model, *pair) in found else 0 for pair in pairs]
-            assert [bar.get_height() for bar in bars] == pytest.approx(expected)
-        assert [text.get_text() for text in axes.texts].count("no fit") == len(axes.containers)
-
-
-@pytest.mark.parametrize(
-    "options", ["", "--shape gpt-9", "--shape tiny --context 8,x", "m --layers 2", "--shape tiny --plot a.txt"]
-)
+@pytest.mark.parametrize("options", ["", "--shape gpt-9", "--shape tiny --context 8,x", "m --layers 2"])
 def test_wrong_requests(options, told):
     found = CliRunner().invoke(kvfold, ["bench", *options.split()]).exception
     assert isinstance(found, InputError)
