@@ -8,7 +8,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
-from kvfold.convert.conversion.record import rank_sizes, ranks_text
 from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import model_of
 from kvfold.convert.targets import engines as en
@@ -97,10 +96,16 @@ def test_what_is_proposed_instead_is_served_and_possible(source, layout, split):
         assert source is not QWEN or "engine" not in verdict.instead
 
 
-def test_the_same_split_in_layout_engine_is_proposed_first():
-    assert answers(model(), 96, 32, "free")["mlx-lm"].instead == "--to mla --kv-rank 96 --rope-dim 32 --layout engine"
-    assert answers(model(), 96, 32, "free")["vLLM"].instead == "--to mla --kv-rank 512 --rope-dim 64 --layout engine"
-    assert answers(model(QWEN), 96, 32, "free")["mlx-lm"].instead == "--to mqa"  # its biases
+@pytest.mark.parametrize(
+    ("source", "engine", "instead"),
+    [
+        (LLAMA, "mlx-lm", "--to mla --kv-rank 96 --rope-dim 32 --layout engine"),  # the same split
+        (LLAMA, "vLLM", "--to mla --kv-rank 512 --rope-dim 64 --layout engine"),
+        (QWEN, "mlx-lm", "--to mqa"),  # its biases
+    ],
+)
+def test_the_nearest_alternative_is_proposed(source, engine, instead):
+    assert answers(model(source), 96, 32, "free")[engine].instead == instead
 
 
 def test_the_heads_of_a_layout_free_checkpoint_decide_where_vllm_serves_it():
@@ -110,33 +115,28 @@ def test_the_heads_of_a_layout_free_checkpoint_decide_where_vllm_serves_it():
     assert on_cpu.serves
     assert "on CPUs only: on GPUs its MLA prefill takes heads of 128+64 and 128, 64+64 and 128" in on_cpu.how
     assert on_cpu.how.endswith("found 64+64 and 64")
+    ran = {rank: answers(model(), rank, 64, "free")["vLLM"].ran for rank in (512, 448, 256)}
+    assert ran == {512: True, 448: False, 256: False}  # what it serves on GPUs only was not run
     refused = answers(narrow, 448, 64, "free")["vLLM"]
     assert (refused.serves, refused.instead) == (False, "--to mla --kv-rank 448 --rope-dim 64 --layout engine")
 
 
-def test_what_vllm_serves_on_gpus_only_was_not_run():
-    ran = {rank: answers(model(), rank, 64, "free")["vLLM"].ran for rank in (512, 448, 256)}
-    assert ran == {512: True, 448: False, 256: False}
-
-
-def test_plain_rope_in_layout_engine_is_no_longer_written_and_misread_by_vllm():
-    target = LatentTarget(512, 64, layout="engine")
-    config = mla_config(model(), target, [10000.0 ** (-i / 32) for i in range(32)], dtype="bfloat16")
-    before = {**config, "rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    for each, serves in ((config, True), (before, False)):
+@pytest.mark.parametrize(
+    ("engine", "changes"),
+    [
+        # Plain RoPE, as early versions wrote it.
+        ("vLLM", {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+        ("mlx-lm", {"rope_theta": ..., "rope_scaling": ...}),  # as transformers saves it
+    ],
+)
+def test_how_the_rotary_embedding_is_spelled_decides_who_reads_it(engine, changes):
+    target, theta = LatentTarget(512, 64, layout="engine"), [500000.0 ** (-i / 32) for i in range(32)]
+    config = mla_config(model(), target, theta, dtype="bfloat16")
+    other = {name: value for name, value in {**config, **changes}.items() if value is not ...}
+    for each, serves in ((config, True), (other, False)):
         result = en.latent_result(each)
         assert result.kind == "engine"
-        assert {verdict.engine: verdict.serves for verdict in en.verdicts(result)}["vLLM"] is serves
-
-
-def test_a_latent_model_saved_by_transformers_has_no_rope_theta_for_mlx_lm():
-    source = model()
-    config = mla_config(
-        source, LatentTarget(96, 32, layout="engine"), [500000 ** (-i / 16) for i in range(16)], dtype="bfloat16"
-    )
-    saved = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
-    answers = [{each.engine: each.serves for each in en.verdicts(en.latent_result(each))} for each in (config, saved)]
-    assert [each["mlx-lm"] for each in answers] == [True, False]
+        assert {verdict.engine: verdict.serves for verdict in en.verdicts(result)}[engine] is serves
 
 
 def test_llama_cpp_needs_an_edit_where_queries_have_no_latent():
@@ -158,12 +158,6 @@ def test_a_latent_is_whole_on_every_rank_and_heads_are_shared_out():
     assert list(en.folded_result(odd).per_rank()) == ["1"]
 
 
-def test_heads_that_divide_among_no_ranks_are_told_in_a_line():
-    alone = {"cache_elements_per_rank": {"from": {"1": 384}, "to": {"1": 128}}}
-    assert ranks_text(alone) == "tensor parallelism: the heads divide among no number of ranks but 1"
-    assert rank_sizes(alone) == []
-
-
 @pytest.mark.parametrize("change", [{"attention_bias": True}, {"rope_parameters": {"rope_type": "longrope"}}])
 def test_a_checkpoint_of_the_former_layout_is_refused_by_name(change):
     config = {
@@ -180,54 +174,34 @@ def test_a_checkpoint_of_the_former_layout_is_refused_by_name(change):
     assert [verdict.serves for verdict in found] == [True, False, False, False, False]
 
 
-def test_a_conversion_says_who_serves_it(tmp_path):
-    options = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd", "quiet": True}
-    done = convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(tmp_path / "out"), **options))
-    lines = done.summary().splitlines()
-    row = next(line for line in lines if line.startswith("  mlx-lm: "))
-    assert row == (
-        "  mlx-lm: no, Model type youtu not supported; instead: --to mla --kv-rank 24 --rope-dim 8 --layout engine"
-    )
-    ranks = "256 -> 32 on each of 2, 128 -> 32 on each of 4, 64 -> 32 on each of 8 ranks"
-    assert f"tensor parallelism, elements per token per layer: {ranks}" in lines
-    record = json.loads((tmp_path / "out" / "kvfold.json").read_text())
-    assert record["cache_elements_per_rank"] == {
-        "from": {"1": 512, "2": 256, "4": 128, "8": 64},
-        "to": {"1": 32, "2": 32, "4": 32, "8": 32},
-    }
+def test_a_conversion_and_an_inspection_say_who_serves_it(tmp_path):
+    out, options = tmp_path / "out", {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd", "quiet": True}
+    done = convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(out), **options))
+    refusal = "Model type youtu not supported; instead: "
+    assert f"  mlx-lm: no, {refusal}--to mla --kv-rank 24 --rope-dim 8 --layout engine" in done.summary().splitlines()
+    assert "128 -> 32 on each of 4, 64 -> 32 on each of 8 ranks" in done.summary()
+    record = json.loads((out / "kvfold.json").read_text())
+    assert record["cache_elements_per_rank"]["to"] == {"1": 32, "2": 32, "4": 32, "8": 32}
     assert [entry["engine"] for entry in record["engines"] if entry["serves"]] == ["transformers"]
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "\n| 2 | 256 | 32 |\n| 4 | 128 | 32 |\n| 8 | 64 | 32 |\n\n## Use" in card
-    assert "| mlx-lm 0.32.2 (run) | no |  | Model type youtu not supported; instead: `--to mla --kv-rank 24" in card
-    facts = inspect_checkpoint(str(tmp_path / "out"))
+    card = (out / "README.md").read_text()
+    assert "\n| 4 | 128 | 32 |\n" in card
+    assert f"| no |  | {refusal}`--to mla --kv-rank 24" in card
+    facts = inspect_checkpoint(str(out))
     assert [verdict.engine for verdict in facts.engines if verdict.serves] == ["transformers"]
     assert "mlx-lm        no, Model type youtu not supported" in facts.summary()
+    # A model that kvfold did not write may have anything that was never tried: it gets no verdict.
+    config = json.loads((out / "config.json").read_text())
+    for change in ({"attention_bias": False}, {"model_type": "deepseek_v2"}, {"model_type": "deepseek_v3"}):
+        (out / "config.json").write_text(json.dumps(config | change))
+        assert inspect_checkpoint(str(out)).engines == []
 
 
 def test_inspection_proposes_the_splits_that_engines_serve():
-    text = inspect_checkpoint(str(demo_folder())).summary()
-    proposed = [
-        line for line in text.splitlines() if line.startswith("  --to mla --kv-rank 256 --rope-dim 64 --layout")
-    ]
-    assert proposed[0].endswith("transformers, vLLM*, SGLang*, llama.cpp, mlx-lm")
-    assert "  * by the sources of this engine, not run" in text.splitlines()
-    assert next(line for line in text.splitlines() if line.startswith("  --to mqa")).endswith(
-        "transformers, vLLM, SGLang*, llama.cpp, mlx-lm"
-    )
-    ranks = text.split("elements on each of N ranks")[1]
-    assert next(line for line in ranks.splitlines() if "--to gqa --kv-heads 4" in line).split()[-4:] == [
-        *("256", "128", "64", "64")
-    ]
-    assert proposed[1].split()[-4:] == ["320"] * 4  # on 1, 2, 4 and 8 ranks
-
-
-def test_models_of_others_get_no_verdict(tmp_path):
-    options = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd", "quiet": True}
-    convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(tmp_path / "out"), **options))
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    for change in ({"attention_bias": False}, {"model_type": "deepseek_v2"}, {"model_type": "deepseek_v3"}):
-        (tmp_path / "out" / "config.json").write_text(json.dumps(config | change))
-        assert inspect_checkpoint(str(tmp_path / "out")).engines == []
+    lines = inspect_checkpoint(str(demo_folder())).summary().splitlines()
+    split, ranks = (line for line in lines if line.startswith("  --to mla --kv-rank 256 --rope-dim 64 --layout"))
+    assert split.endswith("transformers, vLLM*, SGLang*, llama.cpp, mlx-lm")
+    assert "  * by the sources of this engine, not run" in lines
+    assert ranks.split()[-4:] == ["320"] * 4  # on 1, 2, 4 and 8 ranks
 
 
 @pytest.mark.parametrize("layout", ["free", "engine"])
