@@ -55,34 +55,29 @@ def latent_attention(
     ValueError for shapes, dtypes or devices that do not fit together.
     """
     _check(query_nope, query_rope, latent, up_key, up_value)
-    slots = latent.shape[1]
+    slots, rank = latent.shape[1], up_key.shape[2]
     rule = visibility(query_nope, slots, causal=causal, offset=offset, window=window, starts=starts, lengths=lengths)
     scale = (query_nope.shape[-1] + query_rope.shape[-1]) ** -0.5 if scale is None else scale
     if absorbed:
-        z = _attend_latent(absorb_query(query_nope, up_key), query_rope, latent, rule, scale)
+        query = absorb_query(query_nope, up_key)
+        # the kernel has no gradient, and would read the keys outside of a window
+        wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, query_rope, latent))
+        plain = rule.window is None and not wants_gradient and min(latent.shape) > 0
+        if plain and kernel_takes(query, query_rope, None):
+            seen = None if rule.sees_all(1, slots) else rule.block(0, 1, 0, slots, latent.device)[:, None]
+            z = latent_decode(query, query_rope, latent[..., :rank], latent[..., rank:], scale, seen)
+        else:
+            keys = latent[:, None]
+            z = attend(torch.cat([query, query_rope], -1), keys, keys[..., :rank], rule, scale, None)
         return expand_value(z, up_value)
     # every head gets keys and values of its own: cheaper where many queries share them
-    heads, rank = up_key.shape[0], up_key.shape[2]
+    heads = up_key.shape[0]
     c, rope = latent[..., :rank], latent[..., rank:]
     nope, value = (
         torch.unflatten(linear(c, up.flatten(0, 1)), -1, (heads, -1)).transpose(1, 2) for up in (up_key, up_value)
     )
     key = torch.cat([nope, rope[:, None].expand(-1, heads, -1, -1)], -1)
     return attend(torch.cat([query_nope, query_rope], -1), key, value, rule, scale, None)
-
-
-def _attend_latent(query: Tensor, query_rope: Tensor, latent: Tensor, rule: Visibility, scale: float) -> Tensor:
-    """Weighted latents ``z [B, H, T, R]`` of absorbed queries ``[B, H, T, R]``."""
-    rank = query.shape[-1]
-    # the kernel has no gradient, and would read the keys outside of a window
-    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, query_rope, latent))
-    plain = rule.window is None and not wants_gradient and min(latent.shape) > 0
-    if plain and kernel_takes(query, query_rope, None):
-        slots = latent.shape[1]
-        seen = None if rule.sees_all(1, slots) else rule.block(0, 1, 0, slots, latent.device)[:, None]
-        return latent_decode(query, query_rope, latent[..., :rank], latent[..., rank:], scale, seen)
-    keys = latent[:, None]
-    return attend(torch.cat([query, query_rope], -1), keys, keys[..., :rank], rule, scale, None)
 
 
 def latent_decode(

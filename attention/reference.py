@@ -3,8 +3,7 @@
 Nothing here shares code with the fast paths, which are tested against it. One sequence at a time; shapes: ``T`` query
 tokens, ``S`` key tokens, ``E`` model dim, ``H`` query heads, ``G`` key/value heads, ``D`` head dim, ``Dv`` value dim,
 ``R`` latent rank, ``Rq`` query latent rank, ``P`` rotary dims, ``Dn`` dims of a query without rotation. Weights map
-columns: ``W [D, E]`` takes ``x [E]`` to ``W x [D]``. A ``*_step`` takes one token ``x [E]`` and a cache,
-appends to it what the variant keeps of ``x``, and gives ``y [E]``: step by step what the whole sequence gives at once.
+columns: ``W [D, E]`` takes ``x [E]`` to ``W x [D]``.
 
 Sources: Vaswani et al. 2017 ("Attention is all you need"), Shazeer 2019 ("Fast transformer decoding"), Ainslie et al.
 2023 ("GQA"), DeepSeek-AI 2024 ("DeepSeek-V2"), Su et al. 2021 ("RoFormer").
@@ -16,8 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# what a decoder keeps between steps: an entry per token
-Cache = list[tuple[Tensor, Tensor]]
 Rotary = Callable[[Tensor, Tensor], Tensor]  # x [T, D], positions [T] -> [T, D]
 
 
@@ -56,11 +53,9 @@ def no_rotary(x: Tensor, positions: Tensor) -> Tensor:
     return x
 
 
-def project_heads(
-    x: Tensor, weight: Tensor, bias: Tensor | None, rotary: Rotary = no_rotary, positions: Tensor | None = None
-) -> Tensor:
+def project_heads(x: Tensor, weight: Tensor, bias: Tensor | None, rotary: Rotary = no_rotary) -> Tensor:
     """``project`` by every head of ``weight [H, D, E]`` and ``bias [H, D]``, then rotated: ``[H, T, D]``."""
-    places = torch.arange(len(x)) if positions is None else positions
+    places = torch.arange(len(x))
     biases = [None] * len(weight) if bias is None else bias
     return torch.stack([rotary(project(x, w, b), places) for w, b in zip(weight, biases, strict=True)])
 
@@ -170,16 +165,10 @@ def grouped_query_attention(
     takes keys and values from the encoder's ``memory [S, E']`` (Vaswani 2017, 3.2.3).
     """
     query = project_heads(x, w.query, w.query_bias, rotary)
-    key, value = grouped_keys(x if memory is None else memory, w, rotary)
+    source = x if memory is None else memory
+    key = project_heads(source, w.key, w.key_bias, rotary)
+    value = project_heads(source, w.value, w.value_bias)
     return project_output(grouped_query_heads(query, key, value, masks, scale), w.output, w.output_bias)
-
-
-def grouped_keys(
-    source: Tensor, w: GroupedProjections, rotary: Rotary = no_rotary, places: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Keys ``[G, S, D]`` and values ``[G, S, Dv]`` of ``source [S, E]``: all that is cached."""
-    key = project_heads(source, w.key, w.key_bias, rotary, places)
-    return key, project_heads(source, w.value, w.value_bias)
 
 
 def grouped_query_heads(query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float | None = None) -> Tensor:
@@ -190,20 +179,6 @@ def grouped_query_heads(query: Tensor, key: Tensor, value: Tensor, masks: Masks,
     share = query.shape[0] // key.shape[0]
     heads = [attention(q, key[h // share], value[h // share], masks, h, scale) for h, q in enumerate(query)]
     return torch.stack(heads)
-
-
-def latent_queries(x: Tensor, w: LatentProjections, rotary: Rotary, places: Tensor) -> tuple[Tensor, Tensor]:
-    """``c_q = W_dq x; q_nope,h = W_uq,h c_q; q_rope,h = RoPE(W_qr,h c_q)`` (DeepSeek-V2 2024, eq. 12-14).
-
-    ``x [T, E]`` -> ``[H, T, Dn]``, ``[H, T, P]``.
-    """
-    c = x if w.query_down is None else project(x, w.query_down)
-    return project_heads(c, w.query_nope, None), project_heads(c, w.query_rope, None, rotary, places)
-
-
-def latent_keys(x: Tensor, w: LatentProjections, rotary: Rotary, places: Tensor) -> tuple[Tensor, Tensor]:
-    """``c = W_dkv x; k_rope = RoPE(W_kr x)`` (eq. 9, 15): all that is cached. ``[T, R]``, ``[T, P]``."""
-    return project(x, w.latent), rotary(project(x, w.rope_key), places)
 
 
 def latent_heads(
@@ -245,36 +220,13 @@ def latent_attention(
     scale: float | None = None,
     absorbed: bool = False,
 ) -> Tensor:
-    """Multi-head latent attention (DeepSeek-V2 2024, sec. 2.1): ``x [T, E]`` -> ``[T, E]``."""
-    places = torch.arange(len(x))
+    """Multi-head latent attention (DeepSeek-V2 2024, sec. 2.1): ``x [T, E]`` -> ``[T, E]``.
+
+    c_q = W_dq x,    q_nope,h = W_uq,h c_q,    q_rope,h = RoPE(W_qr,h c_q)    (eq. 12-14)
+    c = W_dkv x,     k_rope = RoPE(W_kr x)                                    (eq. 9, 15): all that is cached
+    """
+    c_q = x if w.query_down is None else project(x, w.query_down)
+    nope, rope = project_heads(c_q, w.query_nope, None), project_heads(c_q, w.query_rope, None, rotary)
+    c, rope_key = project(x, w.latent), rotary(project(x, w.rope_key), torch.arange(len(x)))
     heads = absorbed_heads if absorbed else latent_heads
-    z = heads(*latent_queries(x, w, rotary, places), *latent_keys(x, w, rotary, places), w, masks, scale)
-    return project_output(z, w.output)
-
-
-def grouped_query_step(
-    x: Tensor, cache: Cache, w: GroupedProjections, rotary: Rotary = no_rotary, scale: float | None = None
-) -> Tensor:
-    """Causal self-attention of the newest token, which keeps ``[G, D]`` and ``[G, Dv]``: ``2 G D`` elements."""
-    here = torch.tensor([len(cache)])
-    query = project_heads(x[None], w.query, w.query_bias, rotary, here)
-    key, value = grouped_keys(x[None], w, rotary, here)
-    cache.append((key[:, 0], value[:, 0]))
-    keys, values = (torch.stack(each, 1) for each in zip(*cache, strict=True))  # [G, S, D]
-    # nothing later is there to be masked
-    z = grouped_query_heads(query, keys, values, BIDIRECTIONAL, scale)
-    return project_output(z, w.output, w.output_bias)[0]
-
-
-def latent_step(
-    x: Tensor, cache: Cache, w: LatentProjections, rotary: Rotary, scale: float | None = None, absorbed: bool = False
-) -> Tensor:
-    """Latent attention of the newest token, which keeps ``c [R]`` and ``k_rope [P]``: ``R + P`` elements."""
-    here = torch.tensor([len(cache)])
-    c, rope_key = latent_keys(x[None], w, rotary, here)
-    cache.append((c[0], rope_key[0]))
-    # explicit: every cached latent is expanded again; absorbed: none is
-    heads = absorbed_heads if absorbed else latent_heads
-    latents, rope_keys = (torch.stack(each) for each in zip(*cache, strict=True))  # [S, R]
-    z = heads(*latent_queries(x[None], w, rotary, here), latents, rope_keys, w, BIDIRECTIONAL, scale)
-    return project_output(z, w.output)[0]
+    return project_output(heads(nope, rope, c, rope_key, w, masks, scale), w.output)

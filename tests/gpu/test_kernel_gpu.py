@@ -24,12 +24,15 @@ def formula(query, rope, latent, key, scale, mask=None):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("batch", "heads", "slots"), [(1, 32, 33000), (16, 32, 2049), (3, 128, 700), (2, 16, 1)])
 def test_error_is_at_most_twice_that_of_torch(batch, heads, slots, dtype):
-    inputs = problem(batch, heads, slots, dtype=dtype)
-    assert kernel_takes(inputs[0], inputs[1], None)
-    scale = 576**-0.5
-    exact, naive = formula(*(x.double() for x in inputs), scale), formula(*inputs, scale)
-    found = latent_decode(*inputs, scale)
-    assert (found - exact).abs().max() <= 2 * (naive - exact).abs().max()
+    inputs, scale = problem(batch, heads, slots, dtype=dtype), 576**-0.5
+    # of the second half of the sequences, only the second half of the slots is seen
+    late = torch.arange(batch, device="cuda")[:, None] >= (batch + 1) // 2
+    padded = (torch.arange(slots, device="cuda") >= slots // 2) | ~late
+    for mask in (None, padded[:, None, None]):
+        assert kernel_takes(inputs[0], inputs[1], mask)
+        exact, naive = formula(*(x.double() for x in inputs), scale, mask), formula(*inputs, scale, mask)
+        found = latent_decode(*inputs, scale, mask)
+        assert (found - exact).abs().max() <= 2 * (naive - exact).abs().max()
 
 
 @torch.no_grad()
@@ -47,14 +50,6 @@ def test_latent_attention_takes_the_kernel(monkeypatch):
     latent_attention(*inputs, absorbed=True, window=100)
     latent_attention(*(x.float() for x in inputs), absorbed=True)
     assert len(calls) == 2
-
-
-def test_padding():
-    inputs = problem(4, 32, 1000)
-    mask = torch.arange(1000, device="cuda") >= torch.tensor([0, 1, 500, 999], device="cuda")[:, None]
-    exact = formula(*(x.double() for x in inputs), 0.05, mask[:, None, None])
-    found = latent_decode(*inputs, 0.05, mask[:, None, None])
-    torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-2)
 
 
 def seconds(call, repeats=20):
