@@ -4,9 +4,6 @@ Shapes: ``B`` sequences, ``C`` slots of capacity, ``G`` key/value heads, ``D`` h
 dims. One cache object serves one layer. Slot ``s`` of sequence ``b`` holds its ``s``-th token; after appending pieces
 of unequal lengths, sequence ``b`` holds ``lengths[b]`` tokens, and its later slots are padding, which attention must
 skip (``lengths=``). A cache is for inference: it refuses tensors that require a gradient.
-
-Bytes: ``nbytes`` counts the slots in use, ``length``, of all sequences, and equals ``cache_bytes``; ``allocated_bytes``
-counts the whole buffers, which is more until a preallocated cache is full.
 """
 
 import math
@@ -34,7 +31,7 @@ class SlotCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots in use."""
+        """Bytes of the slots in use, ``length`` of each sequence: what ``cache_bytes`` computes."""
         return sum(b.numel() // max(1, self.capacity) * self.length * b.element_size() for b in self.buffers)
 
     @property

@@ -2,12 +2,8 @@
 
 Shapes: ``query [B, H, T, D]``, ``key [B, G, S, D]``, ``value [B, G, S, Dv]``, result ``[B, H, T, Dv]``; query head
 ``h`` reads key head ``h // (H / G)``: ``G = H`` is multi-head, ``G = 1`` multi-query attention (Vaswani et al. 2017;
-Shazeer 2019; Ainslie et al. 2023). No kernel makes a ``T x S`` matrix of scores or of a mask:
-
-* every query sees every key (decoding, encoders, cross attention): torch's fused kernel, the query heads of a group as
-  query *rows* of its one key head, so that each key is read once and never expanded;
-* the plain causal triangle: torch's fused kernel, keys expanded by a stride of zero;
-* anything else (cached prefixes, windows, padding, biases; half precision on a CPU): blocks of queries, ``blocked.py``.
+Shazeer 2019; Ainslie et al. 2023). No kernel makes a ``T x S`` matrix of scores or of a mask; README.md says which call
+takes which.
 """
 
 from dataclasses import replace
@@ -77,23 +73,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rule: Visibility, scale: f
         return torch.unflatten(z, 2, (-1, queries)).flatten(1, 2)
     triangle = rule.causal and not rule.ragged and rule.offset == 0 and queries == keys
     if fused and triangle and (rule.window is None or rule.window >= keys):
-        return _triangle(query, key, value, scale)
-    return blocked_attention(shared, key, value, rule, scale, bias).flatten(1, 2)
-
-
-def _triangle(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    batch, heads = query.shape[:2]
-    groups = key.shape[1]
-    if query.device.type != "cpu":
-        shared = heads != groups
-        z: Tensor = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)
+        if query.device.type == "cpu":
+            # on a CPU enable_gqa copies the keys for every head; a stride of zero repeats them in place
+            key, value = (x.flatten(0, 1)[:, None].expand(-1, heads // groups, -1, -1) for x in (key, value))
+            z = scaled_dot_product_attention(shared.flatten(0, 1), key, value, is_causal=True, scale=scale)
+            z = torch.unflatten(z, 0, (batch, groups)).flatten(1, 2)
+        else:
+            repeats = heads != groups
+            z = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=repeats)
         return z
-    members = heads // groups
-    # on a CPU enable_gqa copies the keys for every head; a stride of zero repeats them in place
-    query = torch.unflatten(query, 1, (groups, members)).flatten(0, 1)
-    key, value = (tensor.flatten(0, 1)[:, None].expand(-1, members, -1, -1) for tensor in (key, value))
-    z = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
-    return torch.unflatten(z, 0, (batch, groups)).flatten(1, 2)
+    return blocked_attention(shared, key, value, rule, scale, bias).flatten(1, 2)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> None:

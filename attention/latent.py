@@ -7,12 +7,10 @@ the rotary key that all heads share, side by side), ``up_key [H, Dn, R]``, ``up_
     score_hts = scale * (q_nope,ht . W_uk,h c_s + q_rope,ht . k_rope,s)
     result_ht = sum_s softmax(score)_hts W_uv,h c_s
 
-Explicit: ``W_uk c`` and ``W_uv c`` are made for all heads and slots, ``S H (Dn + Dv) R`` multiplications a call: right
-for prefill and training. Absorbed (sec. 2.1.2): ``q_nope . W_uk c = (W_uk^T q_nope) . c`` and ``sum_s a_s W_uv c_s =
-W_uv sum_s a_s c_s``, so attention runs over the cache itself as one key head of ``R + P`` dims whose values are its own
-first ``R``: right for decoding. ``latent_decode`` is that attention for a cache whose latents and rotary keys are two
-tensors, as transformers keeps them. Decoding on CUDA in half precision runs in the Triton kernel (``kernel.py``), all
-else in blocks (``blocked.py``).
+Explicit: ``W_uk c`` and ``W_uv c`` are made for all heads and slots: right for prefill and training. Absorbed (sec.
+2.1.2): ``q_nope . W_uk c = (W_uk^T q_nope) . c`` and ``sum_s a_s W_uv c_s = W_uv sum_s a_s c_s``, so that attention
+runs over the cache itself as one key head of ``R + P`` dims whose values are its own first ``R``: right for decoding.
+``latent_decode`` does so for a cache whose latents and rotary keys are two tensors, as transformers keeps them.
 """
 
 from importlib.util import find_spec

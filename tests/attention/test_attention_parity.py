@@ -8,8 +8,6 @@ from transformers import (
     BertModel,
     DeepseekV3Config,
     DeepseekV3Model,
-    GPT2Config,
-    GPT2Model,
     LlamaConfig,
     LlamaModel,
     T5Config,
@@ -22,11 +20,6 @@ B, T, E, H = 2, 11, 32, 4
 D = E // H
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert expected.abs().max() > 1e-2, "outputs this small would agree by chance"
@@ -34,6 +27,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 def louder(model: nn.Module) -> nn.Module:
     """Weights far enough from zero for scores, and with them the masks, to matter."""
+    torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         nn.init.normal_(parameter, 1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0, 0.2)
     return model.eval()
@@ -53,17 +47,6 @@ def record(module: nn.Module, model: nn.Module, **inputs) -> tuple[Tensor, dict,
         model(**inputs)
     handle.remove()
     return seen[-1]
-
-
-def sliced(layer: nn.Module, part: slice) -> nn.Linear:
-    """Some outputs of GPT-2's ``Conv1D``, whose weight is ``[in, out]``, as a linear layer."""
-    weight = layer.weight[:, part]
-    linear = nn.Linear(*weight.shape)
-    linear.weight, linear.bias = (
-        nn.Parameter(weight.T.detach().clone()),
-        nn.Parameter(layer.bias[part].detach().clone()),
-    )
-    return linear
 
 
 def tokens(vocabulary: int = 64) -> Tensor:
@@ -103,16 +86,6 @@ def test_llama(kv_heads, padding):
 
 
 @torch.no_grad()
-def test_gpt2():
-    model = louder(GPT2Model(GPT2Config(vocab_size=64, n_positions=32, n_embd=E, n_layer=2, n_head=H)))
-    stock = model.h[1].attn
-    x, _, expected = record(stock, model, input_ids=tokens())
-    query, key, value = (sliced(stock.c_attn, slice(i * E, (i + 1) * E)) for i in range(3))
-    output = sliced(stock.c_proj, slice(0, E))
-    close(grouped(query, key, value, output)(x), expected)
-
-
-@torch.no_grad()
 def test_bert_with_right_padding():
     config = BertConfig(vocab_size=64, hidden_size=E, num_hidden_layers=2, num_attention_heads=H, intermediate_size=64)
     model = louder(BertModel(config, add_pooling_layer=False))
@@ -145,20 +118,10 @@ def test_t5_with_its_relative_bias_and_its_cross_attention(part):
 @pytest.mark.parametrize("query_rank", [None, 12])
 @torch.no_grad()
 def test_deepseek_v3(query_rank):
-    config = DeepseekV3Config(
-        vocab_size=64,
-        hidden_size=E,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        first_k_dense_replace=2,
-        num_attention_heads=H,
-        num_key_value_heads=H,
-        q_lora_rank=query_rank,
-        kv_lora_rank=16,
-        qk_nope_head_dim=10,
-        qk_rope_head_dim=6,
-        v_head_dim=12,
-    )
+    sizes = {"vocab_size": 64, "hidden_size": E, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": H, "num_key_value_heads": H, "q_lora_rank": query_rank, "kv_lora_rank": 16}
+    dims = {"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12, "first_k_dense_replace": 2}
+    config = DeepseekV3Config(**sizes, **heads, **dims)
     model = louder(DeepseekV3Model(config))
     stock = model.layers[1].self_attn
     x, _, expected = record(stock, model, input_ids=tokens())

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import precision
 from helpers.attention import Case, assert_precise, exact, naive, naive_latent
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -142,15 +141,6 @@ def test_latent_attention_and_gradients_are_as_precise_as_the_naive_formula(prob
         tensors,
         (*tensors[0].shape[:3], tensors[4].shape[1]),
     )
-
-
-@FEW
-@given(latent_problems())
-def test_absorbed_equals_explicit(problem):
-    tensors, case = problem
-    tensors = [tensor.double() for tensor in tensors]
-    one, other = (latent_attention(*tensors, absorbed=absorbed, **case.options) for absorbed in (True, False))
-    torch.testing.assert_close(one, other, **precision.EXACT)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import precision
-from helpers.attention import Case, assert_precise, exact_latent, naive_latent, small_modules
+from helpers.attention import Case, assert_precise, exact_latent, naive_latent
 
 from kvfold.attention import blocked, latent, latent_attention
 from kvfold.attention.latent import latent_decode
@@ -120,17 +120,3 @@ def test_other_calls_take_blocks(calls):
     assert calls == []
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_modules_decode_that_way_and_compile_whole(calls):
-    torch.manual_seed(0)
-    module, x = small_modules()["mla"], torch.randn(2, 6, 64)
-    with torch.no_grad():
-        expected = module(x)
-        for step in (module, torch.compile(module, fullgraph=True, backend="eager")):
-            cache = module.new_cache(2, 6, growing=False)
-            parts = [step(token, cache=cache) for token in x.split(1, 1)]
-            torch.testing.assert_close(torch.cat(parts, 1), expected, **precision.ACTIVATIONS)
-            assert len(calls) >= 6
-            calls.clear()
-    torch._dynamo.reset()

@@ -126,39 +126,28 @@ def test_the_model_is_left_as_it_was():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", "mixtral"])
-def test_a_stream_in_another_dtype_is_the_model_cast(family):
+def test_a_stream_in_another_dtype_is_the_model_cast(family, tmp_path):
     model, tokens = tiny(family), some_tokens()
-    with torch.no_grad():
-        expected = model(tokens).logits
-    logits, outputs = walk(as_stream(model, dtype=torch.float64), tokens)
-    assert logits.dtype == torch.float64
-    assert outputs[0].query.dtype == torch.float64
-    torch.testing.assert_close(logits.float(), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_bfloat16_is_what_from_pretrained_in_bfloat16_computes(tmp_path):
-    model, tokens = tiny("llama"), some_tokens()
     model.save_pretrained(tmp_path)
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    with torch.no_grad():
-        expected = stock(tokens).logits
-    assert torch.equal(walk(as_stream(model, dtype=torch.bfloat16), tokens)[0], expected)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for dtype, cast, close in ((torch.float64, model, 1e-4), (torch.bfloat16, half, 0)):
+        logits, outputs = walk(as_stream(model, dtype=dtype), tokens)
+        assert logits.dtype == outputs[0].query.dtype == dtype
+        with torch.no_grad():
+            expected = cast(tokens).logits
+        torch.testing.assert_close(logits.to(expected.dtype), expected, rtol=close, atol=close)
 
 
-def test_cache_bytes_are_those_of_the_formulas():
+def test_cache_bytes_are_those_of_the_formulas_and_what_the_cache_holds():
     layers, dim, heads = 3, 8, 4
     for groups in (4, 2, 1):
         stream = as_stream(tiny("llama", num_key_value_heads=groups))
         assert stream.cache_bytes_per_token() == 2 * layers * groups * dim * 4
     assert as_stream(tiny("gpt2")).cache_bytes_per_token() == 2 * layers * heads * dim * 4
     assert as_stream(tiny("llama").bfloat16()).cache_bytes_per_token() == 2 * layers * 2 * dim * 2
-
-
-def test_cache_bytes_of_latent_attention_are_what_the_cache_really_holds():
+    # what transformers caches for latent attention depends on its version
     model = tiny("deepseek_v3")
     with torch.no_grad():
         cache = model(some_tokens(1, 7), use_cache=True).past_key_values
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert as_stream(model).cache_bytes_per_token() == held // 7
-    if hasattr(model.model.layers[0].self_attn, "expand_kv"):  # transformers that caches the latent itself
-        assert held // 7 == 3 * (12 + 4) * 4

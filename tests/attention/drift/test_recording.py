@@ -126,15 +126,14 @@ def test_what_is_noted_and_what_is_computed() -> None:
         assert (found.scale, found.window, found.softcap, found.causal) == (0.3, window, softcap, True)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_without_a_mask_the_attention_functions_causality_counts(causal: bool) -> None:
-    attention = Attention(is_causal=causal)
-    found = run_layer(Layer(attention), HIDDEN, Arguments((), {}))
-    seen = CAUSAL if causal else torch.ones_like(CAUSAL)
-    expected = whole_map(*attention.given, seen, 8**-0.5)
-    torch.testing.assert_close(found.attention.double(), expected.flatten(2), **precision.ACTIVATIONS)
-    assert (found.causal, found.scale) == (causal, 8**-0.5)
-    assert found.query is not None
+def test_without_a_mask_the_modules_word_counts() -> None:
+    for causal in (True, False):
+        attention = Attention(is_causal=causal)
+        found = run_layer(Layer(attention), HIDDEN, Arguments((), {}))
+        expected = whole_map(*attention.given, CAUSAL | (not causal), 8**-0.5)
+        torch.testing.assert_close(found.attention.double(), expected.flatten(2), **precision.ACTIVATIONS)
+        assert (found.causal, found.scale) == (causal, 8**-0.5)
+        assert found.query is not None
 
 
 @pytest.mark.parametrize(
@@ -188,21 +187,6 @@ def test_nothing_is_left_behind() -> None:
     assert layer.self_attn.config._attn_implementation == BLOCKWISE
     assert not layer.self_attn._forward_hooks
     assert not layer.self_attn._forward_pre_hooks
-
-
-def test_each_recording_notes_its_own_call() -> None:
-    inner = Layer(Attention())
-
-    class Nested(Attention):
-        def forward(self, hidden_states: Tensor, mask: Tensor | None) -> Any:
-            self.before = run_layer(inner, hidden_states, Arguments((), {}))
-            return super().forward(hidden_states, mask)
-
-    outer = Layer(Nested())
-    outer.self_attn.given = tuple(tensor * 2 for tensor in outer.self_attn.given)
-    found = run_layer(outer, HIDDEN, Arguments((), {}))
-    assert found.query is outer.self_attn.given[0]
-    assert outer.self_attn.before.query is inner.self_attn.given[0]
 
 
 def test_a_layer_that_skips_its_attention_is_named() -> None:
