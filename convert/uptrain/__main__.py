@@ -4,14 +4,12 @@ import sys
 from typing import NoReturn
 
 from kvfold.convert.console import run_command
-from kvfold.convert.uptrain.command import INTERRUPTED, uptrain
-
-_NAME = "python -m kvfold.convert.uptrain"
+from kvfold.convert.uptrain.request import INTERRUPTED, uptrain
 
 
 def main() -> NoReturn:
     """Run the command line; exit status as that of ``kvfold``."""
-    run_command(uptrain, _NAME, sys.argv[1:], INTERRUPTED)
+    run_command(uptrain, "python -m kvfold.convert.uptrain", sys.argv[1:], INTERRUPTED)
 
 
 if __name__ == "__main__":

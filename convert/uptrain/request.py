@@ -1,18 +1,40 @@
-"""The options of uptraining, validated without opening a file."""
+"""The command ``kvfold uptrain``: training a converted checkpoint a little further.
+
+On several processes: ``torchrun --nproc-per-node 8 -m kvfold.convert.uptrain ...`` or ``accelerate launch --config_file
+recipes/fsdp.yaml recipes/uptrain.py ...``. A global batch is ``--batch-tokens`` whatever their number, and the order of
+the text depends on ``--seed`` alone, so the losses do not depend on the number of processes.
+
+MODEL is a checkpoint that ``kvfold convert`` wrote (or any causal language model). With ``--teacher``, the checkpoint
+that it was converted from, the loss is the KL from that model's next-token distributions: labels only say which token
+came next, the teacher says which were likely, so the drift closes with far fewer tokens. OUT is in MODEL's layout, with
+its config, tokenizer and generation config. Beside it, in ``OUT.training``, lie ``log.jsonl``, the curve and, while the
+run lasts, its tokens (4 bytes each) and its checkpoints, from which ``--resume`` continues.
+
+The constant channel of layout ``free`` is frozen; the live norm of layout ``engine`` is trained.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import click
+
+from kvfold.convert.checkpoint.atomic import check_output
+from kvfold.convert.checkpoint.opening import check_opens
+from kvfold.convert.console import PanelCommand, request_options
 from kvfold.convert.errors import opt
-from kvfold.convert.options import Request, option, run_only, specs
+from kvfold.convert.measure.commands import check_files, tell
+from kvfold.convert.options import Request, option, run_only
+from kvfold.convert.processes import leave_processes, started_first
 from kvfold.convert.request import Device
 from kvfold.convert.sizes import size_expected
+from kvfold.convert.text.corpus import check_sources
 
 Trained = Literal["all", "attention"]
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
+INTERRUPTED = "OUT was not written; continue with --resume"
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,13 +51,12 @@ class UptrainRequest(Request):
     out: str = option(argument=True, runs=True)
     text: str = option(help="Text: .txt, .jsonl, or a datasets name.", panel="Text", metavar="FILE|DATASET")
     eval_text: str | None = option(
-        None, help="Held-out text; default: some of --text is held out.", panel="Text", metavar="FILE|DATASET"
+        None, help="Held-out text; default: some of --text is held out.", metavar="FILE|DATASET"
     )
-    seq_len: int = option(1024, help="Tokens per packed sequence.", panel="Text", least=2)
+    seq_len: int = option(1024, help="Tokens per packed sequence.", least=2)
     seed: int = option(
         0,
         help="Draws the order of the text and the held-out part.",
-        panel="Text",
         least=0,
         below=2**32,  # the seeds of numpy's generator, which transformers seeds
     )
@@ -48,49 +69,40 @@ class UptrainRequest(Request):
     distill_weight: float | None = option(
         None,
         help="Weight of the distillation in the loss, 0 to 1; default with --teacher: 1.",
-        panel="Distillation",
         metavar="W",
         check=lambda value: None if 0 <= value <= 1 else "a number from 0 to 1",
     )
     temperature: float = option(
         1.0,
         help="Temperature of both distributions in the distillation.",
-        panel="Distillation",
         check=lambda value: None if value > 0 else "above 0",
     )
     train: Trained = option("all", help="All weights, or those of attention only.", panel="Training")
-    steps: int = option(1000, help="Optimizer steps.", panel="Training", least=1)
-    batch_tokens: int = option(65536, help="Tokens per step, over all processes.", panel="Training")
+    steps: int = option(1000, help="Optimizer steps.", least=1)
+    batch_tokens: int = option(65536, help="Tokens per step, over all processes.")
     relative_lr: float | None = option(
         None,
         help="Peak learning rate (AdamW) relative to the size of each tensor; default: 0.05 / sqrt(model width).",
-        panel="Training",
         metavar="RATE",
         spellings=("--lr",),
         check=lambda value: None if 0 < value < 1 else "a number between 0 and 1",
     )
-    schedule: Schedule = option("cosine", help="Learning-rate schedule.", panel="Training")
+    schedule: Schedule = option("cosine", help="Learning-rate schedule.")
     warmup: float = option(
         0.05,
         help="Warmup, as a fraction of the steps.",
-        panel="Training",
         check=lambda value: None if 0 <= value < 1 else "a fraction of the steps, 0 to below 1",
     )
-    weight_decay: float = option(
-        0.0, help="Weight decay (not of biases and norms), times the learning rate.", panel="Training", least=0
-    )
-    clip: float = option(1.0, help="Maximum gradient norm; 0: no clipping.", panel="Training", least=0)
+    weight_decay: float = option(0.0, help="Weight decay (not of biases and norms), times the learning rate.", least=0)
+    clip: float = option(1.0, help="Maximum gradient norm; 0: no clipping.", least=0)
     eval_every: int = option(
         100, help="Steps between measurements of the drift; 0: none.", panel="Measurement", metavar="N", least=0
     )
-    eval_sequences: int = option(64, help="Held-out sequences.", panel="Measurement", least=1)
-    log_every: int = option(
-        10, help="Steps between rows of the log.", panel="Measurement", metavar="N", least=1, runs=True
-    )
+    eval_sequences: int = option(64, help="Held-out sequences.", least=1)
+    log_every: int = option(10, help="Steps between rows of the log.", metavar="N", least=1, runs=True)
     plot: str | None = option(
         None,
         help="Curve to draw (PNG, SVG, PDF); default: OUT.training/curve.png.",
-        panel="Measurement",
         metavar="FILE",
         runs=True,
     )
@@ -98,22 +110,17 @@ class UptrainRequest(Request):
     precision: Precision = option(
         "auto",
         help="Compute dtype; master weights stay float32. auto: bfloat16 on a GPU, float32 on a CPU.",
-        panel="Running",
     )
-    micro_batch: int = option(4, help="Sequences per device at once, at most.", panel="Running", least=1, runs=True)
-    gradient_checkpointing: bool = option(False, help="Recompute activations in the backward pass.", panel="Running")
-    save_every: int = option(
-        200, help="Steps between checkpoints; 0: none.", panel="Running", metavar="N", least=0, runs=True
-    )
+    micro_batch: int = option(4, help="Sequences per device at once, at most.", least=1, runs=True)
+    gradient_checkpointing: bool = option(False, help="Recompute activations in the backward pass.")
+    save_every: int = option(200, help="Steps between checkpoints; 0: none.", metavar="N", least=0, runs=True)
     max_shard_size: int | str = option(
-        "5GB", help="Largest weight file.", panel="Running", metavar="SIZE", check=size_expected, runs=True
+        "5GB", help="Largest weight file.", metavar="SIZE", check=size_expected, runs=True
     )
-    resume: bool = option(False, help="Resume an interrupted run at its last checkpoint.", panel="Running", runs=True)
-    overwrite: bool = option(
-        False, help="Replace OUT; without --resume also discard an interrupted run.", panel="Running", runs=True
-    )
-    quiet: bool = option(False, help="No progress, no summary.", panel="Running", runs=True)
-    trust_remote_code: bool = option(False, help="Allow code in the checkpoint to run.", panel="Running", runs=True)
+    resume: bool = option(False, help="Resume an interrupted run at its last checkpoint.", runs=True)
+    overwrite: bool = option(False, help="Replace OUT; without --resume also discard an interrupted run.", runs=True)
+    quiet: bool = option(False, help="No progress, no summary.", runs=True)
+    trust_remote_code: bool = option(False, help="Allow code in the checkpoint to run.", runs=True)
 
     def problems(self) -> Iterator[str]:
         if self.distill_weight is not None and self.teacher is None:
@@ -147,11 +154,36 @@ class UptrainRequest(Request):
         return {name: value for name, value in vars(self).items() if name not in left_out and value is not None}
 
 
-def changed(before: dict[str, Any], request: UptrainRequest) -> str | None:
-    """The first option that differs from those of the run being resumed, as a sentence, or None."""
-    now = request.result_options()
-    for name in specs(UptrainRequest):
-        old, new = (options.get(name, "absent") for options in (before, now))
-        if old != new:
-            return f"{opt(name)} is {new}, but the run being resumed was started with {old}"
-    return None
+_json = click.option(
+    "--json",
+    "json_file",
+    metavar="FILE|-",
+    help="Also write the record and the log to FILE; -: to stdout alone.",
+)
+
+
+@click.command(
+    cls=PanelCommand,
+    short_help="Train a converted checkpoint a little further.",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+@request_options(UptrainRequest, before={"trust_remote_code": [_json]})
+def uptrain(request: UptrainRequest, json_file: str | None) -> None:
+    """Train MODEL further into OUT, at learning rates relative to the size of each tensor.
+
+    MODEL is a checkpoint that `kvfold convert` wrote. Adam moves every element by about the learning rate, so
+    --relative-lr is multiplied by the root mean square of each tensor: it is larger than the usual --lr of a trainer.
+    """
+    check_files(json_file, request.plot)
+    check_output(request.out, overwrite=request.overwrite, model=request.model)
+    check_sources([request.text], "text")
+    check_sources(filter(None, [request.eval_text]), "eval_text")
+    if not request.quiet and started_first():
+        click.echo(f"reading {request.model}", err=True)
+    check_opens(*filter(None, [request.model, request.teacher]))
+    from kvfold.convert.uptrain.run import summary, uptrain_checkpoint
+
+    done = uptrain_checkpoint(request)
+    leave_processes()
+    if done.rows:
+        tell(json_file, done.to_dict, "" if request.quiet else summary(request, done))

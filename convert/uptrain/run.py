@@ -1,34 +1,59 @@
-"""A run of uptraining: checkpoint, text, teacher, trainer, and the written result."""
+"""A run of uptraining: checkpoint, text, teacher and trainer, and the trained checkpoint with its record.
 
+Weights are written in the layout of their source. Its side files are read before the first step and written after the
+last: one that cannot be read, or is a link out of the checkpoint, must end a run before it trained, and one that
+changes meanwhile must not change what was checked.
+"""
+
+import os
+import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvfold.convert.checkpoint.atomic import check_output, output_lock
-from kvfold.convert.checkpoint.files import portable_name
+from kvfold.convert.checkpoint.atomic import check_output, output_folder, output_lock
+from kvfold.convert.checkpoint.files import dump, parse_json, portable_name, read_bytes, write_file
+from kvfold.convert.checkpoint.folder import RECORD, raise_problems, resolve_member
+from kvfold.convert.checkpoint.hashing import file_hashes
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.errors import InputError, opt
+from kvfold.convert.checkpoint.tensors import torch_dtype
+from kvfold.convert.conversion.card import trained_card
+from kvfold.convert.conversion.record import versions
+from kvfold.convert.errors import InputError, KvfoldError, opt
 from kvfold.convert.families.wrappers import text_type
 from kvfold.convert.measure.figures import uptraining_curve
+from kvfold.convert.measure.verify import non_finite
 from kvfold.convert.options import takes
 from kvfold.convert.processes import run_on_first, started_first
+from kvfold.convert.sizes import parse_size
 from kvfold.convert.stream.stock import hide_bars, load_config, load_model
-from kvfold.convert.text.corpus import Corpus, open_corpus
+from kvfold.convert.text.corpus import open_corpus
 from kvfold.convert.text.tokenizer import load_tokenizer, render
 from kvfold.convert.text.windows import check_seq_len
 from kvfold.convert.training.steps import check_constant
-from kvfold.convert.uptrain.arguments import training_arguments
-from kvfold.convert.uptrain.data import TokenPlan, TrainingOrder
-from kvfold.convert.uptrain.output import SideFiles, read_side_files, write_trained
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.resume import LOG, finish, last_checkpoint, prepare, read_log
+from kvfold.convert.uptrain.work import TokenPlan, TrainingOrder, last_checkpoint, prepare
+
+_SECTION = """
+A converted checkpoint, trained further by kvfold: {what} trained for {steps} steps of {tokens} tokens{text}{teacher}.
+"""
+_TABLE = """
+| on {count} x {length} held-out tokens | before | after |
+|---|---|---|
+"""
+_ROWS = {
+    "eval_perplexity": ("perplexity", "{:.3f}"),
+    "eval_excess": ("excess loss over the teacher's, nats", "{:+.4f}"),
+    "eval_kl": ("KL from the teacher, nats", "{:.4f}"),
+}
+_CARD = "README.md"
 
 
 @dataclass(frozen=True)
@@ -66,100 +91,72 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
     try:
         if source.made_of:
             raise InputError(
-                f"{source.origin}: expected plain weights to train, found {source.made_of[0]}; convert it first, "
-                f"without {opt('keep_quantized', True)}"
+                f"{source.origin}: {source.made_of[0]} cannot be trained; convert it first, without "
+                f"{opt('keep_quantized', True)}"
             )
         if (inner := text_type(source.config)) is not None:
-            raise InputError(
-                f"{source.origin}: expected a plain language model to train, found a {source.config['model_type']} "
-                f"that wraps one ({inner}); train it with a trainer for multimodal models"
-            )
+            wraps = f"a {source.config['model_type']} wraps its language model ({inner}), only plain ones are trained"
+            raise InputError(f"{source.origin}: {wraps}; use a trainer for multimodal models")
         check_output(request.out, overwrite=request.overwrite, model=source.folder)
         request.work.parent.mkdir(parents=True, exist_ok=True)
         # No second run may write to the same folder meanwhile.
         if started_first():
             locks.enter_context(output_lock(request.work.absolute()))
-        side_files = read_side_files(source)
-        config = load_config(source, request.trust_remote_code)
-        positions = getattr(config, "max_position_embeddings", None)
-        check_seq_len(request.seq_len, positions or request.seq_len, source.origin)
-        plan = _token_plan(request, source, config.vocab_size)
-        return _train(request, source, side_files, config.hidden_size, plan)
+        return _train(request, source, read_side_files(source))
     finally:
         locks.close()
         source.close()
 
 
-def _train(
-    request: UptrainRequest, source: Checkpoint, side_files: SideFiles, width: int, plan: TokenPlan
-) -> Uptrained:
-    from kvfold.convert.uptrain.trainer import Uptrainer, check_sharding, load_teacher, prepare_model
+def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles") -> Uptrained:
+    from kvfold.convert.uptrain.trainer import Uptrainer, load_teacher, prepare_model, training_arguments
 
+    config = load_config(source, request.trust_remote_code)
+    positions = getattr(config, "max_position_embeddings", None)
+    check_seq_len(request.seq_len, positions or request.seq_len, source.origin)
+    plan = _token_plan(request, source, config.vocab_size)
     checkpoint = last_checkpoint(request)
-    arguments = training_arguments(request, width, checkpoint is not None)
+    arguments = training_arguments(request, config.hidden_size, checkpoint is not None)
     hide_bars(request.quiet)
-    teacher = None if request.teacher is None else load_teacher(request, source, arguments.device)
+    teacher = request.teacher and load_teacher(request.teacher, request, source, arguments.device)
     model = load_model(source, torch.float32, request.trust_remote_code)
     held = prepare_model(model, source, request)
     tokens = prepare(request, checkpoint, plan, arguments)
     order = TrainingOrder(tokens.training, plan.training, plan.seed)
     trainer = Uptrainer(model, arguments, request, order, tokens.held_out.long(), teacher, held)
-    check_sharding(trainer)
-    trainer.run(checkpoint)
-    state = trainer.full_state()
+    state = trainer.run(checkpoint)
 
     def write() -> Uptrained:
         if held:
             check_constant(state, source)
-        return _write(request, source, side_files, trainer, state, plan)
+        rows = trainer.run_log.rows(trainer.state.log_history)
+        record = _record(request, plan, rows)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        write_trained(request, source, side_files, model, state, record)
+        plot = request.plot or (str(request.work / "curve.png") if find_spec("matplotlib") else None)
+        if plot is not None:
+            title = f"{source.origin}: {request.steps} steps of {request.batch_tokens} tokens"
+            uptraining_curve(rows).save(plot, title)
+        # Only a resumed run needs these.
+        for path in [*request.work.glob("checkpoint-*"), *request.work.glob("tokens.*")]:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+        return Uptrained(record, rows)
 
     return run_on_first(write) or Uptrained({}, [])
 
 
-def _write(
-    request: UptrainRequest,
-    source: Checkpoint,
-    side_files: SideFiles,
-    trainer: Any,
-    state: dict[str, Tensor],
-    plan: TokenPlan,
-) -> Uptrained:
-    rows = read_log(request.work / LOG)
-    options = request.result_options()
-    for name in options.keys() & {"model", "text", "eval_text", "teacher"}:
-        # Files and folders are recorded by their names alone.
-        if Path(options[name]).exists():
-            options[name] = portable_name(Path(options[name]).resolve())
-    record: dict[str, Any] = {"request": options, "text": plan.text.name, "teacher": options.get("teacher")}
-    measured = [row for row in rows if "eval_loss" in row]
-    if measured:
-        ends = [{name: value for name, value in measured[i].items() if name.startswith("eval_")} for i in (0, -1)]
-        counts = {"sequences": plan.held_out, "length": plan.length}
-        record["held_out"] = {**counts, "before": ends[0], "after": ends[1]}
-    write_trained(request, source, side_files, trainer.accelerator.unwrap_model(trainer.model), state, record)
-    plot = request.plot or (str(request.work / "curve.png") if find_spec("matplotlib") else None)
-    if plot is not None:
-        title = f"{source.origin}: {request.steps} steps of {request.batch_tokens} tokens"
-        uptraining_curve(rows).save(plot, title)
-    finish(request)
-    return Uptrained(record, rows)
-
-
 def _token_plan(request: UptrainRequest, source: Checkpoint, vocabulary: int) -> TokenPlan:
     tokenizer = load_tokenizer(source, request.trust_remote_code, "uptraining")
-
-    def corpus(spec: str, option: str) -> Corpus:
-        return open_corpus(spec, partial(render, tokenizer), request.seed, option=option)
-
-    text, eval_text = corpus(request.text, "text"), None
+    corpus = partial(open_corpus, render=partial(render, tokenizer), seed=request.seed)
+    text, eval_text = corpus(request.text, option="text"), None
     if request.eval_text is not None and request.eval_every:
-        eval_text = corpus(request.eval_text, "eval_text")
+        eval_text = corpus(request.eval_text, option="eval_text")
         paths = [Path(request.text), Path(request.eval_text)]
         same = all(path.exists() for path in paths) and paths[0].samefile(paths[1])
         if same or request.text == request.eval_text:
             raise InputError(
-                f"{opt('eval_text')}: expected another text than {opt('text')}; without it some of {opt('text')} is "
-                "held out"
+                f"{opt('eval_text', request.eval_text)} must be another text than {opt('text')}; leave it out, and "
+                f"some of {opt('text')} is held out"
             )
     return TokenPlan(
         text,
@@ -172,6 +169,21 @@ def _token_plan(request: UptrainRequest, source: Checkpoint, vocabulary: int) ->
         held_out=request.eval_sequences if request.eval_every else 0,
         seed=request.seed,
     )
+
+
+def _record(request: UptrainRequest, plan: TokenPlan, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The record of a run for ``kvfold.json``; files and folders are recorded by their names alone."""
+    options = request.result_options()
+    for name in options.keys() & {"model", "text", "eval_text", "teacher"}:
+        if Path(options[name]).exists():
+            options[name] = portable_name(Path(options[name]).resolve())
+    record: dict[str, Any] = {"request": options, "text": plan.text.name, "teacher": options.get("teacher")}
+    measured = [row for row in rows if "eval_loss" in row]
+    if measured:
+        ends = [{name: value for name, value in measured[i].items() if name.startswith("eval_")} for i in (0, -1)]
+        counts = {"sequences": plan.held_out, "length": plan.length}
+        record["held_out"] = {**counts, "before": ends[0], "after": ends[1]}
+    return record
 
 
 def summary(request: UptrainRequest, done: Uptrained) -> str:
@@ -188,3 +200,116 @@ def summary(request: UptrainRequest, done: Uptrained) -> str:
             both = (drift[when]["eval_kl"] for when in ("before", "after"))
             lines.append("held-out KL from the teacher: {:.4f} -> {:.4f} nats per token".format(*both))
     return "\n".join(lines)
+
+
+class SideFiles(NamedTuple):
+    """``copied`` files by name, the ``record`` of the conversion, and the text of the model card, empty without one."""
+
+    copied: dict[str, bytes]
+    record: dict[str, Any]
+    card: str
+
+
+def read_side_files(source: Checkpoint) -> SideFiles:
+    """Config, tokenizer, license and Python files, ``kvfold.json`` and the card of ``source``.
+
+    Raises InputError, with every problem at once, when one is a link out of the folder, no file, or not in its format.
+    """
+    names = ["config.json", *(str(path.relative_to(source.folder)) for path in source.extra_files())]
+    names += sorted(path.name for path in source.folder.glob("*.py"))
+    own = [name for name in (RECORD, _CARD) if os.path.lexists(source.folder / name)]
+    contents: dict[str, bytes] = {}
+    problems = []
+    for name in dict.fromkeys([*names, *own]):
+        try:
+            contents[name] = read_bytes(resolve_member(source.folder, name))
+        except InputError as error:
+            problems.append(error.message)
+    raise_problems(problems)
+    record = parse_json(source.folder / RECORD, contents[RECORD]) if RECORD in contents else {"format": 2}
+    try:
+        card = contents.get(_CARD, b"").decode("utf-8")
+    except UnicodeDecodeError as error:
+        problem = f"byte {error.start} is not UTF-8; save it as UTF-8 or remove it"
+        raise InputError(f"{source.folder / _CARD}: {problem}") from None
+    return SideFiles({name: contents[name] for name in names}, record, card)
+
+
+def write_trained(
+    request: UptrainRequest,
+    source: Checkpoint,
+    side_files: SideFiles,
+    model: Any,
+    state: Mapping[str, Tensor],
+    training: Mapping[str, Any],
+) -> None:
+    """Write OUT, whole or not at all. ``training`` is the record of the run for ``kvfold.json``.
+
+    ``side_files`` are the side files of ``source``. Raises KvfoldError when the written tensors are not those of the
+    source by name, dtype and shape.
+    """
+    with output_folder(request.out, overwrite=request.overwrite, model=source.folder) as folder:
+        dtypes = {name: torch_dtype(info.dtype) for name, info in source.tensors.items()}
+        most_common = max(dtypes.values(), key=list(dtypes.values()).count)
+        # A cast copies a tied head, and save_pretrained no longer sees that it is one.
+        tied = {"lm_head.weight"} - dtypes.keys() if model.config.get_text_config().tie_word_embeddings else set()
+        stored = {name: value.to(dtypes.get(name, most_common)) for name, value in state.items() if name not in tied}
+        model.save_pretrained(folder, state_dict=stored, max_shard_size=parse_size(request.max_shard_size))
+        for name, data in side_files.copied.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            write_file(folder / name, data)
+        record = dict(side_files.record)
+        if "drift" in record:
+            record["drift_before_uptraining"] = record.pop("drift")
+        record["uptraining"] = {**training, "versions": versions()}
+        name, only = portable_name(Path(request.out)), request.train == "attention"
+        write_file(
+            folder / _CARD, trained_card(side_files.card, name, _section(request, training), attention_only=only)
+        )
+        record["files"] = file_hashes(folder)
+        write_file(folder / RECORD, dump(record))
+        _check(source, folder, stored)
+        source.check_unchanged()
+
+
+def _section(request: UptrainRequest, training: Mapping[str, Any]) -> str:
+    """What the model card says of the training."""
+    section = _SECTION.format(
+        what="its attention was" if request.train == "attention" else "all weights were",
+        steps=request.steps,
+        tokens=request.batch_tokens,
+        text=f" of {training['text']}",
+        teacher=f", distilled from `{training['teacher']}`" if training.get("teacher") else "",
+    )
+    drift = training.get("held_out")
+    if not drift:
+        return section
+    rows = [
+        f"| {title} | {form.format(drift['before'][name])} | {form.format(drift['after'][name])} |\n"
+        for name, (title, form) in _ROWS.items()
+        if name in drift["before"]
+    ]
+    return section + _TABLE.format(count=drift["sequences"], length=drift["length"]) + "".join(rows)
+
+
+def _check(source: Checkpoint, folder: Path, trained: Mapping[str, Tensor]) -> None:
+    """Compare what was written with the source, by names, dtypes and shapes."""
+    written = open_checkpoint(folder)
+    try:
+        before, after = (
+            {name: (info.dtype, info.shape) for name, info in opened.tensors.items()} for opened in (source, written)
+        )
+        damaged = list(non_finite(written, written.tensors))
+    finally:
+        written.close()
+    if damaged:
+        what = f"{len(damaged)} tensors have NaN or infinity after the training"
+        raise KvfoldError(f"{source.origin}: {what}; nothing was kept: lower {opt('relative_lr')}", damaged)
+    for name in sorted(before.keys() | after.keys()):
+        # Tensors that transformers does not load, such as inv_freq of old models, may be missing.
+        dropped = name not in after and (name == "lm_head.weight" or name not in trained)
+        if before.get(name) != after.get(name) and not dropped:
+            raise KvfoldError(
+                f"{name}: written as {after.get(name)}, but {before.get(name)} in {source.origin}; nothing was kept, "
+                "please report it"
+            )

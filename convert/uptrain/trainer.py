@@ -1,13 +1,14 @@
-"""``transformers.Trainer`` for uptraining: its models, its losses, drift on held-out text, and the log.
+"""``transformers.Trainer`` for uptraining: its arguments and models, its losses, drift on held-out text, and the log.
 
 The steps are those of polishing (`scale_steps`), but for those relative to rows and columns.
 """
 
 import json
 import math
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,100 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 from tqdm import tqdm
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from kvfold.attention.drift.frame import attention_name, layer_list
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
+from kvfold.convert.device import choose_device
 from kvfold.convert.errors import InputError, KvfoldError, opt
 from kvfold.convert.processes import started_first
 from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stock import load_model
 from kvfold.convert.targets.mla.tensors import HeldSlice
-from kvfold.convert.training.fit import distillation_loss, next_token_loss
+from kvfold.convert.training.fit import BETAS, distillation_loss, next_token_loss
 from kvfold.convert.training.steps import has_constant, hold_constant, scale_gradients, scale_steps, tensor_sizes
-from kvfold.convert.uptrain.arguments import compute_dtype
-from kvfold.convert.uptrain.data import TrainingOrder
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.resume import LOG, mark_complete
+from kvfold.convert.uptrain.work import TrainingOrder, mark_complete
+
+# A sixteenth of refinement's: all layers move at once, and the steps of all inputs add up. KL after 40 steps, MLA 24+8
+# of the model that ships: 0.0125 0.231, 0.05 0.165, 0.2 0.172 nats (recipes/benchmarks/bench_refine_constants.py
+# --uptrain)
+_AT_WIDTH_ONE = 0.05
+_SHOWN = {"loss": "loss", "learning_rate": "lr", "eval_loss": "held-out loss"}
+_SHOWN |= {"eval_perplexity": "perplexity", "eval_kl": "KL", "eval_excess": "excess"}
+
+
+def training_arguments(request: UptrainRequest, width: int, resumed: bool) -> TrainingArguments:
+    """The arguments of a run of a model of ``width``; makes the process group of a distributed run.
+
+    Raises InputError when the device, the precision or the number of processes cannot be.
+    """
+    device, precision = choose_device(request.device), compute_dtype(request)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    # A single process uses all GPUs that it sees: transformers divides each of its batches among them.
+    replicas = torch.cuda.device_count() if processes == 1 and device.type == "cuda" else processes
+    micro, accumulation = divide_batch(request.sequences, request.micro_batch, replicas)
+    evaluated, saved = bool(request.eval_every), bool(request.save_every)
+    return TrainingArguments(
+        output_dir=str(request.work),
+        max_steps=request.steps,
+        per_device_train_batch_size=micro,
+        per_device_eval_batch_size=request.micro_batch,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=request.relative_lr or _AT_WIDTH_ONE / math.sqrt(width),
+        lr_scheduler_type=request.schedule if request.schedule != "constant" else "constant_with_warmup",
+        warmup_steps=int(request.warmup * request.steps),
+        weight_decay=request.weight_decay,
+        max_grad_norm=request.clip,
+        adam_beta2=BETAS[1],
+        optim="adamw_torch",
+        seed=request.seed,
+        bf16=precision == torch.bfloat16,
+        fp16=precision == torch.float16,
+        use_cpu=device.type == "cpu",
+        ddp_backend="gloo" if device.type == "cpu" and processes > 1 else None,
+        ddp_find_unused_parameters=False,
+        logging_steps=request.log_every,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps" if evaluated else "no",
+        eval_steps=request.eval_every if evaluated else None,
+        eval_on_start=evaluated and not resumed,
+        save_strategy="steps" if saved else "no",
+        save_steps=request.save_every if saved else 500,
+        save_total_limit=2,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        report_to="none",
+    )
+
+
+def divide_batch(sequences: int, micro_batch: int, replicas: int) -> tuple[int, int]:
+    """A global batch as (sequences at once on each of ``replicas``, at most ``micro_batch``; accumulated batches).
+
+    Raises InputError when ``sequences`` cannot be divided.
+    """
+    if sequences % replicas:
+        raise InputError(
+            f"{opt('batch_tokens')}: {sequences} sequences per step do not divide over {replicas} processes; use a "
+            f"multiple of {replicas} x {opt('seq_len')}"
+        )
+    each = sequences // replicas
+    micro = max(n for n in range(1, min(micro_batch, each) + 1) if each % n == 0)
+    return micro, each // micro
+
+
+def compute_dtype(request: UptrainRequest) -> torch.dtype:
+    """The dtype of forward passes. ``auto``: float32 on a CPU, bfloat16 on a GPU that has it."""
+    device = choose_device(request.device)
+    if request.precision == "float16" and device.type == "cpu":
+        raise InputError(f"{opt('precision', 'float16')} trains on a GPU only; use bfloat16 or float32")
+    if request.precision != "auto":
+        precision: torch.dtype = getattr(torch, request.precision)
+        return precision
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
 def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> dict[str, HeldSlice]:
@@ -48,30 +127,19 @@ def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> di
     return hold_constant(dict(model.named_parameters())) if has_constant(source) else {}
 
 
-def check_sharding(trainer: Any) -> None:
-    """Raise InputError when sharding flattens the single tensors away."""
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
-        raise InputError(
-            "FSDP version 1 flattens weights, but each tensor has its own learning rate and the constant channel of "
-            "layout free is held; set fsdp_version: 2, as in recipes/fsdp.yaml"
-        )
-
-
-def load_teacher(request: UptrainRequest, source: Checkpoint, device: torch.device) -> Any:
+def load_teacher(name: str, request: UptrainRequest, source: Checkpoint, device: torch.device) -> Any:
     """The model to distill from: frozen, in the precision of the training, and whole on every device."""
     from accelerate.utils import patch_environment
 
-    assert request.teacher is not None
-    opened = open_checkpoint(request.teacher)
+    opened = open_checkpoint(name)
     try:
-        expected, tokens = source.config.get("vocab_size"), opened.config.get("vocab_size")
-        if expected != tokens:
+        own, tokens = source.config.get("vocab_size"), opened.config.get("vocab_size")
+        if own != tokens:
             raise InputError(
-                f"{opt('teacher', request.teacher)}: its vocabulary has {tokens} tokens, that of {request.model} "
-                f"{expected}; expected the checkpoint that it was converted from"
+                f"{opt('teacher', name)}: its vocabulary of {tokens} tokens must be the {own} of {request.model}; give "
+                "the checkpoint that it was converted from"
             )
-        # under FSDP transformers loads weights on the first process only; a teacher is not sharded
+        # Under FSDP transformers loads weights on the first process only; a teacher is not sharded.
         with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
             teacher = load_model(opened, compute_dtype(request), request.trust_remote_code)
     finally:
@@ -91,41 +159,52 @@ class Uptrainer(Trainer):  # type: ignore[misc]
     def __init__(
         self,
         model: Any,
-        arguments: Any,
+        arguments: TrainingArguments,
         request: UptrainRequest,
         order: TrainingOrder,
         held_out: Tensor,
-        teacher: Any = None,
-        held: Mapping[str, HeldSlice] | None = None,
+        teacher: Any,
+        held: Mapping[str, HeldSlice],
     ) -> None:
-        self._run_log = log = RunLog(request, arguments.world_size)
-        super().__init__(model=model, args=arguments, train_dataset=order, eval_dataset=list(held_out), callbacks=[log])
+        self.run_log = log = RunLog(request)
+        sequences = [{"input_ids": tokens} for tokens in held_out]
+        super().__init__(model=model, args=arguments, train_dataset=order, eval_dataset=sequences, callbacks=[log])
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = False
-        self._request, self._held_out = request, held_out
-        self._teacher = teacher
-        self._held = held or {}
-        sizes = [tensor_sizes(dict(model.named_parameters()), self._held)]
+        self._request, self._teacher, self._held = request, teacher, held
+        sizes = [tensor_sizes(dict(model.named_parameters()), held)]
         # A sharded model may have been loaded by the first process only.
         if dist.is_initialized():
             dist.broadcast_object_list(sizes, src=0)
         self._sizes = sizes[0]
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if self.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
+            raise InputError(
+                "FSDP version 1 flattens weights, but each tensor has its own learning rate and the constant channel "
+                "of layout free is held; set fsdp_version: 2, as in recipes/fsdp.yaml"
+            )
 
-    def run(self, checkpoint: Path | None) -> None:
-        """Train from ``checkpoint``, or from the start."""
-        with self._run_log.open:
+    def run(self, checkpoint: Path | None) -> dict[str, Tensor]:
+        """Train from ``checkpoint``, or from the start; every tensor then, on the CPU, whole on the first process."""
+        with self.run_log.open:
             self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        state = self.accelerator.get_state_dict(self.model_wrapped if self.is_fsdp_enabled else self.model)
+        return {name: value.detach().cpu() for name, value in (state or {}).items()}
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
         """The dataset is in order already (``train_sampling_strategy`` says so only since transformers 5.2)."""
         return SequentialSampler(self.train_dataset)
 
     def create_optimizer(self, *arguments: Any) -> Any:
-        if self.optimizer is not None:
-            return self.optimizer
-        made: torch.optim.Optimizer = super().create_optimizer(*arguments)
-        scale_steps(made, lambda: dict(self.model.named_parameters()), self._sizes, self._held)
-        return made
+        if self.optimizer is None:
+            made = super().create_optimizer(*arguments)
+            scale_steps(made, lambda: dict(self.model.named_parameters()), self._sizes, self._held)
+        return self.optimizer
+
+    def _get_learning_rate(self) -> float:
+        """The common learning rate, for the log."""
+        group = self.optimizer.param_groups[0]
+        return float(group["lr"] / group["size"])
 
     def training_step(self, *arguments: Any) -> Tensor:
         loss: Tensor = super().training_step(*arguments)
@@ -134,96 +213,79 @@ class Uptrainer(Trainer):  # type: ignore[misc]
             scale_gradients(dict(self.model.named_parameters()), self._held)
         return loss
 
-    def _get_learning_rate(self) -> float:
-        """The common learning rate, for the log."""
-        group = self.optimizer.param_groups[0]
-        return float(group["lr"] / group["size"])
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        tokens = inputs["input_ids"]
-        outputs = model(input_ids=tokens, use_cache=False)
-        weight = self._request.distilled
-        loss = outputs.logits.new_zeros((), dtype=torch.float32)
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
+        tokens, weight = inputs["input_ids"], self._request.distilled
+        logits = model(input_ids=tokens, use_cache=False).logits
+        loss: Tensor = logits.new_zeros((), dtype=torch.float32)
         if weight < 1:
-            loss = loss + (1 - weight) * next_token_loss(outputs.logits, tokens)
+            loss = loss + (1 - weight) * next_token_loss(logits, tokens)
         if weight > 0:
-            teacher = self._teacher_logits(tokens)
-            loss = loss + weight * distillation_loss(outputs.logits, teacher, self._request.temperature)
-        return (loss, outputs) if return_outputs else loss
-
-    @torch.no_grad()
-    def _teacher_logits(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self._teacher(input_ids=tokens, use_cache=False).logits
-        return logits
+            with torch.no_grad():
+                teacher = self._teacher(input_ids=tokens, use_cache=False).logits
+            loss = loss + weight * distillation_loss(logits, teacher, self._request.temperature)
+        return loss
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Loss and perplexity on the held-out text; with a teacher also the KL from it and the excess over its loss."""
         self.model.eval()
-        sums = torch.zeros(4, dtype=torch.float64, device=self.args.device)
-        batches = self._evaluation_batches()
-        with self._run_log.measuring(len(batches)) as advance:
-            for tokens, weight in batches:
-                logits = self.model(input_ids=tokens, use_cache=False).logits
-                losses = [next_token_loss(logits, tokens)]
+        batches, found = self.get_eval_dataloader(), []
+        with self.run_log.stages("measuring on held-out text,", len(batches), "batch") as advance:
+            for inputs in batches:
+                tokens = inputs["input_ids"]
+                logits = self.model(input_ids=tokens, use_cache=False).logits.split(1)
+                losses = [[next_token_loss(*each) for each in zip(logits, tokens.split(1), strict=True)]]
                 if self._teacher is not None:
-                    teacher = self._teacher_logits(tokens)
-                    losses += [distillation_loss(logits, teacher, 1.0), next_token_loss(teacher, tokens)]
-                sums[: len(losses)] += torch.stack(losses).double() * weight
-                sums[3] += weight
-                # Waits for the device, so that progress tells the time of a batch.
-                float(sums[3])
-                advance()
-        self.model.train()
-        if dist.is_initialized():
-            dist.all_reduce(sums)
-        loss, kl, teacher = (sums[:3] / sums[3]).tolist()
+                    teacher = self._teacher(input_ids=tokens, use_cache=False).logits.split(1)
+                    losses.append([distillation_loss(*each, 1.0) for each in zip(logits, teacher, strict=True)])
+                    losses.append([next_token_loss(*each) for each in zip(teacher, tokens.split(1), strict=True)])
+                # Of the sequences of all processes, without those that only fill up their last batch. On the CPU, so
+                # that progress tells the time of a batch.
+                by_sequence = torch.stack([torch.stack(each) for each in losses], dim=1)
+                found.append(self.accelerator.gather_for_metrics(by_sequence).cpu())
+                advance(1)
+        loss, *others = torch.cat(found).double().mean(0).tolist()
         metrics = {"eval_loss": loss, "eval_perplexity": math.exp(loss)}
-        if self._teacher is not None:
-            metrics |= {"eval_kl": kl, "eval_excess": loss - teacher}
-        self.log(metrics)
+        if others:
+            metrics |= {"eval_kl": others[0], "eval_excess": loss - others[1]}
+        # The log adds the epoch to what it is given.
+        self.log(dict(metrics))
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _evaluation_batches(self) -> list[tuple[Tensor, int]]:
-        """This process's held-out batches on its device and their numbers of sequences, 0 for those that only fill up.
-
-        All processes have equally many batches, as sharded models need.
-        """
-        batches = torch.split(self._held_out, self._request.micro_batch)
-        world, rank = self.args.world_size, self.args.process_index
-        own = [
-            (batches[min(number, len(batches) - 1)], number < len(batches))
-            for number in range(rank, math.ceil(len(batches) / world) * world, world)
-        ]
-        return [(batch.to(self.args.device), len(batch) if counted else 0) for batch, counted in own]
-
-    def full_state(self) -> dict[str, Tensor]:
-        """Every tensor of the trained model on the CPU; whole on the first process, called by all."""
-        wrapped = self.model_wrapped if self.is_fsdp_enabled else self.model
-        state = self.accelerator.get_state_dict(wrapped)
-        return {name: value.detach().cpu() for name, value in (state or {}).items()}
-
 
 class RunLog(TrainerCallback):  # type: ignore[misc]
-    """Writes ``log.jsonl``, shows steps, measurements and rows on stderr, and marks complete checkpoints."""
+    """Writes ``log.jsonl``, shows steps and rows on stderr, and marks complete checkpoints.
 
-    def __init__(self, request: UptrainRequest, processes: int = 1) -> None:
-        self._request, self._processes = request, processes
-        self._stages = Stages(quiet=request.quiet or not started_first())
-        self.open = ExitStack()  # closed after the training, however it ends
-        self._advance: Callable[[int], None] | None = None  # of the stage of training, once it begins
+    ``open`` is to be closed after the training, however it ends.
+    """
 
-    @contextmanager
-    def measuring(self, batches: int) -> Iterator[Callable[[], None]]:
-        """A measurement of ``batches`` on held-out text; call it after each."""
-        with self._stages("measuring on held-out text,", batches, "batch") as advance:
-            yield lambda: advance(1)
+    def __init__(self, request: UptrainRequest) -> None:
+        self._request, self.open = request, ExitStack()
+        self.stages = Stages(quiet=request.quiet or not started_first())
+        self._advance: Callable[[int], None] | None = None
+
+    def rows(self, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows of the log, from what the trainer logged."""
+        rows = []
+        for logged in history:
+            # The last has figures of the whole run.
+            if "train_runtime" not in logged:
+                row = {"step": logged["step"], "tokens": logged["step"] * self._request.batch_tokens}
+                rows.append(row | {name: value for name, value in logged.items() if name not in ("epoch", "step")})
+        return rows
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # A resumed run has the rows up to its checkpoint, and writes those after it again.
+        if state.is_world_process_zero:
+            rows = self.rows(state.log_history)
+            (self._request.work / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # Not before: the measurement ahead of the first step would count as a part of it.
         if self._advance is None:
-            steps = self._request.steps
-            self._advance = self.open.enter_context(self._stages("training", steps, "step", state.global_step))
+            stage = self.stages("training", self._request.steps, "step", state.global_step)
+            self._advance = self.open.enter_context(stage)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         if self._advance is not None:
@@ -238,21 +300,19 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
             control.should_log = True
         return control
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        row = {name: value for name, value in (logs or {}).items() if name not in ("epoch", "total_flos")}
-        if "train_runtime" in row:
-            return
-        if not all(math.isfinite(value) for name, value in row.items() if name.endswith("loss")):
-            raise KvfoldError(
-                f"step {state.global_step}: the loss is no longer a finite number; lower {opt('relative_lr')}, or "
-                f"raise {opt('warmup')}"
-            )
-        if state.is_world_process_zero:
-            row = {"step": state.global_step, "tokens": state.global_step * self._request.batch_tokens, **row}
-            with (self._request.work / LOG).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            if not self._request.quiet:
-                tqdm.write(log_line(row, self._request.steps), file=sys.stderr)
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        for row in self.rows(state.log_history[-1:]):
+            if not all(math.isfinite(value) for name, value in row.items() if name.endswith("loss")):
+                raise KvfoldError(
+                    f"step {state.global_step}: the loss is no longer a finite number; lower {opt('relative_lr')}, or "
+                    f"raise {opt('warmup')}"
+                )
+            if state.is_world_process_zero:
+                with (self._request.work / "log.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+                if not self._request.quiet:
+                    shown = ", ".join(f"{_SHOWN[name]} {row[name]:.4g}" for name in row if name in _SHOWN)
+                    tqdm.write(f"step {row['step']}/{self._request.steps}: {shown}", file=sys.stderr)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if dist.is_initialized():
@@ -260,11 +320,3 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
             dist.barrier()
         if state.is_world_process_zero:
             mark_complete(Path(args.output_dir) / f"checkpoint-{state.global_step}")
-
-
-def log_line(row: dict[str, Any], steps: int) -> str:
-    """A row of the log as a line for users."""
-    names = {"loss": "loss", "learning_rate": "lr", "eval_loss": "held-out loss"}
-    names |= {"eval_perplexity": "perplexity", "eval_kl": "KL", "eval_excess": "excess"}
-    numbers = ", ".join(f"{names[name]} {value:.4g}" for name, value in row.items() if name in names)
-    return f"step {row['step']}/{steps}: {numbers}"

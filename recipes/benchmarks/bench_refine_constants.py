@@ -141,7 +141,7 @@ def time_attention() -> None:
 
 def uptrain() -> None:
     """Drift on the held-out text that ships after 40 steps of uptraining, by the learning rate."""
-    from kvfold.convert.uptrain import arguments
+    from kvfold.convert.uptrain import trainer
     from kvfold.convert.uptrain.request import UptrainRequest
     from kvfold.convert.uptrain.run import uptrain_checkpoint
 
@@ -156,11 +156,11 @@ def uptrain() -> None:
         model, teacher = str(place / "model"), str(demo_folder())
         target: dict[str, Any] = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "samples": 16, "seq_len": 64}
         convert_checkpoint(ConvertRequest(teacher, model, quiet=True, **target))
-        for arguments._AT_WIDTH_ONE in (0.0125, 0.05, 0.2):
-            out = str(place / str(arguments._AT_WIDTH_ONE))
+        for trainer._AT_WIDTH_ONE in (0.0125, 0.05, 0.2):
+            out = str(place / str(trainer._AT_WIDTH_ONE))
             found = uptrain_checkpoint(UptrainRequest(model, out, teacher=teacher, quiet=True, **options)).rows[-1]
             shown = f"KL {found['eval_kl']:.4f}, excess {found['eval_excess']:+.4f}"
-            print(f"_AT_WIDTH_ONE {arguments._AT_WIDTH_ONE:6}: {shown}", flush=True)
+            print(f"_AT_WIDTH_ONE {trainer._AT_WIDTH_ONE:6}: {shown}", flush=True)
 
 
 def show(row: Measured) -> None:

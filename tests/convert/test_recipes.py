@@ -15,8 +15,7 @@ from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
 from kvfold.convert.options import run_only, specs
 from kvfold.convert.recipes import read_recipe, recipe_names
-from kvfold.convert.uptrain.command import uptrain
-from kvfold.convert.uptrain.request import UptrainRequest
+from kvfold.convert.uptrain.request import UptrainRequest, uptrain
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 README = (FOLDER / "README.md").read_text()

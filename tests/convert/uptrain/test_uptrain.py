@@ -6,12 +6,13 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from helpers import forked
-from helpers.checkpoints import tensors
+from helpers.checkpoints import stock_model, tensors
 from helpers.processes import run_python
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,14 +21,15 @@ from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.targets.mla.tensors import CONSTANT
+from kvfold.convert.training.fit import distillation_loss, next_token_loss
 from kvfold.convert.uptrain import run as uptrain_run
 from kvfold.convert.uptrain import trainer as uptrain_trainer
 from kvfold.convert.uptrain.__main__ import main
-from kvfold.convert.uptrain.arguments import uptraining_rate
-from kvfold.convert.uptrain.command import uptrain as uptrain_command
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.resume import COMPLETE, read_log
+from kvfold.convert.uptrain.request import uptrain as uptrain_command
 from kvfold.convert.uptrain.run import uptrain_checkpoint
+from kvfold.convert.uptrain.trainer import training_arguments
+from kvfold.convert.uptrain.work import COMPLETE
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGETS = {
@@ -37,8 +39,8 @@ TARGETS = {
     "queries": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "q_rank": 40, "method": "svd"},
     "engine": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "layout": "engine", "samples": 16, "seq_len": 32},
 }
-QUICK = {"steps": 20, "batch_tokens": 512, "seq_len": 64, "micro_batch": 8, "relative_lr": 0.03, "eval_sequences": 8}
-QUICK |= {"eval_every": 10, "log_every": 1, "device": "cpu", "quiet": True}
+QUICK = {"steps": 10, "batch_tokens": 512, "seq_len": 64, "micro_batch": 8, "relative_lr": 0.05, "eval_sequences": 8}
+QUICK |= {"eval_every": 5, "log_every": 1, "device": "cpu", "quiet": True}
 
 
 def letters(folder):
@@ -54,6 +56,12 @@ def letters(folder):
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
     ).save_pretrained(folder)
+
+
+@pytest.fixture(autouse=True)
+def no_curve(monkeypatch):
+    """Drawing one takes longer than most runs here."""
+    monkeypatch.setattr(uptrain_run, "find_spec", lambda name: None if name == "matplotlib" else name)
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +112,12 @@ def test_what_convert_writes_is_ready_to_train_and_learns(converted, text, tmp_p
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     done = train(start, out, text, weight_decay=0.1 if target == "queries" else 0.0)
     found = losses(done)
-    assert len(found) == 20
+    assert len(found) == 10
     assert max(row.get("learning_rate", 0) for row in done.rows) == pytest.approx(QUICK["relative_lr"])
     assert found[-1] < found[0] - 0.3
     drift = done.record["held_out"]
     assert drift["after"]["eval_loss"] < drift["before"]["eval_loss"] - 0.3
-    assert [row["step"] for row in done.rows if "eval_loss" in row] == [0, 10, 20]
+    assert [row["step"] for row in done.rows if "eval_loss" in row] == [0, 5, 10]
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (out / name).read_bytes() == (start / name).read_bytes(), name
     before, after = tensors(start), tensors(out)
@@ -127,104 +135,91 @@ def test_what_convert_writes_is_ready_to_train_and_learns(converted, text, tmp_p
 
 
 def test_training_attention_alone_leaves_the_rest(converted, text, tmp_path):
-    start = converted("gqa")
-    train(start, tmp_path / "out", text, train="attention", steps=3, gradient_checkpointing=True)
-    before, after = tensors(start), tensors(tmp_path / "out")
+    start = shutil.copytree(converted("gqa"), tmp_path / "start")
+    before = tensors(start)
+    (file,) = start.glob("*.safetensors")
+    # Old checkpoints have such tables; they need not come back.
+    save_file({**before, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file, {"format": "pt"})
+    train(start, tmp_path / "out", text, train="attention", steps=1, eval_every=0, gradient_checkpointing=True)
+    after = tensors(tmp_path / "out")
+    assert after.keys() == before.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if ".self_attn." in name}
 
 
-def test_distillation_closes_the_drift(source, converted, text, tmp_path):
-    done = train(converted("gqa"), tmp_path / "out", text, teacher=str(source), steps=40, eval_every=20)
-    drift = done.record["held_out"]
-    assert drift["after"]["eval_kl"] < 0.7 * drift["before"]["eval_kl"]
-    assert done.record["teacher"] == "tiny"
-    # the teacher against itself: nothing to learn, nothing in excess
-    same = train(source, tmp_path / "same", text, teacher=str(source), steps=1)
-    assert abs(losses(same)[0]) < 1e-5
-    assert abs(same.record["held_out"]["before"]["eval_excess"]) < 1e-5
+@pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])
+def test_the_weight_mixes_both_losses(source, converted, weight):
+    """Softened by the temperature; without a weight the distillation is all."""
+    model, teacher = stock_model(converted("mqa")), stock_model(source)
+    request = UptrainRequest("m", "o", "t", teacher="x", distill_weight=weight if weight < 1 else None, temperature=2.0)
+    tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
+    own, other = (each(input_ids=tokens).logits for each in (model, teacher))
+    trainer = SimpleNamespace(_request=request, _teacher=teacher)
+    found = uptrain_trainer.Uptrainer.compute_loss(trainer, model, {"input_ids": tokens})
+    expected = (1 - weight) * next_token_loss(own, tokens) + weight * distillation_loss(own, other, 2.0)
+    torch.testing.assert_close(found, expected)
 
 
-def test_the_weight_mixes_both_losses(source, converted, text, tmp_path):
-    start = converted("mqa")
-    first = {
-        weight: losses(
-            train(
-                start, tmp_path / f"w{weight}", text, teacher=str(source), distill_weight=weight, steps=1, eval_every=0
-            )
-        )[0]
-        for weight in (0.0, 0.25, 1.0)
-    }
-    assert first[0.25] == pytest.approx(0.75 * first[0.0] + 0.25 * first[1.0], rel=1e-5)
-
-
-@pytest.mark.parametrize("micro_batch", [8, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_path, monkeypatch, micro_batch):
-    options = {"steps": 12, "save_every": 4, "log_every": 3, "eval_every": 6}
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_path, monkeypatch, told):
+    """Killed in a step, then while OUT is written, after which no step is trained twice."""
+    options = {"steps": 8, "save_every": 3, "log_every": 2, "eval_every": 4}
     whole = train(converted("free"), tmp_path / "whole", text, **options)
-    written = uptrain_trainer.RunLog.on_step_end
+    written, work = uptrain_trainer.RunLog.on_step_end, tmp_path / "out.training"
+
+    def run(**changes):
+        return train(converted("free"), tmp_path / "out", text, **{**options, **changes})
 
     def killed(self, args, state, control, **rest):
-        if state.global_step == 10:
+        if state.global_step == 7:
             raise KeyboardInterrupt
         return written(self, args, state, control, **rest)
-
-    monkeypatch.setattr(uptrain_trainer.RunLog, "on_step_end", killed)
-    with pytest.raises(KeyboardInterrupt):
-        train(converted("free"), tmp_path / "out", text, **options)
-    monkeypatch.undo()
-    assert not (tmp_path / "out").exists()
-    work = tmp_path / "out.training"
-    (work / "checkpoint-8" / COMPLETE).unlink()  # killed while it wrote this one
-    with pytest.raises(InputError, match="found checkpoints of an interrupted run; continue it with --resume, or"):
-        train(converted("free"), tmp_path / "out", text, **options)
-    different = "--relative-lr is 0.1, but the run being resumed was started with 0.03; give the same options"
-    with pytest.raises(InputError, match=re.escape(different)):
-        train(converted("free"), tmp_path / "out", text, **options, resume=True, relative_lr=0.1)
-    done = train(converted("free"), tmp_path / "out", text, **options, resume=True, micro_batch=micro_batch)
-    assert [(row["step"], "loss" in row) for row in done.rows] == [(row["step"], "loss" in row) for row in whole.rows]
-    assert losses(done) == pytest.approx(losses(whole), abs=1e-6)
-    before, after = tensors(tmp_path / "whole"), tensors(tmp_path / "out")
-    for name, value in before.items():
-        torch.testing.assert_close(after[name], value, rtol=0, atol=0 if micro_batch == 8 else 1e-4, msg=name)
-    assert sorted(path.name for path in work.iterdir()) == ["curve.png", "log.jsonl", "request.json"]
-
-
-def test_a_failure_while_writing_loses_no_step(converted, text, tmp_path, monkeypatch):
-    options = {"steps": 3, "save_every": 2, "eval_every": 3}
-    whole = train(converted("gqa"), tmp_path / "whole", text, **options)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(uptrain_run, "write_trained", full)
-    with pytest.raises(OSError, match="No space left"):
-        train(converted("gqa"), tmp_path / "out", text, **options)
-    monkeypatch.undo()
-    monkeypatch.setattr(uptrain_trainer.Uptrainer, "training_step", None)  # no step is trained twice
-    done = train(converted("gqa"), tmp_path / "out", text, **options, resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(uptrain_trainer.RunLog, "on_step_end", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    assert not (tmp_path / "out").exists()
+    (work / "checkpoint-6" / COMPLETE).unlink()  # killed while it wrote this one
+    for changes in ({}, {"resume": True, "relative_lr": 0.1}):
+        with pytest.raises(InputError) as raised:
+            run(**changes)
+        told(raised.value)
+    with monkeypatch.context() as patch:
+        patch.setattr(uptrain_run, "write_trained", full)
+        with pytest.raises(OSError, match="No space left"):
+            run(resume=True)
+    monkeypatch.setattr(uptrain_trainer.Uptrainer, "training_step", None)
+    done = run(resume=True)
     assert done.rows == whole.rows
+    assert [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()] == whole.rows
     before, after = tensors(tmp_path / "whole"), tensors(tmp_path / "out")
     assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert sorted(path.name for path in work.iterdir()) == ["log.jsonl", "request.json"]
 
 
-def test_the_record_and_the_card(source, converted, text, tmp_path):
+def test_distillation_closes_the_drift_and_the_record_and_the_card_say_so(source, converted, text, tmp_path):
     start, out = converted("engine"), tmp_path / "out"
-    train(start, out, text, teacher=str(source), steps=2, eval_every=1)
+    done = train(start, out, text, teacher=str(source), plot=str(tmp_path / "curve.png"), relative_lr=0.01)
+    drift = done.record["held_out"]
+    assert drift["after"]["eval_kl"] < 0.9 * drift["before"]["eval_kl"]
+    assert drift["after"]["eval_excess"] < drift["before"]["eval_excess"]
+    assert (tmp_path / "curve.png").stat().st_size > 1000
     before, after = (json.loads((folder / "kvfold.json").read_text()) for folder in (start, out))
     assert after["drift_before_uptraining"] == before.pop("drift")
     assert after["files"].keys() == before["files"].keys()
     assert after["files"]["model.safetensors"] != before.pop("files")["model.safetensors"]
     assert {name: after[name] for name in before} == before
     found = after["uptraining"]
-    assert found["request"]["text"] == "words.txt"
-    assert found["request"]["model"] == "engine"
+    assert (found["request"]["text"], found["request"]["model"], found["teacher"]) == ("words.txt", "engine", "tiny")
     assert str(tmp_path.parent) not in json.dumps(found)
     card = (out / "README.md").read_text()
     begun, made = card.split("\n## Before the uptraining\n"), (start / "README.md").read_text()
     assert begun[0].startswith(made.split("\n# ")[0])
     assert made.split("## Engines")[1].split("## How")[0] in begun[1]
-    assert "all weights were trained for 2 steps of 512 tokens of words.txt, distilled from `tiny`" in card
+    assert "all weights were trained for 10 steps of 512 tokens of words.txt, distilled from `tiny`" in card
     assert "| on 8 x 64 held-out tokens | before | after |" in begun[0]
     assert "Everything else is the source's, byte for byte." in made
     assert "byte for byte" not in card
@@ -234,7 +229,7 @@ def test_the_record_and_the_card(source, converted, text, tmp_path):
 def test_the_stored_dtype_is_kept(source, text, tmp_path):
     start = tmp_path / "half"
     convert_checkpoint(ConvertRequest(str(source), str(start), **TARGETS["free"], dtype="bfloat16", quiet=True))
-    train(start, tmp_path / "out", text, steps=2, precision="bfloat16")
+    train(start, tmp_path / "out", text, steps=1, eval_every=0, precision="bfloat16")
     assert {value.dtype for value in tensors(tmp_path / "out").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -247,19 +242,14 @@ def test_a_loss_that_is_not_finite_ends_the_run(converted, text, tmp_path, monke
 
 
 def test_evaluation_on_another_text(converted, text, tmp_path):
+    """Of sequences that do not fill up their last batch."""
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"text": line}) + "\n" for line in text.read_text()[:9000].split("\n")))
-    done = train(converted("gqa"), tmp_path / "out", text, eval_text=str(other), steps=2)
-    assert done.record["held_out"]["sequences"] == 8
-    with pytest.raises(InputError, match="--eval-text: expected another text than --text"):
+    options = {"steps": 1, "eval_sequences": 7, "micro_batch": 4}
+    done = train(converted("gqa"), tmp_path / "out", text, eval_text=str(other), **options)
+    assert done.record["held_out"]["sequences"] == 7
+    with pytest.raises(InputError, match=r"--eval-text .* must be another text than --text"):
         train(converted("gqa"), tmp_path / "out2", text, eval_text=str(text))
-
-
-def test_a_log_that_was_cut_short(tmp_path):
-    log = tmp_path / "log.jsonl"
-    rows = [{"step": step, "tokens": 512 * step} for step in (1, 2)]
-    log.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + '{"st')
-    assert read_log(log) == rows
 
 
 @pytest.mark.parametrize(
@@ -272,9 +262,9 @@ def test_a_log_that_was_cut_short(tmp_path):
         {"distill_weight": 0.5},
         {"teacher": "x", "distill_weight": 1.5},
         {"temperature": 0.0},
-        {"max_shard_size": "5"},
         {"warmup": 1.0},
         {"seed": 2**32},
+        {"max_shard_size": "x"},
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
 )
@@ -284,55 +274,35 @@ def test_requests_that_cannot_be(options, told):
     told(raised.value)
 
 
-def command(*arguments, start=("-m", "kvfold.convert.uptrain"), **environment):
-    environment = {"TOKENIZERS_PARALLELISM": "false", **environment}
-    return run_python(*start, *arguments, check=False, environment=environment)
-
-
 def options_of(**options):
     given = {**QUICK, **options}
     given.pop("quiet")
     return [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
 
 
-@pytest.fixture
-def fails(monkeypatch, capsys):
-    """``fails(...)``: the `error:` line, without details, of a command line that ends with status 2."""
-
-    def run(*arguments):
+def test_errors_name_what_to_do(converted, text, tmp_path, tiny_family, monkeypatch, capsys, told):
+    """The command line: one `error:` line, status 2, and nothing written."""
+    start, out = converted("gqa"), tmp_path / "out"
+    stranger = tiny_family("llama", attention_bias=False, mlp_bias=False, vocab_size=101)
+    both = (start, out, "--text", text)
+    for arguments in (
+        (start,),
+        (start, out),
+        (start, out, *options_of(), "--text", "no.txt"),
+        (tmp_path / "no", out, "--text", text),
+        (start, start, "--text", text),
+        both,
+        (*both, *options_of(teacher=stranger)),
+        (*both, *options_of(precision="float16")),
+        (*both, "--plot", "x.gif"),
+    ):
         monkeypatch.setattr(sys, "argv", ["uptrain", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code == 2
-        return capsys.readouterr().err.strip().splitlines()[-1]
-
-    return run
-
-
-def test_errors_name_what_to_do(converted, text, tmp_path, tiny_family, fails):
-    start, out = converted("gqa"), tmp_path / "out"
-    stranger = tiny_family("llama", attention_bias=False, mlp_bias=False, vocab_size=101)
-    both = (start, out, "--text", text)
-    expected = {
-        (start,): "error: python -m kvfold.convert.uptrain: missing argument 'OUT'; see `python -m",
-        (start, out): "error: python -m kvfold.convert.uptrain: missing option '--text'",
-        (start, out, *options_of(), "--text", "no.txt"): "error: --text: no file no.txt",
-        (tmp_path / "no", out, "--text", text): f"error: {tmp_path}/no: no such folder",
-        (start, start, "--text", text): f"error: {start} is MODEL {start}",
-        both: "error: --seq-len 1024: longer than the 128 positions that gqa is made for; lower --seq-len",
-        (*both, *options_of(teacher=stranger)): (
-            f"error: --teacher {stranger}: its vocabulary has 101 tokens, that of {start} 97; expected the checkpoint"
-        ),
-        (
-            *both,
-            *options_of(precision="float16"),
-        ): "error: --precision float16 trains on a GPU only",
-        (*both, "--plot", "x.gif"): "error: --plot x.gif must end in .png, .svg, .pdf",
-    }
-    for arguments, message in expected.items():
-        last = fails(*arguments)
-        assert last.startswith(message), last
-        assert not list(tmp_path.iterdir()), last
+        said = capsys.readouterr().err.strip().splitlines()[-1]
+        told(said.replace(str(start), "START").replace(str(stranger), "STRANGER"))
+        assert not list(tmp_path.iterdir()), said
 
 
 @pytest.mark.slow
@@ -343,11 +313,11 @@ def test_a_tied_head_in_bfloat16_stays_tied(text, tmp_path):
     assert "lm_head.weight" not in tensors(tmp_path / "out")
 
 
-def test_default_learning_rates():
-    assert [uptraining_rate(width) for width in (256, 1024, 4096)] == pytest.approx([0.003125, 0.0015625, 0.00078125])
-
-
-def test_lr_is_another_name_of_relative_lr():
+def test_learning_rates():
+    """The default falls with the root of the width; `--lr` is another name of `--relative-lr`."""
+    request = UptrainRequest(model="m", out="o", text="t", device="cpu")
+    rates = [training_arguments(request, width, False).learning_rate for width in (256, 1024, 4096)]
+    assert rates == pytest.approx([0.003125, 0.0015625, 0.00078125])
     for name in ("--lr", "--relative-lr"):
         options = uptrain_command.make_context("uptrain", ["a", "b", "--text", "c", name, "0.02"]).params
         del options["json_file"]
@@ -360,15 +330,12 @@ def test_without_accelerate_the_extra_is_named(converted, text, tmp_path, monkey
         train(converted("gqa"), tmp_path / "out", text)
 
 
-@pytest.mark.parametrize("start", [("kvfold.convert.uptrain",), ("kvfold.convert", "uptrain")])
-def test_help_is_quick_to_load(start):
-    started = command("--help", start=("-X", "importtime", "-m", *start))
+def test_help_is_quick_to_load():
+    arguments = ("-X", "importtime", "-m", "kvfold.convert.uptrain", "--help")
+    started = run_python(*arguments, check=False, environment={"TOKENIZERS_PARALLELISM": "false"})
     modules = {line.split("|")[-1].strip() for line in started.stderr.splitlines()}
     assert not modules & {"torch", "transformers", "numpy"}
-    assert "--teacher MODEL" in started.stdout
     assert "--relative-lr, --lr RATE" in started.stdout
-    first = " ".join(started.stdout.split("\n\n")[1].split())
-    assert first == "Train MODEL further into OUT, at learning rates relative to the size of each tensor."
 
 
 def test_the_configuration_for_fsdp_is_one_that_accelerate_reads():
@@ -381,7 +348,7 @@ def test_the_configuration_for_fsdp_is_one_that_accelerate_reads():
 
 def test_two_processes_give_the_losses_of_one(source, converted, text, tmp_path):
     """By the recipe's script, in processes that begin as torchrun's do."""
-    options = ["--text", text, "--teacher", source, *options_of(steps=8, eval_every=4, micro_batch=4)]
+    options = ["--text", text, "--teacher", source, *options_of(steps=4, eval_every=2, micro_batch=4, eval_sequences=7)]
     start = converted("free")
 
     def work():
@@ -392,9 +359,10 @@ def test_two_processes_give_the_losses_of_one(source, converted, text, tmp_path)
     torch.set_num_threads(1)  # a fork has one thread
     ended = forked.run_ranks(tmp_path / "log", work)
     assert [each.status for each in ended] == [0, 0], ended
-    train(start, tmp_path / "one", text, teacher=str(source), steps=8, eval_every=4, micro_batch=4)
-    rows = [read_log(tmp_path / f"{name}.training" / "log.jsonl") for name in ("one", "two")]
-    assert len(rows[0]) == len(rows[1]) == 11
+    train(start, tmp_path / "one", text, teacher=str(source), steps=4, eval_every=2, micro_batch=4, eval_sequences=7)
+    logs = [tmp_path / f"{name}.training" / "log.jsonl" for name in ("one", "two")]
+    rows = [[json.loads(line) for line in log.read_text().splitlines()] for log in logs]
+    assert len(rows[0]) == len(rows[1]) == 7
     for name in ("loss", "eval_loss", "eval_kl", "eval_excess"):
         first, second = ([row[name] for row in found if name in row] for found in rows)
         assert first == pytest.approx(second, abs=1e-3), name
@@ -404,19 +372,10 @@ def test_two_processes_give_the_losses_of_one(source, converted, text, tmp_path)
         torch.testing.assert_close(after[name], value, rtol=0, atol=1e-3, msg=name)
 
 
-def test_tables_of_old_checkpoints_need_not_come_back(converted, text, tmp_path):
-    start = shutil.copytree(converted("gqa"), tmp_path / "start")
-    old = tensors(start)
-    (file,) = start.glob("*.safetensors")
-    save_file({**old, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file, {"format": "pt"})
-    train(start, tmp_path / "out", text, steps=1, eval_every=0)
-    assert tensors(tmp_path / "out").keys() == old.keys()
-
-
 def test_a_folder_that_is_not_a_run_is_left_alone(converted, text, tmp_path):
     mine = tmp_path / "out.training" / "mine.txt"
     mine.parent.mkdir()
     mine.write_text("mine")
-    with pytest.raises(InputError, match="the run would write its log there, found something else"):
+    with pytest.raises(InputError, match="holds something else than a run, which would write its log there"):
         train(converted("gqa"), tmp_path / "out", text, steps=1)
     assert mine.read_text() == "mine"

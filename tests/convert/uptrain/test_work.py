@@ -1,27 +1,47 @@
-"""Tokens of a run: read from all over the text, packed, held out, permuted, divided, and reused after a kill."""
+"""The folder of a run: its tokens, read from all over the text, packed, held out, permuted and divided, and what an
+interrupted run left, which is believed only where it is what was written."""
 
 import hashlib
 import json
+import os
 import re
+import sys
+import time
 from collections import Counter, namedtuple
 from dataclasses import replace
+from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard, skip_first_batches
+from helpers import forked
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from kvfold.convert.checkpoint import atomic
+from kvfold.convert.checkpoint.atomic import output_lock
+from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
+from kvfold.convert.processes import leave_processes, run_on_first
 from kvfold.convert.text import corpus as texts
 from kvfold.convert.text.corpus import Document, open_corpus
 from kvfold.convert.text.tokenizer import tokenize
-from kvfold.convert.uptrain import resume
-from kvfold.convert.uptrain.arguments import divide_batch
-from kvfold.convert.uptrain.data import TokenPlan, TrainingOrder, make_tokens, open_tokens, packed
+from kvfold.convert.uptrain import work
 from kvfold.convert.uptrain.request import UptrainRequest
+from kvfold.convert.uptrain.run import uptrain_checkpoint
+from kvfold.convert.uptrain.trainer import divide_batch
+from kvfold.convert.uptrain.work import (
+    COMPLETE,
+    TokenPlan,
+    TrainingOrder,
+    last_checkpoint,
+    make_tokens,
+    mark_complete,
+    open_tokens,
+    packed,
+)
 
 BOS, EOS = 1, 2
 
@@ -131,16 +151,16 @@ def test_an_epoch_takes_every_sequence_once_in_an_order_that_the_seed_decides(tm
 
 def test_a_large_file_is_not_read_whole(tmp_path, monkeypatch):
     path = tmp_path / "long.txt"
-    path.write_text("".join(f"{n:07d} " + "word " * 18 + "\n" for n in range(400_000)))
+    path.write_text("".join(f"{n:07d} " + "word " * 18 + "\n" for n in range(100_000)))
     sizes, parse = [], texts.TextFile._parse
     monkeypatch.setattr(
         texts.TextFile, "_parse", lambda self, start, raw: sizes.append(len(raw)) or parse(self, start, raw)
     )
-    tokens = made(tmp_path / "run", plan_of(path, training=30_000, length=64))
-    assert len(tokens.training) == 30_000
-    assert sum(sizes) < 2 * 30_000 * 64 < path.stat().st_size / 9
-    lines = [int(line[:7]) for line in read(tokens.training[::50]).split("\n") if len(line) > 90 and line[0] != "<"]
-    assert max(lines) - min(lines) > 200_000  # from all over the file
+    tokens = made(tmp_path / "run", plan_of(path, training=6_000, length=64))
+    assert len(tokens.training) == 6_000
+    assert sum(sizes) < 2 * 6_000 * 64 < path.stat().st_size / 9
+    lines = [int(line[:7]) for line in read(tokens.training[::10]).split("\n") if len(line) > 90 and line[0] != "<"]
+    assert max(lines) - min(lines) > 30_000  # from all over the file
 
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 8), (2, 4), (2, 2), (4, 1)])
@@ -161,18 +181,15 @@ def test_processes_share_the_global_batch_of_one(world, micro, behind):
 
 
 def test_held_out_text_is_never_trained_on(tmp_path):
-    tokens = made(tmp_path / "run", plan_of(numbered(tmp_path), training=5000, held_out=40))
+    path, other = numbered(tmp_path), tmp_path / "other.txt"
+    tokens = made(tmp_path / "run", plan_of(path, training=5000, held_out=40))
     assert tokens.held_out.shape == (40, 32)
     held_out, trained = whole_lines(tokens.held_out), whole_lines(tokens.training)
     assert len(held_out) > 100
     assert not held_out & trained
     assert len(tokens.training) * 32 > 0.95 * (30_000 - 40 * 32)  # only the document at the border is lost
-
-
-def test_another_text_is_held_out_whole(tmp_path):
-    other = tmp_path / "other.txt"
     other.write_text("something else entirely, " * 20)
-    tokens = made(tmp_path / "run", plan_of(numbered(tmp_path), training=900, held_out=15, eval_text=other))
+    tokens = made(tmp_path / "other", plan_of(path, training=900, held_out=15, eval_text=other))
     assert tokens.held_out.shape == (15, 32)
     assert read(tokens.held_out)[1:] in other.read_text()
     assert len(tokens.training) == 900
@@ -185,19 +202,18 @@ def test_a_global_batch_is_divided():
         divide_batch(6, 1, 4)
 
 
-def test_too_little_text(tmp_path):
+def test_too_little_text(tmp_path, told):
     short, long = tmp_path / "short.txt", numbered(tmp_path)
     short.write_text("a few words")
-    wrong = {
-        r"short.txt: too little text: expected at least 1 sequence of 32 tokens": plan_of(short),
-        r"short.txt: too little text: expected at least 4 sequences of 32": plan_of(long, held_out=4, eval_text=short),
-        r"short.txt: too little text to hold out 4 sequences .*, found 0; give": plan_of(short, held_out=4),
-        # At most a fifth of a file is held out: 187 of 938 sequences.
-        r"numbered.jsonl: .* hold out 400 sequences .*, found 18\d; give another": plan_of(long, held_out=400),
-    }
-    for message, plan in wrong.items():
-        with pytest.raises(InputError, match=message):
+    for plan in (
+        plan_of(short),
+        plan_of(long, held_out=4, eval_text=short),
+        plan_of(short, held_out=4),
+        plan_of(long, held_out=400),  # at most a fifth of a file is held out: 187 of 938 sequences
+    ):
+        with pytest.raises(InputError) as raised:
             made(tmp_path / "run", plan)
+        told(raised.value)
 
 
 def test_tokens_that_the_model_does_not_know(tmp_path):
@@ -264,20 +280,17 @@ def test_tokens_are_opened_only_for_the_run_they_were_made_for(tmp_path):
     assert open_tokens(plan, tmp_path / "run") is None
 
 
-@pytest.mark.parametrize("place", [0, 5_000_000, -1])
-def test_the_fingerprint_of_a_large_file_is_of_cells_from_its_first_to_its_last_byte(tmp_path, monkeypatch, place):
+def test_the_digest_of_a_large_file_is_of_cells_from_its_first_to_its_last_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "_CELL", 1000)
     monkeypatch.setattr(texts, "_LARGEST_WHOLE", 1 << 20)
-    path = tmp_path / "long.txt"
-    content = bytearray(b"a" * 63 * 100_000 + b"a" * 1000)
+    path, content = tmp_path / "long.txt", b"a" * (63 * 20_000 + 1000)
     path.write_bytes(content)
     text = open_corpus(str(path), None, 0)
-    before = text.digest(sampled=True)
-    assert before == hashlib.sha256(bytes(b"a" * 64_000)).hexdigest()
-    content[place] = ord("b")
-    path.write_bytes(content)
-    assert text.digest(sampled=True) != before
-    path.write_bytes(bytes(content[: 1 << 20]))
+    assert text.digest(sampled=True) == hashlib.sha256(b"a" * 64_000).hexdigest() != text.digest()
+    for place in (0, 1_000_000, len(content) - 1):
+        path.write_bytes(content[:place] + b"b" + content[place + 1 :])
+        assert text.digest(sampled=True) != hashlib.sha256(b"a" * 64_000).hexdigest(), place
+    path.write_bytes(content[: 1 << 20])
     assert text.digest(sampled=True) == text.digest()
 
 
@@ -289,7 +302,7 @@ def test_a_text_edited_while_it_is_tokenized_is_another_one(tmp_path, monkeypatc
         yield from tokenize(*arguments)
         path.write_bytes(content.replace(b"[000700]", b"[000701]"))
 
-    monkeypatch.setattr("kvfold.convert.uptrain.data.tokenize", edited)
+    monkeypatch.setattr("kvfold.convert.uptrain.work.tokenize", edited)
     plan = plan_of(path, training=5000)
     make_tokens(plan, tmp_path)
     assert path.read_bytes() != content
@@ -304,7 +317,7 @@ def test_a_kill_while_tokenizing_leaves_no_tokens(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     plan = plan_of(numbered(tmp_path))
-    monkeypatch.setattr("kvfold.convert.uptrain.data.tokenize", killed)
+    monkeypatch.setattr("kvfold.convert.uptrain.work.tokenize", killed)
     with pytest.raises(KeyboardInterrupt):
         make_tokens(plan, tmp_path)
     assert open_tokens(plan, tmp_path) is None
@@ -318,25 +331,17 @@ class Alone:
         wait_for_everyone = staticmethod(lambda: None)
 
 
-def test_a_run_killed_before_its_first_checkpoint_keeps_its_tokens(tmp_path, monkeypatch):
+def test_a_run_killed_before_its_first_checkpoint_keeps_its_tokens_for_the_same_text(tmp_path, monkeypatch):
     path = numbered(tmp_path)
-    options = {"model": "m", "out": str(tmp_path / "out"), "text": str(path), "seq_len": 32, "batch_tokens": 64}
-    request = UptrainRequest(**options, steps=10)
-    first = resume.prepare(request, None, plan_of(path, training=20), Alone())
-    (request.work / "log.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
-    monkeypatch.setattr(resume, "make_tokens", None)
-    again = resume.prepare(replace(request, resume=True), None, plan_of(path, training=20), Alone())
-    assert torch.equal(first.training, again.training)
-    assert (request.work / "log.jsonl").read_text() == ""
-
-
-def test_a_text_that_cannot_be_used_leaves_no_folder(tmp_path):
-    path = tmp_path / "short.txt"
-    path.write_text("a few words")
     request = UptrainRequest(model="m", out=str(tmp_path / "out"), text=str(path), seq_len=32, batch_tokens=64)
-    with pytest.raises(InputError, match="too little text"):
-        resume.prepare(request, None, plan_of(path), Alone())
-    assert [entry.name for entry in tmp_path.iterdir()] == ["short.txt"]
+    first = work.prepare(request, None, plan_of(path, training=20), Alone())
+    monkeypatch.setattr(work, "make_tokens", None)
+    again = work.prepare(replace(request, resume=True), None, plan_of(path, training=20), Alone())
+    assert torch.equal(first.training, again.training)
+    with path.open("a") as file:
+        file.write('{"text": "more"}\n')
+    with pytest.raises(InputError, match="the text or the tokenizer is not the one that the run was started with"):
+        work.prepare(replace(request, resume=True), Path("checkpoint-8"), plan_of(path, training=20), Alone())
 
 
 @pytest.mark.parametrize(("training", "most"), [(20, 4 * 24 * 32), (10**9, 4 * (4 * 32 + 63_000))])
@@ -349,18 +354,119 @@ def test_the_room_for_the_tokens_is_looked_for_before_they_are_made(tmp_path, mo
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _: usage(10**12, 0, most - 1))
     message = rf"too little disk space: .*\({most} bytes\) needed for the tokens of the run, 4 bytes each; free some"
     with pytest.raises(InputError, match=message):
-        resume.prepare(request, None, plan, Alone())
+        work.prepare(request, None, plan, Alone())
     assert [entry.name for entry in tmp_path.iterdir()] == ["numbered.jsonl"]
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _: usage(10**12, 0, most))
-    resume.prepare(request, None, plan, Alone())
+    work.prepare(request, None, plan, Alone())
     assert (request.work / "tokens.bin").stat().st_size <= most
+    plan.text.path.write_text("a few words")
+    with pytest.raises(InputError, match="too little text"):
+        work.prepare(request, None, plan, Alone())
+    assert not request.work.exists()
 
 
 def test_a_resumed_run_refuses_another_text(tmp_path):
     path = numbered(tmp_path)
     request = UptrainRequest(model="m", out=str(tmp_path / "out"), text=str(path), seq_len=32, batch_tokens=64)
-    resume.prepare(request, None, plan_of(path), Alone())
+    work.prepare(request, None, plan_of(path), Alone())
     with path.open("a") as file:
         file.write('{"text": "more"}\n')
     with pytest.raises(InputError, match="the text or the tokenizer is not the one that the run was started with"):
-        resume.prepare(replace(request, resume=True), Path("checkpoint-8"), plan_of(path), Alone())
+        work.prepare(replace(request, resume=True), Path("checkpoint-8"), plan_of(path), Alone())
+
+
+@pytest.fixture
+def request_(tmp_path):
+    request = UptrainRequest(model="m", out=str(tmp_path / "out"), text="t", resume=True)
+    request.work.mkdir()
+    (request.work / "request.json").write_text(json.dumps(request.result_options()))
+    for step in (4, 8):
+        checkpoint = request.work / f"checkpoint-{step}"
+        (checkpoint / "optimizer").mkdir(parents=True)
+        for name in ("model.safetensors", "trainer_state.json", "optimizer/0.distcp"):
+            (checkpoint / name).write_bytes(os.urandom(100))
+        mark_complete(checkpoint)
+    return request
+
+
+def newest(request):
+    found = last_checkpoint(request)
+    return None if found is None else found.name
+
+
+@pytest.mark.parametrize("name", ["optimizer/0.distcp", COMPLETE])
+@pytest.mark.parametrize("damage", ["cut", "empty", "other bytes", "removed", "folder", "link"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(request_, capsys, name, damage):
+    file = request_.work / "checkpoint-8" / name
+    data = file.read_bytes()
+    file.unlink()
+    if damage == "folder":
+        file.mkdir()
+    elif damage == "link":
+        (request_.work.parent / "elsewhere").write_bytes(data)
+        file.symlink_to(request_.work.parent / "elsewhere")
+    elif damage != "removed":
+        file.write_bytes({"cut": data[:-1], "empty": b"", "other bytes": b"\xff" + data[1:]}[damage])
+    expected = "checkpoint-8" if (name, damage) == (COMPLETE, "link") else "checkpoint-4"
+    assert newest(request_) == expected
+    told = capsys.readouterr().err
+    half_written = name == COMPLETE and damage == "removed"  # as a killed run leaves it
+    assert ("--resume: checkpoint-8 is damaged and left out" in told) == (
+        expected == "checkpoint-4" and not half_written
+    )
+
+
+def test_without_a_sound_checkpoint_the_run_starts_over(request_):
+    assert newest(request_) == "checkpoint-8"
+    for step in (4, 8):
+        (request_.work / f"checkpoint-{step}" / "model.safetensors").unlink()
+    assert newest(request_) is None
+
+
+def test_options_that_cannot_be_read(request_):
+    (request_.work / "request.json").write_bytes(b"[")
+    with pytest.raises(InputError, match=r"request.json: not valid JSON"):
+        last_checkpoint(request_)
+
+
+def test_two_runs_to_one_output(tmp_path):
+    (tmp_path / "text.txt").write_text("text")
+    request = UptrainRequest(model=str(demo_folder()), out=str(tmp_path / "out"), text=str(tmp_path / "text.txt"))
+    expected = "out.training is being written by another run; wait for it"
+    with output_lock(request.work), pytest.raises(InputError, match=expected):
+        uptrain_checkpoint(request)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def two_of_them():
+    """Both wait longer for the first one's work than the training's timeout, and both get its error."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+    calls = []
+
+    def slow():
+        time.sleep(2)
+        calls.append(int(os.environ["RANK"]))
+        return "done"
+
+    def wrong():
+        raise InputError("no text", ["a detail"])
+
+    begin = time.monotonic()
+    result = run_on_first(slow)
+    seconds = time.monotonic() - begin
+    try:
+        run_on_first(wrong)
+    except InputError as error:
+        print(json.dumps({"result": result, "calls": calls, "waited": seconds > 1.5, "error": str(error)}))
+    leave_processes()
+    print(dist.is_initialized(), file=sys.stderr)
+
+
+def test_the_others_wait_longer_than_the_timeout_of_the_training_and_share_its_error(tmp_path):
+    torch.set_num_threads(1)  # a fork has one thread
+    ended = forked.run_ranks(tmp_path, two_of_them)
+    assert [each.status for each in ended] == [0, 0], ended
+    assert all(each.stderr.endswith("False\n") for each in ended)
+    same = {"waited": True, "error": "no text\n  a detail"}
+    assert json.loads(ended[0].stdout) == {"result": "done", "calls": [0], **same}
+    assert json.loads(ended[1].stdout) == {"result": None, "calls": [], **same}
