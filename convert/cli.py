@@ -20,7 +20,7 @@ from kvfold.convert.measure.commands import bench, check_files, evaluate, json_f
 from kvfold.convert.measure.page import conversion_page, drift_page, write_report
 from kvfold.convert.progress import stage
 from kvfold.convert.request import ConvertRequest, DriftRequest
-from kvfold.convert.uptrain.request import uptrain
+from kvfold.convert.uptrain.__main__ import uptrain
 
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 

@@ -1,14 +1,69 @@
-"""``python -m kvfold.convert.uptrain``, for ``torchrun`` and ``accelerate launch``: the command ``kvfold uptrain``."""
+"""The command ``kvfold uptrain``: training a converted checkpoint a little further.
+
+On several processes: ``torchrun --nproc-per-node 8 -m kvfold.convert.uptrain ...`` or ``accelerate launch --config_file
+recipes/fsdp.yaml recipes/uptrain.py ...``. A global batch is ``--batch-tokens`` whatever their number, and the order of
+the text depends on ``--seed`` alone, so the losses do not depend on the number of processes.
+
+MODEL is a checkpoint that ``kvfold convert`` wrote (or any causal language model). With ``--teacher``, the checkpoint
+that it was converted from, the loss is the KL from that model's next-token distributions: labels only say which token
+came next, the teacher says which were likely, so the drift closes with far fewer tokens. OUT is in MODEL's layout, with
+its config, tokenizer and generation config. Beside it, in ``OUT.training``, lie ``log.jsonl``, the curve and, while the
+run lasts, its tokens (4 bytes each) and its checkpoints, from which ``--resume`` continues.
+
+The constant channel of layout ``free`` is frozen; the live norm of layout ``engine`` is trained.
+"""
 
 import sys
 from typing import NoReturn
 
-from kvfold.convert.console import run_command
-from kvfold.convert.uptrain.request import INTERRUPTED, uptrain
+import click
+
+from kvfold.convert.checkpoint.atomic import check_output
+from kvfold.convert.checkpoint.opening import check_opens
+from kvfold.convert.console import PanelCommand, request_options, run_command
+from kvfold.convert.measure.commands import check_files, tell
+from kvfold.convert.processes import leave_processes, started_first
+from kvfold.convert.text.corpus import check_sources
+from kvfold.convert.uptrain.request import UptrainRequest
+
+INTERRUPTED = "OUT was not written; continue with --resume"
+_json = click.option(
+    "--json",
+    "json_file",
+    metavar="FILE|-",
+    help="Also write the record and the log to FILE; -: to stdout alone.",
+)
+
+
+@click.command(
+    cls=PanelCommand,
+    short_help="Train a converted checkpoint a little further.",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+@request_options(UptrainRequest, before={"trust_remote_code": [_json]})
+def uptrain(request: UptrainRequest, json_file: str | None) -> None:
+    """Train MODEL further into OUT, at learning rates relative to the size of each tensor.
+
+    MODEL is a checkpoint that `kvfold convert` wrote. Adam moves every element by about the learning rate, so
+    --relative-lr is multiplied by the root mean square of each tensor: it is larger than the usual --lr of a trainer.
+    """
+    check_files(json_file, request.plot)
+    check_output(request.out, overwrite=request.overwrite, model=request.model)
+    check_sources([request.text], "text")
+    check_sources(filter(None, [request.eval_text]), "eval_text")
+    if not request.quiet and started_first():
+        click.echo(f"reading {request.model}", err=True)
+    check_opens(*filter(None, [request.model, request.teacher]))
+    from kvfold.convert.uptrain.run import summary, uptrain_checkpoint
+
+    done = uptrain_checkpoint(request)
+    leave_processes()
+    if done.rows:
+        tell(json_file, done.to_dict, "" if request.quiet else summary(request, done))
 
 
 def main() -> NoReturn:
-    """Run the command line; exit status as that of ``kvfold``."""
+    """Run the command line, as ``torchrun`` and ``accelerate launch`` do; exit status as that of ``kvfold``."""
     run_command(uptrain, "python -m kvfold.convert.uptrain", sys.argv[1:], INTERRUPTED)
 
 

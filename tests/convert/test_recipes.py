@@ -15,7 +15,8 @@ from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
 from kvfold.convert.options import run_only, specs
 from kvfold.convert.recipes import read_recipe, recipe_names
-from kvfold.convert.uptrain.request import UptrainRequest, uptrain
+from kvfold.convert.uptrain.__main__ import uptrain
+from kvfold.convert.uptrain.request import UptrainRequest
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 README = (FOLDER / "README.md").read_text()

@@ -25,8 +25,8 @@ from kvfold.convert.training.fit import distillation_loss, next_token_loss
 from kvfold.convert.uptrain import run as uptrain_run
 from kvfold.convert.uptrain import trainer as uptrain_trainer
 from kvfold.convert.uptrain.__main__ import main
+from kvfold.convert.uptrain.__main__ import uptrain as uptrain_command
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.request import uptrain as uptrain_command
 from kvfold.convert.uptrain.run import uptrain_checkpoint
 from kvfold.convert.uptrain.trainer import training_arguments
 from kvfold.convert.uptrain.work import COMPLETE
