@@ -17,7 +17,6 @@ from tests.helpers.layers import (
     normed_statistics,
     plain_rotary,
     relative_error,
-    statistics_of,
 )
 
 E, D, H, G, TOKENS = 32, 8, 8, 4, 24
@@ -140,11 +139,6 @@ def test_without_text_a_map_is_the_projection_over_one_number_per_head() -> None
     rms = (weights.k * scales).square().sum(-1).mean(-1).sqrt()
     expected = weights.k_norm.weight[..., None] * weights.k / rms[:, None, None]
     torch.testing.assert_close(linear.k, expected, **precision.ACTIVATIONS)
-
-
-def test_layers_without_norms_stay_as_they_are() -> None:
-    weights = replace(make({"kind": "rms"}), q_norm=None, k_norm=None)
-    assert linear_heads(weights, statistics_of(inputs(sequences=2), H)) is weights
 
 
 def test_what_is_missed_is_the_error_of_the_maps() -> None:

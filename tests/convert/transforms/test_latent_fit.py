@@ -173,18 +173,8 @@ def test_latent_has_unit_energy_and_mean_zero():
     assert c.mean(0).abs().max() < 1e-9
 
 
-def test_rounds_converge():
-    weights, statistics, _ = random_layer()
-    rotary, slots = Rotary(THETA), rope_slots.Slots((1, 1, 0, 0), THETA[:2])
-    maps = [
-        latent.uv @ latent.down
-        for latent in (to_latent(weights, statistics, rotary, slots, 5, rounds=rounds) for rounds in (1, 2, 30, 31))
-    ]
-    assert relative_error(maps[3], maps[2]) < 0.5 * relative_error(maps[1], maps[0])
-
-
 @pytest.mark.parametrize("centered", [True, False])
-@pytest.mark.parametrize(("rope_dim", "rank"), [(4, 8), (8, 8), (4, 14)])
+@pytest.mark.parametrize(("rope_dim", "rank"), [(4, 8), (8, 14)])
 def test_every_round_lessens_the_error_it_is_about(rope_dim, rank, centered):
     """Over inputs and distances that are independent, as the fit assumes, and as the tokens here are."""
     weights, statistics, x = random_layer(seed=3)

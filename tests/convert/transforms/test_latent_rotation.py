@@ -6,7 +6,6 @@ from helpers.checkpoints import stock_model
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
-from kvfold.convert.errors import InputError
 from kvfold.convert.transforms.latent.variants import hartley
 
 SPLIT = {"to": "mla", "kv_rank": 16, "rope_dim": 8, "method": "svd", "allow_growth": True, "quiet": True}
@@ -66,14 +65,3 @@ def test_a_quantized_cache_loses_less(tmp_path):
     exact, _ = latents(plain, tokens)
     before, after = (float((latents(model, tokens, int8)[0] - exact).std()) for model in (plain, mixed))
     assert after < before / 20
-
-
-def test_layout_engine_is_refused_with_the_reason():
-    with pytest.raises(InputError, match="--rotate-latent increases the error of an FP8 cache with --layout engine"):
-        ConvertRequest("m", "o", to="mla", kv_rank=16, rope_dim=8, layout="engine", rotate_latent=True)
-
-
-def test_it_belongs_to_latent_targets():
-    with pytest.raises(InputError, match="--rotate-latent needs --to mla, not --to mqa"):
-        ConvertRequest("m", "o", to="mqa", rotate_latent=True)
-    assert "rotate_latent" not in ConvertRequest("m", "o", to="mqa").result_options()

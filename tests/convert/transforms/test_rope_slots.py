@@ -76,15 +76,6 @@ def test_what_survives_without_rotation_is_not_bought():
     assert chosen.counts == (1, 0)
 
 
-def test_layers_without_rotation_have_no_say():
-    theta = torch.tensor([1.0, 0.5], dtype=torch.float64)
-    energy, none = torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
-    rotating = LayerSurvey(energy, torch.zeros(2, dtype=torch.float64), theta)
-    weights, statistics, _ = random_layer(kv_heads=1)
-    still = rope_slots.survey_layer(weights, statistics, Rotary(none))
-    assert rope_slots.choose_slots([still, rotating], 2).counts == (0, 1)
-
-
 def test_stride_is_uniform_and_fills_up_evenly():
     theta = torch.arange(8, 0, -1, dtype=torch.float64)
     assert rope_slots.stride_slots(theta, 2, 8).counts == (1, 0, 1, 0, 1, 0, 1, 0)

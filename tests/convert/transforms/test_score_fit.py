@@ -76,18 +76,6 @@ def test_every_round_lowers_the_objective(dims: int):
     assert errors[-1] < 0.95 * errors[0]
 
 
-def test_no_other_queries_do_better_once_it_settles():
-    start, group, profile, rot = case(D)
-    fitted = score_fit.fit_scores(start, group, rounds=300)
-    weights = dense_distances(profile, CONTEXT)
-    settled = objective(fitted, group, weights, rot)
-    for seed in range(5):
-        step = 1e-3 * torch.randn(fitted.decode.shape, generator=torch.Generator().manual_seed(seed)).double()
-        for sign in (1, -1):
-            moved = SharedHead(fitted.encode, fitted.decode + sign * step)
-            assert objective(moved, group, weights, rot) > settled
-
-
 def test_context_shorter_than_the_calibration_counts_what_was_seen():
     _, _, profile, rot = case(D)
     assert torch.equal(score_fit.distance_moments(profile, 1, rot, D), score_fit.distance_moments(profile, 10, rot, D))

@@ -76,14 +76,6 @@ def test_without_received_attention_nothing_is_judged() -> None:
         with_damper(latent(), plain)
 
 
-def test_counting_received_mixes_the_averages() -> None:
-    statistics = measured(layer(sink=10.0), inputs(7))
-    assert statistics.received_gram is not None
-    mixed = statistics.counting_received(0.25)
-    torch.testing.assert_close(mixed.gram, 0.75 * statistics.gram + 0.25 * statistics.received_gram)
-    torch.testing.assert_close(mixed.mean, 0.75 * statistics.mean + 0.25 * statistics.received_mean)
-
-
 def latent() -> LatentWeights:
     """Almost nothing of the sink is in the latent."""
     down = normal(2, R, E)

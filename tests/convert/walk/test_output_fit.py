@@ -111,20 +111,8 @@ def test_a_normed_output_is_left_alone(case: Case) -> None:
     assert case.refit(case.first_step(), source, AttentionUpdate(norm="norm")) == (source, None)
 
 
-def test_massive_tokens_do_not_rule(case: Case) -> None:
-    """One token a thousand times as large as any: its error counts as that of the others."""
-    step = case.first_step()
-    for hidden in (step.calibration, step.student_calibration, step.held_out, step.student_held_out):
-        for chunk in hidden:
-            chunk[:, 0] *= 1000
-    source = case.weights(0)
-    _, fit = case.refit(step, replace(source, v=source.v * 1.5))
-    assert fit is not None
-    assert fit.after < 0.2 * fit.before
-
-
 def test_massive_tokens_of_the_student_alone_do_not_rule(case: Case) -> None:
-    """No projection takes them back, and the other tokens are fitted as before."""
+    """A thousand times as large: no projection takes them back, and the other tokens are fitted as before."""
     step = case.first_step()
     for hidden in (step.student_calibration, step.student_held_out):
         for chunk in hidden:
