@@ -55,7 +55,7 @@ class ShardWriter:
 
     The constructor lays out every file at its final size (sparse) with its header. Tensors may then come in any order.
     ``shards`` are the ones that this process writes; ``resume_written`` names the tensors that a killed run has written
-    to the same folder with the same plan. KvfoldError for a tensor that is there twice, or files of another plan.
+    to the same folder. KvfoldError if the plan names a tensor twice, or resumed files do not follow this plan.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard], resume_written: Iterable[str] = ()) -> None:
