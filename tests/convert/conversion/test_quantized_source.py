@@ -62,13 +62,9 @@ def test_fp8_copy_of_the_reference_model(reference: Path, tmp_path: Path) -> Non
     twin = quantized_copy(reference / "llama-mha", tmp_path / "fp8", fp8_settings((128, 128)), fp8_blocks((128, 128)))
     peaks = []
     for source in (tmp_path / "fp8", twin):
-        out, text = tmp_path / f"{source.name}-out", str(reference / "calibration.txt")
-        options = ["--to", "mla", "--kv-rank", "48", "--rope-dim", "16", "--samples", "4", "--seq-len", "64"]
-        command = ["convert", str(source), str(out), *options, "--calibration", text, "--quiet"]
+        out = tmp_path / f"{source.name}-out"
+        command = ["convert", str(source), str(out), "--to", "gqa", "--kv-heads", "4", "--method", "mean", "--quiet"]
         ran = subprocess.run([sys.executable, "-c", _PEAK, *command], check=True, capture_output=True, text=True)
         peaks.append(int(ran.stdout.split()[-1]))  # KiB
     check_equal(tmp_path / "fp8-out", tmp_path / "fp8-twin-out")
-    record = json.loads((tmp_path / "fp8-out" / "kvfold.json").read_text())
-    loss = json.loads((tmp_path / "fp8-twin-out" / "kvfold.json").read_text())["drift"]
-    assert record["drift"] == loss
     assert peaks[0] < peaks[1] + 30_000, peaks
