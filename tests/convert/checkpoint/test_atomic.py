@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -68,40 +69,31 @@ def either(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.usefixtures("either")
-def test_appears_whole(tmp_path: Path) -> None:
-    with output_folder(tmp_path / "out") as folder:
-        assert folder.parent == tmp_path
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("before", ["absent", "empty", "old", "missing parents"])
+def test_the_new_is_there_whole_or_not_at_all(tmp_path: Path, before: str, error: type[BaseException] | None) -> None:
+    out = tmp_path / "one" / "two" / "out" if before == "missing parents" else tmp_path / "out"
+    if before in ("empty", "old"):
+        out.mkdir()
+    if before == "old":
+        fill(out, "old")
+    with (
+        pytest.raises(error) if error else nullcontext(),
+        output_folder(out, overwrite=before == "old") as folder,
+    ):
+        assert folder.parent == out.parent
         assert folder.name.startswith(".out.kvfold-")
         fill(folder, "new")
-        assert not (tmp_path / "out").exists()
-    assert names(tmp_path) == ["out"]
-    assert content(tmp_path / "out") == "new"
-    assert names(tmp_path / "out") == ["config.json", WEIGHTS]
-
-
-@pytest.mark.usefixtures("either")
-def test_overwrite_keeps_the_old_until_the_new_is_there(tmp_path: Path, out: Path) -> None:
-    out.mkdir()
-    fill(out, "old")
-    with output_folder(out, overwrite=True) as folder:
-        fill(folder, "new")
-        assert content(out) == "old"
-    assert content(out) == "new"
-    assert names(tmp_path) == ["out"]
-
-
-@pytest.mark.usefixtures("either")
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
-def test_failures_leave_nothing(tmp_path: Path, out: Path, error: type[BaseException]) -> None:
-    with pytest.raises(error):
-        begin_and_raise(out, error)
-    assert names(tmp_path) == []
-    out.mkdir()
-    fill(out, "old")
-    with pytest.raises(error):
-        begin_and_raise(out, error, overwrite=True)
-    assert names(tmp_path) == ["out"]
-    assert content(out) == "old"
+        assert content(out) == "old" if before == "old" else not out.exists() or not names(out)
+        if error:
+            raise error
+    if error is None:
+        assert content(out) == "new"
+        assert names(out) == ["config.json", WEIGHTS]
+        assert names(out.parent) == ["out"]
+    else:
+        assert names(tmp_path) == (["out"] if before in ("empty", "old") else [])
+        assert before != "old" or content(out) == "old"
 
 
 def test_a_file_in_place_of_the_folder_made_meanwhile(tmp_path: Path, out: Path, either: None, told: Told) -> None:
@@ -225,31 +217,6 @@ def test_names_that_no_folder_can_have(tmp_path: Path, told: Told) -> None:
         told(str(caught.value).partition(" (")[0].replace("\0", "NUL"))  # Python words the reason
 
 
-def test_missing_parents_are_made_and_removed_after_a_failure(tmp_path: Path) -> None:
-    out = tmp_path / "one" / "two" / "out"
-    with pytest.raises(ZeroDivisionError), output_folder(out):
-        raise ZeroDivisionError
-    assert not names(tmp_path)
-    (tmp_path / "one").mkdir()
-    with pytest.raises(ZeroDivisionError), output_folder(out):
-        raise ZeroDivisionError
-    assert names(tmp_path) == ["one"]
-    with output_folder(out) as folder:
-        fill(folder, "new")
-    assert content(out) == "new"
-    assert names(out.parent) == ["out"]
-
-
-def test_an_empty_folder_is_filled(tmp_path: Path, out: Path) -> None:
-    out.mkdir()
-    assert check_output(out) == out
-    with output_folder(out) as folder:
-        assert not names(out)
-        fill(folder, "new")
-    assert content(out) == "new"
-    assert names(tmp_path) == ["out"]
-
-
 @pytest.mark.parametrize("name", ["\N{LATIN SMALL LETTER U WITH DIAERESIS}" * 127, "link"], ids=["longest", "link"])
 def test_the_longest_name_and_a_link_and_the_umask(tmp_path: Path, name: str) -> None:
     if name == "link":
@@ -268,7 +235,6 @@ def test_the_longest_name_and_a_link_and_the_umask(tmp_path: Path, name: str) ->
 
 
 def test_a_live_run_is_left_alone_and_a_killed_one_cleaned_up(tmp_path: Path, out: Path, told: Told) -> None:
-
     def hold() -> None:
         with output_folder(out) as folder:
             (folder / "begun").touch()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvfold.convert.checkpoint.folder import parse_json
+from kvfold.convert.checkpoint.files import parse_json
 from kvfold.convert.checkpoint.shards import OutputTensor, assign_shards
 from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.cli import main
