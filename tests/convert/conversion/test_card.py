@@ -1,22 +1,21 @@
-"""The front matter of the model card: the license that binds, and the model it came from."""
+"""The model card, and the closing lines of a conversion: what it cost, and what was chosen."""
 
 import json
 import re
 import shlex
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
-from helpers.checkpoints import add_demo_tokenizer
-from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.utils import validate_repo_id
-from transformers.pipelines import SUPPORTED_TASKS
+from huggingface_hub import ModelCard
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.cli import kvfold
 from kvfold.convert.conversion.card import front_matter, trained_card
+from kvfold.convert.conversion.record import chosen_text, cost_text, groups_text
 from kvfold.convert.data import demo_folder
 
 
@@ -41,19 +40,15 @@ DERIVED = {"base_model_relation": "finetune"}
     ("card", "kept"),
     [
         ("license: apache-2.0\ntags:\n- mine\n", {"license": "apache-2.0"}),
-        ("license:\n- mit\n- other\n", {"license": ["mit", "other"]}),
         (
             'license: "other"\nlicense_name: llama3\nlicense_link: LICENSE\n',
             {"license": "other", "license_name": "llama3", "license_link": "LICENSE"},
         ),
-        ("base_model: team/base\nlicense: mit\n", {"base_model": "team/base", "license": "mit"} | DERIVED),
         ("base_model:\n- team/one\n- team/two\n", {"base_model": ["team/one", "team/two"]} | DERIVED),
-        ("language: en\n", {"language": "en"}),
         ("language:\n- en\n- multilingual\n", {"language": ["en", "multilingual"]}),
         ("language: English\n", {}),
         ("base_model: /home/me/model\nlicense: 4\n", {}),
         ("license: [mit, 4]\nlicense_name: {a: b}\n", {"license": ["mit"]}),
-        ("license: Our Own (v2)\n", {"license": "Our Own (v2)"}),
     ],
 )
 def test_license_and_base_model_are_kept(front, card, kept):
@@ -61,25 +56,22 @@ def test_license_and_base_model_are_kept(front, card, kept):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [None, "", "# Tiny\nno front matter", "---\n[broken: yaml\n---\n", "---\n- a\n- list\n---\n", b"---\n\xff\n---"],
+    "text", [None, "# Tiny\nno front matter", "---\n[broken: yaml\n---\n", "---\n- a\n- list\n---\n", b"---\n\xff\n---"]
 )
 def test_a_source_without_metadata(front, text):
     assert front(text) == OURS
 
 
-def test_the_card_has_commands_without_places_to_fill_in(tmp_path):
+def test_the_card_has_commands_without_places_to_fill_in(tiny_reader, tmp_path):
     text = tmp_path / "own words.txt"
     text.write_text("Some words about nothing. " * 900)
-    source = shutil.copytree(demo_folder(), tmp_path / "tiny llama")
+    source = shutil.copytree(tiny_reader, tmp_path / "tiny llama")
     options = {"to": "mqa", "calibration": str(text), "samples": 4, "seq_len": 16, "method": "mean", "refine": 1}
-    request = ConvertRequest(model=str(source), out=str(tmp_path / "out"), quiet=True, **options)
-    card = (tmp_path / "out" / "README.md") if convert_checkpoint(request).written else None
-    found = card.read_text()
+    convert_checkpoint(ConvertRequest(model=str(source), out=str(tmp_path / "out"), quiet=True, **options))
+    found = (tmp_path / "out" / "README.md").read_text()
     command = next(line for line in found.splitlines() if line.startswith("kvfold convert "))
-    assert shlex.split(command)[2:4] == ["../tiny llama", "converted"]
-    assert shlex.split(command)[4:] == [
-        *("--to", "mqa", "--method", "mean", "--calibration", "own words.txt"),
+    assert shlex.split(command)[2:] == [
+        *("../tiny llama", "converted", "--to", "mqa", "--method", "mean", "--calibration", "own words.txt"),
         *("--samples", "4", "--seq-len", "16", "--refine", "1"),
     ]
     commands = re.findall("```[a-z]+\n(.*?)```", found, re.DOTALL)
@@ -88,13 +80,11 @@ def test_the_card_has_commands_without_places_to_fill_in(tmp_path):
     assert not re.search(r"\bPATH\b|\bOUT\b|\bMODEL\b|\bFILE\b|<[a-z]+>", "".join(commands))
     assert str(tmp_path) not in found
     assert "held-out tokens of own words.txt." in found
-    assert "they also chose among groups" in found
 
 
 @pytest.mark.slow
-def test_the_commands_of_a_card_run(tmp_path, monkeypatch, tiny_family):
-    source, out = shutil.copytree(tiny_family("llama", vocab_size=2048, mlp_bias=False), tmp_path / "tiny"), "out"
-    add_demo_tokenizer(source)
+def test_the_commands_of_a_card_run(tiny_reader, tmp_path, monkeypatch):
+    source, out = shutil.copytree(tiny_reader, tmp_path / "tiny"), "out"
     latent = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd"}
     convert_checkpoint(ConvertRequest(model=str(source), out=str(tmp_path / out), quiet=True, **latent))
     (tmp_path / "words.txt").write_text("Some words about nothing. " * 200)
@@ -118,22 +108,12 @@ def test_the_commands_of_a_card_run(tmp_path, monkeypatch, tiny_family):
     assert (tmp_path / "trained" / "config.json").is_file()
 
 
-def test_what_the_hub_validates_offline(front):
-    found = ModelCardData(**front("---\nlicense: apache-2.0\nlanguage: en\nbase_model: team/base\n---\n"))
-    assert found.library_name == "transformers"
-    assert found.pipeline_tag in SUPPORTED_TASKS
-    assert found.base_model_relation in {"adapter", "finetune", "merge", "quantized"}
-    assert validate_repo_id(found.base_model) is None
-
-
 def test_a_trained_card_begins_with_the_training():
     card = "---\nlicense: mit\n---\n\n# Tiny, MQA\n\nText. Everything else is the source's, byte for byte. More.\n"
     found = trained_card(card, "out", "Trained for 2 steps.", attention_only=True)
     assert found.startswith("---\nlicense: mit\n---\n\n# Tiny, MQA, trained further\n\nTrained for 2 steps.\n")
     assert found.endswith("before the uptraining, which trained the attention alone. More.\n")
     assert "byte for byte" not in found
-    table = trained_card("| | source | this checkpoint |\n", "out", "Trained.", attention_only=True)
-    assert table.endswith("| | source | before the uptraining |\n")
     assert trained_card("", "out", "Trained.", attention_only=False) == "# out\n\nTrained.\n"
     assert trained_card("Own words.", "out", "Trained.", attention_only=False).endswith("uptraining\n\nOwn words.\n")
 
@@ -145,4 +125,75 @@ def test_a_model_of_the_hub_is_the_base_model(tmp_path):
     (tmp_path / "README.md").write_text("---\nbase_model: team/other\nlicense: mit\n---\n")
     assert (
         front_matter(Checkpoint(tmp_path, origin="team/tiny@0123", **opened)).splitlines()[0] == "base_model: team/tiny"
+    )
+
+
+RECORD = {
+    "calibration": {"source": "text.txt"},
+    "drift": {
+        "sequences": 8,
+        "length": 256,
+        "perplexity": {"source": 40.0, "student": 44.2068},
+        "excess": {"value": 0.1, "margin": 0.02},
+        "kl": {"value": 0.12345},
+        "agreement": {"value": 0.765},
+    },
+}
+
+
+def test_the_cost_is_told_with_its_interval():
+    assert cost_text(RECORD) == (
+        "on 8 x 256 held-out tokens of text.txt: perplexity 40.00 -> 44.21 (+10.5 %, 95 % interval +8.3 to +12.7), "
+        "KL 0.1235 nats, top-1 agreement 76.5 %"
+    )
+    assert cost_text({}) == ""
+    broken = RECORD["drift"] | {"excess": {"value": None, "margin": None}}
+    assert "not finite" in cost_text(RECORD | {"drift": broken})
+
+
+def test_the_split_of_a_budget_is_told():
+    plan = Mock(**{"request.budget": 32, "latent.kv_rank": 24, "latent.rope_dim": 8})
+    splits = {"splits": [{}, {}, {}]}
+    assert chosen_text(plan, splits) == "--budget 32: took 24+8 of 3 splits tried, which drifts least"
+    other = {"engines": ["vLLM"], "kl": 0.5, "instead_of": {"kv_rank": 16, "rope_dim": 16, "kl": 0.48}}
+    found = chosen_text(plan, {**splits, "preferred_for_engines": other})
+    assert "because vLLM would not serve the best: a KL of 0.5000" in found
+    assert found.endswith("the best, 16+16, has 0.4800")
+    assert chosen_text(Mock(**{"request.budget": None}), splits) == ""
+
+
+def test_the_groups_of_heads_are_told_and_why():
+    def told(groups, **request):
+        given = {"group": None, "resolved_method": "principal", "chosen_method.reads_text": True, **request}
+        plan = Mock(**{f"request.{name}": value for name, value in given.items()})
+        plan.geometry.heads, plan.geometry.kv_heads = 8, 4
+        return groups_text(plan, {"groups": groups})
+
+    neighbors = [[0, 1], [2, 3]]
+    assert told([neighbors, [[0, 2], [1, 3]]]).startswith(
+        "heads that share: others than neighbors in 1 of 2 layers, such as 0 2 | 1 3 in layer 1; each layer took"
+    )
+    assert told([neighbors]).endswith("trained to (--group similar compares others)")
+    assert told([neighbors], group="similar").endswith("where no other grouping tried errs less on held-out text")
+    assert told([neighbors], group="contiguous").endswith("in every layer, as --group contiguous asks")
+    pooled = {"resolved_method": "mean", "chosen_method.reads_text": False}
+    assert told([neighbors], **pooled).endswith("as --method mean joins them")
+    assert told([[[0, 1, 2, 3]]]) == groups_text(Mock(), {}) == ""
+
+
+def test_a_dry_run_of_a_budget_names_no_split(tmp_path):
+    request = ConvertRequest(demo_folder(), tmp_path / "out", to="mla", budget=64, dry_run=True)
+    done = convert_checkpoint(request)
+    lines = done.summary().splitlines()
+    assert "MHA -> MLA, split by measured drift, method principal: 512 -> 64 KV-cache elements" in lines[0]
+    assert "  model.layers.0.self_attn.kv_b_proj.weight  BF16 new" in lines  # its shape would be that of a split
+    assert done.to_dict()["attention"] == {"from": "MHA", "to": "MLA, split by measured drift"}
+
+
+def test_a_conversion_ends_with_its_cost_and_the_next_command(tiny_reader, tmp_path):
+    options = {"to": "mqa", "samples": 2, "seq_len": 16, "quiet": True}
+    lines = convert_checkpoint(ConvertRequest(tiny_reader, tmp_path / "out", **options)).summary()
+    assert "\non 8 x 16 held-out tokens of the built-in standard-library text: perplexity " in lines
+    assert lines.endswith(
+        f"next: kvfold drift {tiny_reader} {tmp_path / 'out'} --text FILE measures it on text of yours"
     )

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from unittest.mock import Mock
@@ -76,13 +77,6 @@ def test_a_calibrated_run_records_its_groups_and_its_drift(folded):
     assert 1e-3 < drift["kl"]["value"] < 0.5
     assert drift["kl"]["floor"] < 1e-6
     assert f"{drift['kl']['value']:.4f}" in (folded / "README.md").read_text()
-
-
-def test_text_of_ones_own(tmp_path, tiny_reader):
-    text = tmp_path / "own.txt"
-    text.write_text(read_text("train")[:20_000])
-    record = convert(tmp_path / "out", model=tiny_reader, to="mqa", calibration=str(text), **LITTLE).record
-    assert record["calibration"]["source"] == "own.txt"
 
 
 @pytest.mark.parametrize(
@@ -264,3 +258,21 @@ def test_layout_engine_loses_little_more_than_free(tmp_path, held_out, latent, m
     stored = tensors(tmp_path / "out")
     assert torch.equal(stored["lm_head.weight"], stored["model.embed_tokens.weight"])
     assert checkpoint_perplexity(tmp_path / "out", held_out) < 2 * checkpoint_perplexity(latent, held_out)
+
+
+ROPE = {"rope_theta": 700.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+
+
+def test_dynamic_rope_is_folded_as_the_rope_of_short_texts_that_it_is(tiny_reader, tmp_path):
+    """Up to ``max_position_embeddings`` tokens the two are one model, so that every weight comes out the same."""
+    written = []
+    for name, rope in (("dynamic", DYNAMIC | ROPE), ("plain", {"rope_type": "default"} | ROPE)):
+        model, out = shutil.copytree(tiny_reader, tmp_path / name), tmp_path / f"{name}-folded"
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+        convert_checkpoint(ConvertRequest(model, out, to="mqa", samples=4, seq_len=32, quiet=True))
+        assert json.loads((out / "config.json").read_text())["rope_parameters"] == rope
+        written.append(tensors(out))
+    dynamic, plain = written
+    assert all(torch.equal(dynamic[name], plain[name]) for name in plain)

@@ -1,21 +1,25 @@
-"""The memory that a plan announces is what a run takes; a dry run needs no weights."""
+"""The memory that a plan announces is what a run takes, ``--spill`` changes no byte; a dry run needs no weights."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from helpers.checkpoints import add_demo_tokenizer
+from helpers.processes import run_python
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
-from kvfold.convert.conversion.memory import Needs, needs_of
+from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.conversion import memory
+from kvfold.convert.conversion.journal import run_key
+from kvfold.convert.conversion.memory import needs_of
 from kvfold.convert.conversion.plan import described, make_plan
 from kvfold.convert.data import demo_folder
+from kvfold.convert.walk import passes
+from kvfold.convert.walk.hidden import Spill
 
 LLAMA_2_7B = {
     "model_type": "llama",
@@ -40,7 +44,7 @@ print(1024 * int(status["VmHWM"].split()[0]))
 
 
 @pytest.fixture(scope="module")
-def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config_only(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama-2-7b")
     (folder / "config.json").write_text(json.dumps(LLAMA_2_7B))
     return folder
@@ -51,9 +55,7 @@ def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [(FOLD, "GQA-8", 2048), ({"to": "mla", "kv_rank": 512, "rope_dim": 64}, "MLA 512+64", 576)],
     ids=["gqa", "mla"],
 )
-def test_a_config_alone_is_enough_for_a_dry_run(
-    config_only: Path, target: dict[str, Any], kind: str, elements: int, tmp_path: Path
-) -> None:
+def test_a_config_alone_is_enough_for_a_dry_run(config_only, target, kind, elements, tmp_path):
     request = {"model": config_only, "out": tmp_path / "out", **target}
     done = convert_checkpoint(ConvertRequest(**request, dry_run=True))
     found = done.to_dict()
@@ -61,19 +63,17 @@ def test_a_config_alone_is_enough_for_a_dry_run(
     assert found["cache_elements_per_token_per_layer"] == {"from": 8192, "to": elements}
     assert 10 << 30 < sum(found["files"].values()) < 14 << 30
     assert f"memory: about {found['memory_bytes'] / 1e9:.1f} GB needed" in done.summary()
-    with pytest.raises(InputError, match="found no weights"):
+    with pytest.raises(InputError, match="holds no weights"):
         convert_checkpoint(ConvertRequest(**request))
     assert not (tmp_path / "out").exists()
 
 
-def needs(folder: Path, processes: int = 1, **options: Any) -> Needs:
+def needs(folder, processes=1, **options):
     request = ConvertRequest(model=folder, out="OUT", **{**FOLD, **options})
-    source = described(request)
-    assert source is not None
-    return needs_of(make_plan(request, source), processes)
+    return needs_of(make_plan(request, described(request)), processes)
 
 
-def test_hidden_states_are_in_memory_or_on_disk(config_only: Path) -> None:
+def test_hidden_states_are_in_memory_or_on_disk(config_only):
     few, many = needs(config_only), needs(config_only, samples=4096)
     assert many.memory > few.memory + 4 * 3 * (4096 - 128) * 512 * 4096  # three copies in float32
     assert few.spilled == few.scratch == 0
@@ -83,33 +83,20 @@ def test_hidden_states_are_in_memory_or_on_disk(config_only: Path) -> None:
     assert needs(config_only, 4, samples=4096, spill=".").spilled < more.spilled / 2
 
 
-def test_polishing_and_text_of_the_source_hold_the_whole_model(config_only: Path) -> None:
-    weights = 4 * 6.4e9  # Llama-2-7B in float32
-    plain, polished, written = (
-        needs(config_only, **each) for each in ({}, {"polish": 100, "resume": True}, {"calibration": "self"})
-    )
-    assert plain.memory < weights < min(polished.memory, written.memory)
+def test_polishing_and_text_of_the_source_hold_the_whole_model(config_only):
+    polished, written = needs(config_only, polish=100, resume=True), needs(config_only, calibration="self")
+    assert needs(config_only).memory < 4 * 6.4e9 < min(polished.memory, written.memory)  # Llama-2-7B in float32
     assert polished.scratch > 4 * 1e9
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wide(tmp_path_factory):
     """A model of width 1024, whose fits take more than the libraries, with the tokenizer that ships."""
     folder = tmp_path_factory.mktemp("wide")
-    vocabulary = json.loads((demo_folder() / "config.json").read_text())["vocab_size"]
-    config = LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=2048,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        num_hidden_layers=2,
-        vocab_size=vocabulary,
-        max_position_embeddings=2048,
-    )
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 1}
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    for path in demo_folder().glob("tokenizer*"):
-        shutil.copy(path, folder)
+    LlamaForCausalLM(LlamaConfig(vocab_size=2048, **sizes)).to(torch.bfloat16).save_pretrained(folder)
+    add_demo_tokenizer(folder)
     return folder
 
 
@@ -118,19 +105,74 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "options",
     [
-        {"to": "gqa", "kv_heads": 4, "method": "mean"},
         {"to": "mla", "kv_rank": 256, "rope_dim": 64, "method": "svd"},
-        {"to": "mqa", "samples": 16, "seq_len": 256},
-        {"to": "mla", "kv_rank": 256, "rope_dim": 64, "samples": 16, "seq_len": 256},
-        {"to": "mqa", "samples": 16, "seq_len": 256, "polish": 4},
+        {"to": "mla", "kv_rank": 256, "rope_dim": 64},
+        {"to": "mqa", "method": "mean", "polish": 1},
     ],
-    ids=["pooled", "svd", "fold", "latent", "polished"],
+    ids=["svd", "latent", "polished"],
 )
-def test_the_peak_is_what_was_announced(options: dict[str, Any], wide: Path, tmp_path: Path) -> None:
-    request = {"model": str(wide), "out": str(tmp_path / "out"), "quiet": True, **options}
+def test_the_peak_is_what_was_announced(options, wide, tmp_path):
+    text = {} if options.get("method") == "svd" else {"samples": 4, "seq_len": 128}
+    request = {"model": str(wide), "out": str(tmp_path / "out"), "quiet": True, **options, **text}
     announced = convert_checkpoint(ConvertRequest(**request, dry_run=True)).to_dict()["memory_bytes"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-c", ALONE, json.dumps(request)]
-    peak = int(subprocess.run(line, capture_output=True, text=True, check=True, env=environment).stdout)
+    peak = int(run_python("-c", ALONE, json.dumps(request)).stdout)
     print(f"peak {peak / 1e6:.0f} MB, announced {announced / 1e6:.0f} MB")
     assert peak < announced < 2.5 * peak
+
+
+# --spill: hidden states on disk, the same bytes in OUT.
+
+TARGETS = [
+    {"to": "gqa", "kv_heads": 2, "group": "contiguous"},
+    {"to": "mla", "kv_rank": 24, "rope_dim": 4, "refine": 1},
+]
+
+
+def request(tmp_path, model=None, **options):
+    text = {"samples": 4, "seq_len": 24, "quiet": True}
+    return ConvertRequest(model=model or demo_folder(), **{"out": tmp_path / "out", "to": "mqa", **text, **options})
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=["gqa", "mla, refined"])
+def test_a_spill_changes_no_byte_and_has_no_name(target, tiny_reader, tmp_path, monkeypatch):
+    """With chunks of two sequences. A file without a name is gone with its process, however that ends."""
+    monkeypatch.setattr(passes, "_CPU_TOKENS", 48)
+    folder, stored = tmp_path / "spill", []
+    folder.mkdir()
+    store = Spill.store
+
+    def counted(self, chunk):
+        stored.append(list(folder.iterdir()))
+        return store(self, chunk)
+
+    monkeypatch.setattr(Spill, "store", counted)
+    convert_checkpoint(request(tmp_path, tiny_reader, out=tmp_path / "plain", **target))
+    assert not stored
+    convert_checkpoint(request(tmp_path, tiny_reader, spill=folder, **target))
+    assert len(stored) > 40
+    assert not any(stored)
+    assert not list(folder.iterdir())
+    assert files(tmp_path / "out") == files(tmp_path / "plain")
+
+
+def test_a_folder_without_room_is_told_before_any_work(tmp_path, monkeypatch):
+    def refused(**options):
+        with pytest.raises(InputError) as caught:
+            convert_checkpoint(request(tmp_path, **options))
+        assert not (tmp_path / "out").exists()
+        return str(caught.value)
+
+    assert f"--spill {tmp_path / 'none'}: no such folder to keep hidden states in" in refused(spill=tmp_path / "none")
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    assert "too little disk space: hidden states need" in refused(spill=tmp_path)
+    assert "has no hidden states to keep" in refused(spill=tmp_path, method="mean")
+
+
+def test_a_run_resumes_with_another_spill(tmp_path):
+    with closing(open_checkpoint(str(demo_folder()))) as checkpoint:
+        plan = make_plan(request(tmp_path), checkpoint)
+        assert run_key(replace(plan, request=request(tmp_path, spill=tmp_path))) == run_key(plan)

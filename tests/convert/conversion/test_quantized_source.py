@@ -1,44 +1,40 @@
-"""A quantized source gives what its dense twin gives, to the last bit."""
+"""Quantized sources: each gives what its dense twin gives, to the last bit; with --keep-quantized what is only copied
+stays as the source holds it, in stock transformers."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.checkpoints import tensors
-from helpers.quantized import fp8_blocks, fp8_settings, quantized_copy
+from helpers.processes import run_python
+from helpers.quantized import fp8_blocks, fp8_settings, mxfp4_experts, quantized_copy
 
-from kvfold.convert.conversion.run import convert_checkpoint
-from kvfold.convert.data import demo_folder
-from kvfold.convert.request import ConvertRequest
+from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.errors import InputError
+from kvfold.convert.measure.inspect import inspect_checkpoint
+from kvfold.convert.measure.verify import verify_checkpoint
 
-BLOCK = (24, 40)
 MLA: dict[str, Any] = {"to": "mla", "kv_rank": 24, "rope_dim": 4, "samples": 2, "seq_len": 8, "quiet": True}
 
 
-def check_equal(found: Path, expected: Path) -> None:
+def check_equal(ours: Path, others: Path) -> None:
     """Equal tensors and configs; their order in the file is the source's."""
-    ours, others = tensors(found), tensors(expected)
-    assert {*ours} == {*others}
-    for name, tensor in others.items():
-        assert ours[name].dtype == tensor.dtype
-        assert torch.equal(ours[name], tensor), name
-    assert json.loads((found / "config.json").read_text()) == json.loads((expected / "config.json").read_text())
-
-
-def convert(source: Path, out: Path, **options: Any) -> Path:
-    convert_checkpoint(ConvertRequest(str(source), str(out), **options))
-    return out
+    found, expected = tensors(ours), tensors(others)
+    assert {*found} == {*expected}
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+    assert json.loads((ours / "config.json").read_text()) == json.loads((others / "config.json").read_text())
 
 
 @pytest.mark.parametrize("options", [MLA, {"to": "gqa", "kv_heads": 2, "method": "mean"}], ids=["mla", "gqa"])
-def test_fp8_gives_what_its_twin_gives(tmp_path: Path, options: dict[str, Any]) -> None:
-    twin = quantized_copy(demo_folder(), tmp_path / "fp8", fp8_settings(BLOCK), fp8_blocks(BLOCK))
-    ours = convert(tmp_path / "fp8", tmp_path / "ours", **options)
-    expected = convert(twin, tmp_path / "expected", **options)
+def test_fp8_gives_what_its_twin_gives(tiny_reader: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    twin = quantized_copy(tiny_reader, tmp_path / "fp8", fp8_settings((24, 40)), fp8_blocks((24, 40)))
+    for source, name in ((tmp_path / "fp8", "ours"), (twin, "expected")):
+        convert_checkpoint(ConvertRequest(source, tmp_path / name, **options))
+    ours, expected = tmp_path / "ours", tmp_path / "expected"
     check_equal(ours, expected)
     record, card = json.loads((ours / "kvfold.json").read_text()), (ours / "README.md").read_text()
     line = "28 weights stored as FP8 in blocks of 24 x 40, dequantized to bfloat16"
@@ -47,7 +43,9 @@ def test_fp8_gives_what_its_twin_gives(tmp_path: Path, options: dict[str, Any]) 
     assert record["tensors"]["model.norm.weight"]["origin"] == "copied"
     assert f"The source: {line}." in card
     assert "Everything else is the source's, stored as bfloat16." in card
-    assert "made_of" not in json.loads((expected / "kvfold.json").read_text())["source"]
+    other = json.loads((expected / "kvfold.json").read_text())
+    assert "made_of" not in other["source"]
+    assert record.get("drift") == other.get("drift")
 
 
 _PEAK = (
@@ -57,14 +55,94 @@ _PEAK = (
 
 
 @pytest.mark.slow
-def test_fp8_copy_of_the_reference_model(reference: Path, tmp_path: Path) -> None:
-    """Equal to its twin in every weight, at about its memory: 30 MB more for what is dequantized at a time."""
+def test_fp8_takes_about_the_memory_of_its_twin(reference: Path, tmp_path: Path) -> None:
+    """30 MB more on the reference model for what is dequantized at a time."""
     twin = quantized_copy(reference / "llama-mha", tmp_path / "fp8", fp8_settings((128, 128)), fp8_blocks((128, 128)))
     peaks = []
     for source in (tmp_path / "fp8", twin):
-        out = tmp_path / f"{source.name}-out"
-        command = ["convert", str(source), str(out), "--to", "gqa", "--kv-heads", "4", "--method", "mean", "--quiet"]
-        ran = subprocess.run([sys.executable, "-c", _PEAK, *command], check=True, capture_output=True, text=True)
+        options = ["--to", "gqa", "--kv-heads", 2, "--method", "mean", "--quiet"]
+        ran = run_python("-c", _PEAK, "convert", source, tmp_path / f"{source.name}-out", *options)
         peaks.append(int(ran.stdout.split()[-1]))  # KiB
     check_equal(tmp_path / "fp8-out", tmp_path / "fp8-twin-out")
     assert peaks[0] < peaks[1] + 30_000, peaks
+
+
+BLOCK = (16, 16)
+CUT = (16, 20)  # no side of 48 or 64 has whole blocks of 20
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {  # source, request, weights that are kept
+    "gqa": ("llama", {"to": "gqa", "kv_heads": 2, "method": "mean"}, 2 * 3),
+    "mla": ("llama", {"to": "mla", "kv_rank": 32, "rope_dim": 8, "method": "svd"}, 2 * 3),
+    "experts": ("qwen3_moe", {"to": "mqa", "method": "mean"}, 3 * 4 + 3),
+    "mxfp4": ("gpt_oss", {"to": "mqa", "method": "mean"}, 2 * 2),
+}
+LOGITS = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+for folder in sys.argv[1:]:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    torch.save(model.eval()(torch.arange(3, 27)[None]).logits, f"{folder}/logits.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def sources(tiny_family, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("quantized")
+    plain = tiny_family("llama", attention_bias=False, mlp_bias=False)
+    experts = tiny_family("qwen3_moe", moe_intermediate_size=32, decoder_sparse_step=1, num_hidden_layers=2)
+    for name, folder in (("llama", plain), ("qwen3_moe", experts)):
+        quantized_copy(folder, place / name, fp8_settings(BLOCK), fp8_blocks(BLOCK))
+    quantized_copy(plain, place / "cut", fp8_settings(CUT), fp8_blocks(CUT))
+    mxfp4_experts(tiny_family("gpt_oss", intermediate_size=64), place / "gpt_oss")
+    return {path.name: path for path in place.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def made(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case kept and dense, with the logits of transformers in a fresh process."""
+    place = tmp_path_factory.mktemp("made")
+    for name, (source, options, _) in CASES.items():
+        for keep in (True, False):
+            out = str(place / (name if keep else f"{name}-dense"))
+            convert_checkpoint(ConvertRequest(str(sources[source]), out, keep_quantized=keep, quiet=True, **options))
+    folders = [str(path) for path in sorted(place.iterdir()) if path.is_dir()]
+    run_python("-c", LOGITS, *folders)
+    return place
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kept_weights_have_the_bytes_of_the_source(name: str, sources: dict[str, Path], made: Path) -> None:
+    source, _, count = CASES[name]
+    record = json.loads((made / name / "kvfold.json").read_text())
+    assert record["source"]["made_of"][-1] == f"{count} of these weights kept as they are stored"
+    stored, dense, found = tensors(sources[source]), tensors(made / f"{name}-dense"), tensors(made / name)
+    kept = {key for key in found if key not in dense or found[key].dtype != dense[key].dtype}
+    assert len(kept) == 2 * count
+    assert all(torch.equal(found[key].view(torch.uint8), stored[key].view(torch.uint8)) for key in kept)
+    assert all(torch.equal(found[key], dense[key]) for key in found.keys() - kept)
+    assert not any(".self_attn." in key for key in kept)
+    # transformers gives the logits of the dense result
+    assert torch.equal(torch.load(made / name / "logits.pt"), torch.load(made / f"{name}-dense" / "logits.pt"))
+
+
+def test_the_result_verifies_and_its_engines_are_those_that_inspect_finds(made: Path) -> None:
+    (made / "mla" / "logits.pt").unlink(missing_ok=True)
+    assert verify_checkpoint(made / "mla").problems == []
+    card = (made / "mla" / "README.md").read_text()
+    assert " --keep-quantized\n" in card
+    assert "kvfold uptrain" not in card  # it trains dense weights
+    for name in ("mla", "mla-dense"):
+        recorded = json.loads((made / name / "kvfold.json").read_text())["engines"]
+        found = {verdict.engine: verdict.serves for verdict in inspect_checkpoint(made / name).engines}
+        assert found == {each["engine"]: each["serves"] for each in recorded}
+        assert found["mlx-lm"] is (name != "mla")
+
+
+def test_parts_of_blocks_and_dense_sources_are_refused(sources: dict[str, Path], tiny_family, tmp_path: Path) -> None:
+    for source in (sources["cut"], tiny_family("llama")):
+        request = ConvertRequest(str(source), str(tmp_path / "out"), to="mqa", method="mean", keep_quantized=True)
+        with pytest.raises(InputError, match="--keep-quantized needs weights outside the attention in FP8"):
+            convert_checkpoint(request)
+    with pytest.raises(InputError, match="--keep-quantized needs --dtype bfloat16"):
+        ConvertRequest("MODEL", "OUT", to="mqa", dtype="float32", keep_quantized=True)

@@ -1,22 +1,28 @@
-"""``--resume``: runs killed with SIGKILL go on at their last finished layer and give the bytes of an unbroken run."""
+"""``--resume``: killed runs go on at their last finished layer and give the bytes of an unbroken run."""
 
+import json
 import os
+import shutil
 import signal
+import time
 from unittest.mock import Mock
 
 import pytest
 import torch
 from helpers import forked
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
 from kvfold.convert.checkpoint import writer
 from kvfold.convert.checkpoint.headers import read_header
-from kvfold.convert.conversion import journal, run
+from kvfold.convert.cli import main
+from kvfold.convert.conversion import journal, memory, run, source
 from kvfold.convert.data import demo_folder
+from kvfold.convert.signals import interruptible
 
 OPTIONS = {
     "mqa": {"to": "mqa", "group": "contiguous", "refine": 1},
     "mla": {"to": "mla", "kv_rank": 24, "rope_dim": 4},
+    "self": {"to": "mqa", "group": "contiguous", "calibration": "self"},
 }
 
 
@@ -42,6 +48,8 @@ def child(tmp_path_factory):
             journal.Journal.note = noted
             if layers == 4:
                 writer.ShardWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+            if list(tmp_path_factory.getbasetemp().glob("*/.out.kvfold-*/.text.pt")):
+                source.write_sequences = lambda *_: pytest.fail("the text was written again")
             convert_checkpoint(ConvertRequest(**options))
 
         return forked.run(tmp_path_factory.mktemp("log"), work)
@@ -56,11 +64,6 @@ def request_of(tiny_reader, tmp_path):
     return lambda name, **options: {**fixed, **OPTIONS[name], **options}
 
 
-def layer_start(path, name):
-    """Where the bytes of a tensor begin in a safetensors file."""
-    return next(info.start for info in read_header(path, path.name).tensors if info.name == name)
-
-
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -68,13 +71,14 @@ def contents(folder):
 KILLS = {
     "mqa": [(2, ["layer 0", "layer 1"]), (4, ["layer 2", "layer 3"])],  # the last one while copying the rest
     "mla": [(2, ["layer 0", "layer 1"])],
+    "self": [(1, ["layer 0"])],
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_killed_run_goes_on_at_its_last_finished_layer(tmp_path, tmp_path_factory, request_of, child, name):
     options, unbroken = request_of(name, resume=True), tmp_path_factory.mktemp("unbroken") / "out"
-    convert_checkpoint(ConvertRequest(**{**options, "out": str(unbroken), "resume": False}))
+    record = convert_checkpoint(ConvertRequest(**{**options, "out": str(unbroken), "resume": False})).record
     for layers, made in KILLS[name]:
         killed = child(options, layers)
         assert killed.status == -signal.SIGKILL, killed.stderr
@@ -84,12 +88,32 @@ def test_a_killed_run_goes_on_at_its_last_finished_layer(tmp_path, tmp_path_fact
     assert done.status == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.log"]
     assert contents(tmp_path / "out") == contents(unbroken)
+    if name == "self":
+        text = record["calibration"]
+        assert (text["source"], text["sequences"], text["held_out"], text["tokens_each"]) == ("self", 4, 8, 24)
+        assert "held-out tokens of text that the source wrote itself." in (unbroken / "README.md").read_text()
+
+
+def test_text_that_the_source_cannot_write_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    def refused(text, **options):
+        request = {"to": "mqa", "calibration": "self", "samples": 6, "seq_len": 24, "quiet": True, **options}
+        with pytest.raises(InputError, match=text):
+            convert_checkpoint(ConvertRequest(**{"model": demo_folder(), "out": tmp_path / "out", **request}))
+
+    model = shutil.copytree(demo_folder(), tmp_path / "model")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    bare = {name: value for name, value in settings.items() if not name.startswith(("bos", "chat"))}
+    (model / "tokenizer_config.json").write_text(json.dumps(bare))
+    refused("has neither a chat template nor a BOS token", model=model)
+    monkeypatch.setattr(source, "first_tokens", lambda *_: [1, 2])
+    refused("--seq-len 2: must exceed the 2 tokens that begin every text; raise it", seq_len=2)
+    monkeypatch.setattr(memory, "free_bytes", lambda plan: 1 << 20)
+    refused("--calibration self needs the whole model in memory: about .* give --calibration FILE")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
 def test_only_an_equal_request_with_resume_goes_on(tmp_path, request_of, monkeypatch, capsys):
-    options = request_of("mqa", resume=True, quiet=False)
-    noted = []
-    note = journal.Journal.note
+    options, noted, note = request_of("mqa", resume=True, quiet=False), [], journal.Journal.note
 
     def stop(self, notes):
         if len(noted) == 1:
@@ -108,38 +132,26 @@ def test_only_an_equal_request_with_resume_goes_on(tmp_path, request_of, monkeyp
     assert not list(tmp_path.iterdir())  # without --resume nothing is left
 
 
-def test_an_error_during_a_resumable_run_keeps_what_was_done(tmp_path, request_of):
-    fail_at_the_end(request_of("mqa", resume=True))
-    assert not (tmp_path / "out").exists()
-    assert len(list(tmp_path.glob(".out.kvfold-*"))) == 1
-    convert_checkpoint(ConvertRequest(**request_of("mqa", resume=True)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.log"]
-    assert not [name for name in contents(tmp_path / "out") if "journal" in name]
-
-
-def fail_at_the_end(options):
-    """Run ``options`` until all layers are finished, and fail then."""
+@pytest.mark.parametrize(("damage", "damaged"), [(None, 0), ("bytes", 2), ("size", 4)])
+def test_layers_that_were_damaged_since_a_failed_run_are_made_again(tmp_path, request_of, capsys, damage, damaged):
+    options = request_of("mqa", resume=True) | {"refine": 0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "model_card", Mock(side_effect=RuntimeError("the disk went away")))
         with pytest.raises(RuntimeError, match="went away"):
             convert_checkpoint(ConvertRequest(**options))
-
-
-@pytest.mark.parametrize("damage", ["bytes", "size"])
-def test_finished_layers_that_were_damaged_are_made_again(tmp_path, request_of, capsys, damage):
-    options = request_of("mqa", resume=True) | {"refine": 0}
-    fail_at_the_end(options)
+    assert not (tmp_path / "out").exists()
     (left,) = tmp_path.glob(".out.kvfold-*/model.safetensors")
     with left.open("r+b") as file:
         if damage == "size":
             file.truncate(left.stat().st_size - 1)
-        else:
-            file.seek(layer_start(left, "model.layers.2.self_attn.k_proj.weight"))
+        elif damage == "bytes":
+            name = "model.layers.2.self_attn.k_proj.weight"
+            file.seek(next(info.start for info in read_header(left, left.name).tensors if info.name == name))
             file.write(b"\x01\x02\x03")
     capsys.readouterr()
     convert_checkpoint(ConvertRequest(**options))
-    damaged = {"bytes": 2, "size": 4}[damage]
-    assert capsys.readouterr().err.startswith(f"--resume: {damaged} layers are damaged; they are made again")
+    said = capsys.readouterr().err
+    assert said.startswith(f"--resume: {damaged} layers are damaged; they are made again") or (not damage and not said)
     convert_checkpoint(ConvertRequest(**{**options, "out": str(tmp_path / "unbroken"), "resume": False}))
     assert contents(tmp_path / "out") == contents(tmp_path / "unbroken")
 
@@ -152,5 +164,41 @@ def test_a_method_without_layers_to_go_on_from_says_so_and_starts(tmp_path, caps
     assert "--resume: --method mean reads no text" in capsys.readouterr().err
     assert (tmp_path / "out" / "config.json").is_file()
     assert not left.exists()
-    convert_checkpoint(ConvertRequest(**options, out=str(tmp_path / "quiet"), quiet=True))
-    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern", "kept"),
+    [([], ".out.kvfold-*", 0), (["--resume"], ".out.kvfold-*", 0), (["--resume"], ".out.kvfold-*/.journal.json", 1)],
+)
+def test_sigterm_leaves_nothing_but_finished_layers_to_resume(tmp_path, tmp_path_factory, options, pattern, kept):
+    torch.set_num_threads(1)  # a fork has one thread
+    log = tmp_path_factory.mktemp("log")
+    text = ["--to", "mqa", "--group", "contiguous", "--samples", "12", "--seq-len", "48", "--refine", "100"]
+    child = forked.start(log, lambda: main(["convert", str(demo_folder()), str(tmp_path / "out"), *text, *options]))
+    until = time.monotonic() + forked.PATIENCE
+    while not list(tmp_path.glob(pattern)):
+        assert os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None, forked.ended(log, child)
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    os.kill(child, signal.SIGTERM)
+    end = forked.ended(log, child)
+    assert end.status == 1
+    assert end.stderr.splitlines()[-1].startswith("error: interrupted: " + ("" if kept else "nothing was left behind"))
+    assert "Traceback" not in end.stderr
+    assert len(list(tmp_path.iterdir())) == kept
+    assert len(list(tmp_path.glob(".out.kvfold-*/.journal.json"))) == kept
+
+
+def test_handlers_of_sigterm_stay_as_they_were():
+    heard = []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with interruptible():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,4 @@
-"""``--polish`` end to end, on the small trained checkpoint that ships with kvfold."""
+"""``--refine`` and ``--polish`` end to end."""
 
 import json
 
@@ -6,12 +6,10 @@ import pytest
 import torch
 from helpers.checkpoints import tensors
 
-from kvfold.convert import ConvertRequest, InputError, convert_checkpoint, device, host
-from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
 from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion import latent, memory, student
 from kvfold.convert.data import demo_folder
-from kvfold.convert.device import free_memory, training_autocast
 from kvfold.convert.targets.mla.tensors import CONSTANT, norm_weight
 from kvfold.convert.training import budget
 from kvfold.convert.training import polish as training
@@ -19,6 +17,8 @@ from kvfold.convert.training import polish as training
 QUICK = {"samples": 4, "seq_len": 32, "quiet": True}
 MQA = {"to": "mqa", "group": "contiguous"}
 LATENT = {"to": "mla", "kv_rank": 24, "rope_dim": 16}
+GQA = {"to": "gqa", "kv_heads": 2, "group": "contiguous"}
+TINY = {"to": "mla", "kv_rank": 8, "rope_dim": 4}
 
 
 def convert(out, model, **options):
@@ -135,16 +135,52 @@ def test_a_model_that_does_not_fit_into_memory_is_refused_before_any_work(tmp_pa
         convert_checkpoint(ConvertRequest(**options))
 
 
-def test_free_memory_is_what_the_system_says(tmp_path, monkeypatch):
-    assert free_memory(torch.device("cpu")) > 1 << 20
-    monkeypatch.setattr(host, "_MEMORY", tmp_path / "none")
-    assert free_memory(torch.device("cpu")) is None
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [GQA, LATENT], ids=["gqa", "mla"])
+def test_refinement_brings_a_trained_model_closer(tmp_path, options):
+    options |= {"samples": 24, "seq_len": 64}
+    plain = convert(tmp_path / "plain", demo_folder(), **options)
+    refined = convert(tmp_path / "refined", demo_folder(), **options, refine=20)
+    assert "refinement" not in plain
+    assert [layer["steps"] for layer in refined["refinement"]] == [20] * 4
+    assert all(layer["after"] <= layer["before"] for layer in refined["refinement"])
+    assert refined["drift"]["kl"]["value"] < 0.9 * plain["drift"]["kl"]["value"]
 
 
-def test_products_are_in_16_bit_only_where_the_checkpoint_and_the_machine_have_it(tmp_path, monkeypatch):
-    convert(tmp_path / "32", demo_folder(), to="mqa", method="mean", dtype="float32")
-    cpu = torch.device("cpu")
-    for units in (True, False):
-        monkeypatch.setattr(device, "has_bfloat16_units", lambda units=units: units)
-        assert training_autocast(open_checkpoint(demo_folder()), cpu) == (torch.bfloat16 if units else None)
-        assert training_autocast(open_checkpoint(tmp_path / "32"), cpu) is None
+@pytest.mark.parametrize(
+    "options",
+    [{"to": "mqa", "method": "mean"}, {**TINY, "method": "svd"}, {**TINY, "layout": "engine"}],
+    ids=["mean", "svd", "engine"],
+)
+def test_any_start_can_be_refined(tiny_reader, tmp_path, options, monkeypatch):
+    monkeypatch.setattr(latent, "_TRIAL_STEPS", 1)
+    first = convert(tmp_path / "out", tiny_reader, **options, refine=6)["refinement"][0]
+    assert first["kept"] == 6
+    assert first["after"] < first["before"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_constant_channel_stays_what_it_is(tiny_reader, tmp_path, dtype):
+    record = convert(tmp_path / "out", tiny_reader, **TINY, dtype=dtype, q_rank=16, refine=6)
+    assert record["refinement"][0]["kept"]
+    found = tensors(tmp_path / "out")
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(4):
+        for projection, norm, rank in (("kv_a_proj_with_mqa", "kv_a", 8), ("q_a_proj", "q_a", 16)):
+            module = f"model.layers.{layer}.self_attn"
+            weight, bias = (found[f"{module}.{projection}.{kind}"].float() for kind in ("weight", "bias"))
+            gain = found[f"{module}.{norm}_layernorm.weight"].float()
+            assert bias[rank - 1] == CONSTANT
+            assert not weight[rank - 1].any()
+            assert gain.tolist() == [norm_weight(rank)] * rank
+            inputs = torch.randn(64, weight.shape[1], generator=generator)
+            latent = (torch.nn.functional.linear(inputs, weight) + bias)[:, : rank - 1]
+            # what the norm sees beside the constant; its relative effect is half of this
+            assert float(latent.square().sum(1).mean()) / CONSTANT**2 < 2e-4
+
+
+def test_the_error_of_every_layer_is_printed(tiny_reader, tmp_path, capsys):
+    convert(tmp_path / "out", tiny_reader, **GQA, refine=1, quiet=False)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("refined layer")]
+    assert [line.split(":")[0] for line in lines] == [f"refined layer {n}/4" for n in (1, 2, 3, 4)]
+    assert all(" error 0." in line and " -> 0." in line for line in lines)
