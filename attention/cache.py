@@ -184,13 +184,7 @@ def cache_numbers(
 
 
 def cache_bytes(
-    variant: Variant,
-    layers: int,
-    context: int,
-    dtype: torch.dtype,
-    *,
-    batch: int = 1,
-    **sizes: int | None,
+    variant: Variant, layers: int, context: int, dtype: torch.dtype, *, batch: int = 1, **sizes: int | None
 ) -> int:
     """KV-cache bytes of ``batch`` sequences of ``context`` tokens in all ``layers``; sizes as in ``cache_numbers``."""
     return cache_numbers(variant, **sizes) * batch * layers * context * dtype.itemsize

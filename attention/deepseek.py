@@ -132,17 +132,14 @@ def _become(module: nn.Module, form: type[nn.Module]) -> None:
 
 
 def _absorbs(this: Any, nope: Tensor, mask: Any) -> bool:
-    """True to attend over the latents: fewer multiplications, no gradient, a mask and a weight that can be read.
-
-    Several queries without a mask are left to the attention function, which knows the keys they see. A weight
-    on another device is offloaded, and an up-projection that is not a plain linear layer (an adapter, a quantized one)
-    has no weight to absorb.
-    """
+    """True to attend over the latents: fewer multiplications, no gradient, a mask and a weight that can be read."""
     queries = nope.shape[2]
     # several queries at once, as in speculative decoding, may be cheaper explicitly
     pays = absorption_pays(queries, this.qk_nope_head_dim, this.v_head_dim, this.kv_lora_rank)
     wants_gradient = torch.is_grad_enabled() and (this.training or nope.requires_grad)
+    # several queries without a mask are left to the attention function, which knows the keys they see
     readable = queries == 1 if mask is None else isinstance(mask, Tensor) and (mask.dim() == 4 or queries == 1)
+    # offloaded weights are on another device; adapted and quantized layers have none to absorb
     plain = type(this.kv_b_proj) is nn.Linear and this.kv_b_proj.weight.device == nope.device
     return pays and not wants_gradient and readable and plain
 

@@ -4,6 +4,8 @@ Shapes: ``B`` sequences, ``T`` new tokens, ``S`` slots in the cache after them, 
 ``G`` key/value heads, ``D`` head dim, ``Dv`` value dim, ``R`` latent rank, ``P`` rotary dims, ``Dn`` other query dims.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -123,8 +125,7 @@ class GroupedAttention(nn.Module):
             bias=bias,
             scale=self.scale,
         )
-        result: Tensor = self.output(z.transpose(1, 2).flatten(2))
-        return result
+        return cast(Tensor, self.output(z.transpose(1, 2).flatten(2)))
 
 
 class LatentAttention(nn.Module):
@@ -219,8 +220,7 @@ class LatentAttention(nn.Module):
             lengths=lengths,
             scale=self.scale,
         )
-        result: Tensor = self.output(z.transpose(1, 2).flatten(2))
-        return result
+        return cast(Tensor, self.output(z.transpose(1, 2).flatten(2)))
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

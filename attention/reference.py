@@ -74,18 +74,16 @@ def project_output(heads: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 @dataclass(frozen=True)
 class Masks:
-    """The masks of one sequence, and an additive bias ``[H, T, S]``."""
+    """The masks of one sequence."""
 
     causal: bool = True
     offset: int = 0  # tokens before query 0
     window: int | None = None
     start: int = 0
     length: int | None = None
-    bias: Tensor | None = None
 
-    def apply(self, score: Tensor, head: int) -> Tensor:
-        """``score [T, S]`` of one head with its bias, ``-inf`` where a query ``i`` does not see a key ``j``."""
-        score = score if self.bias is None else score + self.bias[head]
+    def apply(self, score: Tensor) -> Tensor:
+        """``score [T, S]`` of one head, ``-inf`` where a query ``i`` does not see a key ``j``."""
         distance = torch.arange(score.shape[0])[:, None] + self.offset - torch.arange(score.shape[1])
         keys = torch.arange(score.shape[1])
         # decoders: nothing later than the query (Vaswani 2017, 3.2.3)
@@ -101,7 +99,7 @@ CAUSAL = Masks()
 BIDIRECTIONAL = Masks(causal=False)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, masks: Masks, head: int, scale: float | None = None) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float | None = None) -> Tensor:
     """Scaled dot-product attention of one head, ``softmax(mask(q k^T / sqrt(d_head))) v`` (Vaswani 2017, 3.2.1).
 
         s_ij = q_i . k_j / sqrt(d_head),    a_ij = exp(s_ij) / sum_j exp(s_ij),    z_i = sum_j a_ij v_j
@@ -111,7 +109,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, masks: Masks, head: int
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.stack([torch.stack([factor * (q * k).sum() for k in key]) for q in query])
     result = []
-    for row in masks.apply(scores, head):
+    for row in masks.apply(scores):
         if bool((row == -torch.inf).all()):
             result.append(torch.zeros_like(value[0]))
             continue
@@ -177,8 +175,7 @@ def grouped_query_heads(query: Tensor, key: Tensor, value: Tensor, masks: Masks,
     Head ``h`` reads key head ``h // (H / G)``.
     """
     share = query.shape[0] // key.shape[0]
-    heads = [attention(q, key[h // share], value[h // share], masks, h, scale) for h, q in enumerate(query)]
-    return torch.stack(heads)
+    return torch.stack([attention(q, key[h // share], value[h // share], masks, scale) for h, q in enumerate(query)])
 
 
 def latent_heads(
@@ -192,7 +189,7 @@ def latent_heads(
     for h in range(len(nope)):
         query = torch.cat([nope[h], rope[h]], -1)
         key = torch.cat([project(c, w.up_key[h]), rope_key], -1)
-        heads.append(attention(query, key, project(c, w.up_value[h]), masks, h, scale))
+        heads.append(attention(query, key, project(c, w.up_value[h]), masks, scale))
     return torch.stack(heads)
 
 
@@ -207,7 +204,7 @@ def absorbed_heads(
     heads = []
     for h in range(len(nope)):
         query = torch.cat([project(nope[h], w.up_key[h].T), rope[h]], -1)
-        z = attention(query, torch.cat([c, rope_key], -1), c, masks, h, scale)
+        z = attention(query, torch.cat([c, rope_key], -1), c, masks, scale)
         heads.append(project(z, w.up_value[h]))
     return torch.stack(heads)
 

@@ -1,13 +1,10 @@
 """Models with kvfold's own attention, registered with transformers: they load without ``trust_remote_code``."""
 
-from pathlib import Path
-
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvfold.attention.checkpoints import SOURCES, modeling_kvfold
 
-MODELING = Path(modeling_kvfold.__file__)  # the file that checkpoints take along
 PREFIX = "kvfold_"  # of model types
 
 

@@ -152,9 +152,8 @@ def cache_bytes_per_token(
 ) -> int:
     """Growth of generation's cache in bytes per token, all layers together.
 
-    ``enter(tokens)`` gives the residual stream of one sequence and the arguments of every layer, as ``Frame.enter(...,
-    use_cache=True)`` records them: the cache among them is the object that the stock model makes for generation. On the
-    meta device its tensors have shapes and no data.
+    ``enter(tokens)`` gives what ``Frame.enter(..., use_cache=True)`` does for one sequence, with the cache object that
+    the stock model makes for generation among the arguments; it may be on the meta device.
     """
 
     def stop(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -31,23 +31,18 @@ class LayerStream(Protocol):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """``tokens [B, T]`` to the residual stream before the first layer, ``[B, T, E]``."""
-        ...
 
     def open_layer(self, index: int) -> AbstractContextManager[StreamLayer]:
         """Materialize layer ``index``; it is freed when the context ends."""
-        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The residual stream after the last layer ``[B, T, E]`` to logits ``[B, T, V]``: final norm and head."""
-        ...
 
     def cache_bytes_per_token(self) -> int:
         """Bytes that one more token takes in the cache object that generation really uses, all layers together."""
-        ...
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LayerStream":
         """The same model, computed elsewhere or in another precision."""
-        ...
 
 
 class LoadedStream:
