@@ -68,11 +68,9 @@ class BenchTask:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRow:
-    """One model at one context and batch.
+    """One model at one context and batch: measured, or too large (``needed_bytes``, ``free_bytes``), or ``failed``.
 
-    Either it was measured, or it does not fit (``needed_bytes``, ``free_bytes``), or its process ``failed``.
-    ``prefill_tokens``: numbers of sequences and of tokens in each. ``ratio``: tokens per second in units of the first
-    model's.
+    ``prefill_tokens``: numbers of sequences and of tokens in each. ``ratio``: tokens per second by the first model's.
     """
 
     model: str
@@ -187,9 +185,8 @@ def bench_checkpoints(request: BenchRequest, tell: Callable[[str], None] = lambd
         rows[place] = replace(row, ratio=speed / base if speed and base else None)
     names = ("contexts", "batches", "device", "dtype", "cache", "prefill_tokens", "seconds", "threads")
     options, versions = {name: getattr(request, name) for name in names}, software()
-    return Benchmark(
-        versions["kvfold"], versions["transformers"], dtype, request.cache, options=options, rows=rows, **machine
-    )
+    about = versions["kvfold"], versions["transformers"], dtype, request.cache
+    return Benchmark(*about, options, rows, **machine)
 
 
 def run_in_process(task: BenchTask) -> dict[str, Any]:

@@ -94,15 +94,6 @@ def _cells(name: str, row: Row, mean: str, change: str, scale: int = 1) -> tuple
     return name, f"{row['documents']}", *means, difference
 
 
-@dataclass(frozen=True)
-class _Answers:
-    """One model's right answers by task and length, losses ``[n, T - 1]``, and scores of the harness."""
-
-    right: dict[tuple[str, int], Tensor]
-    losses: Tensor
-    scores: Scores
-
-
 @takes(EvalRequest)
 def eval_checkpoints(request: EvalRequest) -> Evaluation:
     """Compare ``out`` with ``model``: retrieval at ``lengths``, loss by position, and ``tasks`` of the harness.
@@ -148,14 +139,14 @@ def eval_checkpoints(request: EvalRequest) -> Evaluation:
         _examine(model, request, place, tokenizer, questions, windows) for model in (request.model, request.out)
     )
     retrieval = [
-        {"task": task, "length": length, "chance": 1 / CHOICES, **paired(before.right[task, length], right)}
-        for (task, length), right in after.right.items()
+        {"task": task, "length": length, "chance": 1 / CHOICES, **paired(before[0][task, length], right)}
+        for (task, length), right in after[0].items()
     ]
     scored = [
         {"task": task, "metric": metric, **paired(one, other)}
-        for task, metric, one, other in eval_tasks.paired_scores(before.scores, after.scores)
+        for task, metric, one, other in eval_tasks.paired_scores(before[2], after[2])
     ]
-    positions = by_position(before.losses, after.losses)
+    positions = by_position(before[1], after[1])
     return Evaluation(request.model, request.out, name, samples, retrieval, positions, scored)
 
 
@@ -180,8 +171,8 @@ def _tokens(tokenizer: Any, text: str | None, wanted: int) -> tuple[Tensor, str]
 
 def _examine(
     folder: str, request: EvalRequest, device: torch.device, tokenizer: Any, questions: Questions, windows: Tensor
-) -> _Answers:
-    """Load the model in ``folder``, ask it all questions, and run it over ``windows [N, T]``."""
+) -> tuple[dict[tuple[str, int], Tensor], Tensor, Scores]:
+    """One model's right answers by task and length, losses ``[N, T - 1]`` over ``windows``, scores of the harness."""
     checkpoint, stages = open_checkpoint(folder), Stages(quiet=request.quiet)
     name = checkpoint.origin
     try:
@@ -199,7 +190,7 @@ def _examine(
         if request.tasks:
             with stages(f"{name}: {', '.join(request.tasks)}"):
                 scores = eval_tasks.harness_scores(model, tokenizer, request)
-        return _Answers(right, losses, scores)
+        return right, losses, scores
     finally:
         checkpoint.close()
 

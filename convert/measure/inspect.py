@@ -60,10 +60,7 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class TargetSize(CacheSize):
-    """The cache of a target, the ``options`` of ``kvfold convert`` that make it, and the part of the cache it saves.
-
-    ``engines``: the verdict of each engine.
-    """
+    """The cache of a target, the ``options`` of ``kvfold convert`` that make it, its saving, the engines' verdicts."""
 
     options: str
     saves: float
@@ -176,12 +173,9 @@ class Inspection:
                 name: f"{100 * least:.1f} to {100 * most:.1f} % (mean of layers {100 * mean:.1f})"
                 for name, (least, mean, most) in self.head_norms.items()
             }
-            rows["norms"] = (
-                f"divisors varied over the text by {shown['query_spread']} for queries, {shown['key_spread']} for keys"
-            )
-            rows["norms lost"] = (
-                f"linear maps miss {shown['query_missed']} of the queries, {shown['key_missed']} of the keys"
-            )
+            spread = f"{shown['query_spread']} for queries, {shown['key_spread']} for keys"
+            missed = f"{shown['query_missed']} of the queries, {shown['key_missed']} of the keys"
+            rows |= {"norms": f"divisors varied over the text by {spread}", "norms lost": f"linear maps miss {missed}"}
         return rows | {verdict.engine: verdict.to_text().split(": ", 1)[1] for verdict in self.engines}
 
     def _target_lines(self) -> list[str]:

@@ -7,7 +7,7 @@ import platform
 import re
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
+# Of a benchmark: names and values.
+Row = dict[str, Any]
 
 
 class Clock:
@@ -114,10 +116,7 @@ def conditions(device: torch.device = _CPU) -> dict[str, Any]:
 
 
 def continue_rows(
-    path: Path | None,
-    header: Mapping[str, Any],
-    rows: Callable[[list[dict[str, Any]]], Iterator[dict[str, Any]]],
-    show: Callable[[dict[str, Any]], None],
+    path: Path | None, header: Row, rows: Callable[[list[Row]], Iterator[Row]], show: Callable[[Row], None]
 ) -> None:
     """Measure what the JSON file ``path`` lacks, and write the file after every row.
 

@@ -82,9 +82,9 @@ class SweptSource:
     length: int
 
     @property
-    def text_name(self) -> str:
-        """The name of the text for users."""
-        return "text that the source wrote itself" if self.text == SELF else self.text
+    def held_out(self) -> str:
+        """The text that targets are measured on."""
+        return f"{self.sequences} x {self.length} held-out tokens of {_text_name(self.text)}"
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Sweep:
         source, before = self.source, perplexity(self.rows[0].measured.teacher_loss)
         return [
             f"{source.name}: {source.kind}, {source.elements} KV-cache elements per token per layer",
-            f"perplexity {before:.2f} on {source.sequences} x {source.length} held-out tokens of {source.text_name}",
+            f"perplexity {before:.2f} on {source.held_out}",
         ]
 
     def cells(self) -> list[tuple[str, ...]]:
@@ -185,9 +185,7 @@ class Sweep:
 
     def title(self) -> str:
         """The model and the text, for the head of a plot."""
-        source = self.source
-        text = f"{source.sequences} x {source.length} held-out tokens of {source.text_name}"
-        return f"{Path(source.name).name}: {source.kind}; {text}"
+        return f"{Path(self.source.name).name}: {self.source.kind}; {self.source.held_out}"
 
     def decision(self, within: float = WITHIN) -> str:
         """The smallest target within a loss and the command that converts to it, in two lines; or that none is."""
@@ -233,16 +231,17 @@ def _percent(row: SweptTarget) -> str:
     return f"{values[0]} %" + (f", 95 % interval {values[1]} to {values[2]}" if values[1:] else "")
 
 
+def _text_name(text: str) -> str:
+    return "text that the source wrote itself" if text == SELF else text
+
+
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass
 class _Student:
-    """The student of a target, with its ``split`` if it is MLA, and the splits that were ``tried`` for a budget.
-
-    ``seconds``: spent on it alone; ``distances``: of its residual stream from the source's, layer by layer.
-    """
+    """The student of a target, with its ``split`` if it is MLA, and the splits that were ``tried`` for a budget."""
 
     options: TargetOptions
     plan: Plan
@@ -279,8 +278,8 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     try:
         if request.out is not None:
             check_output(request.out, model=checkpoint.folder)
-        model, layout = model_of(checkpoint.config, checkpoint.tensors), request.layout or DEFAULT_LAYOUT
-        chosen = named or default_targets(model, layout)
+        model = model_of(checkpoint.config, checkpoint.tensors)
+        chosen = named or default_targets(model, request.layout or DEFAULT_LAYOUT)
         plans = [
             _plan(options, common | {"layout": request.layout if options["to"] == "mla" else None}, checkpoint)
             for options in chosen
@@ -321,7 +320,7 @@ def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path
     )
     if not quiet:
         count, length = tokens.calibration.shape
-        where = f"{count} x {length} tokens of {source.text_name}"
+        where = f"{count} x {length} tokens of {_text_name(tokens.source)}"
         print(f"sweeping over {len(plans)} targets on {where}", file=sys.stderr)
     latent = [plan for plan in plans if plan.latent is not None]
     surveyed = survey_layers(latent[0], stream, tokens, scratch, stages) if latent else None

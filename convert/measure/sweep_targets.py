@@ -88,11 +88,9 @@ def default_targets(model: Model, layout: Layout) -> list[TargetOptions]:
     targets: list[TargetOptions] = [{"to": "gqa", "kv_heads": count} for count in heads[:_FOLDS]]
     targets += [{"to": "mqa"}] if model.geometry.kv_heads > 1 else []
     present = cache_elements(model.geometry)
-    if model_problems(model):
-        pass
-    elif present < _SERVED_FROM:
+    if present < _SERVED_FROM and not model_problems(model):
         targets += [{"to": "mla", "budget": present // part} for part in _PARTS if present // part >= 4]
-    else:
+    elif not model_problems(model):
         targets += [
             {"to": "mla", "kv_rank": rank, "rope_dim": rope}
             for rank, rope in _SERVED

@@ -1,8 +1,4 @@
-"""``kvfold verify``: is a checkpoint as it was written, complete, loadable and finite?
-
-``kvfold.json`` holds the SHA-256 of every other file. Without it only the tensors can be checked: they must have the
-names and shapes that the class of config.json expects, and finite numbers.
-"""
+"""``kvfold verify``: files by the hashes in ``kvfold.json``, tensors by the class that config.json names."""
 
 import math
 import os
@@ -38,10 +34,8 @@ class Verification:
     def summary(self) -> str:
         """The result of a sound checkpoint in a line."""
         hashed = f"{self.files} files as recorded" if self.files else f"no {RECORD} with hashes to compare files with"
-        return (
-            f"{self.origin}: {hashed}; {self.tensors} tensors with the shapes of config.json, "
-            f"{self.elements:,} numbers, all finite"
-        )
+        sound = f"{self.tensors} tensors with the shapes of config.json, {self.elements:,} numbers, all finite"
+        return f"{self.origin}: {hashed}; {sound}"
 
 
 def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:

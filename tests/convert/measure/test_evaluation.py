@@ -119,11 +119,8 @@ def test_the_command_measures_tasks_and_long_contexts(monkeypatch, capsys):
     fake.simple_evaluate = lambda model, tasks, limit, **options: {
         "samples": {tasks[0]: [{"doc_id": i, "metrics": ["acc"], "acc": i % 2} for i in range(limit)]}
     }
-    for name, module in {
-        "lm_eval": fake,
-        "lm_eval.models": ModuleType("m"),
-        "lm_eval.models.huggingface": models,
-    }.items():
+    modules = {"lm_eval": fake, "lm_eval.models": ModuleType("m"), "lm_eval.models.huggingface": models}
+    for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(eval_tasks, "find_spec", lambda name: True)
     line = ["eval", demo_folder(), demo_folder(), "--tasks", "tiny", "--limit", 4, "--lengths", 256, "--samples", 2]
@@ -132,25 +129,11 @@ def test_the_command_measures_tasks_and_long_contexts(monkeypatch, capsys):
     shown = capsys.readouterr()
     assert end.value.code == 0, shown.err
     found = json.loads(shown.out)
-    assert [(row["task"], row["length"], row["margin"]) for row in found["retrieval"]] == [
-        *[("needle", 256, 0.0), ("keys", 256, 0.0)]
-    ]
-    assert [(row["from"], row["to"], row["excess"]) for row in found["positions"]] == [
-        (1, 64, 0.0),
-        (64, 128, 0.0),
-        (128, 256, 0.0),
-    ]
-    assert found["tasks"] == [
-        {
-            "task": "tiny",
-            "metric": "acc",
-            "documents": 4,
-            "source": 0.5,
-            "student": 0.5,
-            "difference": 0.0,
-            "margin": 0.0,
-        }
-    ]
+    asked = [(row["task"], row["length"], row["margin"]) for row in found["retrieval"]]
+    assert asked == [("needle", 256, 0.0), ("keys", 256, 0.0)]
+    assert [(row["to"], row["excess"]) for row in found["positions"]] == [(64, 0.0), (128, 0.0), (256, 0.0)]
+    means = {"documents": 4, "source": 0.5, "student": 0.5, "difference": 0.0, "margin": 0.0}
+    assert found["tasks"] == [{"task": "tiny", "metric": "acc", **means}]
     assert "2 documents each of needle, keys at 256 tokens; 2 windows of 256 tokens; tiny, for each" in shown.err
     assert "tiny, acc" in shown.err
     assert "needle at 256 tokens" in shown.err

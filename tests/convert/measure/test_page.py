@@ -45,21 +45,15 @@ def page(folder, name):
     return ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
 
 
+CONVERSION = ["What the fit of the output projection gained", "Rotary slots by frequency"]
+CONVERSION += [f"Spectrum of {what}, and the cut" for what in ("rotary keys", "the latent")]
+
+
 @pytest.mark.parametrize(
     ("name", "titles"),
     [
         ("drift", DRIFT),
-        (
-            "convert",
-            [
-                *DRIFT,
-                "What the fit of the output projection gained",
-                "Rotary slots by frequency",
-                "Spectrum of rotary keys, and the cut",
-                "Spectrum of the latent, and the cut",
-                "Splits of 32 elements",
-            ],
-        ),
+        ("convert", [*DRIFT, *CONVERSION, "Splits of 32 elements"]),
         ("sweep", ["Cache against loss", "Drift by layer", "Cache against context"]),
     ],
 )
@@ -117,15 +111,17 @@ def test_drift_names_models_and_text_with_hashes_and_the_seed_draws_the_text(fol
     assert seeds[1]["text"]["seed"] == 1
 
 
-@pytest.mark.parametrize("options", [["--report", "FOLDER"], ["--report", "FILE"]])
-def test_what_cannot_be_drawn_is_refused_before_anything_is_read(tmp_path, monkeypatch, options):
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("FOLDER", "--report FOLDER draws with matplotlib; install it: pip install 'kvfold[report]'"),
+        ("FILE", "--report FILE is a file; name a folder"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_before_anything_is_read(tmp_path, monkeypatch, name, problem):
     (tmp_path / "FILE").touch()
     monkeypatch.chdir(tmp_path)
-    if options[1] == "FOLDER":
+    if name == "FOLDER":
         monkeypatch.setattr(console, "find_spec", lambda name: None)
-    done = CliRunner().invoke(kvfold, ["drift", "nothing", "nothing", *options])
-    expected = {
-        "FOLDER": "--report FOLDER draws with matplotlib; install it: pip install 'kvfold[report]'",
-        "FILE": "--report FILE is a file; name a folder",
-    }
-    assert done.exception.message == expected[options[1]]
+    done = CliRunner().invoke(kvfold, ["drift", "nothing", "nothing", "--report", name])
+    assert done.exception.message == problem
