@@ -77,7 +77,7 @@ def resolve_member(folder: Path, name: str) -> Path:
     if not any(path.is_relative_to(root) for root in roots):
         raise InputError(f"{folder / name}: a link that leaves the checkpoint, to {path}; put the file itself there")
     if not path.exists():
-        raise InputError(f"{folder}: the file {name} is missing; fetch it again")
+        raise InputError(f"{folder}: the file {name if name.isprintable() else short(name)} is missing; fetch it again")
     if not path.is_file():
         raise InputError(f"{folder / name} must be a regular file; put the file itself there")
     return path

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvfold.convert.checkpoint.files import check_unicode, portable_name
-from kvfold.convert.errors import InputError, first_line, opt
+from kvfold.convert.errors import InputError, first_line, opt, short
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -274,7 +274,8 @@ def _document_of(row: Any, render: Render) -> Document:
             reason = first_line(error)
             raise ValueError(f"the tokenizer's chat template does not take these messages ({reason})") from error
     else:
-        named = f"the fields {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
+        keys = ", ".join(key if key.isprintable() else short(key) for key in map(str, fields))
+        named = f"the fields {keys}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
         raise ValueError(f"no text in {named}")
     # No tokenizer could read half of a surrogate pair.
     check_unicode(document.text)

@@ -274,9 +274,9 @@ def agrees_with_the_library(data: bytes) -> None:
         assert taken is not None, "the library refuses what kvfold takes"
         assert taken == sorted(tensor.name for tensor in header.tensors)
     elif taken is not None:
-        allowed = ["expected exactly dtype, shape and data_offsets", "the name", "surrogate", "unknown dtype"]
+        allowed = ["must hold exactly dtype, shape and data_offsets", "the name", "surrogate", "must be one of"]
         if data[8:9] != b"{":  # the format asks for it there, the library takes spaces before it
-            allowed.append("expected the header to be a JSON object")
+            allowed.append("its header must be a JSON object")
         assert any(reason in problem for problem in header.problems for reason in allowed), header.problems
 
 
