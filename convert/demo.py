@@ -8,6 +8,7 @@ from typing import Any
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.options import command_words
+from kvfold.convert.sizes import table
 
 _WINDOWS, _LENGTH = 32, 256
 
@@ -58,7 +59,7 @@ def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[Row]:
             rows = _measure_all(model, facts.cache.numbers_per_token_and_layer, Path(folder or temporary), echo)
         finally:
             torch.set_num_threads(threads)
-    echo("\n" + table(rows))
+    echo("\n" + "\n".join(_compared(rows)))
     echo(f"\nMeasured on {_WINDOWS} x {_LENGTH} tokens of text that no conversion read.")
     if folder is not None:
         echo(f"\nThe converted checkpoints are in {folder}: load one with transformers' AutoModelForCausalLM.")
@@ -104,15 +105,12 @@ def rows_json(rows: Sequence[Row]) -> dict[str, Any]:
     return {"measured_on": f"{_WINDOWS} x {_LENGTH} held-out tokens", "targets": targets}
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows as text; savings and perplexities are compared with the first, the original."""
-    width, first = max(len(row.target) for row in rows), rows[0]
-    lines = [
-        f"{'target':{width}}  {'cache elements per':>18}  {'cache':>7}  {'held-out perplexity':>22}",
-        f"{'':{width}}  {'token per layer':>18}  {'saving':>7}  {'before':>10}  {'after':>10}",
-    ]
+def _compared(rows: Sequence[Row]) -> list[str]:
+    """The rows as lines; savings and perplexities are compared with the first, the original."""
+    first = rows[0]
+    cells = [["target", "cache elements per", "cache", "held-out", "perplexity"]]
+    cells += [["", "token per layer", "saving", "before", "after"]]
     for row in rows:
-        saving = f"{100 * (1 - row.elements / first.elements):5.1f} %"
-        perplexities = f"{first.perplexity:10.2f}  {row.perplexity:10.2f}"
-        lines.append(f"{row.target:{width}}  {row.elements:18}  {saving}  {perplexities}")
-    return "\n".join(lines)
+        saving = f"{100 * (1 - row.elements / first.elements):.1f} %"
+        cells.append([row.target, str(row.elements), saving, f"{first.perplexity:.2f}", f"{row.perplexity:.2f}"])
+    return table(cells)

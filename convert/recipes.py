@@ -16,6 +16,7 @@ from kvfold.convert.errors import InputError, as_keyword, did_you_mean, one_line
 from kvfold.convert.methods.registry import methods_of
 from kvfold.convert.options import specs, value_problems
 from kvfold.convert.request import ConvertRequest
+from kvfold.convert.sizes import table
 
 _FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 _LARGEST = 1 << 20  # bytes
@@ -49,11 +50,8 @@ def recipe_table() -> str:
     keys = ("name", "model", "cached_before", "cached_after")
     rows = [["recipe", "model", "cached before", "after"]]
     rows += [[str(listed.get(key, "")) for key in keys] for listed in recipe_list()]
-    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-    lines = [f"{name:<{first}}  {model:<{second}}  {before:>13}  {after:>6}" for name, model, before, after in rows]
-    return "\n".join(
-        [*lines, "", "kvfold convert MODEL OUT --recipe NAME; cached: KV-cache elements per token per layer"]
-    )
+    told = "kvfold convert MODEL OUT --recipe NAME; cached: KV-cache elements per token per layer"
+    return "\n".join([*table(rows, left=(0, 1)), "", told])
 
 
 def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:

@@ -16,20 +16,15 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.request import ConvertRequest
 
 DOCS = Path(__file__).parents[2] / "docs" / "questions.md"
-NAMES = {  # of Llama's tensors in GGUF
-    "model.layers.": "blk.",
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+KEYS = {  # of Llama's config, by the name that GGUF has for each
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+    "layer_norm_rms_eps": "rms_norm_eps",
+    "vocab_size": "vocab_size",
 }
 
 
@@ -37,25 +32,17 @@ def write_gguf(source: Path, file: Path) -> dict[str, Tensor]:
     """``source``, a tiny Llama, with matrices in 8 bits; returns the weights that are not rotary as they dequantize."""
     gguf = pytest.importorskip("gguf", reason="transformers reads GGUF files with the package gguf")
     config, writer = json.loads((source / "config.json").read_text()), gguf.GGUFWriter(file, "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
+    for name, key in KEYS.items():
+        getattr(writer, f"add_{name}")(config[key])
     writer.add_tokenizer_model("gpt2")
     letters = [chr(0x100 + number) for number in range(config["vocab_size"] - 1)]
     writer.add_token_list([*letters, letters[0] + letters[1]])
     writer.add_token_merges([" ".join(letters[:2])])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
-    meant = {}
+    names, meant = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"]), {}
     for name, tensor in tensors(source).items():
-        stored = name
-        for ours, theirs in NAMES.items():
-            stored = stored.replace(ours, theirs)
+        stored = names.get_name(name, try_suffixes=(".weight",))
         if tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
             packed = gguf.quantize(tensor.numpy(), gguf.GGMLQuantizationType.Q8_0)
             writer.add_tensor(stored, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
