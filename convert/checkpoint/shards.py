@@ -11,7 +11,7 @@ from kvfold.convert.checkpoint.headers import DTYPE_BITS, PREFIX, TensorInfo, te
 from kvfold.convert.errors import KvfoldError
 
 _ALIGNMENT = 8
-_METADATA = {"format": "pt"}
+_METADATA: dict[str, object] = {"format": "pt"}
 _TIGHT = (",", ":")
 
 
@@ -44,6 +44,11 @@ class OutputTensor:
     def nbytes(self) -> int:
         return tensor_bytes(self.dtype, self.shape)
 
+    def entry(self, start: int) -> dict[str, dict[str, object]]:
+        """The tensor in a safetensors header, its bytes beginning at ``start``."""
+        offsets = [start, start + self.nbytes]
+        return {self.name: {"dtype": self.dtype, "shape": self.shape, "data_offsets": offsets}}
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -55,11 +60,12 @@ class Shard:
     @cached_property
     def header(self) -> bytes:
         """The bytes before the first tensor: length and JSON, padded with spaces so that the tensors begin at 8 n."""
-        entries, position = [f'"__metadata__":{json.dumps(_METADATA, separators=_TIGHT)}'], 0
+        entries: dict[str, dict[str, object]] = {"__metadata__": _METADATA}
+        position = 0
         for tensor in self.tensors:
-            entries.append(_entry(tensor, position))
+            entries |= tensor.entry(position)
             position += tensor.nbytes
-        header = ("{" + ",".join(entries) + "}").encode()
+        header = json.dumps(entries, separators=_TIGHT).encode()
         header += b" " * (-len(header) % _ALIGNMENT)
         return struct.pack("<Q", len(header)) + header
 
@@ -87,7 +93,7 @@ def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard
     used = 0
     for tensor in tensors:
         # an upper bound: how many digits its offsets have is not known before the shard is full
-        cost = tensor.nbytes + len(_entry(tensor, 10**12)) + 2
+        cost = tensor.nbytes + len(json.dumps(tensor.entry(10**12), separators=_TIGHT))
         if not groups or used + cost > max_bytes:
             groups.append([])
             used = PREFIX + len(json.dumps(_METADATA)) + 16
@@ -113,8 +119,3 @@ def tensor_places(shards: Sequence[Shard]) -> dict[str, TensorPlace]:
             places[tensor.name] = TensorPlace(tensor, shard.file, position, position + tensor.nbytes)
             position += tensor.nbytes
     return places
-
-
-def _entry(tensor: OutputTensor, start: int) -> str:
-    value = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, start + tensor.nbytes]}
-    return f"{json.dumps(tensor.name)}:{json.dumps(value, separators=_TIGHT)}"

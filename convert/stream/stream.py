@@ -65,6 +65,8 @@ class CheckpointStream:
         outside.remove(self._embedding)
         self._around = [name for name in outside if name.startswith(decoder)]
         self._head = [name for name in outside if not name.startswith(base)]
+        # drops all parameters that stay loaded between calls; opening a layer does it too
+        self.release = self.parameters.release
         self._recorded: tuple[int, list[Arguments]] | None = None
 
     @torch.no_grad()
@@ -148,10 +150,6 @@ class CheckpointStream:
         sources = self.parameters.map.sources.items()
         selected = [source for target, source in sources if target.startswith(inside) != (index is None)]
         return [name for source in selected for name in source.names]
-
-    def release(self) -> None:
-        """Drop all parameters that stay loaded between calls. Opening a layer does it too."""
-        self.parameters.release()
 
     def cache_bytes_per_token(self) -> int:
         """Bytes that transformers' own cache grows by per token, all layers, with the model in its stored dtype.

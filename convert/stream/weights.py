@@ -110,10 +110,9 @@ class WeightMap:
 
     def misfits(self, stored: Mapping[str, TensorInfo]) -> list[str]:
         """A line for every parameter that ``stored`` lacks or has in another shape."""
-
-        def read(name: str) -> Tensor:
-            return torch.empty(stored[name].shape, dtype=torch_dtype(stored[name].dtype), device="meta")
-
+        tensors = {
+            name: torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta") for name, info in stored.items()
+        }
         problems = []
         try:
             self.under("")
@@ -121,7 +120,7 @@ class WeightMap:
             problems += [f"missing: {name}" for name in error.details]
         for source in self.sources.values():
             try:
-                self.load(source, read, torch.float32, "meta")
+                self.load(source, tensors.__getitem__, torch.float32, "meta")
             except InputError as error:
                 problems.append(error.message)
             # of a converter that joins what does not go together
