@@ -6,8 +6,7 @@ import pytest
 import torch
 from helpers import precision
 from helpers.checkpoints import add_demo_tokenizer, tensors
-from helpers.processes import run_python
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 
 from kvfold.attention import absorb
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
@@ -48,41 +47,19 @@ def mixtral(tiny_family, tmp_path_factory):
     return source, out
 
 
-# A fresh process without kvfold: the stock class, and AutoModelForCausalLM told of it by its public way.
-STOCK = """
-import sys, torch
-from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
-
-out, tokens, saved = sys.argv[1], torch.tensor(eval(sys.argv[2])), sys.argv[3]
-AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
-found = []
-for loader in (Mistral4ForCausalLM, AutoModelForCausalLM):
-    model, info = loader.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+def test_a_lossless_conversion_is_its_source_in_stock_transformers_and_absorbed(mixtral):
+    source, out = mixtral
+    original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    stock, info = Mistral4ForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
     assert not any(info.values()), info
     with torch.no_grad():
-        found.append(model.eval()(tokens).logits)
-assert torch.equal(*found)
-assert "kvfold" not in sys.modules
-torch.save(found[0], saved)
-"""
-
-
-def test_a_lossless_conversion_has_the_logits_of_its_source_in_stock_transformers(mixtral, tmp_path):
-    source, out = mixtral
-    run_python("-c", STOCK, out, TOKENS.tolist(), tmp_path / "logits.pt")
-    with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()(TOKENS).logits
+        expected = original(TOKENS).logits
+        assert (stock.eval()(TOKENS).logits - expected).abs().max() < precision.CONVERTED
     assert expected.abs().max() > 1
-    assert (torch.load(tmp_path / "logits.pt") - expected).abs().max() < precision.CONVERTED
-
-
-def test_it_generates_the_same_tokens_with_absorbed_decoding_and_without(mixtral):
-    source, out = mixtral
-    expected = greedy(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval())
-    stock = CompletedAuto.from_pretrained(out, dtype=torch.float32).eval()
-    assert torch.equal(greedy(stock), expected)
-    assert torch.equal(greedy(absorb(stock)), expected)
-    assert type(stock.model.layers[0].self_attn).__name__ == "AbsorbedMistral4Attention"
+    assert torch.equal(greedy(stock), greedy(original))
+    completed = CompletedAuto.from_pretrained(out, dtype=torch.float32).eval()
+    assert torch.equal(greedy(absorb(completed)), greedy(original))
+    assert type(completed.model.layers[0].self_attn).__name__ == "AbsorbedMistral4Attention"
 
 
 @pytest.mark.parametrize(
@@ -194,10 +171,6 @@ def test_shapes_and_routing_are_those_of_the_stock_class(name, changes, layout):
 def test_experts_that_the_stock_class_cannot_hold(name, changes, told):
     (problem,) = (each for each in model_problems(model_of(config_of(name, **changes))) if "expert" in each)
     told(problem)
-
-
-def test_a_mixtral_can_become_mla():
-    assert model_problems(model_of(config_of("mixtral"))) == []
 
 
 def serving(split, layout, **changes):

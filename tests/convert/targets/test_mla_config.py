@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvfold.convert.families.model import model_of
 from kvfold.convert.targets.mla.config import LatentTarget, context, mla_config, plain_base, stored_rope
@@ -36,8 +36,7 @@ def problems(model_type="llama", target=None, *, allow_growth=False, **changes):
 
 
 def test_a_llama_can_become_both_layouts():
-    for layout in ("free", "engine"):
-        assert problems(target=LatentTarget(16, 8, layout=layout)) == []
+    assert problems(target=LatentTarget(16, 8)) == problems(target=LatentTarget(16, 8, layout="engine")) == []
     assert problems(target=LatentTarget(64, 32), allow_growth=True) == []
 
 
@@ -101,85 +100,49 @@ def test_longrope_is_cut_to_its_short_range_unless_both_are_equal():
     assert context(model_of(config)) == 128
 
 
-# What the DeepSeek loaders of inference engines read of a dense layer without a query latent:
+THETA = [1.0, 0.1, 0.01, 0.001]
+
+
+@pytest.mark.parametrize("layout", ["free", "engine"])
+@pytest.mark.parametrize(("changes", "q_rank"), [({}, None), ({"tie_word_embeddings": True}, None), ({}, 24)])
+def test_names_and_shapes_are_those_of_the_stock_class(layout, changes, q_rank):
+    source, target = model_of(config_of("llama", **changes)), LatentTarget(16, 8, q_rank, layout)
+    config = AutoConfig.for_model(**mla_config(source, target, THETA, dtype="float32"))
+    with torch.device("meta"):
+        stock = AutoModelForCausalLM.from_config(config)
+    shapes = mla_shapes(source, target)
+    expected = {name: tuple(tensor.shape) for name, tensor in stock.state_dict().items()}
+    if layout == "free" and changes:  # embeddings stay tied
+        assert expected.pop("lm_head.weight") == (100, 64)
+    else:
+        assert shapes["lm_head.weight"][1] == ("model.embed_tokens.weight" if changes else "lm_head.weight")
+    assert {name: shape for name, (shape, _) in shapes.items()} == expected
+    assert layout == "free" or not any(name.endswith("bias") for name in shapes)
+
+
+# What the DeepSeek loaders of inference engines read of the config of a dense model without a query latent:
 #   vLLM       vllm/model_executor/models/deepseek_v2.py       at 002d6073aa03
 #   SGLang     python/sglang/srt/models/deepseek_v2.py         at 00114aef19bb
 #   llama.cpp  conversion/deepseek.py                          at 01a723dc630d
-# All three make their projections without biases, take interleaved rotary dims and norm the latent. llama.cpp's
-# src/models/deepseek2.cpp asks for a query latent unless a model has 26, 27 or (with 128256 tokens) 48 layers.
-ENGINE_LAYER = {
-    "input_layernorm.weight": "E",
-    "post_attention_layernorm.weight": "E",
-    "mlp.gate_proj.weight": "I E",
-    "mlp.up_proj.weight": "I E",
-    "mlp.down_proj.weight": "E I",
-    "self_attn.kv_a_proj_with_mqa.weight": "R+P E",
-    "self_attn.kv_a_layernorm.weight": "R",
-    "self_attn.kv_b_proj.weight": "H*(N+D) R",
-    "self_attn.o_proj.weight": "E H*D",
-}
-ENGINE_QUERIES = {
-    None: {"self_attn.q_proj.weight": "H*(N+P) E"},
-    24: {
-        "self_attn.q_a_proj.weight": "Q E",
-        "self_attn.q_a_layernorm.weight": "Q",
-        "self_attn.q_b_proj.weight": "H*(N+P) Q",
-    },
-}
-ENGINE_MODEL = {"model.embed_tokens.weight": "V E", "model.norm.weight": "E", "lm_head.weight": "V E"}
-ENGINE_KEYS = {
-    "vLLM": """
-        hidden_size num_hidden_layers num_attention_heads qk_nope_head_dim qk_rope_head_dim v_head_dim kv_lora_rank
-        q_lora_rank max_position_embeddings rms_norm_eps rope_parameters n_routed_experts n_shared_experts hidden_act
-        first_k_dense_replace moe_layer_freq intermediate_size vocab_size routed_scaling_factor tie_word_embeddings""",
-    "SGLang": """
-        hidden_size num_hidden_layers num_attention_heads qk_nope_head_dim qk_rope_head_dim v_head_dim kv_lora_rank
-        q_lora_rank rope_theta rope_scaling max_position_embeddings rms_norm_eps n_routed_experts n_shared_experts
-        n_group first_k_dense_replace moe_layer_freq intermediate_size hidden_act vocab_size
-        num_nextn_predict_layers""",
-    "llama.cpp": """
-        hidden_size num_hidden_layers num_attention_heads num_key_value_heads first_k_dense_replace kv_lora_rank
-        q_lora_rank vocab_size qk_nope_head_dim qk_rope_head_dim v_head_dim moe_intermediate_size n_routed_experts
-        n_shared_experts routed_scaling_factor norm_topk_prob rms_norm_eps rope_theta intermediate_size
-        num_experts_per_tok""",
-}
+ENGINE_KEYS = """
+    first_k_dense_replace hidden_act hidden_size intermediate_size kv_lora_rank max_position_embeddings
+    moe_intermediate_size moe_layer_freq n_group n_routed_experts n_shared_experts norm_topk_prob num_attention_heads
+    num_experts_per_tok num_hidden_layers num_key_value_heads num_nextn_predict_layers q_lora_rank qk_nope_head_dim
+    qk_rope_head_dim rms_norm_eps rope_parameters rope_scaling rope_theta routed_scaling_factor tie_word_embeddings
+    v_head_dim vocab_size"""
 
 
-@pytest.mark.parametrize("q_rank", [None, 24])
-@pytest.mark.parametrize("tied", [True, False])
-def test_engine_layout_holds_what_the_loaders_read_and_nothing_else(q_rank, tied):
-    config = config_of("llama", tie_word_embeddings=tied)
-    shapes = mla_shapes(model_of(config), LatentTarget(16, 8, q_rank, "engine"))
-    sizes = {"E": 64, "I": 96, "H": 8, "N": 8, "D": 8, "R": 16, "P": 8, "V": 100, "Q": q_rank}
-    table = ENGINE_LAYER | ENGINE_QUERIES[q_rank]
-    expected = {
-        f"model.layers.{layer}.{name}": shape for layer in range(2) for name, shape in table.items()
-    } | ENGINE_MODEL
-    spelled = {name: tuple(eval(size, sizes) for size in shape.split()) for name, shape in expected.items()}
-    assert {name: shape for name, (shape, _) in shapes.items()} == spelled
-    assert shapes["lm_head.weight"][1] == ("model.embed_tokens.weight" if tied else "lm_head.weight")
-
-
-@pytest.mark.parametrize("engine", ENGINE_KEYS)
-def test_engine_config_answers_every_key_that_the_loaders_ask(engine):
+def test_engine_config_answers_every_key_that_the_loaders_ask():
     config = config_of("llama", tie_word_embeddings=True)
-    written = mla_config(
-        model_of(config), LatentTarget(16, 8, layout="engine"), [1.0, 0.1, 0.01, 0.001], dtype="bfloat16"
-    )
-    assert [key for key in ENGINE_KEYS[engine].split() if key not in written] == []
+    written = mla_config(model_of(config), LatentTarget(16, 8, layout="engine"), THETA, dtype="bfloat16")
+    assert [key for key in ENGINE_KEYS.split() if key not in written] == []
     # The conditions under which each of them makes a layer dense, its rope plain and its attention multi-head.
     assert written["first_k_dense_replace"] == written["num_hidden_layers"] == 2
     rope = written["rope_parameters"]
-    assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("yarn", 1.0, written["rope_theta"])
+    assert (rope["rope_type"], rope["factor"]) == ("yarn", 1.0)
     assert {**written["rope_scaling"], "rope_theta": rope["rope_theta"]} == {**rope, "type": "yarn"}
     assert written["num_key_value_heads"] == written["num_attention_heads"] == 8
     assert (written["hidden_act"], written["attention_bias"], written["tie_word_embeddings"]) == ("silu", False, False)
-    assert written["num_nextn_predict_layers"] == 0
-
-
-def test_embeddings_stay_tied_in_layout_free():
-    config = config_of("llama", tie_word_embeddings=True)
-    assert "lm_head.weight" not in mla_shapes(model_of(config), LatentTarget(16, 8))
 
 
 def test_plain_rope_is_recognized_and_anything_else_is_longrope():
