@@ -1,5 +1,6 @@
 """One layer run and recorded: attention's outputs, the record of its call, and that nothing stays behind."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -124,16 +125,13 @@ def test_what_is_noted_and_what_is_computed() -> None:
         assert found.query is attention.given[0]
         assert found.key is attention.given[1]
         assert (found.scale, found.window, found.softcap, found.causal) == (0.3, window, softcap, True)
-
-
-def test_without_a_mask_the_modules_word_counts() -> None:
+    # without a mask the module's word counts
     for causal in (True, False):
         attention = Attention(is_causal=causal)
         found = run_layer(Layer(attention), HIDDEN, Arguments((), {}))
         expected = whole_map(*attention.given, CAUSAL | (not causal), 8**-0.5)
         torch.testing.assert_close(found.attention.double(), expected.flatten(2), **precision.ACTIVATIONS)
-        assert (found.causal, found.scale) == (causal, 8**-0.5)
-        assert found.query is not None
+        assert (found.causal, found.scale, found.query is None) == (causal, 8**-0.5, False)
 
 
 @pytest.mark.parametrize(
@@ -150,18 +148,14 @@ def test_without_a_mask_the_modules_word_counts() -> None:
         (CAUSAL | (torch.arange(9) < 3), None, False, False),  # a prefix that is seen from everywhere
     ],
 )
-@pytest.mark.parametrize("additive", [False, True])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_a_mask_outweighs_the_modules_word(
-    seen: Tensor, window: int | None, causal: bool, plain: bool, additive: bool, is_causal: bool
-) -> None:
-    mask = seen[None, None]
-    if additive:
-        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    attention = Attention(is_causal=is_causal, sliding_window=window)
-    found = run_layer(Layer(attention), HIDDEN, Arguments((), {"mask": mask}))
-    assert (found.causal, found.window) == (causal, window)
-    assert (found.query is not None) is (found.key is not None) is plain
+def test_a_mask_outweighs_the_modules_word(seen: Tensor, window: int | None, causal: bool, plain: bool) -> None:
+    seen = seen[None, None]
+    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    for mask, is_causal in itertools.product((seen, added), (False, True)):
+        attention = Attention(is_causal=is_causal, sliding_window=window)
+        found = run_layer(Layer(attention), HIDDEN, Arguments((), {"mask": mask}))
+        assert (found.causal, found.window) == (causal, window)
+        assert (found.query is not None) is (found.key is not None) is plain
 
 
 def test_sinks_and_biases_of_scores() -> None:
@@ -175,27 +169,24 @@ def test_sinks_and_biases_of_scores() -> None:
     assert (found.query, found.key) == (None, None)
 
 
-def test_nothing_is_left_behind() -> None:
+def test_nothing_is_left_behind_where_a_layer_fails() -> None:
     class Broken(Attention):
         def forward(self, hidden_states: Tensor, mask: Tensor | None) -> Any:
             assert self.config._attn_implementation == RECORDER
             raise RuntimeError("broken")
 
-    layer = Layer(Broken())
-    with pytest.raises(RuntimeError, match="broken"):
-        run_layer(layer, HIDDEN, Arguments((), {}))
-    assert layer.self_attn.config._attn_implementation == BLOCKWISE
-    assert not layer.self_attn._forward_hooks
-    assert not layer.self_attn._forward_pre_hooks
-
-
-def test_a_layer_that_skips_its_attention_is_named() -> None:
     class Skipping(Layer):
         def forward(self, hidden_states: Tensor) -> Tensor:
             return hidden_states
 
-    with pytest.raises(ValueError, match="Skipping never called its attention module"):
-        run_layer(Skipping(Attention()), HIDDEN, Arguments((), {}))
+    for layer, message in (
+        (Layer(Broken()), "broken"),
+        (Skipping(Attention()), "Skipping never called its attention module"),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            run_layer(layer, HIDDEN, Arguments((), {}))
+        assert layer.self_attn.config._attn_implementation == BLOCKWISE
+        assert not layer.self_attn._forward_hooks
 
 
 def test_tensors_take_the_place_of_the_modules_parameters() -> None:
