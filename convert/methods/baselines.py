@@ -47,5 +47,5 @@ def svd(layer: LatentLayer) -> Fitted:
         weights = linear_heads(weights, blank_statistics(weights.model_dim, weights.heads, scales=gain))
     latent = svd_latent(weights, layer.rotary, layer.slots, layer.channels, scale=layer.scale, gain=gain)
     # The singular vectors take no account of the norm's gain, nor does the query latent.
-    blank = blank_statistics(latent.model_dim, latent.heads)
+    blank = blank_statistics(weights.model_dim, weights.heads)
     return Fitted(latent if layer.query_channels is None else query_latent(latent, blank, layer.query_channels))

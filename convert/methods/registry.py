@@ -178,10 +178,7 @@ def quick_method(target: str) -> str:
 
 
 def find_method(name: str, target: str) -> Method:
-    """The method ``name`` of ``target``; of ``MODULE:NAME`` the one that the module registers.
-
-    Raises InputError where there is none.
-    """
+    """The method ``name``, or ``MODULE:NAME``, of ``target``. Raises InputError where there is none."""
     _discover()
     # The module of the name registers it.
     plain = _imported(name, "method")

@@ -228,7 +228,7 @@ def _latent_tensors(source: Model, layer: int, latent: "LatentWeights") -> dict[
         "k_up_proj.weight": latent.uk.flatten(0, 1),
         "v_up_proj.weight": latent.uv.flatten(0, 1),
         "o_proj.weight": latent.o.flatten(1),
-        "o_proj.bias": latent.o.new_zeros(latent.model_dim) if latent.o_bias is None else latent.o_bias,
+        "o_proj.bias": latent.o.new_zeros(latent.down.shape[1]) if latent.o_bias is None else latent.o_bias,
     }
     if (norms := latent.norms) is not None:
         tensors |= {

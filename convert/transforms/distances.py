@@ -29,9 +29,8 @@ from torch import Tensor
 #     MLA 48 + 16, text as long as the calibration             0.086  0.076  0.076  0.085  0.102
 TAIL = 0.5
 
-# The longest distance that counts: a limit on time, since contexts are rarely longer.
-# The sum takes 1 CPU second once per model for heads of 128 dims, 0.2 for 8192 (recipes/benchmarks/bench_constants.py
-# --distances).
+# The longest distance that counts: a limit on time. The sum takes 1 CPU second once per model for heads of 128 dims,
+# 0.2 for 8192 (recipes/benchmarks/bench_constants.py --distances).
 FARTHEST = 131072
 
 CHUNK = 4096  # distances summed at once: a limit on memory, 8 MB of complex waves for 128 frequencies

@@ -34,7 +34,7 @@ def has_norms(weights: AttentionWeights) -> bool:
 def project(weights: AttentionWeights, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Queries, then keys, of ``inputs [N, E]`` after their norms ``[N, H + G, D]``, and their divisors ``[N, H + G]``.
 
-    They are not rotated, and in the dtype of ``inputs``. Divisors are 1 without a norm.
+    Not rotated, in the dtype of ``inputs``. Divisors are 1 without a norm.
     """
     results, divisors = [], []
     sides = ((weights.q, weights.q_bias, weights.q_norm), (weights.k, weights.k_bias, weights.k_norm))

@@ -14,9 +14,8 @@ from kvfold.convert.transforms.weights import LayerStatistics
 # of themselves (tests/convert/transforms/test_constants.py).
 RIDGE = 1e-9
 
-# Pull of `fit_output` towards the present projection, relative to the mean energy of the heads' dims.
-# It keeps directions that the calibration text hardly visits. Not measured: held-out sequences decide layer by layer
-# whether the fitted projection is used at all.
+# Pull of `fit_output` towards the present projection, relative to the mean energy of the heads' dims: it keeps what the
+# text hardly visits. Not measured: held-out sequences decide whether a fitted projection is used at all.
 OUTPUT_RIDGE = 0.1
 
 

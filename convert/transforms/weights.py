@@ -34,11 +34,10 @@ class Tensors:
 class HeadNorm(Tensors):
     """A norm on queries or keys, between projection and rotary embedding unless ``after_rotary``.
 
-    ``weight`` and ``bias`` are ``[heads, D]``; ``shared``: the file holds one row ``[D]`` for all heads, which is
-    repeated on reading and stored once on writing. ``extent``: the vector that is normalized, each head alone or the
-    flat ``heads * D`` vector of all heads. The gain applied is ``weight + offset`` (gemma stores the gain minus one).
-    ``after_rotary``: the norm follows the rotary embedding; its gain then belongs to rotated dims, and no linear map in
-    front of it can replace it.
+    ``weight`` and ``bias`` are ``[heads, D]``; ``shared``: the file has one row ``[D]`` for all heads. ``extent``: the
+    vector that is normalized, each head alone or the flat ``heads * D`` vector of all heads. The gain applied is
+    ``weight + offset`` (gemma stores the gain minus one). ``after_rotary``: the norm follows the rotary embedding; no
+    linear map in front of it can replace its gain, which belongs to rotated dims.
     """
 
     kind: Literal["rms", "layer"]

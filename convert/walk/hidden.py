@@ -56,6 +56,7 @@ class Spill(ExitStack):
 
     def store(self, chunk: Tensor) -> "_Stored":
         """``chunk`` in the file; its place is free again when nothing refers to the result. KvfoldError when full."""
+        # Chunks of a model have two sizes at most: a place that is free fits the next of its size.
         free = self._free[chunk.nbytes]
         start = free.pop() if free else self._end
         self._end = max(self._end, start + chunk.nbytes)
@@ -127,10 +128,7 @@ def sequence(states: Hidden, index: int) -> Tensor:
 
 @dataclass
 class Recomputed(Iterable[LayerOutput]):
-    """The outputs of ``layer`` for ``states``, run when they are taken out.
-
-    They take several times the room of the states: where these are in a file, the outputs are too many for the memory.
-    """
+    """The outputs of ``layer`` for ``states``, run when they are taken out."""
 
     layer: OpenLayer
     states: Hidden

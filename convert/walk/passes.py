@@ -78,6 +78,7 @@ def through(layer: OpenLayer, states: Hidden) -> tuple[Hidden, Iterable[LayerOut
     for chunk in states:
         output = layer(chunk)
         after.append(output.states)
+        # Outputs take several times the room of states: where these are in a file, they are run again.
         if isinstance(states, list):
             outputs.append(output)
     return after, outputs if isinstance(states, list) else Recomputed(layer, states)

@@ -94,6 +94,7 @@ class StatisticsAccumulator:
             for part in ("gram", "mean", "normed")
             if f"{name}{part}" in sums
         }
+        # Only blocks on and above the diagonal were added up.
         for name in ("gram", "received_gram"):
             if name in averages:
                 upper = averages[name].triu()

@@ -29,16 +29,14 @@ A run with one student::
 
 Several students learn from one teacher, which runs each of its layers once for all of them::
 
-    teacher = Teacher(source, held_out, calibration)
     walks = [Walk(teacher, student) for student in students]
     for layer in teacher.layers():
         for walk in walks:
             with walk.step(layer) as step:
                 step.convert(transform(...))
 
-In memory are one layer of each model, and the hidden states unless they are in a file. The teacher takes the
-calibration and the held-out sequences through its layers; the student takes the held-out ones, and the calibration
-sequences when a fit or refinement needs them.
+In memory are one layer of each model, and the hidden states unless they are in a file. The student takes the
+calibration sequences along only when a fit or refinement needs them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,14 +47,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.compare import (
-    LayerDrift,
-    Measurement,
-    compare_layer,
-    compare_predictions,
-    relative,
-    squares,
-)
+from kvfold.attention.drift import compare
 from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.checkpoint.tensors import torch_dtype
@@ -94,6 +85,7 @@ class Student:
         self._read_source = source.read
         self._put: Mapping[str, Tensor] = {}
         self.dtypes = {name: torch_dtype(tensor.dtype) for name, tensor in self._planned.items()}
+        # The open layer of the source lends the student what both store alike.
         origins = {name: tensor.sources for name, tensor in self._planned.items() if tensor.sources}
         changed = self._planned.keys() if recast else self._planned.keys() - origins.keys()
         self.stream = type(source)(
@@ -153,7 +145,7 @@ class Step:
     calibration: Hidden = field(default_factory=list)
     student_calibration: Hidden = field(default_factory=list)
     done: bool = field(init=False, default=False)
-    drift: LayerDrift | None = field(init=False, default=None)
+    drift: compare.LayerDrift | None = field(init=False, default=None)
 
     @torch.no_grad()
     def attention_error(self, tensors: Mapping[str, Tensor]) -> float:
@@ -175,13 +167,15 @@ class Step:
         return error / norm if norm else error
 
     @torch.no_grad()
-    def convert(self, tensors: Mapping[str, Tensor]) -> LayerDrift:
+    def convert(self, tensors: Mapping[str, Tensor]) -> compare.LayerDrift:
         """Use ``tensors``: compare the student's layer with the teacher's and take both streams past it."""
         self.student.put(tensors)
         with self.student.stream.open_layer(self.index) as layer:
             # The teacher's layer has been run already: its outputs come again, in the same order.
             replayed, streams = iter(self.outputs), (self.held_out, self.student_held_out)
-            self.drift = compare_layer(self.index, lambda _: next(replayed), layer, *streams, self.student.stream)
+            self.drift = compare.compare_layer(
+                self.index, lambda _: next(replayed), layer, *streams, self.student.stream
+            )
             self._finish(layer)
         return self.drift
 
@@ -197,13 +191,14 @@ class Step:
             for chunk, hidden in enumerate(self.student_held_out):
                 self.student_held_out[chunk] = layer(hidden).states
             self._finish(layer)
-        wrong = sum(float(squares(a - b)) for a, b in zip(expected, self.student_held_out, strict=True))
-        return relative(wrong, sum(float(squares(each)) for each in expected))
+        wrong = sum(float(compare.squares(a - b)) for a, b in zip(expected, self.student_held_out, strict=True))
+        return compare.relative(wrong, sum(float(compare.squares(each)) for each in expected))
 
     @torch.no_grad()
     def skip(self) -> None:
         """Leave the student's layer as the source has it, and take both streams past it."""
         for chunk, output in enumerate(self.outputs):
+            # Until the first converted layer both streams are the same, and half of the work is saved.
             same = torch.equal(self.held_out[chunk], self.student_held_out[chunk])
             student = output if same else self.teacher(self.student_held_out[chunk])
             self.held_out[chunk], self.student_held_out[chunk] = output.states, student.states
@@ -317,7 +312,7 @@ class Walk:
         self._student_held_out = embed(student.stream, teacher.tokens, teacher.keep)
         kept = teacher.kept if calibration else None
         self._student_calibration = teacher.keep([]) if kept is None else embed(student.stream, kept, teacher.keep)
-        self.drifts: list[LayerDrift] = []
+        self.drifts: list[compare.LayerDrift] = []
         self._passed = 0
 
     def __iter__(self) -> Iterator[Step]:
@@ -348,13 +343,13 @@ class Walk:
         self.drifts += [] if step.drift is None else [step.drift]
 
     @torch.no_grad()
-    def measurement(self) -> Measurement:
+    def measurement(self) -> compare.Measurement:
         """The whole student against the teacher on the held-out sequences, after the last layer."""
         source, student = self._teacher.stream, self._student.stream
         if self._passed < source.layers:
             raise KvfoldError(f"the walk has done {self._passed} of {source.layers} layers")
         tokens = torch.split(self._teacher.tokens, chunk_size(source.device, self._teacher.tokens.shape[1]))
-        measured = compare_predictions(source, student, self._teacher.held_out, self._student_held_out, tokens)
+        measured = compare.compare_predictions(source, student, self._teacher.held_out, self._student_held_out, tokens)
         check_finite([torch.tensor(measured.teacher_loss)], source, None)
         source.release()
         student.release()

@@ -76,7 +76,7 @@ def similar(
 ) -> ChosenPartition:
     """The partition of `candidates` whose fold with ``objective`` has the smallest error by ``judge``; first of equals.
 
-    The candidates come from score errors whatever the objective: it decides how heads share, the judge which of them.
+    Candidates come from score errors whatever the objective, which decides how heads share, not which of them.
     """
     folds = {each: principal.fold_moments(pairs.layer, each, objective) for each in candidates(pairs, groups)}
     errors = {partition: judge(folded) for partition, folded in folds.items()}

@@ -16,14 +16,12 @@ queries that read it.
 Exact: groups of one; identical heads. Approximate otherwise:
 
 * A shared key is divided by its own length, token by token, where its members had one length each. This costs most
-  (four fifths of the error where norms were put into a trained model without training it further), and no choice of
-  gains removes it. Keys from the map of least squares, whose members are divided already, lose less: squared errors of
-  the output of the four layers, 8 -> 2 heads, 0.058, 0.215, 0.165, 0.195 and 0.048, 0.173, 0.093, 0.118 (the shipped
-  model with norms put in and trained on, recipes/benchmarks/bench_head_norms.py --folds). Queries from such a map lost
-  more in three layers of four.
+  (four fifths of the error where norms were put into a trained model), and no choice of gains removes it. Keys from the
+  map of least squares, whose members are divided already, lose less: squared errors of the output of the four layers,
+  8 -> 2 heads, 0.058, 0.215, 0.165, 0.195 and 0.048, 0.173, 0.093, 0.118 (the shipped model with norms put in and
+  trained on, recipes/benchmarks/bench_head_norms.py --folds). Queries from such a map lost more in three of four.
 * Queries take their maps before their norm. A norm with one row per head keeps the sizes of the folded query's blocks,
-  so that lengths stay nearly those of the source; one row for all heads holds the mean over heads, and heads whose
-  scores should be scaled differently share one scale. Moving sizes between queries and keys to level them was worse.
+  so that lengths stay nearly those of the source; one row for all heads holds the mean over heads.
 * A layer norm removes the mean over the head's dims, which merging does not respect. A norm's bias that all heads share
   is the average of what each would need.
 """
@@ -113,10 +111,7 @@ def _write(
     *,
     in_gain: bool = False,
 ) -> tuple[Tensor, HeadNorm | None, Tensor]:
-    """The map ``target [n, D, F]`` and ``constant [n, D]`` as rows, a norm like ``norm`` and the shortfall ``[n]``.
-
-    ``gain [n, D]`` of the new norm, ``rms [n]`` of the source. ``in_gain``: the norm's gain makes up for the shortfall.
-    """
+    """``target [n, D, F]``, ``constant [n, D]`` as rows and a norm like ``norm``; the shortfall unless ``in_gain``."""
     one = torch.ones_like(rms)
     if norm is None:
         return target, None, one
@@ -139,15 +134,13 @@ def _write(
 
 
 def _block_sizes(source: LinearizedNorm, rows: Tensor, blocks: Sequence[Tensor], moment: Tensor) -> Tensor:
-    """``[n, D]``: the factor by which folding changed the size of each block of dims of each query head.
-
-    One row for all heads, the geometric mean, where their norm has one row.
-    """
+    """``[n, D]``: the factor by which folding changed the size of each block of dims of each query head."""
     before, after = (((part @ moment) * part).sum(-1) for part in (source.rows, rows))
     sizes = torch.empty_like(source.gain)
     for block in blocks:
         old, new = before[:, block].sum(-1, keepdim=True), after[:, block].sum(-1, keepdim=True)
         sizes[:, block] = torch.where((old > 0) & (new > 0), new / old, 1.0).sqrt()
+    # The geometric mean for all heads where their norm has one row.
     if source.norm is not None and source.norm.shared and source.norm.extent == "head":
         sizes = sizes.log().mean(0, keepdim=True).exp().expand_as(sizes)
     return sizes

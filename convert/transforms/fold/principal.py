@@ -76,7 +76,7 @@ def layer_moments(
     queries = normed.linearize(with_bias(weights.q, weights.q_bias), weights.q_norm, moment)
     amplitude = moment.new_ones(weights.head_dim)
     amplitude[: rotary.dims] = rotary.amplitude
-    # An output bias takes the values' bias exactly (_fold_constants); without one it takes part in the fit.
+    # Without an output bias the values' bias takes part in the fit (_fold_constants).
     values = with_bias(weights.v, None if weights.o_bias is not None else weights.v_bias)
     return LayerMoments(
         weights=weights,
@@ -105,10 +105,9 @@ def fold(
     """Folds the ``G`` KV heads to ``len(groups)``; ``groups[i]`` lists the source heads of new head ``i``.
 
     Query heads (and with them the columns of ``o``) are reordered so that query head ``h`` again reads KV head
-    ``h // (H // len(groups))``. Computed in float64, returned in float32 on the device of ``weights``. ``context`` is
-    the number of positions the result has to serve (the model's limit, or the layer's window): keys are fitted for all
-    distances below it, including those that the calibration text was too short for; 0 means the text's length.
-    ``objective``: the error that the shared heads minimize.
+    ``h // (H // len(groups))``. Computed in float64, returned in float32 on the device of ``weights``. Keys are fitted
+    for all distances below ``context``, the positions that the result has to serve (the model's limit, or the layer's
+    window); 0 means the length of the calibration text. ``objective``: the error that the shared heads minimize.
     Raises ValueError when ``groups`` is not a partition of the KV heads into equal parts.
     """
     return fold_moments(layer_moments(weights, statistics, rotary, context), groups, objective)
@@ -171,15 +170,12 @@ def _fold_values(
 
 
 def _balanced(heads: Sequence[SharedHead], members: Tensor, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The maps of all groups, ``encode [g, m, D, D]`` and ``decode [H, D, D]``, with rows rescaled block by block.
-
-    The rows of a shared head get the mean norm of its members' rows ``members [G, D, F]``, which are ordered by groups.
-    ``blocks`` hold the dims that share one factor (a rotary pair, the unrotated dims, a whole value head).
-    """
+    """``encode [g, m, D, D]``, ``decode [H, D, D]`` of all groups, shared rows at the mean norm of their members'."""
     encode, decode = torch.stack([head.encode for head in heads]), torch.stack([head.decode for head in heads])
     members = torch.unflatten(members, 0, (len(heads), -1))
     merged = torch.einsum("gmab,gmbf->gaf", encode, members)
     factor = torch.ones_like(merged[..., 0])
+    # Dims of a block share one factor (a rotary pair, the unrotated dims, a whole value head).
     for block in blocks:
         before, after = members[:, :, block].flatten(2).norm(dim=2).mean(1), merged[:, block].flatten(1).norm(dim=1)
         # Rows of zeros are left alone.
@@ -188,25 +184,21 @@ def _balanced(heads: Sequence[SharedHead], members: Tensor, blocks: Sequence[Ten
 
 
 def _fold_constants(source: AttentionWeights, folded: AttentionWeights, mean: Tensor) -> AttentionWeights:
-    """``folded`` with biases that make up for the change of the values' constant part, where the layer has any.
-
-    Attention rows sum to 1, so a constant passes through attention unchanged. An output bias takes the values' bias
-    exactly. With a bias on the values only, that bias is chosen by least squares so that the layer's output at the mean
-    input ``mean [E]`` is unchanged. With sinks, rows of attention sum to less than 1, and biases stay as fitted with
-    the values. ``source`` and ``folded`` order their heads alike.
-    """
+    """``folded`` with biases that make up for the change of the values' constant part, where the layer has any."""
+    # Attention rows sum to 1, so a constant passes through attention unchanged. With sinks they sum to less, and biases
+    # stay as fitted with the values.
     if source.v_bias is None or source.sinks is not None:
         return folded
 
     def output(weights: AttentionWeights, values: Tensor) -> Tensor:
-        """The output ``[E]`` of constant values ``[G, D]``, without the output bias."""
         spread = values.repeat_interleave(weights.heads // len(values), 0)
         return torch.einsum("ehd,hd->e", weights.o.double(), spread)
 
     if source.o_bias is not None and folded.v_bias is not None:
-        # The old values' bias went through the old output projection; `source` still has both.
+        # An output bias takes the values' bias exactly; the old one went through the old output projection.
         moved = output(source, source.v_bias.double()) - output(folded, folded.v_bias)
         return replace(folded, o_bias=source.o_bias.double() + moved)
+    # A bias on the values only leaves the output at the mean input unchanged, by least squares.
     missing = output(source, source.v.double() @ mean + source.v_bias.double()) - output(folded, folded.v @ mean)
     columns = torch.unflatten(folded.o, 1, (folded.kv_heads, -1)).sum(2).flatten(1)  # [E, g * D]
     return replace(folded, v_bias=(torch.linalg.pinv(columns, rtol=1e-9) @ missing).reshape(folded.kv_heads, -1))

@@ -95,20 +95,15 @@ def score_losses(head: SharedHead, group: GroupMoments) -> tuple[Tensor, Tensor]
 
 
 def distance_moments(profile: Tensor, context: int, rotary: Rotary, dims: int) -> Tensor:
-    """``phi_h(w_a - w_b) = E e^{-i (w_a - w_b) delta}``, complex ``[H, D, D]``, in the basis of `pair_basis`.
-
-    ``profile [H, S]`` is attention by distance, ``context`` the largest distance between two tokens.
-    """
+    """``phi_h(w_a - w_b) = E e^{-i (w_a - w_b) delta}``, ``[H, D, D]``, for ``profile [H, S]`` and ``context``."""
     theta = rotary.theta.double().to(profile.device)
     speed = torch.cat((theta, -theta, theta.new_zeros(dims - rotary.dims)))
     return rotary_moments(mixed_distances(profile, context), speed)
 
 
 def pair_basis(pairs: int, dims: int, device: torch.device | str = "cpu") -> Tensor:
-    """Unitary ``U [D, D]``: half-split rows to ``(x_l + i y_l) / sqrt 2``, ``(x_l - i y_l) / sqrt 2``, the rest as is.
-
-    In it, rotation by ``delta`` positions is the diagonal ``e^{-i w delta}`` with ``w = theta, -theta, 0``.
-    """
+    """Unitary ``U [D, D]``: half-split rows to ``(x_l + i y_l) / sqrt 2``, ``(x_l - i y_l) / sqrt 2``, others kept."""
+    # In it, rotation by delta positions is the diagonal e^{-i w delta} with w = theta, -theta, 0.
     basis = torch.eye(dims, dtype=torch.complex128, device=device)
     low, high = torch.arange(2 * pairs, device=device).chunk(2)
     basis[low, low] = basis[high, low] = 0.5**0.5

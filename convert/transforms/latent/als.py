@@ -60,9 +60,9 @@ class LatentProblem:
     """A layer, second moments of its inputs, and for every head the kernels (cached, cached) and (cached, keys).
 
     ``covariance [E, E]`` and ``mean [E+1]`` of ``[x; 1]``. ``centered``: rows may have a constant, and errors of values
-    are taken about their mean; otherwise nothing may have a bias, and the mean of the values counts too.
-    ``mean_weight [E]``: ``covariance^-1 mean``, needed only where nothing is centered. ``query_weight [H, D, D]``,
-    ``value_weight [G, D, D]``: the squared output per error of a key and of a value.
+    are taken about their mean; otherwise nothing may have a bias, and the mean of the values counts too, with
+    ``mean_weight [E] = covariance^-1 mean``. ``query_weight [H, D, D]``, ``value_weight [G, D, D]``: the squared output
+    per error of a key and of a value.
     """
 
     layer: LinearLayer
@@ -156,10 +156,7 @@ def _regress(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
 
 
 def _normal_equations(problem: LatentProblem, fit: LatentFit) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``V, M [n, n]`` of `_solve_rows`, the cost of a change of the cached rows as inputs vary and at their mean.
-
-    ``P [n, E]``, ``p [n]``: the part that the present rows leave unexplained, likewise.
-    """
+    """``V, M [n, n]``, ``P [n, E]``, ``p [n]`` of `_solve_rows`: costs of a change, and what is left unexplained."""
     layer, rank = problem.layer, fit.values.shape[-1]
     linear, mean = fit.rows[:, :-1], fit.rows @ problem.mean
     V, M, p = mean.new_zeros(len(mean), len(mean)), mean.new_zeros(len(mean), len(mean)), torch.zeros_like(mean)
@@ -211,15 +208,13 @@ def _solve_rows(problem: LatentProblem, fit: LatentFit) -> LatentFit:
 
 
 def _principal(problem: LatentProblem, fit: LatentFit) -> LatentFit:
-    """The same fit with rotary pairs at unit energy and uncorrelated latent channels, sized by their importance.
-
-    The latent's energies sum to one, and its mean is zero where constants are free.
-    """
+    """The same fit with rotary pairs at unit energy and uncorrelated latent channels, sized by their importance."""
     rank, pairs = fit.values.shape[-1], problem.cached.half
     rotary, latent = fit.rows[: 2 * pairs], fit.rows[-rank:]
     energy = (rotary[:, :-1] @ problem.covariance * rotary[:, :-1]).sum(1) + (rotary @ problem.mean).square()
     unit = ((energy[:pairs] + energy[pairs:]) / 2).sqrt()
     unit = torch.where(unit > 0, unit, 1.0).repeat(2)
+    # Where constants are free, the latent's mean is zero.
     if problem.centered:
         latent = torch.cat([latent[:, :-1], -(latent[:, :-1] @ problem.mean[:-1])[:, None]], 1)
     mean = latent @ problem.mean
@@ -234,10 +229,7 @@ def _principal(problem: LatentProblem, fit: LatentFit) -> LatentFit:
 
 
 def _principal_units(moment: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
-    """``forth`` and its inverse ``back [R, R]``: to uncorrelated channels, sized by importance, of total energy one.
-
-    Channels without energy are zero in both.
-    """
+    """``forth`` and its inverse ``back [R, R]``: to uncorrelated channels, sized by importance, of total energy one."""
     energy, axes = symmetric_eig(moment)
     used = energy > energy[0].clamp_min(torch.finfo(energy.dtype).tiny) * 1e-12
     root = energy[used].sqrt()
@@ -247,5 +239,6 @@ def _principal_units(moment: Tensor, importance: Tensor) -> tuple[Tensor, Tensor
     size = size / size.norm()
     forth = (size[:, None] * turn.mT) @ (axes / root).mT
     back = (axes * root) @ turn / size
+    # Channels without energy are zero in both.
     spare = len(moment) - len(root)
     return torch.nn.functional.pad(forth, (0, 0, 0, spare)), torch.nn.functional.pad(back, (0, spare))

@@ -6,8 +6,8 @@ without rotation have ``omega = 0``. For inputs and distances that are independe
 ``E[x x^T]`` and the distances that count (`distances`); no text is needed.
 """
 
+import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,31 +59,20 @@ def wave_moments(distances: Distances, *layouts: RotaryRows) -> WaveMoments:
     return WaveMoments(omega, (cosine, sine), (mean.real, -mean.imag))
 
 
-class Term(NamedTuple):
-    """One of the four products of cos and sin: which side turns (sin), and its moments ``[U, U]`` by frequency.
-
-    ``covariance`` is ``moment`` without the product of the means: a softmax over positions sees only the variation of
-    constant keys with distance.
-    """
-
-    left_turns: bool
-    right_turns: bool
-    moment: Tensor
-    covariance: Tensor
-
-
 @dataclass(frozen=True)
 class Kernel:
     """The second moment of rows ``a`` and ``b`` over the distances of one head, as a linear map of ``A cov(x) B^T``.
 
-    ``rows [n_a]``, ``columns [n_b]``: the indices of either side's frequencies in the terms.
+    ``terms``: the four products of cos and sin, each with whether the left and the right side turn (sin), its moments
+    ``[U, U]`` by frequency, and their covariances, without the product of the means: a softmax over positions sees only
+    the variation of constant keys with distance. ``rows [n_a]``, ``columns [n_b]``: the frequencies of either side.
     """
 
     left: RotaryRows
     right: RotaryRows
     rows: Tensor
     columns: Tensor
-    terms: tuple[Term, ...]
+    terms: tuple[tuple[bool, bool, Tensor, Tensor], ...]
 
     def apply(self, product: Tensor, left_mean: Tensor, right_mean: Tensor) -> Tensor:
         """``E[y_a y_b^T]`` about the mean over distances, ``[n_a, n_b]``.
@@ -92,11 +81,11 @@ class Kernel:
         """
         means = torch.outer(left_mean, right_mean)
         result = torch.zeros_like(product)
-        for term in self.terms:
-            for moment, part in ((term.moment, product), (term.covariance, means)):
-                part = self.left.turn(part) if term.left_turns else part
-                part = self.right.turn(part.mT).mT if term.right_turns else part
-                result += moment[self.rows][:, self.columns] * part
+        for left_turns, right_turns, *weights in self.terms:
+            for weight, part in zip(weights, (product, means), strict=True):
+                part = self.left.turn(part) if left_turns else part
+                part = self.right.turn(part.mT).mT if right_turns else part
+                result += weight[self.rows][:, self.columns] * part
         return result
 
     def adjoint(self, weight: Tensor, *, means: bool = False) -> Tensor:
@@ -105,11 +94,10 @@ class Kernel:
         ``means``: the gradient of ``sum(weight * apply(0, a, b))`` by ``a`` is ``adjoint(weight, means=True) b``.
         """
         result = torch.zeros_like(weight)
-        for term in self.terms:
-            moment = term.covariance if means else term.moment
-            part = weight * moment[self.rows][:, self.columns]
-            part = -self.right.turn(part.mT).mT if term.right_turns else part
-            result += -self.left.turn(part) if term.left_turns else part
+        for left_turns, right_turns, moment, covariance in self.terms:
+            part = weight * (covariance if means else moment)[self.rows][:, self.columns]
+            part = -self.right.turn(part.mT).mT if right_turns else part
+            result += -self.left.turn(part) if left_turns else part
         return result
 
 
@@ -119,9 +107,8 @@ def kernels(left: RotaryRows, right: RotaryRows, waves: WaveMoments) -> list[Ker
     result = []
     for head in range(len(waves.mean[0])):
         terms = []
-        for p, q in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            moment = waves.second[p][q][head]
-            means = torch.outer(waves.mean[p][head], waves.mean[q][head])
-            terms.append(Term(bool(p), bool(q), moment, moment - means))
+        for p, q in itertools.product((0, 1), repeat=2):
+            moment, means = waves.second[p][q][head], torch.outer(waves.mean[p][head], waves.mean[q][head])
+            terms.append((bool(p), bool(q), moment, moment - means))
         result.append(Kernel(left, right, rows, columns, tuple(terms)))
     return result

@@ -66,16 +66,16 @@ def to_latent(
 ) -> LatentWeights:
     """The layer as latent attention with ``rank`` channels, in at least float32.
 
-    ``context``: the number of positions the result has to serve; 0 means the length of the calibration text.
-    ``centered`` takes the mean out of the latent and gives it to the biases; without it the result has no bias that the
-    source has not. ``scale`` multiplies the source's scores; ``head_dim ** -0.5`` unless given. ``rounds`` of
-    alternating least squares (``als.ROUNDS``); 0 leaves the principal components as they are. A layer that does not
-    rotate gets zero rotary keys. Norms on queries and keys stay, in a centered latent.
+    ``context``: positions the result has to serve; 0 means the length of the calibration text. ``centered`` takes the
+    mean out of the latent and gives it to the biases; without it the result has no bias that the source has not.
+    ``scale`` multiplies scores, by default ``head_dim ** -0.5``. ``rounds`` of alternating least squares
+    (``als.ROUNDS``); 0 leaves the principal components. A layer that does not rotate gets zero rotary keys. Norms on
+    queries and keys stay, in a centered latent.
     """
     source, divisors, statistics = weights, None, statistics.to(weights.q.device)
     if has_norms(source):
         weights, divisors = divided_heads(source, statistics, key_constant=True)
-    # Fits square sizes: in float64 they fail for layers far from size one, which rescaling by powers of two mends.
+    # Fits square sizes, which fails in float64 for layers far from size one.
     weights, statistics, units = in_units(weights, statistics)
     scale = weights.head_dim**-0.5 if scale is None else scale
     start = _start(weights, statistics, rotary, slots, context, scale * units.scores, centered)
@@ -146,11 +146,7 @@ def latent_spectrum(
 
 @dataclass(frozen=True)
 class _Start:
-    """What the principal components and the least squares both start from.
-
-    Second moments of the inputs and of ``queries``; the rotary keys, the rest of the keys and the ``gains`` in place of
-    its rotation; that rest and the values as ``rows [n, E]`` on inputs whitened by ``root``.
-    """
+    """Common to both fits; ``rows [n, E]``: keys without rotation and values on inputs whitened by ``root``."""
 
     layer: LinearLayer
     moment: Tensor
@@ -174,8 +170,7 @@ def _start(
     queries = head_moments(layer.queries, moment)
     split = split_rotary(layer, rotary, slots, queries, moment)
     gains, root = pair_gains(statistics, rotary, context), moment_root(moment, centered)
-    # A key's unit is the energy of the scores that it causes. Rotation spreads a query's energy evenly over the two
-    # dims of a pair.
+    # A key's unit is the energy of its scores; rotation spreads a query's energy evenly over the two dims of a pair.
     energy, half = queries.diagonal(dim1=1, dim2=2).clamp_min(0), rotary.dims // 2
     pair = (energy[:, :half] + energy[:, half : 2 * half]) * gains.abs().square() / 2
     energy = torch.unflatten(torch.cat([pair, pair, energy[:, 2 * half :]], 1), 0, (-1, layer.group)).sum(1)
@@ -186,10 +181,7 @@ def _start(
 
 
 def joint_rows(blocks: tuple[Tensor, Tensor], root: Tensor) -> Tensor:
-    """Keys and values ``[G, D, E+1]`` together as rows ``[n, E]`` on whitened inputs, each block at unit energy.
-
-    ``root`` of `moment_root`.
-    """
+    """Keys and values ``[G, D, E+1]`` as rows ``[n, E]`` on inputs whitened by ``root``, each block at unit energy."""
     rows = [block[..., :-1].flatten(0, 1) @ root for block in blocks]
     return torch.cat([each / each.norm().clamp_min(torch.finfo(each.dtype).tiny) for each in rows])
 
@@ -203,9 +195,8 @@ def moment_root(moment: Tensor, centered: bool) -> Tensor:
 def principal_basis(rows: Tensor, root: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """A latent ``c = down x`` of unit energy, ``down [rank, E]``, and its ``readout [E, rank]`` of functions of ``x``.
 
-    ``down`` holds the right singular vectors of ``rows [n, E]``, scaled by the singular values; unused channels are
-    zero. The rows act on whitened inputs ``root^{-1} x``. ``W readout`` is the map from ``c`` that comes closest to
-    ``W x`` over the calibration text.
+    ``down`` holds the right singular vectors of ``rows [n, E]``, which act on whitened inputs ``root^{-1} x``, times
+    the singular values. ``W readout`` is the map from ``c`` that comes closest to ``W x`` over the calibration text.
     """
     _, sigma, vectors = torch.linalg.svd(rows, full_matrices=False)
     # Directions at the level of rounding would get a readout of 1e12: these channels stay zero.

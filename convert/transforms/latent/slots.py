@@ -97,10 +97,7 @@ def pair_components(layer: LinearLayer, queries: Tensor, moment: Tensor, rotary:
 
 
 def split_rotary(layer: LinearLayer, rotary: Rotary, slots: Slots, queries: Tensor, moment: Tensor) -> RotarySplit:
-    """The rotary keys of the slots, the maps by which heads read them, and the rest of the keys.
-
-    ``queries [H, D, D]`` and ``moment [E+1, E+1]`` are the second moments of queries and of ``[x; 1]``.
-    """
+    """The rotary keys of the slots, the maps by which heads read them, and the rest; arguments as `pair_components`."""
     half, keys = rotary.dims // 2, layer.keys
     reading = keys.new_zeros(*layer.queries.shape[:2], slots.rope_dim)
     if not half:
@@ -138,10 +135,7 @@ def apply_gains(keys: Tensor, gains: Tensor, rotary: Rotary) -> Tensor:
 
 
 def pair_gains(statistics: LayerStatistics, rotary: Rotary, context: int) -> Tensor:
-    """``m [H, L]`` complex: the best constant in place of each pair's rotation.
-
-    ``m_{h,l} = sum_delta p_h(delta) e^{-i theta_l delta}``, with the share `UNIFORM` of distances uniform.
-    """
+    """``m_{h,l} = sum_delta p_h(delta) e^{-i theta_l delta}``, complex ``[H, L]``: the best constant for a rotation."""
     return rotation_gains(mixed_distances(statistics.profile, context, UNIFORM), rotary.theta)
 
 
@@ -150,7 +144,8 @@ def survey_layer(
 ) -> LayerSurvey:
     """The energies of one layer for ``choose_slots``; ``context``: the number of positions the result has to serve."""
     theta = rotary.theta.double().cpu()
-    if not theta.numel():  # a layer without rotation has nothing to say about slots
+    # A layer without rotation has nothing to say about slots.
+    if not theta.numel():
         return LayerSurvey(torch.zeros(0, weights.kv_heads, dtype=torch.float64), torch.zeros_like(theta), theta)
     statistics = statistics.to(weights.q.device)
     moment = input_moment(statistics)

@@ -98,16 +98,13 @@ def constant_length(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _constant_form(latent: Tensor) -> Tensor:
-    """Symmetric ``A [R, R]`` with ``c^T A c`` close to ``R`` for whitened ``c [n, R]``: conjugate gradients on squares.
-
-    Every eighth token is held out; the step with the smallest error on these is taken.
-    """
+    """Symmetric ``A [R, R]`` with ``c^T A c`` close to ``R`` for whitened ``c [n, R]``, by conjugate gradients."""
+    # Every eighth token is held out; the step with the smallest error on these is taken.
     judging = torch.arange(len(latent), device=latent.device) % 8 == 7
     fitted, judges = latent[~judging], latent[judging] if judging.any() else latent
     rank = latent.shape[1]
 
     def lengths(tokens: Tensor, form: Tensor) -> Tensor:
-        """``c^T A c`` of every token."""
         return ((tokens @ form) * tokens).sum(1)
 
     form = torch.eye(rank, dtype=latent.dtype, device=latent.device)

@@ -145,10 +145,6 @@ class LatentWeights(Tensors):
     def value_dim(self) -> int:
         return self.uv.shape[1]
 
-    @property
-    def model_dim(self) -> int:
-        return self.down.shape[1]
-
 
 @dataclass(frozen=True)
 class Units:
