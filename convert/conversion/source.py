@@ -1,5 +1,6 @@
 """The source of a conversion: its stream of layers, its attention read from its files, and the text that it reads."""
 
+import hashlib
 import os
 import sys
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from kvfold.convert.request import SELF, held_out_count
 from kvfold.convert.stream.stock import hide_bars, load_model
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.corpus import BUILT_IN
-from kvfold.convert.text.self_written import digest, first_tokens, write_sequences
+from kvfold.convert.text.self_written import first_tokens, write_sequences
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
 from kvfold.convert.training.budget import sequences_of
@@ -158,7 +159,9 @@ def _written_tokens(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages) -
         # Renamed, so that a run that is killed meanwhile leaves no part of it to resume from.
         torch.save(tokens, saved.with_suffix(".new"))
         os.replace(saved.with_suffix(".new"), saved)
-    return CalibrationTokens(tokens[: request.samples], tokens[request.samples :], SELF, digest(tokens))
+    return CalibrationTokens(
+        tokens[: request.samples], tokens[request.samples :], SELF, hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+    )
 
 
 def own_sequences(tokens: Tensor) -> Tensor:

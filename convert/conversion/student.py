@@ -183,7 +183,8 @@ class StudentWalk(Walk):
                 outcome = f"step {refined.kept} of {refined.steps}"
             place, errors = f"{step.index + 1}/{self._source.layers}", f"{refined.before:.5f} -> {refined.after:.5f}"
             tqdm.write(f"refined layer {place}: error {errors} ({outcome})", file=sys.stderr)
-        return refined.tensors, {**notes, "refinement": refined.record()}
+        record = {name: value for name, value in vars(refined).items() if name != "tensors"}
+        return refined.tensors, {**notes, "refinement": record}
 
     def measured(self, notes: Sequence[Notes], choices: Notes) -> Calibrated:
         """The drift after the last layer. ``notes`` of all layers and ``choices`` are entries of ``kvfold.json``."""

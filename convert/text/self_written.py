@@ -5,7 +5,6 @@ what the model takes text to be (arXiv 2410.09982 recovers pruned models on such
 goes on, as packed training text does.
 """
 
-import hashlib
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -68,8 +67,3 @@ def write_sequences(
             advance(rows)
         written.append(tokens)
     return torch.cat(written)
-
-
-def digest(tokens: Tensor) -> str:
-    """SHA-256 of the tokens."""
-    return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()

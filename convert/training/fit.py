@@ -38,6 +38,11 @@ class Trainee:
     columns too.
     """
 
+    # Of each kind: ``backward(training, batch)`` leaves the gradients of some of the sequences of ``training`` in the
+    # masters, ``error(held_out)`` is judged, in the unit of the fit.
+    backward: Callable[..., None]
+    error: Callable[..., float]
+
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
@@ -57,14 +62,6 @@ class Trainee:
         self.learning = learning
         self.optimizer = torch.optim.Adam(list(learning.values()), lr=1.0, betas=BETAS, eps=_EPS, fused=True)
         scale_steps(self.optimizer, lambda: learning, tensor_sizes(learning, held), held, channels)
-
-    def backward(self, training: Any, batch: list[int]) -> None:
-        """Leave the gradients of some of the sequences of ``training`` in the masters."""
-        raise NotImplementedError
-
-    def error(self, held_out: Any) -> float:
-        """The error on held-out sequences, in the unit of the fit."""
-        raise NotImplementedError
 
 
 @dataclass

@@ -62,10 +62,9 @@ def polish(
     The state of the run is kept in the file ``saved``: where there is one, the run goes on from it.
     """
     count, length = training.tokens.shape
-    width = training.states.shape[-1]
 
     def schedule(done: int, errors: Sequence[float]) -> float:
-        peak = polishing_rate(errors[0], width, trainee.layers)
+        peak = polishing_rate(errors[0], training.states.shape[-1], trainee.layers)
         return peak * slowdown(errors, steps) * min(1.0, (done + 1) / _WARMUP) * (1 - done / steps)
 
     batches = random_batches(count, batch_size(length), seed)
@@ -73,7 +72,10 @@ def polish(
 
 
 def polishing_rate(error: float, width: int, layers: int) -> float:
-    """The default peak learning rate, relative to the size of each tensor, of a model of ``width`` and ``layers``."""
+    """The default peak learning rate, relative to the size of each tensor, of a model of ``width`` and ``layers``.
+
+    ``error`` is that before training.
+    """
     # Near its minimum the KL grows with the square of the distance, so that the way to go is in proportion to the root
     # of the error before training; with more, a model that was close is thrown away from where it was. What the layers
     # change adds up, as what a matrix's inputs do. Rounding may make the error of a lossless model negative.
@@ -166,9 +168,6 @@ class ModelTrainee(Trainee):
         after: list[Tensor] = []
         weights: list[dict[str, Tensor]] = [{} for _ in self._frame.layers]
 
-        def rounded(name: str) -> Tensor:
-            return self.masters[name].to(self.stored[name]) if name in self.masters else self._read(name)
-
         def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
             layer = self._frame.layers[index]
             output = functional_call(layer, weights[index], (hidden, *arguments.args), arguments.kwargs)
@@ -179,8 +178,14 @@ class ModelTrainee(Trainee):
             return hidden
 
         # The trained parameters of every layer, as a reader of the files would make them; gradients pass.
+        rounded = {name: master.to(self.stored[name]) for name, master in self.masters.items()}
         for source in self.sources:
-            made = self._map.load(source, rounded, self._autocast or torch.float32, self.device)
+            made = self._map.load(
+                source,
+                lambda name: rounded[name] if name in rounded else self._read(name),
+                self._autocast or torch.float32,
+                self.device,
+            )
             for target, tensor in made.items():
                 index, _, name = target.removeprefix(f"{self._frame.path}.").partition(".")
                 weights[int(index)][name] = tensor

@@ -20,7 +20,6 @@ In memory are a layer of either model, the masters and their moments.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,10 +90,6 @@ class Refined:
     steps: int
     kept: int
 
-    def record(self) -> dict[str, Any]:
-        """For ``kvfold.json``."""
-        return {name: value for name, value in vars(self).items() if name != "tensors"}
-
 
 def refine_layer(
     step: Step, tensors: Tensors, task: Refinement, progress: Callable[[int, float], None] = lambda done, error: None
@@ -111,13 +106,19 @@ def refine_layer(
     with step.student.stream.open_layer(step.index) as layer:
         for slower in _RETRY_LR:
             trainee = LayerTrainee(step.student, layer, tensors, task)
-
-            def schedule(done: int, errors: Sequence[float], slower: float = slower) -> float:
-                return slower * refining_rate(width, errors[0]) * decay(task.steps, done, errors)
-
             # Each layer has its own order of the sequences.
             batches = random_batches(training.count, _BATCH, task.seed * 1_000_003 + step.index)
-            fitted = fit(trainee, training, held_out, schedule, batches, every=ROUND, progress=progress)
+            fitted = fit(
+                trainee,
+                training,
+                held_out,
+                lambda done, errors, slower=slower: (  # type: ignore[misc]
+                    slower * refining_rate(width, errors[0]) * decay(task.steps, done, errors)
+                ),
+                batches,
+                every=ROUND,
+                progress=progress,
+            )
             if fitted.kept:
                 break
         made = {**tensors, **fitted.tensors}
@@ -182,16 +183,12 @@ class LayerTrainee(Trainee):
                 master.grad = torch.zeros_like(master)
         processes.add_up(master.grad for master in self.learning.values() if master.grad is not None)
 
+    @torch.no_grad()
     def error(self, held_out: "Examples") -> float:
         """The error on held-out sequences, as the first process computes it."""
-
-        @torch.no_grad()
-        def error() -> float:
-            batches = zip(held_out.inputs, held_out.targets, held_out.weights, strict=True)
-            missing = sum(energy(self._missing(*batch)) for batch in batches)
-            return missing / held_out.numbers / held_out.energy if held_out.energy else missing
-
-        return processes.from_first(error)
+        batches = zip(held_out.inputs, held_out.targets, held_out.weights, strict=True)
+        missing = processes.from_first(lambda: sum(energy(self._missing(*batch)) for batch in batches))
+        return missing / held_out.numbers / held_out.energy if held_out.energy else missing
 
     def _missing(self, hidden: Tensor, target: Tensor, weight: Tensor) -> Tensor:
         """The student's attention update of ``hidden`` minus its ``target``, times ``weight``, in float32 or wider."""

@@ -4,13 +4,9 @@ On several processes: ``torchrun --nproc-per-node 8 -m kvfold.convert.uptrain ..
 recipes/fsdp.yaml recipes/uptrain.py ...``. A global batch is ``--batch-tokens`` whatever their number, and the order of
 the text depends on ``--seed`` alone, so the losses do not depend on the number of processes.
 
-MODEL is a checkpoint that ``kvfold convert`` wrote (or any causal language model). With ``--teacher``, the checkpoint
-that it was converted from, the loss is the KL from that model's next-token distributions: labels only say which token
-came next, the teacher says which were likely, so the drift closes with far fewer tokens. OUT is in MODEL's layout, with
-its config, tokenizer and generation config. Beside it, in ``OUT.training``, lie ``log.jsonl``, the curve and, while the
-run lasts, its tokens (4 bytes each) and its checkpoints, from which ``--resume`` continues.
-
-The constant channel of layout ``free`` is frozen; the live norm of layout ``engine`` is trained.
+With ``--teacher``, the checkpoint that MODEL was converted from, the loss is the KL from that model's next-token
+distributions: labels only say which token came next, the teacher says which were likely, so the drift closes with far
+fewer tokens. The constant channel of layout ``free`` is frozen; the live norm of ``engine`` is trained.
 """
 
 import sys

@@ -28,77 +28,62 @@ class UptrainRequest(Request):
     model: str = option(argument=True)
     out: str = option(argument=True, runs=True)
     text: str = option(help="Text: .txt, .jsonl, or a datasets name.", panel="Text", metavar="FILE|DATASET")
-    eval_text: str | None = option(
-        None, help="Held-out text; default: some of --text is held out.", metavar="FILE|DATASET"
-    )
-    seq_len: int = option(1024, help="Tokens per packed sequence.", least=2)
-    seed: int = option(
-        0,
-        help="Draws the order of the text and the held-out part.",
-        least=0,
-        below=2**32,  # the seeds of numpy's generator, which transformers seeds
-    )
+    eval_text: str | None = option(None, "Held-out text; default: some of --text is held out.", metavar="FILE|DATASET")
+    seq_len: int = option(1024, "Tokens per packed sequence.", least=2)
+    # The seeds of numpy's generator, which transformers seeds, are below 2**32.
+    seed: int = option(0, "Draws the order of the text and the held-out part.", least=0, below=2**32)
     teacher: str | None = option(
-        None,
-        help="Distill from this checkpoint: the one MODEL was converted from.",
-        panel="Distillation",
-        metavar="MODEL",
+        None, "Distill from this checkpoint: the one MODEL was converted from.", panel="Distillation", metavar="MODEL"
     )
     distill_weight: float | None = option(
         None,
-        help="Weight of the distillation in the loss, 0 to 1; default with --teacher: 1.",
+        "Weight of the distillation in the loss, 0 to 1; default with --teacher: 1.",
         metavar="W",
         check=lambda value: None if 0 <= value <= 1 else "a number from 0 to 1",
     )
     temperature: float = option(
         1.0,
-        help="Temperature of both distributions in the distillation.",
+        "Temperature of both distributions in the distillation.",
         check=lambda value: None if value > 0 else "above 0",
     )
-    train: Trained = option("all", help="All weights, or those of attention only.", panel="Training")
-    steps: int = option(1000, help="Optimizer steps.", least=1)
-    batch_tokens: int = option(65536, help="Tokens per step, over all processes.")
+    train: Trained = option("all", "All weights, or those of attention only.", panel="Training")
+    steps: int = option(1000, "Optimizer steps.", least=1)
+    batch_tokens: int = option(65536, "Tokens per step, over all processes.")
     relative_lr: float | None = option(
         None,
-        help="Peak learning rate (AdamW) relative to the size of each tensor; default: 0.05 / sqrt(model width).",
+        "Peak learning rate (AdamW) relative to the size of each tensor; default: 0.05 / sqrt(model width).",
         metavar="RATE",
         spellings=("--lr",),
         check=lambda value: None if 0 < value < 1 else "a number between 0 and 1",
     )
-    schedule: Schedule = option("cosine", help="Learning-rate schedule.")
+    schedule: Schedule = option("cosine", "Learning-rate schedule.")
     warmup: float = option(
         0.05,
-        help="Warmup, as a fraction of the steps.",
+        "Warmup, as a fraction of the steps.",
         check=lambda value: None if 0 <= value < 1 else "a fraction of the steps, 0 to below 1",
     )
-    weight_decay: float = option(0.0, help="Weight decay (not of biases and norms), times the learning rate.", least=0)
-    clip: float = option(1.0, help="Maximum gradient norm; 0: no clipping.", least=0)
+    weight_decay: float = option(0.0, "Weight decay (not of biases and norms), times the learning rate.", least=0)
+    clip: float = option(1.0, "Maximum gradient norm; 0: no clipping.", least=0)
     eval_every: int = option(
-        100, help="Steps between measurements of the drift; 0: none.", panel="Measurement", metavar="N", least=0
+        100, "Steps between measurements of the drift; 0: none.", panel="Measurement", metavar="N", least=0
     )
-    eval_sequences: int = option(64, help="Held-out sequences.", least=1)
-    log_every: int = option(10, help="Steps between rows of the log.", metavar="N", least=1, runs=True)
+    eval_sequences: int = option(64, "Held-out sequences.", least=1)
+    log_every: int = option(10, "Steps between rows of the log.", metavar="N", least=1, runs=True)
     plot: str | None = option(
-        None,
-        help="Curve to draw (PNG, SVG, PDF); default: OUT.training/curve.png.",
-        metavar="FILE",
-        runs=True,
+        None, "Curve to draw (PNG, SVG, PDF); default: OUT.training/curve.png.", metavar="FILE", runs=True
     )
-    device: Device = option("auto", help="auto: the GPU where there is one.", panel="Running", runs=True)
+    device: Device = option("auto", "auto: the GPU where there is one.", panel="Running", runs=True)
     precision: Precision = option(
-        "auto",
-        help="Compute dtype; master weights stay float32. auto: bfloat16 on a GPU, float32 on a CPU.",
+        "auto", "Compute dtype; master weights stay float32. auto: bfloat16 on a GPU, float32 on a CPU."
     )
-    micro_batch: int = option(4, help="Sequences per device at once, at most.", least=1, runs=True)
-    gradient_checkpointing: bool = option(False, help="Recompute activations in the backward pass.")
-    save_every: int = option(200, help="Steps between checkpoints; 0: none.", metavar="N", least=0, runs=True)
-    max_shard_size: int | str = option(
-        "5GB", help="Largest weight file.", metavar="SIZE", check=size_expected, runs=True
-    )
-    resume: bool = option(False, help="Resume an interrupted run at its last checkpoint.", runs=True)
-    overwrite: bool = option(False, help="Replace OUT; without --resume also discard an interrupted run.", runs=True)
-    quiet: bool = option(False, help="No progress, no summary.", runs=True)
-    trust_remote_code: bool = option(False, help="Allow code in the checkpoint to run.", runs=True)
+    micro_batch: int = option(4, "Sequences per device at once, at most.", least=1, runs=True)
+    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
+    save_every: int = option(200, "Steps between checkpoints; 0: none.", metavar="N", least=0, runs=True)
+    max_shard_size: int | str = option("5GB", "Largest weight file.", metavar="SIZE", check=size_expected, runs=True)
+    resume: bool = option(False, "Resume an interrupted run at its last checkpoint.", runs=True)
+    overwrite: bool = option(False, "Replace OUT; without --resume also discard an interrupted run.", runs=True)
+    quiet: bool = option(False, "No progress, no summary.", runs=True)
+    trust_remote_code: bool = option(False, "Allow code in the checkpoint to run.", runs=True)
 
     def problems(self) -> Iterator[str]:
         if self.distill_weight is not None and self.teacher is None:

@@ -8,7 +8,7 @@ changes meanwhile must not change what was checked.
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -87,8 +87,7 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
     """
     if find_spec("accelerate") is None:
         raise InputError("uptraining needs accelerate, which is not installed: pip install 'kvfold[train]'")
-    source, locks = open_checkpoint(request.model), ExitStack()
-    try:
+    with closing(open_checkpoint(request.model)) as source, ExitStack() as locks:
         if source.made_of:
             raise InputError(
                 f"{source.origin}: {source.made_of[0]} cannot be trained; convert it first, without "
@@ -103,9 +102,6 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
         if started_first():
             locks.enter_context(output_lock(request.work.absolute()))
         return _train(request, source, read_side_files(source))
-    finally:
-        locks.close()
-        source.close()
 
 
 def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles") -> Uptrained:
@@ -192,13 +188,10 @@ def summary(request: UptrainRequest, done: Uptrained) -> str:
     tokens = request.steps * request.batch_tokens
     lines = [f"wrote {request.out}: {request.steps} steps, {tokens} tokens; log and curve in {request.work}"]
     if drift:
-        name = "eval_excess" if "eval_excess" in drift["after"] else "eval_loss"
-        what = "excess loss over the teacher's" if name == "eval_excess" else "loss"
-        lines.append(f"held-out {what}: {drift['before'][name]:.4f} -> {drift['after'][name]:.4f} nats per token")
         # Distillation lowers the KL; the loss of few sequences says less.
-        if "eval_kl" in drift["after"]:
-            both = (drift[when]["eval_kl"] for when in ("before", "after"))
-            lines.append("held-out KL from the teacher: {:.4f} -> {:.4f} nats per token".format(*both))
+        names = {"eval_excess": "excess loss over the teacher's", "eval_kl": "KL from the teacher"}
+        for name, what in names.items() if "eval_kl" in drift["after"] else [("eval_loss", "loss")]:
+            lines.append(f"held-out {what}: {drift['before'][name]:.4f} -> {drift['after'][name]:.4f} nats per token")
     return "\n".join(lines)
 
 
@@ -294,14 +287,11 @@ def _section(request: UptrainRequest, training: Mapping[str, Any]) -> str:
 
 def _check(source: Checkpoint, folder: Path, trained: Mapping[str, Tensor]) -> None:
     """Compare what was written with the source, by names, dtypes and shapes."""
-    written = open_checkpoint(folder)
-    try:
+    with closing(open_checkpoint(folder)) as written:
         before, after = (
             {name: (info.dtype, info.shape) for name, info in opened.tensors.items()} for opened in (source, written)
         )
         damaged = list(non_finite(written, written.tensors))
-    finally:
-        written.close()
     if damaged:
         what = f"{len(damaged)} tensors have NaN or infinity after the training"
         raise KvfoldError(f"{source.origin}: {what}; nothing was kept: lower {opt('relative_lr')}", damaged)

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +131,7 @@ def load_teacher(name: str, request: UptrainRequest, source: Checkpoint, device:
     """The model to distill from: frozen, in the precision of the training, and whole on every device."""
     from accelerate.utils import patch_environment
 
-    opened = open_checkpoint(name)
-    try:
+    with closing(open_checkpoint(name)) as opened:
         own, tokens = source.config.get("vocab_size"), opened.config.get("vocab_size")
         if own != tokens:
             raise InputError(
@@ -142,8 +141,6 @@ def load_teacher(name: str, request: UptrainRequest, source: Checkpoint, device:
         # Under FSDP transformers loads weights on the first process only; a teacher is not sharded.
         with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
             teacher = load_model(opened, compute_dtype(request), request.trust_remote_code)
-    finally:
-        opened.close()
     return teacher.to(device).eval().requires_grad_(False)
 
 
