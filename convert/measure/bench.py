@@ -13,6 +13,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from collections import namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -287,15 +288,8 @@ def _usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
     return sizes
 
 
-@dataclass(frozen=True)
-class StepCosts:
-    """Bytes and operations of one decoding step of a whole model, and the ``memory`` that it needs, in bytes."""
-
-    cache_bytes: int
-    attention_operations: int
-    operations: int
-    read_bytes: int
-    memory: int
+# Bytes and operations of one decoding step of a whole model, and the memory that it needs, in bytes.
+StepCosts = namedtuple("StepCosts", "cache_bytes attention_operations operations read_bytes memory")
 
 
 def step_costs(

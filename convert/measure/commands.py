@@ -1,7 +1,4 @@
-"""The commands ``kvfold eval``, ``sweep`` and ``bench``, and how every command tells its result.
-
-Heavy modules load when a command runs, for a quick ``--help``.
-"""
+"""The commands ``kvfold eval``, ``sweep`` and ``bench``, and the output of all commands. Heavy modules load late."""
 
 import json
 import re
@@ -40,8 +37,7 @@ json_file_option = click.option(
 
 def check_files(json_file: str | None, plot: str | None = None, report: str | None = None) -> None:
     """Raise InputError for a file of ``--json``, ``--plot`` or ``--report`` that cannot be drawn or written."""
-    if json_file is not None:
-        check_writable(json_file)
+    check_writable(json_file)
     if plot is not None:
         check_plot(plot)
     if report is not None:

@@ -1,7 +1,4 @@
-"""The charts of ``--plot`` and ``--report``, drawn with matplotlib from the values that ``--json`` writes.
-
-Matplotlib is an optional extra and is imported when a chart is drawn; ``console.check_matplotlib`` refuses earlier.
-"""
+"""The charts of ``--plot`` and ``--report``, drawn from the values of ``--json``; matplotlib is an optional extra."""
 
 import io
 import math
@@ -17,7 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Values = Mapping[str, Any]
-Lines = Mapping[str, Sequence[float | None]]
 
 ELEMENTS = "cache_elements_per_token_per_layer"
 _RELATIVE_ERRORS = (
@@ -105,16 +101,11 @@ def _chart(title: str, caption: str = "", width: float = 5.6, height: float = 3.
 
 
 def by_place(
-    title: str,
-    lines: Lines,
-    caption: str = "",
-    place: str = "layer",
-    unit: str = "relative error",
-    cut: int | None = None,
+    title: str, lines: Values, caption: str = "", place: str = "layer", unit: str = "relative error", cut: int = -1
 ) -> Chart:
     """Lines over layers, channels or slots 0, 1, ... on a logarithmic axis; values that are None or 0 are left out.
 
-    ``cut``: the number of places that the budget keeps, behind which stands a line.
+    ``cut``: the number of places that the budget keeps, behind which stands a line; -1: none.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -128,7 +119,7 @@ def by_place(
             axes.plot(range(len(values)), [value or math.nan for value in values], label=name, **style)
         axes.set(xlabel=place, ylabel=unit, yscale="log")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if cut is not None:
+        if cut >= 0:
             axes.axvline(cut - 0.5, ls="--", lw=1, color=_COLORS[1], label="the budget cuts here")
             axes.legend(handles=axes.lines[1:])
         elif len(lines) > 1:

@@ -17,7 +17,7 @@ from kvfold.convert.text.windows import cut
 def token_losses(model: Any, tokens: Tensor, advance: Callable[[int], None] = lambda amount: None) -> Tensor:
     """Negative log-likelihood of every token of ``tokens [N, T]`` but each row's first, ``[N, T - 1]``, nats.
 
-    One row at a time: its logits are in memory whole, T x vocabulary in float32. ``advance(1)`` after each.
+    ``advance(1)`` after each row.
     """
     rows = []
     for row in tokens:

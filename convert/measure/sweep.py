@@ -91,9 +91,8 @@ class SweptSource:
 class SweptTarget:
     """One target as ``--targets`` spells it, the request that converts to it, and its cost.
 
-    ``kind``: for example ``MLA 32+32``; ``elements``: cached per token per layer; ``seconds``: spent on this target
-    alone; ``splits``: the splits of a budget that were compared, with the KL that decided; ``distances``: of its
-    residual stream from the source's after every layer, relative to the source's.
+    ``kind``: for example ``MLA 32+32``; ``elements``: cached per token per layer; ``seconds``: of this target alone;
+    ``splits``: those of a budget that were compared; ``distances``: of its residual stream from the source's by layer.
     """
 
     target: str
