@@ -1,6 +1,5 @@
 """Linear maps in place of norms on queries and keys, against the norms' definition in float64."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 from kvfold.convert.transforms.head_norms import linear_heads, norms_note, project
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, blank_statistics
 from tests.helpers.layers import (
-    attend,
     normal,
     normalized,
     normed_statistics,
@@ -110,26 +108,6 @@ def test_a_constant_for_keys_serves_them() -> None:
     assert with_constant.q_bias is None
     wanted = keys(weights, x)
     assert relative_error(keys(with_constant, x), wanted) < 0.95 * relative_error(keys(without, x), wanted)
-
-
-def constant_length(seed: int) -> tuple[AttentionWeights, Tensor]:
-    """Norms without effect: every head sees a block of channels, turned, and every block has the length ``sqrt(D)``."""
-    blocks = torch.nn.functional.normalize(normal(seed, 6, TOKENS, G, D), dim=-1) * math.sqrt(D)
-    turns = torch.linalg.qr(normal(20, H + G, D, D)).Q
-    rows = torch.zeros(H + G, D, G, D, dtype=torch.float64)
-    for head in range(H + G):
-        rows[head, :, head % G] = turns[head]
-    rows = rows.flatten(2)
-    weights = replace(make({"kind": "rms", "shared": True, "eps": 0.0}), q=rows[:H], k=rows[H:])
-    return weights, blocks.flatten(2)
-
-
-def test_norms_without_effect_become_exact_maps() -> None:
-    weights, x = constant_length(21)
-    gathered = normed_statistics(weights, x)
-    linear = linear_heads(weights, gathered)
-    assert relative_error(attend(linear, x, ROTARY), attend(weights, x, ROTARY)) < 1e-9
-    assert max(norms_note(weights, gathered)["head_norms"].values()) < 1e-6
 
 
 def test_without_text_a_map_is_the_projection_over_one_number_per_head() -> None:

@@ -62,16 +62,6 @@ def rows_are_equal(norm: HeadNorm) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_groups_of_one_keep_every_bit(kind: dict):
-    weights = make(kind, 4)
-    folded = principal.fold(weights, statistics_of(inputs(), H), ROTARY, [[0], [1], [2], [3]])
-    assert torch.equal(folded.k, weights.k.float())
-    assert torch.equal(folded.q, weights.q.float())
-    assert torch.equal(folded.q_norm.weight, weights.q_norm.weight.float())
-    assert torch.equal(folded.k_norm.weight, weights.k_norm.weight.float())
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kv_heads", [4, 8])
 def test_identical_heads_fold_exactly(kind: dict, kv_heads: int):
     one = make(kind, 2)

@@ -17,15 +17,9 @@ def random_layer(heads=4, kv_heads=2, dim=8, model=12, seed=0, bias=False):
     def rand(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    weights = AttentionWeights(
-        rand(heads, dim, model),
-        rand(kv_heads, dim, model),
-        rand(kv_heads, dim, model),
-        rand(model, heads, dim),
-        q_bias=rand(heads, dim) if bias else None,
-        k_bias=rand(kv_heads, dim) if bias else None,
-        v_bias=rand(kv_heads, dim) if bias else None,
-    )
+    maps = rand(heads, dim, model), rand(kv_heads, dim, model), rand(kv_heads, dim, model), rand(model, heads, dim)
+    biases = (rand(heads, dim), rand(kv_heads, dim), rand(kv_heads, dim)) if bias else ()
+    weights = AttentionWeights(*maps, *biases)
     x = rand(200, model) @ rand(model, model) + rand(model)
     profile = rand(heads, 16).softmax(1)
     return weights, LayerStatistics(x.T @ x / 200, x.mean(0), 200, profile), x
