@@ -165,23 +165,6 @@ def test_a_padded_batch_equals_each_sequence_alone(name, module):
         torch.testing.assert_close(both[row, start:], module(x[row : row + 1, start:])[0], **precision.EXACT)
 
 
-def test_gradients_equal_the_references():
-    w, x = latent_weights(8), random(1, T, E).requires_grad_()
-    rope, probe = rotary_by(rotary_frequencies(P), interleaved=True), random(T, E, seed=4)
-    (expected,) = torch.autograd.grad((reference.latent_attention(x[0], w, rope) * probe).sum(), x)
-    for absorbed in (False, True):
-        (found,) = torch.autograd.grad((latent_module(w)(x, absorbed=absorbed)[0] * probe).sum(), x)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-    g = grouped_weights()
-    rope = rotary_by(rotary_frequencies(D))
-    for window in (None, 3):
-        masks = reference.Masks(window=window)
-        (expected,) = torch.autograd.grad((reference.grouped_query_attention(x[0], g, masks, rope) * probe).sum(), x)
-        module = grouped_module(g, frequencies=rotary_frequencies(D), window=window)
-        (found,) = torch.autograd.grad((module(x)[0] * probe).sum(), x)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize(("name", "module"), [modules()[i] for i in (2, 3)])
 def test_modules_compile_without_graph_breaks(name, module):
     x = random(2, T, E)

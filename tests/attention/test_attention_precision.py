@@ -67,14 +67,8 @@ def latent_problems(draw) -> tuple[list[Tensor], Case]:
     batch = draw(st.sampled_from(BATCHES[queries]))
     rank, rope, nope = draw(st.sampled_from([8, 33])), draw(st.sampled_from([0, 2, 8])), draw(st.sampled_from([4, 16]))
     width = draw(st.sampled_from([nope + rope, 12]))
-    shapes = [
-        (batch, heads, queries, nope),
-        (batch, heads, queries, rope),
-        (batch, queries + prefix, rank + rope),
-        (heads, nope, rank),
-        (heads, width, rank),
-    ]
-    tensors = [torch.randn(shape) for shape in shapes]
+    shapes = [(batch, heads, queries, nope), (batch, heads, queries, rope), (batch, queries + prefix, rank + rope)]
+    tensors = [torch.randn(shape) for shape in (*shapes, (heads, nope, rank), (heads, width, rank))]
     tensors[3:] = [weight / rank**0.5 for weight in tensors[3:]]
     case = draw(cases(batch, heads, queries, queries + prefix, dtype))
     return [tensor.to(dtype) for tensor in tensors], replace(case, bias=None)
@@ -88,18 +82,12 @@ def block_size(request, monkeypatch):
         monkeypatch.setattr(products, "_FEWEST", 8)
 
 
-def fresh(tensors: list[Tensor], draw: int) -> list[Tensor]:
-    """Other numbers in the same layout; draw 0 is the one given."""
-    if draw == 0:
-        return tensors
-    return [torch.randn_like(tensor) * tensor.square().mean().sqrt().nan_to_num() for tensor in tensors]
-
-
 def compare(fast, plain, wide_formula, tensors: list[Tensor], shape: tuple[int, ...]) -> None:
     """Hold ``fast`` and its gradients to the rule; ``wide_formula`` is given the same numbers in float64."""
     draws = []
     for draw in range(DRAWS):
-        inputs = fresh(tensors, draw)
+        # other numbers in the same layout
+        inputs = [torch.randn_like(x) * x.square().mean().sqrt().nan_to_num() for x in tensors] if draw else tensors
         probe = torch.randn(shape).to(tensors[0].dtype)
         wide = [tensor.double() for tensor in inputs]
         draws.append([both_ways(*call, probe) for call in ((fast, inputs), (plain, inputs), (wide_formula, wide))])

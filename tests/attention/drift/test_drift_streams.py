@@ -36,7 +36,6 @@ MLA = {
 }
 FAMILIES = {
     "llama": LLAMA,
-    "qwen2": LLAMA,
     "qwen3": LLAMA,
     "mistral": LLAMA | {"sliding_window": 5},
     "gemma2": LLAMA | {"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
