@@ -32,7 +32,7 @@ def folder(tmp_path_factory, tiny_family):
     text = ["--samples", 2, "--seq-len", 16]
     plot = ["--plot", place / "curve.svg"]
     run("sweep", place / "model", "--targets", "mqa", "mla:16+8", *text, "--quiet", "--report", place / "sweep", *plot)
-    convert = ["convert", place / "model", place / "out", "--to", "mla", "--budget", 32, *text, "--quiet"]
+    convert = ["convert", place / "model", place / "out", "--to", "mla", "--budget", 12, *text, "--quiet"]
     run(*convert, "--report", place / "convert")
     run("drift", place / "model", place / "out", *text, "--report", place / "drift", "--json", place / "drift.json")
     return place
@@ -53,7 +53,7 @@ CONVERSION += [f"Spectrum of {what}, and the cut" for what in ("rotary keys", "t
     ("name", "titles"),
     [
         ("drift", DRIFT),
-        ("convert", [*DRIFT, *CONVERSION, "Splits of 32 elements"]),
+        ("convert", [*DRIFT, *CONVERSION, "Splits of 12 elements"]),
         ("sweep", ["Cache against loss", "Drift by layer", "Cache against context"]),
     ],
 )

@@ -36,7 +36,7 @@ def model(tmp_path_factory, tiny_family):
 
 @pytest.fixture(scope="module")
 def swept(model):
-    return sweep_checkpoint(str(model), "gqa:2 mqa mla:16+8,32", **TEXT)
+    return sweep_checkpoint(str(model), "gqa:2 mqa mla:16+8,12", **TEXT)
 
 
 def with_losses(sweep, *losses):
@@ -64,7 +64,7 @@ def test_a_target_is_what_its_conversion_alone_would_be(tmp_path, swept, place):
 def test_a_budget_gets_a_split_and_its_request_names_it(swept):
     row = swept.rows[3]
     assert len(row.splits) > 2
-    assert {split["kv_rank"] + split["rope_dim"] for split in row.splits} == {32}
+    assert {split["kv_rank"] + split["rope_dim"] for split in row.splits} == {12}
     best = min(row.splits, key=lambda split: split["kl"])
     request = row.request
     assert (request.budget, request.kv_rank, request.rope_dim) == (None, best["kv_rank"], best["rope_dim"])
@@ -72,7 +72,7 @@ def test_a_budget_gets_a_split_and_its_request_names_it(swept):
 
 
 def test_the_smallest_target_within_a_loss_is_named_with_its_command(swept):
-    found = with_losses(swept, 0.001, 0.2, 0.009, 0.0095)
+    found = with_losses(swept, 0.001, 0.2, 0.009, 0.3)
     assert found.smallest(0.01) is found.rows[2]
     assert found.smallest(0.002) is found.rows[0]
     first, command = found.decision(0.01).splitlines()
@@ -100,7 +100,7 @@ def test_where_none_is_within_the_loss_the_nearest_is_named_and_nothing_is_writt
 
 def test_the_table_has_a_line_per_target_largest_cache_first(swept):
     lines = swept.table().splitlines()
-    assert [int(line[12:].split()[0]) for line in lines[4:8]] == [32, 32, 24, 16]
+    assert [int(line[12:].split()[0]) for line in lines[4:8]] == [32, 24, 16, 12]
     assert max(map(len, lines[3:8])) <= 100
     row = next(line for line in lines if line.startswith("MQA"))
     assert f"{swept.rows[1].excess:+.4f}" in row
