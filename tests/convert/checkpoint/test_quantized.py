@@ -89,18 +89,15 @@ def test_scales_per_tensor_and_per_row(tmp_path: Path, shape: tuple[int, ...]) -
     assert torch.equal(checkpoint.read("l.weight"), weight.float() * (scale if scale.ndim == 0 else scale.view(-1, 1)))
 
 
-def test_scales_that_are_powers_of_two(tmp_path: Path) -> None:
-    """E8M0: only an exponent."""
-    weight, scale = torch.randn(4, 4).to(FP8), torch.tensor([[0.5, 4.0], [1.0, 0.125]])
-    stored = {"l.weight": weight, "l.weight_scale_inv": scale.to(torch.float8_e8m0fnu)}
-    checkpoint = open_checkpoint(fp8_model(tmp_path / "m", stored, weight_block_size=[2, 2]))
-    expected = weight.float() * scale.repeat_interleave(2, 0).repeat_interleave(2, 1)
-    assert torch.equal(checkpoint.read("l.weight"), expected.bfloat16())
-
-
-def test_large_weights_are_dequantized_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["exponents", "in parts"])
+def test_scales_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Powers of two (E8M0) are only exponents; a large weight is dequantized in parts."""
     monkeypatch.setattr("kvfold.convert.checkpoint.formats._FP8_ELEMENTS", 100)
     parts, expected = fp8_blocks((4, 8))(torch.randn(30, 20))
+    if kind == "exponents":
+        weight, scale = torch.randn(4, 16).to(FP8), torch.tensor([[0.5, 4.0]])
+        parts = {".weight": weight, ".weight_scale_inv": scale.to(torch.float8_e8m0fnu)}
+        expected = weight.float() * scale.repeat_interleave(8, 1)
     stored = {"l" + end: part for end, part in parts.items()}
     checkpoint = open_checkpoint(fp8_model(tmp_path / "m", stored, weight_block_size=[4, 8]), "F32")
     assert torch.equal(checkpoint.read("l.weight"), expected)
