@@ -151,10 +151,8 @@ class Decoder:
 
 
 VARIANTS = [
-    ("llama", {"tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False}),
     ("llama", {"hidden_size": 48, "head_dim": 10}),
     ("mistral", {"sliding_window": None}),
-    ("qwen2", {"use_sliding_window": False}),
     ("qwen2_moe", {"qkv_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1}),
     ("qwen3", {"attention_bias": True, "layer_types": ["sliding_attention", "full_attention"]}),
     ("gemma", {"tie_word_embeddings": False, "hidden_act": "gelu"}),
@@ -165,7 +163,6 @@ VARIANTS = [
     ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": None}),
     ("olmo", {"clip_qkv": None, "attention_bias": True}),
     ("stablelm", {"use_parallel_residual": True, "qk_layernorm": False, "use_qkv_bias": False}),
-    ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     ("smollm3", {"no_rope_layers": [0, 1], "attention_bias": True}),
     ("cohere", {"use_qk_norm": False, "logit_scale": 2.0, "tie_word_embeddings": False}),
     ("nemotron", {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}),
@@ -180,8 +177,6 @@ VARIANTS = [
 
 ALL = [
     *((name, changes) for name in supported() for changes in ({}, {"num_key_value_heads": 2})),
-    *((name, {key: 0.2}) for name, key in (("phi", "layer_norm_eps"), ("stablelm", "layer_norm_eps"))),
-    ("cohere", {"layer_norm_eps": 0.2}),
     *VARIANTS,
 ]
 
