@@ -10,13 +10,8 @@ from click.core import ParameterSource
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.opening import check_opens
-from kvfold.convert.console import (
-    STDOUT,
-    PanelCommand,
-    request_options,
-    run_command,
-)
-from kvfold.convert.measure.commands import bench, check_files, evaluate, json_file_option, sweep, tell
+from kvfold.convert.console import STDOUT, PanelCommand, check_files, request_options, run_command, tell
+from kvfold.convert.measure.commands import bench, evaluate, json_file_option, sweep
 from kvfold.convert.measure.page import conversion_page, drift_page, write_report
 from kvfold.convert.progress import stage
 from kvfold.convert.request import ConvertRequest, DriftRequest

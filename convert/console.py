@@ -6,6 +6,7 @@ Exit status: 0 done, 2 the request or the input is wrong, 1 anything else; never
 import errno
 import functools
 import gc
+import json
 import os
 import stat
 import sys
@@ -175,49 +176,46 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{max(seconds, 1):.0f} s"
 
 
-# Files of measurements and plots: refused before a long run rather than after it
+# Files that options name
 
 
-def check_writable(path: str | None, option: str = "json") -> None:
-    """Raise InputError when a file that ``option`` named cannot be written; None and `STDOUT` always can."""
-    if path is None or path == STDOUT:
-        return
-    file, reason = Path(path), None
-    if file.is_dir():
-        reason = "it is a folder"
-    elif not file.parent.is_dir():
-        reason = f"there is no folder {file.parent}"
-    elif not os.access(file if file.exists() else file.parent, os.W_OK):
-        reason = "permission denied"
-    if reason is not None:
-        raise InputError(f"{opt(option, path)}: cannot be written ({reason}); name a file in a folder that exists")
+def check_files(json_file: str | None, plot: str | None = None, report: str | None = None) -> None:
+    """Raise InputError for a file of ``--json``, ``--plot`` or ``--report`` that cannot be drawn or written."""
+    # A long run must not end in an error that its first second could have told.
+    for option, path in (("plot", plot), ("report", report)):
+        if path is not None and find_spec("matplotlib") is None:
+            raise InputError(f"{opt(option, path)} draws with matplotlib; install it: pip install 'kvfold[report]'")
+    if plot is not None and Path(plot).suffix not in _PLOT_KINDS:
+        raise InputError(f"{opt('plot', plot)} must end in {', '.join(_PLOT_KINDS)}")
+    if report is not None and Path(report).exists() and not Path(report).is_dir():
+        raise InputError(f"{opt('report', report)} is a file; name a folder")
+    for option, path in (("json", json_file), ("plot", plot)):
+        if path is None or path == STDOUT:
+            continue
+        file, reason = Path(path), None
+        if file.is_dir():
+            reason = "it is a folder"
+        elif not file.parent.is_dir():
+            reason = f"there is no folder {file.parent}"
+        elif not os.access(file if file.exists() else file.parent, os.W_OK):
+            reason = "permission denied"
+        if reason is not None:
+            raise InputError(f"{opt(option, path)}: cannot be written ({reason}); name a file in a folder that exists")
 
 
-def check_matplotlib(option: str, value: str) -> None:
-    """Raise InputError if matplotlib, with which ``option`` draws, is not installed."""
-    if find_spec("matplotlib") is None:
-        raise InputError(f"{opt(option, value)} draws with matplotlib; install it: pip install 'kvfold[report]'")
-
-
-def check_plot(path: str | None) -> None:
-    """Raise InputError if ``--plot path`` cannot be drawn: no matplotlib, an unknown kind of file, not writable."""
-    if path is None:
-        return
-    check_matplotlib("plot", path)
-    if Path(path).suffix not in _PLOT_KINDS:
-        raise InputError(f"{opt('plot', path)} must end in {', '.join(_PLOT_KINDS)}")
-    check_writable(path, "plot")
-
-
-def write_text(path: str, text: str) -> None:
-    """Write the text of ``--json path``, to the terminal where it is `STDOUT`. Raises InputError when that fails."""
-    if path == STDOUT:
-        click.echo(text, nl=False)
-        return
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{opt('json', path)}: cannot be written ({error.strerror}); name another file") from error
+def tell(json_file: str | None, value: Callable[[], Any], text: str) -> None:
+    """Print ``text``; where ``json_file`` is given write ``value`` there, and where that is stdout nothing else."""
+    content = "" if json_file is None else json.dumps(value(), indent=2) + "\n"
+    if json_file == STDOUT:
+        click.echo(content, nl=False)
+    elif json_file is not None:
+        try:
+            Path(json_file).write_text(content, encoding="utf-8")
+        except OSError as error:
+            reason = f"cannot be written ({error.strerror}); name another file"
+            raise InputError(f"{opt('json', json_file)}: {reason}") from error
+    if text:
+        click.echo(text, err=json_file == STDOUT)
 
 
 def append_line(path: Path, line: str) -> None:

@@ -1,26 +1,13 @@
-"""The commands ``kvfold eval``, ``sweep`` and ``bench``, and the output of all commands. Heavy modules load late."""
+"""The commands ``kvfold eval``, ``sweep`` and ``bench``. Heavy modules load late."""
 
-import json
 import re
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import click
 
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import check_opens
-from kvfold.convert.console import (
-    STDOUT,
-    PanelCommand,
-    check_matplotlib,
-    check_plot,
-    check_writable,
-    request_options,
-    write_text,
-)
-from kvfold.convert.errors import InputError, opt
+from kvfold.convert.console import STDOUT, PanelCommand, check_files, request_options, tell
 from kvfold.convert.measure.figures import excess_by_cache
 from kvfold.convert.measure.page import sweep_page, write_report
 from kvfold.convert.measure.sweep_targets import WITHIN, parse_targets
@@ -33,25 +20,6 @@ json_file_option = click.option(
     metavar="FILE|-",
     help="Also write the numbers to FILE; -: to stdout, and nothing else there.",
 )
-
-
-def check_files(json_file: str | None, plot: str | None = None, report: str | None = None) -> None:
-    """Raise InputError for a file of ``--json``, ``--plot`` or ``--report`` that cannot be drawn or written."""
-    check_writable(json_file)
-    if plot is not None:
-        check_plot(plot)
-    if report is not None:
-        check_matplotlib("report", report)
-        if Path(report).exists() and not Path(report).is_dir():
-            raise InputError(f"{opt('report', report)} is a file; name a folder")
-
-
-def tell(json_file: str | None, value: Callable[[], Any], text: str) -> None:
-    """Print ``text``; where ``json_file`` is given write ``value`` there, and where that is stdout nothing else."""
-    if json_file is not None:
-        write_text(json_file, json.dumps(value(), indent=2) + "\n")
-    if text:
-        click.echo(text, err=json_file == STDOUT)
 
 
 _TARGET = re.compile(r"[\w+]*[:,][\w:,+]*|\d[\d,+]*|gqa|mqa|mla", re.IGNORECASE)

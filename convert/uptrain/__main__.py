@@ -16,8 +16,7 @@ import click
 
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import check_opens
-from kvfold.convert.console import PanelCommand, request_options, run_command
-from kvfold.convert.measure.commands import check_files, tell
+from kvfold.convert.console import PanelCommand, check_files, request_options, run_command, tell
 from kvfold.convert.processes import leave_processes, started_first
 from kvfold.convert.text.corpus import check_sources
 from kvfold.convert.uptrain.request import UptrainRequest
