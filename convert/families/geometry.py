@@ -25,7 +25,7 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Layer:
+class AttentionLayer:
     """The attention of one layer.
 
     ``scale`` multiplies q . k; ``window`` is the number of keys that a query sees, itself included, None: all.
@@ -123,7 +123,7 @@ def layer_values(values: Values, index: int) -> Values:
     return replace(values, names={**scope.names, "sparse": bool(evaluate(family.block.sparse, scope))})
 
 
-def layer_of(values: Values, index: int) -> Layer:
+def layer_of(values: Values, index: int) -> AttentionLayer:
     """The attention of a layer. Raises ``InputError`` when its scale is not above 0."""
     values = layer_values(values, index)
     family, attention = values.family, values.family.attention
@@ -136,7 +136,7 @@ def layer_of(values: Values, index: int) -> Layer:
         raise InputError(f"config.json: the scale of scores, {attention.scale}, must be above 0, found {scale!r}")
     growth = family.rotary.query_growth
     table = {} if growth is None else rope_table(values, values["layer_type"])
-    return Layer(
+    return AttentionLayer(
         index=index,
         type=values["layer_type"],
         scale=float(scale),
