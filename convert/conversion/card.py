@@ -272,10 +272,7 @@ def _repeating(plan: Plan) -> str:
 
 
 def trained_card(card: str, name: str, section: str, *, attention_only: bool) -> str:
-    """The ``card`` of a converted checkpoint after uptraining: the trained model first, then what it was made from.
-
-    ``section`` tells of the training. Bytes are no longer said to be the source's.
-    """
+    """The ``card`` of a converted checkpoint after uptraining: ``section`` on it first, then what it was made from."""
     front, title, rest = re.findall(r"\A(---\n.*?\n---\n)?\s*(#[^\n]*\n)?(.*)", card, re.DOTALL)[0]
     title = f"{title.rstrip()}, trained further" if title else f"# {name}"
     bytes_of_source = re.escape(_UNTOUCHED).replace(r"\{rest\}", "[^.]*")

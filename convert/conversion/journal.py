@@ -1,7 +1,6 @@
 """The journal of a calibrated run: its finished layers, so that a killed run can be resumed after the last of them.
 
-It is in the temporary folder beside the shards and is removed when the output is complete. The tensors of a finished
-layer are in the shards, in the dtype that the student runs in; the journal holds the layer's number and its notes. A
+It is in the temporary folder beside the shards, which hold the tensors of these layers, until the output is complete. A
 resumed run takes the calibration text through finished layers as they are, at the cost of two forward passes (for MLA
 after a second survey), and fits the remaining ones: its bytes are those of a run that was never killed.
 """
@@ -108,10 +107,7 @@ def forget(folder: Path) -> None:
 
 
 def resumable(plan: Plan) -> Callable[[Path], bool]:
-    """A test for folders: left by a killed run of the same request on the same source, with a finished layer.
-
-    It prints a line to stderr for the folder of a different run.
-    """
+    """A test for folders: left by a killed run of the same request on the same source, with a finished layer."""
     key = run_key(plan)
 
     def same(folder: Path) -> bool:

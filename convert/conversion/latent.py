@@ -17,13 +17,7 @@ from torch import Tensor
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan, latent_plan, latent_targets
-from kvfold.convert.conversion.source import (
-    held_out_error,
-    own_sequences,
-    source_heads,
-    source_layer,
-    source_rotary,
-)
+from kvfold.convert.conversion.source import held_out_error, own_sequences, source_heads, source_layer, source_rotary
 from kvfold.convert.conversion.student import SPECTRUM, StudentWalk
 from kvfold.convert.methods.registry import Fitted, LatentLayer, Notes
 from kvfold.convert.progress import Stages
@@ -94,10 +88,7 @@ class Candidate:
 def survey_layers(
     plan: Plan, source: CheckpointStream, tokens: CalibrationTokens, folder: Path, stages: Stages, keep: Keep = list
 ) -> Survey:
-    """Walk ``source`` alone over the calibration sequences; the layers' statistics go into ``folder``.
-
-    ``keep`` says where hidden states are.
-    """
+    """Walk ``source`` alone over the calibration sequences; the layers' statistics go into ``folder``."""
 
     def note(index: int, statistics: LayerStatistics, inputs: Tensor) -> LayerSurvey:
         weights = linear_heads(source_layer(plan, index), statistics)
@@ -111,16 +102,14 @@ def survey_layers(
 
 
 def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -> Candidate:
-    """``target`` with the rotary slots that suit the surveyed ``layers`` best; for engines the best of plain RoPE.
-
-    A method that reads no text gets a uniform stride over the source's frequencies.
-    """
+    """``target`` with the rotary slots that suit the surveyed ``layers`` best; for engines the best of plain RoPE."""
     if plan.request.chosen_method.reads_text:
         thetas = [layer.theta for layer in layers]
         choose = rope_slots.plain_slots if target.layout == "engine" else rope_slots.choose_slots
         kept = target.rope_kept(plan.geometry.rotary_dims)
         slots = rope_slots.slots_by_layer(thetas, lambda alike: choose([layers[layer] for layer in alike], kept))
     else:
+        # Without text there is nothing to choose by: a uniform stride over the source's frequencies.
         thetas = [source_rotary(plan, layer).theta for layer in range(plan.geometry.layers)]
 
         def stride(alike: list[int]) -> Slots:
@@ -165,10 +154,7 @@ def fitted_latent(chosen: Candidate, index: int, step: Step | None = None, surve
 
 
 def spectrum_note(chosen: Candidate, layer: int, surveyed: Survey) -> Notes:
-    """The energy of the principal components of the latent, a few times as many as there are channels.
-
-    ``lost`` is the share beyond the channels. Nothing for a layer that was not fitted to statistics.
-    """
+    """The energy of the latent's principal components, and the share that is ``lost`` beyond the channels."""
     plan, target = chosen.plan, chosen.target
     if not plan.request.chosen_method.reads_text:
         return {}
@@ -206,10 +192,8 @@ def compare_splits(candidates: Sequence[Candidate], surveyed: Survey, stages: St
 
 
 def preferred(candidates: Sequence[Candidate]) -> Candidate:
-    """The split that drifts least, or one that more engines serve where its KL is at most 5 % higher.
-
-    Where some were refined, one of these.
-    """
+    """The split that drifts least, or one that more engines serve where its KL is at most 5 % higher."""
+    # Where some were refined it is one of these.
     unrefined, least = min(each.judged for each in candidates)
     near = [each for each in candidates if each.judged[0] == unrefined and each.judged[1] <= _SERVED * least]
     # Where nothing was tried all KL are NaN: the first, as the engines decide.
@@ -217,7 +201,7 @@ def preferred(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, dict[str, Any]]:
-    """The split and frequencies to convert to, and what ``kvfold.json`` says of the choice."""
+    """The split and frequencies to convert to, and the entries of ``kvfold.json`` on the choice."""
     best, tried = choose_split(plan, surveyed, stages)
     record: dict[str, Any] = {}
     if tried:
@@ -232,28 +216,16 @@ def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, di
     # Stock classes have the same slots in all layers; where frequencies differ there is a list for each.
     first = best.slots[0]
     if any(each is not first for each in best.slots):
-        record["rotary_slots_per_pair"] = [list(each.counts) for each in best.slots]
-    else:
-        record["rotary_slots_per_pair"] = list(first.counts)
-        record |= _slots_worth(surveyed.layers, first)
+        return best, {**record, "rotary_slots_per_pair": [list(each.counts) for each in best.slots]}
+    record["rotary_slots_per_pair"] = list(first.counts)
+    if first.counts:
+        # The worth of rotation at every frequency and slot, mean over layers, and how much of it is kept.
+        worth, slots = rope_slots.mean_worth(surveyed.layers), sum(first.counts)
+        kept = [float(row[:count].sum()) for row, count in zip(worth, first.counts, strict=True)]
+        best_slots = worth.flatten().sort(descending=True).values[: _SHOWN_SLOTS * max(1, slots)].tolist()
+        worths = {"per_pair": worth.sum(1).tolist(), "kept_per_pair": kept, "slots": slots, "sorted": best_slots}
+        record["rotary_worth"] = worths
     return best, record
-
-
-def _slots_worth(layers: Sequence[LayerSurvey], slots: Slots) -> dict[str, Any]:
-    """The worth of rotation at every frequency and slot, mean over layers, and how much of it ``slots`` keep."""
-    if not slots.counts:
-        return {}
-    worth = rope_slots.mean_worth(layers)
-    kept = [float(row[:count].sum()) for row, count in zip(worth, slots.counts, strict=True)]
-    shown = _SHOWN_SLOTS * max(1, sum(slots.counts))
-    return {
-        "rotary_worth": {
-            "per_pair": worth.sum(1).tolist(),
-            "kept_per_pair": kept,
-            "slots": sum(slots.counts),
-            "sorted": worth.flatten().sort(descending=True).values[:shown].tolist(),
-        }
-    }
 
 
 def split_record(tried: Candidate) -> dict[str, Any]:
@@ -263,10 +235,7 @@ def split_record(tried: Candidate) -> dict[str, Any]:
 
 
 def trial(option: Candidate, surveyed: Survey, *, refine: bool = False) -> Candidate:
-    """``option`` with the drift of the model when a few of its layers are converted to it.
-
-    With ``refine`` after a few steps of refinement of each.
-    """
+    """``option`` with the drift of the model when a few layers are converted to it, and with ``refine`` refined."""
     probed, tokens = probed_layers(option.plan.geometry.layers), surveyed.tokens
     length = tokens.calibration.shape[1]
     tokens = replace(

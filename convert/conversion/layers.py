@@ -35,8 +35,7 @@ from kvfold.convert.walk.walk import Step
 class Layers:
     """The layers of ``plan``, which has everything resolved that the request left open.
 
-    ``fit`` transforms the layer of a number; its step in ``walk`` is None, as the walk is, without text. ``choices``
-    are entries of ``kvfold.json``: the split of a budget, MLA's rotary slots.
+    ``fit(layer, step)`` transforms one; without text no ``walk`` and no step. ``choices`` go to ``kvfold.json``.
     """
 
     plan: Plan
@@ -97,10 +96,9 @@ def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
 
 
 def fitted_fold(plan: Plan, index: int, step: Step | None = None, shared: dict[bool, Pairs] | None = None) -> Fitted:
-    """The layer ``index`` with its key/value heads folded, and notes on the heads that share.
+    """The layer ``index`` with its key/value heads folded, and notes on the heads that share; ``step`` as in `Layers`.
 
-    ``step`` is the layer of a walk, None without text. ``shared`` keeps what folds of the same layer to other numbers
-    of heads need too.
+    ``shared`` keeps what folds of the same layer to other numbers of heads need too.
     """
     request, geometry = plan.request, plan.geometry
     method, kv_heads = request.chosen_method, request.kv_heads or 1

@@ -37,10 +37,8 @@ _SLACK = 1 << 20
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a run takes: ``memory`` and ``spilled`` (hidden states on disk) at the peak of one process.
-
-    ``disk`` are those of the output, headers and side files included; ``scratch`` come on OUT's disk while the run
-    goes on.
+    """Bytes: ``memory`` and ``spilled`` hidden states at the peak of one process, ``scratch`` on OUT's disk during the
+    run, and ``disk`` for the output, headers and side files included.
     """
 
     memory: int

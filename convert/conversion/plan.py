@@ -30,11 +30,7 @@ from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
 from kvfold.convert.targets.mla.layout import latent_layout, padding
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout, own_latent_layout
-from kvfold.convert.targets.same_family import (
-    attention_label,
-    cache_elements,
-    folded_layout,
-)
+from kvfold.convert.targets.same_family import attention_label, cache_elements, folded_layout
 from kvfold.convert.targets.target import TargetLayout, keepable, kept_config, kept_tensors, stored_dtype
 
 
@@ -199,15 +195,13 @@ def dense_dtype(request: ConvertRequest) -> str:
 
 
 def described(request: ConvertRequest) -> Checkpoint | None:
-    """The model that config.json describes, in a folder without weights; None for any other source.
-
-    Names and shapes are the family's, in the dtype that the config names (bfloat16 without one). Enough for a dry run.
-    """
+    """The model that config.json describes, in a folder without weights, for a dry run; None for any other source."""
     folder = Path(request.model)
     if not (folder / CONFIG).is_file() or any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir()):
         return None
     config, digest = read_config(folder)
     config.pop("quantization_config", None)
+    # Names and shapes are the family's, in the dtype that the config names.
     names = {name: dtype for dtype, name in TORCH_NAMES.items()}
     dtype = names.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
     infos, end = {}, 0
@@ -233,10 +227,7 @@ def check_processes(plan: Plan) -> None:
 
 
 def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
-    """The splits that an MLA request allows, the one with most rotary dims last; a single one unless it is a budget.
-
-    Raises InputError when none is possible.
-    """
+    """The splits that an MLA request allows, most rotary dims last. Raises InputError when none is possible."""
     layout = "kvfold" if request.layout is None and needs_own_code(model) else request.resolved_layout
     options = request.q_rank, layout, request.rotate_latent
     if request.budget is None:

@@ -6,7 +6,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,14 @@ from kvfold.convert.sizes import bytes_text
 from kvfold.convert.targets.engines import folded_result
 
 _SHOWN_FILES = 20
+_SERVED = "served by (versions and evidence: kvfold.json)"
 _PACKAGES = ("kvfold", "torch", "transformers", "safetensors", "numpy")
 
 
 def versions() -> dict[str, str | None]:
     """Installed versions of the packages that decide a result, None for one that is not installed."""
-    found: dict[str, str | None] = dict.fromkeys(_PACKAGES)
-    for package in found:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {package: next(iter(distributions(name=package)), None) for package in _PACKAGES}
+    return {package: None if each is None else each.version for package, each in found.items()}
 
 
 def record(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,10 +51,7 @@ def record(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _origins(plan: Plan) -> dict[str, dict[str, Any]]:
-    """By output tensor how it came about (``copied``, ``cast``, ... or the method), and the source tensors it is from.
-
-    Computed ones are from all that the transform of their layer reads.
-    """
+    """Origin of every output tensor (``copied``, ``cast``, ... or the method), and the source tensors it is from."""
     origins: dict[str, dict[str, Any]] = {}
     for tensor in plan.tensors:
         if not tensor.computed:
@@ -66,6 +59,7 @@ def _origins(plan: Plan) -> dict[str, dict[str, Any]]:
             changed = any(tensor.dtype != info.dtype for info in infos)
             kind = next((info.made for info in infos if info.made), "cast" if changed else "copied")
             origins[tensor.name] = {"origin": kind if infos else "zeros", "from": list(tensor.sources)}
+    # A computed tensor is from all that the transform of its layer reads.
     for computed, read in zip(plan.layout.computed, plan.reads, strict=True):
         origins |= {name: {"origin": plan.request.resolved_method, "from": list(read)} for name in computed}
     return origins
@@ -93,14 +87,15 @@ def summary_text(plan: Plan, record: Mapping[str, Any], written: Path, seconds: 
         padding_text(plan),
         engine_cost(record),
         f"wrote {written}: {bytes_text(size)} in {seconds:.1f} s",
-        engines_text(plan),
+        _SERVED,
+        *(f"  {verdict.to_text()}" for verdict in plan.engines),
         f"next: kvfold drift {request.model} {request.out} --text FILE measures it on text of yours",
     ]
     return "\n".join(filter(None, lines))
 
 
 def cost_text(record: Mapping[str, Any]) -> str:
-    """What the conversion cost on held-out text, in a line; empty where nothing was measured."""
+    """The cost of the conversion on held-out text, in a line; empty where nothing was measured."""
     if (drift := record.get("drift")) is None:
         return ""
     excess, both = drift["excess"], drift["perplexity"]
@@ -176,12 +171,6 @@ def ranks_text(record: Mapping[str, Any]) -> str:
     return f"tensor parallelism, elements per token per layer: {parts} ranks"
 
 
-def engines_text(plan: Plan) -> str:
-    """The engines that serve the output, and how."""
-    lines = [f"  {verdict.to_text()}" for verdict in plan.engines]
-    return "\n".join(["served by (versions and evidence: kvfold.json)", *lines])
-
-
 def padding_text(plan: Plan) -> str:
     """A sentence on padded heads; empty where there are none."""
     if not plan.padding:
@@ -220,7 +209,8 @@ def plan_text(plan: Plan) -> str:
     each, free = " per process" if processes.count() > 1 else "", free_bytes(plan)
     found = "" if free is None else f", {bytes_text(free)} free"
     lines += [
-        engines_text(plan),
+        _SERVED,
+        *(f"  {verdict.to_text()}" for verdict in plan.engines),
         f"disk: {bytes_text(needs.disk)} needed, {bytes_text(free_disk(plan))} free",
         f"memory: about {bytes_text(needs.memory)} needed{each}{found}",
     ]

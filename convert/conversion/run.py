@@ -130,10 +130,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
 
 @contextmanager
 def _output_folder(plan: Plan) -> Iterator[Path]:
-    """The temporary folder that becomes OUT when the block ends, with room for the output; the first process's.
-
-    InputError where another process does not see it.
-    """
+    """The temporary folder that becomes OUT when the block ends, with room for the output; the first process's."""
     request = plan.request
     if request.resume and not request.calibrated and not request.quiet:
         # Never an error: methods that read no text, and runs with nothing to resume, start over.
@@ -162,10 +159,7 @@ def _output_folder(plan: Plan) -> Iterator[Path]:
 
 
 def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Calibrated | None", dict[str, str]]:
-    """All shards, of several processes each its own: converted layers, and beside them a copy of the other tensors.
-
-    Returns the plan with its choices made, the measurements, and the hashes of all shards.
-    """
+    """All shards; returns the plan with its choices made, the measurements, and the hashes of all shards."""
     # Only here: it imports torch and transformers, which takes seconds.
     from kvfold.convert.conversion.layers import open_layers
 
@@ -178,6 +172,7 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Cal
         sizes = {tensor.name: tensor.nbytes for shard in plan.own_shards for tensor in shard.tensors}
         resumed = sum(sizes[name] for name in journal.written)
         writer = ShardWriter(folder, plan.own_shards, journal.written)
+        # Beside the converted layers the other tensors are copied; each of several processes writes its own shards.
         with (
             hashing(folder, plan.own_shards, writer.written) as hashes,
             stages("write", sum(sizes.values()), "B", resumed) as wrote,

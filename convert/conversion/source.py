@@ -136,10 +136,7 @@ def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None
 
 
 def _written_tokens(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages) -> CalibrationTokens:
-    """Calibration and held-out sequences sampled from the source; a resumed run has them in ``scratch``.
-
-    Raises InputError when there is nothing to begin a text with, or no room behind it.
-    """
+    """Calibration and held-out sequences sampled from the source; a resumed run has them in ``scratch``."""
     request, saved = plan.request, scratch / SELF_TEXT
     start = first_tokens(tokenizer, plan.checkpoint.origin)
     if request.seq_len <= len(start):

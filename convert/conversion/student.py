@@ -101,10 +101,9 @@ def written_stream(folder: Path, like: CheckpointStream) -> Iterator[CheckpointS
 class StudentWalk(Walk):
     """The walk of a conversion: the source and, beside it, the student that a finished checkpoint would be.
 
-    ``statistics`` has the walk gather the statistics of the calibration sequences, with distance profiles;
-    ``trial_steps`` replaces the request's steps of refinement, for a short trial: None leaves them, 0 refines nothing.
-    ``teacher`` is one that several students share: each goes on by `step` then. ``keep`` says where hidden states are.
-    ``steps`` are the layers that are left, each to be passed to `convert`.
+    ``statistics`` are gathered of the calibration sequences, with distance profiles. ``trial_steps`` replaces the
+    request's steps of refinement, for a short trial. ``teacher`` is one that several students share: each goes on by
+    `step` then. ``keep`` says where hidden states are. ``steps`` are the layers that are left, each for `convert`.
     """
 
     def __init__(
@@ -212,11 +211,7 @@ def refinement(plan: Plan, steps: int | str) -> Refinement:
 
 
 def polish(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages) -> Calibrated:
-    """Train all converted attention of the checkpoint in ``folder`` together; its files then hold the result.
-
-    ``calibrated`` has the text and the source; returned are the same with the drift of the result. A resumed run goes
-    on from the last round of the one that was killed.
-    """
+    """Train all converted attention of the checkpoint in ``folder`` together; returns ``calibrated`` with its drift."""
     source, tokens = calibrated.stream, calibrated.tokens
     with closing(open_checkpoint(folder)) as written:
         polished = _train(plan, written, calibrated, folder / POLISH_STATE, stages)

@@ -189,7 +189,6 @@ def test_a_split_that_more_engines_serve_is_taken_where_it_costs_at_most_5_perce
         (448, 128, "free", True),
         (448, 64, "free", False),  # on GPUs vLLM's prefill takes no such heads, and on CPUs no such cache
         (512, 64, "free", True),  # on CPUs
-        (448, 128, "engine", True),
         (448, 80, "engine", True),  # its heads are padded
         (400, 128, "engine", False),  # the other engines serve every split
     ],

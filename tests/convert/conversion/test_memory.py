@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import forked
 from helpers.checkpoints import add_demo_tokenizer
 from helpers.processes import run_python
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -133,10 +134,6 @@ def request(tmp_path, model=None, **options):
     return ConvertRequest(model=model or demo_folder(), **{"out": tmp_path / "out", "to": "mqa", **text, **options})
 
 
-def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 @pytest.mark.parametrize("target", TARGETS, ids=["gqa", "mla, refined"])
 def test_a_spill_changes_no_byte_and_has_no_name(target, tiny_reader, tmp_path, monkeypatch):
     """With chunks of two sequences. A file without a name is gone with its process, however that ends."""
@@ -156,7 +153,7 @@ def test_a_spill_changes_no_byte_and_has_no_name(target, tiny_reader, tmp_path, 
     assert len(stored) > 40
     assert not any(stored)
     assert not list(folder.iterdir())
-    assert files(tmp_path / "out") == files(tmp_path / "plain")
+    assert forked.snapshot(tmp_path / "out") == forked.snapshot(tmp_path / "plain")
 
 
 def test_a_folder_without_room_is_told_before_any_work(tmp_path, monkeypatch):

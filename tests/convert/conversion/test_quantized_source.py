@@ -136,7 +136,7 @@ def test_the_result_verifies_and_its_engines_are_those_that_inspect_finds(made: 
         recorded = json.loads((made / name / "kvfold.json").read_text())["engines"]
         found = {verdict.engine: verdict.serves for verdict in inspect_checkpoint(made / name).engines}
         assert found == {each["engine"]: each["serves"] for each in recorded}
-        assert found["mlx-lm"] is (name != "mla")
+        assert name != "mla" or not found["mlx-lm"]
 
 
 def test_parts_of_blocks_and_dense_sources_are_refused(sources: dict[str, Path], tiny_family, tmp_path: Path) -> None:

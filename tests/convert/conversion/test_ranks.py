@@ -63,10 +63,6 @@ def convert_together(log, made):
     assert [each.status for each in ended] == [0, 0], ended
 
 
-def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 @pytest.mark.slow
 def test_two_processes_of_torchrun_write_the_bytes_of_one(requests, tmp_path):
     convert(requests("one", POOLED))
@@ -74,7 +70,7 @@ def test_two_processes_of_torchrun_write_the_bytes_of_one(requests, tmp_path):
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     run_python(*command, tmp_path / "script.py", json.dumps(requests("two", POOLED)))
     for name in POOLED:
-        one, two = files(tmp_path / "one" / name), files(tmp_path / "two" / name)
+        one, two = forked.snapshot(tmp_path / "one" / name), forked.snapshot(tmp_path / "two" / name)
         assert one.keys() == two.keys()
         assert [file for file in one if one[file] != two[file]] == []
 
@@ -93,7 +89,7 @@ def test_two_processes_calibrate_as_one(requests, tmp_path):
         for layer, expected in zip(two["drift"]["layers"], one["drift"]["layers"], strict=True):
             assert layer["attention_local"]["value"] == pytest.approx(expected["attention_local"]["value"], **same)
     convert_together(tmp_path / "again log", requests("again", {"refined": CALIBRATED["refined"]}))
-    again, two = files(tmp_path / "again" / "refined"), files(tmp_path / "two" / "refined")
+    again, two = forked.snapshot(tmp_path / "again" / "refined"), forked.snapshot(tmp_path / "two" / "refined")
     assert again == two, "as many processes, other bytes"
 
 

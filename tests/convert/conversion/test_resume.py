@@ -64,10 +64,6 @@ def request_of(tiny_reader, tmp_path):
     return lambda name, **options: {**fixed, **OPTIONS[name], **options}
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 KILLS = {
     "mqa": [(2, ["layer 0", "layer 1"]), (4, ["layer 2", "layer 3"])],  # the last one while copying the rest
     "mla": [(2, ["layer 0", "layer 1"])],
@@ -87,7 +83,7 @@ def test_a_killed_run_goes_on_at_its_last_finished_layer(tmp_path, tmp_path_fact
     done = child(options, 99)
     assert done.status == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.log"]
-    assert contents(tmp_path / "out") == contents(unbroken)
+    assert forked.snapshot(tmp_path / "out") == forked.snapshot(unbroken)
     if name == "self":
         text = record["calibration"]
         assert (text["source"], text["sequences"], text["held_out"], text["tokens_each"]) == ("self", 4, 8, 24)
@@ -153,7 +149,7 @@ def test_layers_that_were_damaged_since_a_failed_run_are_made_again(tmp_path, re
     said = capsys.readouterr().err
     assert said.startswith(f"--resume: {damaged} layers are damaged; they are made again") or (not damage and not said)
     convert_checkpoint(ConvertRequest(**{**options, "out": str(tmp_path / "unbroken"), "resume": False}))
-    assert contents(tmp_path / "out") == contents(tmp_path / "unbroken")
+    assert forked.snapshot(tmp_path / "out") == forked.snapshot(tmp_path / "unbroken")
 
 
 def test_a_method_without_layers_to_go_on_from_says_so_and_starts(tmp_path, capsys):
