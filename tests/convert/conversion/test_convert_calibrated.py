@@ -52,6 +52,7 @@ def latent(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "baseline"),
     [("folded", {"to": "gqa", "kv_heads": 2, "method": "mean"}), ("latent", {**LATENT, "method": "svd"})],
