@@ -104,7 +104,7 @@ def test_a_trained_layer_loses_little(layer, figure):
         assert 0 < figure(layer) < BOUNDS[figure]
 
 
-@pytest.mark.parametrize("figure", [value_error, slot_worth, score_error])
+@pytest.mark.parametrize("figure", [value_error, score_error])
 def test_ridge_does_not_matter_where_the_text_visits_every_direction(layer, monkeypatch, figure):
     usual = figure(layer)
     monkeypatch.setattr(linalg, "RIDGE", 1e-4)
