@@ -168,7 +168,7 @@ def divergence(logits: Tensor, teacher: Tensor) -> Tensor:
 
 
 class _Divergence(torch.autograd.Function):
-    """The gradient, the difference of the two distributions, is made with the loss, in place of what it needs."""
+    """The gradient, the difference of the two distributions, is made with the loss."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, teacher: Tensor) -> Tensor:
@@ -177,6 +177,7 @@ class _Divergence(torch.autograd.Function):
         p = log_p.exp()
         loss = (p * log_p.sub_(log_q)).sum()
         if ctx.needs_input_grad[0]:
+            # In place of what it needs: with a large vocabulary these are most of a step's memory.
             ctx.save_for_backward(log_q.exp_().sub_(p).to(logits.dtype))
         return loss
 

@@ -134,8 +134,10 @@ def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles")
             title = f"{source.origin}: {request.steps} steps of {request.batch_tokens} tokens"
             uptraining_curve(rows).save(plot, title)
         # Only a resumed run needs these.
-        for path in [*request.work.glob("checkpoint-*"), *request.work.glob("tokens.*")]:
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+        for path in request.work.glob("checkpoint-*"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in request.work.glob("tokens.*"):
+            path.unlink()
         return Uptrained(record, rows)
 
     return run_on_first(write) or Uptrained({}, [])
@@ -238,8 +240,7 @@ def write_trained(
 ) -> None:
     """Write OUT, whole or not at all. ``training`` is the record of the run for ``kvfold.json``.
 
-    ``side_files`` are the side files of ``source``. Raises KvfoldError when the written tensors are not those of the
-    source by name, dtype and shape.
+    Raises KvfoldError when the written tensors are not those of the source by name, dtype and shape.
     """
     with output_folder(request.out, overwrite=request.overwrite, model=source.folder) as folder:
         dtypes = {name: torch_dtype(info.dtype) for name, info in source.tensors.items()}

@@ -365,16 +365,6 @@ def test_the_room_for_the_tokens_is_looked_for_before_they_are_made(tmp_path, mo
     assert not request.work.exists()
 
 
-def test_a_resumed_run_refuses_another_text(tmp_path):
-    path = numbered(tmp_path)
-    request = UptrainRequest(model="m", out=str(tmp_path / "out"), text=str(path), seq_len=32, batch_tokens=64)
-    work.prepare(request, None, plan_of(path), Alone())
-    with path.open("a") as file:
-        file.write('{"text": "more"}\n')
-    with pytest.raises(InputError, match="the text or the tokenizer is not the one that the run was started with"):
-        work.prepare(replace(request, resume=True), Path("checkpoint-8"), plan_of(path), Alone())
-
-
 @pytest.fixture
 def request_(tmp_path):
     request = UptrainRequest(model="m", out=str(tmp_path / "out"), text="t", resume=True)
@@ -406,7 +396,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(request_, capsys, name
         (request_.work.parent / "elsewhere").write_bytes(data)
         file.symlink_to(request_.work.parent / "elsewhere")
     elif damage != "removed":
-        file.write_bytes({"cut": data[:-1], "empty": b"", "other bytes": b"\xff" + data[1:]}[damage])
+        file.write_bytes({"cut": data[:-1], "empty": b"", "other bytes": bytes([data[0] ^ 1]) + data[1:]}[damage])
     expected = "checkpoint-8" if (name, damage) == (COMPLETE, "link") else "checkpoint-4"
     assert newest(request_) == expected
     told = capsys.readouterr().err
