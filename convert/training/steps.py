@@ -154,7 +154,7 @@ def scale_gradients(named: Named, held: Held) -> None:
 
 
 def has_constant(checkpoint: Checkpoint) -> bool:
-    """True if every latent of the checkpoint has the constant channel (``targets/mla/constant.py``)."""
+    """True if every latent of the checkpoint has the constant channel (``targets/mla/tensors.py``)."""
     if not is_latent(checkpoint.config) or not checkpoint.config.get("attention_bias"):
         return False
     shapes = {name: torch.empty(info.shape, device="meta") for name, info in checkpoint.tensors.items()}
