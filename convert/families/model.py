@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from kvfold.convert.families.family import family_of
-from kvfold.convert.families.geometry import Block, AttentionLayer, block_of, geometry_of, layer_of, layer_values
+from kvfold.convert.families.geometry import AttentionLayer, Block, block_of, geometry_of, layer_of, layer_values
 from kvfold.convert.families.rotary import Context, Frequencies, frequencies, rope_table
 from kvfold.convert.families.schema import ABSENT, ROLES, BlockRole, Family, Role, TensorSpec
 from kvfold.convert.families.values import Values, evaluate
