@@ -199,7 +199,7 @@ def test_inspect_names_the_wrapper_and_what_it_cannot_become(wrapper, told):
     facts = inspect_checkpoint(str(wrapper("qwen2_5_vl")))
     assert (facts.family, facts.architecture) == ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration")
     assert (facts.kv_heads, facts.heads) == (4, 8)
-    (reason,) = facts.latent.to_dict()["because"]
+    (reason,) = facts.latent.because
     told(reason)
     served = {each.engine for target in facts.targets for each in target.engines if each.serves}
     assert served == {"transformers"}
