@@ -96,15 +96,11 @@ def decode(model, tokens, splits, cache=None, **options):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The number of calls of the absorbed path."""
-    seen = []
-
-    def counted(this, nope, *rest):
-        seen.append(nope.shape[2])
-        return plain(this, nope, *rest)
-
-    plain = am._absorbed
-    monkeypatch.setattr(am, "_absorbed", counted)
+    """The queries of each call of the absorbed path."""
+    seen, plain = [], am._absorbed
+    monkeypatch.setattr(
+        am, "_absorbed", lambda this, nope, *rest: seen.append(nope.shape[2]) or plain(this, nope, *rest)
+    )
     return seen
 
 
@@ -121,20 +117,12 @@ def test_decoding_equals_stock(variant, attention, calls):
     torch.testing.assert_close(found, expected, **precision.LOGITS)
     assert calls == [1, 1, 1, 1, 3, 3, 1, 1]  # two layers; the prompt is explicit
     for mine, theirs in zip(after.layers, before.layers, strict=True):
-        assert mine.keys.shape == (3, 1, 14, 24)
-        assert mine.values.shape == (3, 1, 14, 8)
         torch.testing.assert_close(mine.keys, theirs.keys, **precision.LOGITS)
+        assert mine.values.shape == theirs.values.shape == (3, 1, 14, 8)
     if attention == "eager":
-        rows = [
-            model(prompt(3, 1), past_key_values=cache, output_attentions=True).attentions
-            for model, cache in ((stock, before), (absorbed, after))
-        ]
-        assert rows[1][0].shape == (3, 4, 1, 15)
-        for mine, theirs in zip(*rows, strict=True):
-            torch.testing.assert_close(mine, theirs, **precision.ACTIVATIONS)
-    # a wrong up-projection would show
-    absorbed.model.layers[1].self_attn.kv_b_proj.weight[:12] *= 1.05
-    assert (decode(absorbed, tokens, splits)[0] - expected)[:, 8:].abs().max() > 1e-3
+        expected = stock(prompt(3, 1), past_key_values=before, output_attentions=True).attentions
+        found = absorbed(prompt(3, 1), past_key_values=after, output_attentions=True).attentions
+        torch.testing.assert_close(found, expected, **precision.ACTIVATIONS)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +146,7 @@ def test_generate_gives_the_same_tokens(options, padded, calls):
     texts = []
     for model in pair("v3-query-latent"):
         torch.manual_seed(11)
-        made = model.generate(tokens, attention_mask=mask, max_new_tokens=12, disable_compile=True, **options)
-        texts.append(made)
+        texts.append(model.generate(tokens, attention_mask=mask, max_new_tokens=12, disable_compile=True, **options))
     assert texts[0].shape[1] == tokens.shape[1] + 12
     assert texts[0].tolist() == texts[1].tolist()
     assert len(calls) >= 8
@@ -202,9 +189,7 @@ def test_training_is_what_it_was(way):
                 model.gradient_checkpointing_enable()
             model(prompt(), labels=prompt()).loss.backward()
         grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    assert grads[0].keys() == grads[1].keys()
-    for name, expected in grads[0].items():
-        torch.testing.assert_close(grads[1][name], expected, **precision.ACTIVATIONS, msg=name)
+    torch.testing.assert_close(grads[1], grads[0], **precision.ACTIVATIONS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -263,9 +248,8 @@ def test_unabsorb_and_what_is_left_alone(tmp_path):
     stock, absorbed = pair()
     assert absorb(absorbed) is absorbed
     assert absorbed.state_dict().keys() == stock.state_dict().keys()
-    assert type(pickle.loads(pickle.dumps(absorbed)).model.layers[0].self_attn) is type(
-        absorbed.model.layers[0].self_attn
-    )
+    pickled = pickle.loads(pickle.dumps(absorbed))
+    assert [type(m) for m in pickled.modules()] == [type(m) for m in absorbed.modules()]
     absorbed.save_pretrained(tmp_path)
     assert DeepseekV3ForCausalLM.from_pretrained(tmp_path).config.architectures == ["DeepseekV3ForCausalLM"]
     assert unabsorb(absorbed) is absorbed

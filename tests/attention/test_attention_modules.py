@@ -13,10 +13,6 @@ E, H, G, D, DV, T = 12, 4, 2, 6, 5, 7
 R, P, DN = 9, 4, 6
 
 
-def rotary_by(frequencies: Tensor, interleaved: bool = False) -> reference.Rotary:
-    return partial(reference.rotate, frequencies=frequencies, interleaved=interleaved)
-
-
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
     layer.weight = nn.Parameter(weight.clone())
@@ -77,7 +73,7 @@ def latent_module(w: reference.LatentProjections, **options) -> LatentAttention:
 @pytest.mark.parametrize(("groups", "layout"), [(4, "half"), (2, "interleaved"), (1, "half")])
 def test_grouped_module_equals_reference(groups, layout):
     w, x = grouped_weights(groups), random(2, T, E)
-    rope = rotary_by(rotary_frequencies(4), layout == "interleaved")
+    rope = partial(reference.rotate, frequencies=rotary_frequencies(4), interleaved=layout == "interleaved")
     module = grouped_module(w, frequencies=rotary_frequencies(4), layout=layout)
     expected = torch.stack([reference.grouped_query_attention(row, w, rotary=rope) for row in x])
     torch.testing.assert_close(module(x), expected, **precision.EXACT)
@@ -87,7 +83,7 @@ def test_grouped_module_equals_reference(groups, layout):
 @pytest.mark.parametrize("absorbed", [False, True])
 def test_latent_module_equals_reference(query_rank, absorbed):
     w, x = latent_weights(query_rank), random(2, T, E)
-    rope = rotary_by(rotary_frequencies(P), interleaved=True)
+    rope = partial(reference.rotate, frequencies=rotary_frequencies(P), interleaved=True)
     expected = torch.stack([reference.latent_attention(row, w, rope) for row in x])
     torch.testing.assert_close(latent_module(w)(x, absorbed=absorbed), expected, **precision.EXACT)
     rolled = reference.latent_attention(x[0], w, rope, absorbed=True)
@@ -134,18 +130,6 @@ def test_cached_equals_uncached_at_every_split_point(name, module):
 
 
 @pytest.mark.parametrize(("name", "module"), modules())
-def test_a_future_token_never_changes_an_earlier_output(name, module):
-    x = random(1, T, E)
-    before = module(x)
-    for changed in range(1, T):
-        other = x.clone()
-        other[:, changed] += 1.0
-        after = module(other)
-        assert torch.equal(after[:, :changed], before[:, :changed])
-        assert not torch.allclose(after[:, changed], before[:, changed])
-
-
-@pytest.mark.parametrize(("name", "module"), modules())
 @torch.no_grad()
 def test_a_padded_batch_equals_each_sequence_alone(name, module):
     x, counts = random(2, T, E), torch.tensor([T, 4])
@@ -172,8 +156,7 @@ def test_modules_compile_without_graph_breaks(name, module):
     torch.testing.assert_close(whole(x), module(x), **precision.EXACT)
     found = torch.autograd.grad(whole(x).square().sum(), list(module.parameters()))
     expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
     step = torch.compile(module, fullgraph=True, backend="eager")
     with torch.no_grad():
         cache = module.new_cache(2, T, growing=False, dtype=torch.float64)

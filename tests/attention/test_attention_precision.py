@@ -142,17 +142,6 @@ def test_yardstick_is_the_reference(problem):
     torch.testing.assert_close(naive(query, key, value, case), exact(query, key, value, case), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("queries", [1, 5])
-def test_gradcheck_of_the_blocked_operator(queries):
-    torch.manual_seed(0)
-    shapes = (2, 4, queries, 2), (2, 2, 5, 2), (2, 2, 5, 1), (1, 4, queries, 5)
-    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    starts = torch.tensor([0, 2])
-    assert torch.autograd.gradcheck(
-        lambda q, k, v, b: grouped_attention(q, k, v, bias=b, window=3, starts=starts), leaves
-    )
-
-
 def test_the_operators_keep_their_contract_with_torch():
     """Fake kernels, autograd registration and schemas, checked by torch itself."""
     query, key = torch.randn(2, 1, 2, 5, 4, requires_grad=True), torch.randn(2, 1, 9, 4, requires_grad=True)

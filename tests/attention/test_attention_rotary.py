@@ -25,23 +25,6 @@ def test_equals_the_reference(pairs, extra, interleaved, batched, seed):
             torch.testing.assert_close(found[row, head], expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_scores_depend_on_distance_only(layout):
-    torch.manual_seed(0)
-    query, key = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
-    theta = rotary_frequencies(8)
-
-    def score(t: int, s: int) -> float:
-        turned = [
-            apply_rotary(x, rotary_tables(torch.tensor([place]), theta, torch.float64), layout)
-            for x, place in ((query, t), (key, s))
-        ]
-        return (turned[0] * turned[1]).sum().item()
-
-    assert score(7, 3) == pytest.approx(score(1007, 1003), abs=1e-10)
-    assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-3)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_precision_holds_at_a_long_context(dtype):
     """At position 130,000 the error is the rounding of the result, not of the angle."""

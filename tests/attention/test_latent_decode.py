@@ -118,5 +118,4 @@ def test_other_calls_take_blocks(calls):
     inputs = [x.requires_grad_() for x in step_problem()]
     grads = [torch.autograd.grad(latent_attention(*inputs, absorbed=form).sum(), inputs) for form in (True, False)]
     assert calls == []
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)

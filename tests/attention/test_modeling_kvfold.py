@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from kvfold.attention import apply_rotary, grouped_attention, latent_attention, rotary_frequencies, rotary_tables
+from kvfold.attention import apply_rotary, latent_attention, rotary_frequencies, rotary_tables
 from kvfold.attention.blocked import blocked_attention
 from kvfold.attention.checkpoints import modeling_kvfold
 from kvfold.attention.mask import Visibility
@@ -84,14 +84,3 @@ def test_latent_attention_is_that_of_the_core_at_every_split(implementation: str
     found = [run(attention, x[:, :prefix], causal()[..., :prefix, :prefix], cache)]
     found += [run(attention, x[:, t : t + 1], None, cache) for t in range(prefix, T)]  # absorbed
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-6, atol=1e-6)
-
-
-def test_the_eager_function_has_windows_and_paddings_as_masks() -> None:
-    torch.manual_seed(0)
-    query, key, value = torch.randn(B, H, T, D), *torch.randn(2, B, 2, T, D)
-    starts = torch.tensor([0, 2])
-    seen = Visibility(True, 0, 3, starts).block(0, T, 0, T, query.device)[:, None]
-    found, weights = modeling_kvfold.eager_attention_forward(nn.Module(), query, key, value, seen, 0.3)
-    expected = grouped_attention(query, key, value, window=3, starts=starts, scale=0.3).transpose(1, 2)
-    torch.testing.assert_close(found[:, 2:], expected[:, 2:])  # queries that see nothing are the core's zeros
-    torch.testing.assert_close(weights.sum(-1), torch.ones(B, H, T))

@@ -61,8 +61,7 @@ def test_a_disturbed_head_stands_out():
     assert first.attention_local == first.residual_propagated == 0
     assert third.attention_local == third.residual_local == third.row_kl == 0
     assert third.attention_propagated > 1e-3 < second.attention_local
-    assert [head.error > 0 for head in second.heads] == [False, False, True, False]
-    assert [head.row_kl > 0 for head in second.heads] == [False, False, True, False]
+    assert [(head.error > 0, head.row_kl > 0) for head in second.heads] == [(index == 2,) * 2 for index in range(4)]
     assert [head.student_head for head in second.heads] == [0, 1, 2, 3]
     assert second.row_kl == pytest.approx(second.heads[2].row_kl / 4)
     assert report.measured.kl > 1e3 * report.floor.measured.kl > 0
@@ -90,18 +89,16 @@ def test_heads_are_compared_by_what_they_contribute():
 
 
 class Hooked:
-    """A stock eager model run once with plain hooks: what each layer is given and gives, and its maps."""
+    """A stock eager model run once with plain hooks: inputs of layers, and outputs and maps of their attention."""
 
     def __init__(self, model: PreTrainedModel, tokens: Tensor) -> None:
-        self.calls, self.attentions, self.maps, handles = [], [], [], []
+        self.calls, self.attentions, handles = [], [], []
         for layer in model.model.layers:
             handles += [
                 layer.register_forward_pre_hook(lambda _, args, kw: self.calls.append((args[0], kw)), with_kwargs=True),
-                layer.self_attn.register_forward_hook(lambda _, args, out: self.attentions.append(out[0])),
-                layer.self_attn.register_forward_hook(lambda _, args, out: self.maps.append(out[1])),
+                layer.self_attn.register_forward_hook(lambda _, args, out: self.attentions.append(out)),
             ]
-        out = model(tokens, use_cache=False)
-        self.logits = out.logits
+        self.logits = model(tokens, use_cache=False).logits
         self.hidden = [call[0] for call in self.calls[1:]]  # the last layer's is hidden behind the final norm
         for handle in handles:
             handle.remove()
@@ -127,15 +124,14 @@ def test_numbers_are_those_of_two_stock_models_with_hooks(family):
         handle = module.self_attn.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out))
         after = module(hidden, **arguments)
         handle.remove()
-        attention, maps = seen[0]
-        assert layer.attention_local == pytest.approx(relative(teacher.attentions[index], attention), **close)
-        expected = relative(teacher.attentions[index], own.attentions[index])
-        assert layer.attention_propagated == pytest.approx(expected, **close)
+        (expected, expected_maps), (attention, maps) = teacher.attentions[index], seen[0]
+        assert layer.attention_local == pytest.approx(relative(expected, attention), **close)
+        assert layer.attention_propagated == pytest.approx(relative(expected, own.attentions[index][0]), **close)
         if index < 2:
-            assert layer.residual_local == pytest.approx(relative(teacher.hidden[index], after), **close)
-            expected = relative(teacher.hidden[index], own.hidden[index])
-            assert layer.residual_propagated == pytest.approx(expected, **close)
-        rows = torch.where(maps > 0, teacher.maps[index] * (teacher.maps[index] / maps).log(), 0).sum(-1)
+            expected = teacher.hidden[index]
+            assert layer.residual_local == pytest.approx(relative(expected, after), **close)
+            assert layer.residual_propagated == pytest.approx(relative(expected, own.hidden[index]), **close)
+        rows = torch.where(maps > 0, expected_maps * (expected_maps / maps).log(), 0).sum(-1)
         # eager attention rounds its maps to float32
         assert [head.row_kl for head in layer.heads] == pytest.approx(rows.mean((0, 2)).tolist(), rel=1e-4)
         assert layer.row_kl == pytest.approx(rows.mean().item(), rel=1e-4)
@@ -143,8 +139,8 @@ def test_numbers_are_those_of_two_stock_models_with_hooks(family):
     log_p, log_q = teacher.logits[:, :-1].log_softmax(-1), own.logits[:, :-1].log_softmax(-1)
     kl = F.kl_div(log_q, log_p, log_target=True, reduction="sum").item() / log_p[..., 0].numel()
     assert report.measured.kl == pytest.approx(kl, rel=1e-9)
-    agreement = (log_p.argmax(-1) == log_q.argmax(-1)).double().mean().item()
-    assert report.measured.agreement == pytest.approx(agreement)
+    agreement = (log_p.argmax(-1) == log_q.argmax(-1)).double().mean()
+    assert report.measured.agreement == pytest.approx(agreement.item())
     for model, loss in ((source, report.measured.teacher_loss), (student, report.measured.student_loss)):
         assert loss == pytest.approx(model(tokens, labels=tokens).loss.item(), rel=1e-6)
     perplexity = report.to_dict()["perplexity"]["student"]
@@ -170,8 +166,7 @@ def test_heads_and_rows_are_compared_where_they_correspond():
 def test_the_floor_is_that_of_the_coarser_dtype_and_tells_rounding_from_conversion(tmp_path):
     source = tiny()
     report = measure_drift(source, disturbed(source, 0.3), some_tokens(), dtype=torch.bfloat16, floor_sequences=2)
-    assert (report.source_dtype, report.floor.sequences) == ("bfloat16", 2)
-    assert (report.floor.dtype, report.floor.reference_dtype) == ("bfloat16", "float32")
+    assert (report.source_dtype, report.floor.dtype, report.floor.sequences) == ("bfloat16", "bfloat16", 2)
     for layer, floor in zip(report.measured.layers, report.floor.measured.layers, strict=True):
         assert 1e-3 < floor.attention_local < 0.05 < layer.attention_local
     source.save_pretrained(tmp_path)
@@ -187,9 +182,10 @@ def test_the_floor_is_that_of_the_coarser_dtype_and_tells_rounding_from_conversi
 def test_reports_are_deterministic_and_valid_json():
     source, tokens, steps = tiny(), some_tokens(), []
     student = disturbed(source)
-    first = measure_drift(source, student, tokens, progress=lambda *step: steps.append(step))
-    second = measure_drift(source, student, tokens)
-    assert steps == [(done, 6) for done in range(1, 7)]
+    first, second = (
+        measure_drift(source, student, tokens, progress=lambda *step: steps.append(step)) for _ in range(2)
+    )
+    assert steps == [(done, 6) for done in range(1, 7)] * 2
     assert first == second
     assert first.to_json() == second.to_json()
     # batches do not change the numbers
@@ -198,12 +194,11 @@ def test_reports_are_deterministic_and_valid_json():
     assert alone.layers[1].heads[1].error == pytest.approx(first.measured.layers[1].heads[1].error, rel=1e-4)
     assert alone.layers[1].row_kl == pytest.approx(first.measured.layers[1].row_kl, rel=1e-4)
     content = json.loads(first.to_json())
-    margin = first.measured.kl_margin
-    assert content["kl"] == {"value": first.measured.kl, "floor": first.floor.measured.kl, "margin": margin}
-    assert content["layers"][2]["attention_local"]["value"] == first.measured.layers[2].attention_local
-    assert content["layers"][2]["heads"][3]["error"]["floor"] == first.floor.measured.layers[2].heads[3].error
-    assert content["predictions"] == 55
-    assert content["identical"] is False
+    own, floor = first.measured, first.floor.measured
+    assert content["kl"] == {"value": own.kl, "floor": floor.kl, "margin": own.kl_margin}
+    assert content["layers"][2]["attention_local"]["value"] == own.layers[2].attention_local
+    assert content["layers"][2]["heads"][3]["error"]["floor"] == floor.layers[2].heads[3].error
+    assert (content["predictions"], content["identical"]) == (55, False)
     with torch.no_grad():
         student.model.layers[1].self_attn.o_proj.weight[0, 0] = math.nan
     broken = measure_drift(source, student, tokens, floor=False)

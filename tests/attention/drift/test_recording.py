@@ -8,7 +8,6 @@ import torch
 from helpers import precision
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.attention import blocked
@@ -23,16 +22,8 @@ def arguments(length: int, keys: int | None = None) -> tuple[Tensor, Tensor, Ten
     return torch.randn(2, 4, length, 8), torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 6)
 
 
-def whole_map(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    query, key, value = query.double(), key.double().repeat_interleave(2, 1), value.double().repeat_interleave(2, 1)
+def whole_map(inputs: tuple[Tensor, ...], seen: Tensor, scale: float, softcap=None, sinks=None) -> Tensor:
+    query, (key, value) = inputs[0].double(), (part.double().repeat_interleave(2, 1) for part in inputs[1:])
     scores = scale * query @ key.mT
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     parts = scores.masked_fill(~seen, -torch.inf).exp()
@@ -44,19 +35,15 @@ def whole_map(
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_blockwise_attention_is_the_formula(length: int, keys: int, softcap: float | None, with_sinks: bool) -> None:
-    query, key, value = arguments(length, keys)
+    inputs = arguments(length, keys)
     seen = torch.ones(length, keys).tril(keys - length).bool()
     options = {"softcap": softcap, "s_aux": torch.linspace(-1, 2, 4) if with_sinks else None}
-    expected = whole_map(query, key, value, seen, 0.4, *options.values())
-    attend, mask = ALL_ATTENTION_FUNCTIONS[BLOCKWISE], seen[None, None]
-    module = nn.Module()
-    module.num_key_value_groups = 2
-    found = [attend(module, query, key, value, mask, scaling=0.4, **options)[0]]
-    if softcap is None and (with_sinks or length == keys):
-        # causality needs no mask
-        found.append(attend(module, query, key, value, None, scaling=0.4, **options)[0])
-    for each in found:
-        torch.testing.assert_close(each.double(), expected, **precision.ACTIVATIONS)
+    expected = whole_map(inputs, seen, 0.4, *options.values())
+    # causality needs no mask
+    masks = [seen[None, None], None] if softcap is None and (with_sinks or length == keys) else [seen[None, None]]
+    for mask in masks:
+        found = ALL_ATTENTION_FUNCTIONS[BLOCKWISE](Attention(), *inputs, mask, scaling=0.4, **options)[0]
+        torch.testing.assert_close(found.double(), expected, **precision.ACTIVATIONS)
 
 
 @pytest.mark.parametrize("kept", [0, 1 << 20], ids=["weights made again", "weights kept"])
@@ -71,15 +58,6 @@ def test_blockwise_attention_has_the_formulas_gradients(kept: int, monkeypatch: 
         return blockwise_attention(nn.Module(), query, key, value, seen, **options)[0]
 
     torch.autograd.gradcheck(attend, inputs)
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_masks_are_left_out_only_where_scores_are_not_capped(softcap: float | None) -> None:
-    config = LlamaConfig()
-    config.attn_logit_softcapping = softcap
-    mask = AttentionMaskInterface()[BLOCKWISE](batch_size=1, q_length=5, kv_length=5, config=config)
-    assert (mask is None) == (softcap is None)
-    assert mask is None or torch.equal(mask[0, 0], torch.ones(5, 5).tril().bool())
 
 
 class Attention(nn.Module):
@@ -118,7 +96,7 @@ def test_what_is_noted_and_what_is_computed() -> None:
         seen = CAUSAL if window is None else CAUSAL & (window > ORDER)
         attention = Attention(scaling=0.3, softcap=softcap, sliding_window=window)
         found = run_layer(Layer(attention), HIDDEN, Arguments((), {"mask": seen[None, None]}))
-        expected = whole_map(*attention.given, seen, 0.3, softcap)
+        expected = whole_map(attention.given, seen, 0.3, softcap)
         torch.testing.assert_close(found.attention.double(), expected.flatten(2), **precision.ACTIVATIONS)
         assert torch.equal(found.hidden, found.attention * 2)
         assert torch.equal(found.attention_input, HIDDEN + 1)
@@ -129,7 +107,7 @@ def test_what_is_noted_and_what_is_computed() -> None:
     for causal in (True, False):
         attention = Attention(is_causal=causal)
         found = run_layer(Layer(attention), HIDDEN, Arguments((), {}))
-        expected = whole_map(*attention.given, CAUSAL | (not causal), 8**-0.5)
+        expected = whole_map(attention.given, CAUSAL | (not causal), 8**-0.5)
         torch.testing.assert_close(found.attention.double(), expected.flatten(2), **precision.ACTIVATIONS)
         assert (found.causal, found.scale, found.query is None) == (causal, 8**-0.5, False)
 
@@ -179,10 +157,8 @@ def test_nothing_is_left_behind_where_a_layer_fails() -> None:
         def forward(self, hidden_states: Tensor) -> Tensor:
             return hidden_states
 
-    for layer, message in (
-        (Layer(Broken()), "broken"),
-        (Skipping(Attention()), "Skipping never called its attention module"),
-    ):
+    skipping = Skipping(Attention())
+    for layer, message in ((Layer(Broken()), "broken"), (skipping, "Skipping never called its attention module")):
         with pytest.raises((RuntimeError, ValueError), match=message):
             run_layer(layer, HIDDEN, Arguments((), {}))
         assert layer.self_attn.config._attn_implementation == BLOCKWISE

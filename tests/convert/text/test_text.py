@@ -71,11 +71,10 @@ def test_sequences_begin_with_bos_and_are_pieces_of_the_text_that_never_overlap(
     path = tmp_path / "some.txt"
     path.write_text(numbers(400))
     found, again, other = (load_calibration(str(path), tokenizer, 20, 62, seed=seed) for seed in (1, 1, 2))
-    assert found.calibration.shape == (20, 62)
-    assert found.held_out.shape == (held_out_count(20), 62) == (8, 62)
-    assert found.calibration.dtype == torch.int64
-    assert (found.calibration[:, 0] == BOS).all()
-    assert (found.held_out[:, 0] == BOS).all()
+    everything = torch.cat([found.calibration, found.held_out])
+    assert everything.shape == (20 + held_out_count(20), 62)
+    assert everything.dtype == torch.int64
+    assert (everything[:, 0] == BOS).all()
     assert found.source == "some.txt"
     assert found.digest == hashlib.sha256(path.read_bytes()).hexdigest()
     places = sorted(path.read_text().index(piece) for piece in decoded(found, tokenizer))
@@ -89,13 +88,10 @@ def test_further_sequences_leave_the_others_as_they_are(tmp_path, tokenizer):
     path = tmp_path / "text.txt"
     path.write_text(numbers(2000), encoding="utf-8")
     plain, more = (load_calibration(str(path), tokenizer, 5, 31, held_out=3, further=count) for count in (0, 20))
-    assert torch.equal(more.calibration, plain.calibration)
     assert torch.equal(more.held_out, plain.held_out)
     assert torch.equal(plain.training, plain.calibration)
-    assert torch.equal(more.training, torch.cat([more.calibration, more.further]))
-    assert len(more.further) == 20
-    rows = [tuple(row.tolist()) for row in torch.cat([more.training, more.held_out])]
-    assert len(set(rows)) == 28
+    assert torch.equal(more.training, torch.cat([plain.calibration, more.further]))
+    assert len(torch.cat([more.training, more.held_out]).unique(dim=0)) == 5 + 3 + 20
     every = load_calibration(str(path), tokenizer, 5, 31, held_out=3, further=10**6)
     assert len(every.training) + 3 == 12000 // 30  # characters; a sequence begins with the BOS token
 
@@ -104,7 +100,6 @@ def test_further_sequences_leave_the_others_as_they_are(tmp_path, tokenizer):
 def test_windows_for_perplexity_begin_with_the_prefix_alone(options: dict[str, bool], prefix: list[int]) -> None:
     tokenizer, words = byte_tokenizer(**options), numbers(100)
     assert prefix_tokens(tokenizer) == prefix
-    assert tokenizer("")["input_ids"] == prefix + [EOS] * bool(options.get("closes"))
     found = token_windows(tokenizer, words, 5, 41)
     assert found.shape == (5, 41)
     assert found[:, : len(prefix)].tolist() == [prefix] * 5
@@ -116,8 +111,7 @@ def test_sequences_of_long_documents_stay_inside_them(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(eos=False)
     rows = [{"text": numbers(30, start=1000 * index)} for index in range(10)]
     found = load_calibration(lines(tmp_path / "rows.jsonl", rows), tokenizer, 10, 61)
-    for piece in decoded(found, tokenizer):
-        assert any(piece in row["text"] for row in rows)
+    assert all(any(piece in row["text"] for row in rows) for piece in decoded(found, tokenizer))
 
 
 def test_short_documents_are_packed_with_eos_between(tmp_path: Path, tokenizer: Any) -> None:
@@ -132,11 +126,8 @@ def test_short_documents_are_packed_with_eos_between(tmp_path: Path, tokenizer: 
 def test_the_rest_of_a_long_document_is_packed_too(tokenizer: Any) -> None:
     long, short = torch.arange(25), torch.arange(100, 103)
     windows = text.cut([long, short], 10, EOS)
-    assert windows.tolist() == [
-        list(range(10)),
-        list(range(10, 20)),
-        [20, 21, 22, 23, 24, EOS, 100, 101, 102, EOS],
-    ]
+    assert windows[:2].tolist() == [list(range(10)), list(range(10, 20))]
+    assert windows[2:].tolist() == [[20, 21, 22, 23, 24, EOS, 100, 101, 102, EOS]]
     assert text.cut([long, short], 10, None).tolist() == windows[:2].tolist()
 
 
@@ -147,12 +138,6 @@ def test_messages_go_through_the_chat_template_and_get_one_bos(tmp_path: Path) -
     everything = torch.cat([found.calibration, found.held_out])
     assert (everything == BOS).sum(1).tolist() == [1] * 18
     assert any(piece.startswith("[user]") for piece in decoded(found, tokenizer))
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path: Path, tokenizer: Any) -> None:
-    path = tmp_path / "some.txt"
-    path.write_bytes(b"\xef\xbb\xbf" + b"ab" * 100)
-    assert set("".join(decoded(load_calibration(str(path), tokenizer, 4, 11), tokenizer))) == {"a", "b"}
 
 
 @pytest.mark.parametrize(
@@ -211,9 +196,10 @@ def test_refused_texts_name_the_option_that_gave_them(tmp_path, monkeypatch, nam
     told(raised.value)
 
 
-def test_plain_text_may_have_any_suffix(tmp_path: Path, tokenizer: Any) -> None:
-    (tmp_path / "some.md").write_text(numbers(200) + " ü" * (1 << 16))  # a character is cut where the look ends
-    (tmp_path / "some.txt").write_bytes((tmp_path / "some.md").read_bytes())
+def test_plain_text_may_have_any_suffix_and_a_byte_order_mark(tmp_path: Path, tokenizer: Any) -> None:
+    content = (numbers(200) + " ü" * (1 << 16)).encode()  # a character is cut where the look ends
+    (tmp_path / "some.md").write_bytes(content)
+    (tmp_path / "some.txt").write_bytes(b"\xef\xbb\xbf" + content)
     plain, other = (load_calibration(str(tmp_path / f"some.{kind}"), tokenizer, 3, 31) for kind in ("txt", "md"))
     assert torch.equal(plain.calibration, other.calibration)
 
@@ -226,15 +212,13 @@ def test_several_texts_are_mixed_in_equal_shares(tmp_path: Path, tokenizer: Any)
     found = load_calibration(names, tokenizer, 21, 31, further=4)
     assert found.source == "a.txt + b.md"
 
-    def share(tokens: torch.Tensor) -> list[str]:
+    def shares(tokens: torch.Tensor) -> str:
         pieces = [tokenizer.decode(row[1:]) for row in tokens]
-        return ["a" if piece in texts["a.txt"] else "b" for piece in pieces if piece in "".join(texts.values())]
+        return "".join("a" if piece in texts["a.txt"] else "b" for piece in pieces if piece in "".join(texts.values()))
 
-    calibration = share(found.calibration)
-    assert (calibration.count("a"), calibration.count("b")) == (11, 10)
-    assert calibration != sorted(calibration)
-    assert sorted(share(found.held_out)) == ["a"] * 4 + ["b"] * 4
-    assert sorted(share(found.further)) == ["a"] * 2 + ["b"] * 2
+    calibration, held_out, further = map(shares, (found.calibration, found.held_out, found.further))
+    assert calibration != "".join(sorted(calibration)) == 11 * "a" + 10 * "b"
+    assert ("".join(sorted(held_out)), "".join(sorted(further))) == ("aaaabbbb", "aabb")
     again, other = (load_calibration(names, tokenizer, 21, 31, seed=seed, further=4) for seed in (0, 1))
     assert torch.equal(again.calibration, found.calibration)
     assert not torch.equal(other.calibration, found.calibration)
@@ -243,9 +227,8 @@ def test_several_texts_are_mixed_in_equal_shares(tmp_path: Path, tokenizer: Any)
 
 def test_the_built_in_text_is_enough_for_the_default_request(tokenizer: Any) -> None:
     found = load_calibration(None, tokenizer, 128, 512)
-    assert found.source == BUILT_IN == "the built-in standard-library text"
+    assert found.source == BUILT_IN
     assert found.calibration.shape == (128, 512)
-    assert len(found.digest) == 64
 
 
 class FakeDatasets(list):
@@ -291,18 +274,14 @@ def test_a_big_file_is_read_in_parts_from_all_over(
     path = tmp_path / name
     rows = [numbers(10, 10 * n) for n in range(4000)]
     path.write_text("".join(f"{row}\n" if name == "big.txt" else json.dumps({"text": row}) + "\n" for row in rows))
-    seen = []
-    parse = corpus.TextFile._parse
-    monkeypatch.setattr(
-        corpus.TextFile, "_parse", lambda self, start, raw: seen.append(len(raw)) or parse(self, start, raw)
-    )
+    seen, parse = [], corpus.TextFile._parse
+    monkeypatch.setattr(corpus.TextFile, "_parse", lambda file, *cell: seen.append(len(cell[1])) or parse(file, *cell))
     found = load_calibration(str(path), tokenizer, 8, 61)
     assert sum(seen) <= 1 << 14 < path.stat().st_size / 10
     everything = "\n".join(rows)
     places = []
     for piece in decoded(found, tokenizer):
         part = max(piece.replace("</s>", "\n").split("\n"), key=len)
-        assert part in everything
         places.append(everything.index(part) / len(everything))
     assert max(places) - min(places) > 0.3
 
@@ -323,5 +302,4 @@ def test_long_texts_are_tokenized_in_blocks_without_loss(tokenizer: Any, monkeyp
     for whole in (numbers(100), "x" * 333, "line\n" * 77):
         blocks = list(tokens_of._blocks(whole))
         assert "".join(blocks) == whole
-        assert max(map(len, blocks)) <= 50
-        assert len(blocks) > 6
+        assert max(map(len, blocks)) <= 50 < len(whole) / 6

@@ -19,7 +19,7 @@ from kvfold.convert.targets.mla.tensors import CONSTANT, norm_weight
 from kvfold.convert.training.fit import next_token_loss
 from kvfold.convert.training.steps import check_constant, has_constant, hold_constant, scale_gradients, scale_steps
 
-RANKS = {"kv_a": 24, "q_a": 40}
+RANKS = {"kv_a_proj_with_mqa": 24, "q_a_proj": 40}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -41,17 +41,15 @@ def batches(steps):
 def adam(model, held, **options):
     """An optimizer that holds the slices, and takes its steps otherwise as they are."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3, **options)
-    if held:
-        sizes = dict.fromkeys(dict(model.named_parameters()), 1.0)
-        scale_steps(optimizer, lambda: dict(model.named_parameters()), sizes, held)
+    sizes = dict.fromkeys(dict(model.named_parameters()), 1.0)
+    scale_steps(optimizer, lambda: dict(model.named_parameters()), sizes, held)
     return optimizer
 
 
-def trained(folder, dtype, steps=6, held=True, decay=0.1):
+def trained(folder, dtype, steps=6, decay=0.1):
     """The model after some steps with every tensor of the optimizer in ``dtype``, weight decay on all of them."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    slices = hold_constant(dict(model.named_parameters())) if held else {}
-    optimizer = adam(model, slices, weight_decay=decay, eps=1e-4)
+    optimizer = adam(model, hold_constant(dict(model.named_parameters())), weight_decay=decay, eps=1e-4)
     losses = []
     for tokens in batches(1) * steps:
         loss = next_token_loss(model(input_ids=tokens).logits, tokens)
@@ -62,56 +60,38 @@ def trained(folder, dtype, steps=6, held=True, decay=0.1):
     return model, losses
 
 
-def norm_factors(model, dtype):
-    """The factor of each latent's norm: ``[tokens]`` per layer and latent."""
-    factors = []
-
-    def watch(module, inputs, output):
-        x = inputs[0].float()
-        factors.append((module, (output.float() / x)[..., -1].flatten(), x))
-
-    handles = [
-        module.register_forward_hook(watch)
-        for name, module in model.named_modules()
-        if name.endswith(("kv_a_layernorm", "q_a_layernorm"))
-    ]
-    with torch.no_grad():
-        model(input_ids=batches(2)[1])
-    for handle in handles:
-        handle.remove()
-    return factors
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_norm_still_does_nothing(latent, dtype):
     model, losses = trained(latent, dtype)
     assert losses[-1] < losses[0] - 0.1  # it did train
     start = AutoModelForCausalLM.from_pretrained(latent, dtype=dtype)
-    for name, value in model.named_parameters():
-        kind, rank = name.split(".")[-2], RANKS.get(name.split(".")[-2].split("_a_")[0] + "_a")
-        if kind.endswith("a_layernorm"):
-            assert value.tolist() == [norm_weight(rank)] * rank, name
-        elif kind in ("kv_a_proj_with_mqa", "q_a_proj") and name.endswith("bias"):
-            assert value[rank - 1] == CONSTANT, name
-            assert not torch.equal(value[: rank - 1], start.get_parameter(name)[: rank - 1]), name
-        elif kind in ("kv_a_proj_with_mqa", "q_a_proj"):
-            assert not value[rank - 1].any(), name
-    found = norm_factors(model, dtype)
-    assert len(found) == 4
-    for module, factor, inputs in found:
-        rank = inputs.shape[-1]
-        expected = norm_weight(rank) * rank**0.5 / CONSTANT
+    for layer, first in zip(model.model.layers, start.model.layers, strict=True):
+        for down, rank in RANKS.items():
+            projection, bias = layer.self_attn.get_submodule(down), first.self_attn.get_submodule(down).bias
+            norm = layer.self_attn.get_submodule(f"{down.split('_proj')[0]}_layernorm")
+            assert norm.weight.tolist() == [norm_weight(rank)] * rank
+            assert projection.bias[rank - 1] == CONSTANT
+            assert not torch.equal(projection.bias[: rank - 1], bias[: rank - 1])
+            assert not projection.weight[rank - 1].any()
+    seen = []
+    for layer in model.model.layers:
+        for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
+            norm.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0].float(), output.float())))
+    with torch.no_grad():
+        model(input_ids=batches(2)[1])
+    assert len(seen) == 4
+    for latents, normed in seen:
+        rank = latents.shape[-1]
+        factor = (normed / latents)[..., -1] / (norm_weight(rank) * rank**0.5 / CONSTANT)
         # the whole latent beside the constant moves the norm by |c|^2 / 2 B^2; the rest is the dtype's rounding
-        others = inputs[..., :-1].square().sum(-1).max().item()
-        allowed = others / (2 * CONSTANT**2) + 2 * torch.finfo(dtype).eps
+        others = latents[..., :-1].square().sum(-1).max().item()
         assert others < 1e-3 * CONSTANT**2
-        assert (factor / expected - 1).abs().max().item() <= allowed, module
+        assert (factor - 1).abs().max().item() <= others / (2 * CONSTANT**2) + 2 * torch.finfo(dtype).eps
 
 
-def test_the_channel_would_move_if_it_were_not_held_and_its_readers_move_by_as_much_less_as_it_is_larger(latent):
+def test_readers_of_the_channel_move_by_as_much_less_as_it_is_larger(latent):
     start = AutoModelForCausalLM.from_pretrained(latent)
-    free, held = (trained(latent, torch.float32, steps=1, decay=0.0, held=held)[0] for held in (False, True))
-    assert free.model.layers[0].self_attn.kv_a_proj_with_mqa.bias[RANKS["kv_a"] - 1] != CONSTANT
+    held, _ = trained(latent, torch.float32, steps=1, decay=0.0)
     moved = held.model.layers[0].self_attn.kv_b_proj.weight - start.model.layers[0].self_attn.kv_b_proj.weight
     usual, slow = moved[:, :-1].abs().median(), moved[:, -1].abs().median()
     assert 0 < slow < 4 * usual / CONSTANT
@@ -126,25 +106,26 @@ def test_gradients_are_those_of_the_model_but_for_what_is_held(latent):
         next_token_loss(model(input_ids=tokens).logits, tokens).backward()
     scale_gradients(named, slices)
     for name, value in plain.named_parameters():
-        expected, found = value.grad.clone(), held.get_parameter(name).grad
-        kind = name.split(".")[-2]
+        expected, kind = value.grad, name.split(".")[-2]
         if kind.endswith("a_layernorm"):
-            assert found is None
+            assert held.get_parameter(name).grad is None
             continue
-        if kind in ("kv_a_proj_with_mqa", "q_a_proj"):
-            expected[RANKS[kind.split("_a_")[0] + "_a"] - 1] = 0
+        if kind in RANKS:
+            expected[RANKS[kind] - 1] = 0
         if kind in ("kv_b_proj", "q_b_proj"):
             expected[:, -1] /= CONSTANT
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7, msg=name)
+        torch.testing.assert_close(held.get_parameter(name).grad, expected, rtol=1e-5, atol=1e-7, msg=name)
+
+
+CHANNEL = "model.layers.1.self_attn.kv_a_proj_with_mqa.bias"
 
 
 def test_which_checkpoints_have_the_channel(latent, tiny_family, tmp_path):
     assert has_constant(open_checkpoint(latent))
     assert not has_constant(open_checkpoint(tiny_family("llama", attention_bias=False, mlp_bias=False)))
-    biased = tmp_path / "a-latent-model-with-biases"
-    shutil.copytree(latent, biased)
+    biased = shutil.copytree(latent, tmp_path / "a-latent-model-with-biases")
     tensors = load_file(biased / "model.safetensors")
-    tensors["model.layers.1.self_attn.kv_a_proj_with_mqa.bias"][RANKS["kv_a"] - 1] = 0.3
+    tensors[CHANNEL][23] = 0.3
     save_file(tensors, biased / "model.safetensors", {"format": "pt"})
     assert not has_constant(open_checkpoint(biased))
 
@@ -153,10 +134,8 @@ def test_a_channel_that_moved_is_not_written(latent):
     checkpoint = open_checkpoint(latent)
     state = {name: checkpoint.read(name) for name in checkpoint.tensors}
     check_constant(state, checkpoint)
-    name = "model.layers.1.self_attn.kv_a_proj_with_mqa.bias"
-    state[name] = state[name].clone()
-    state[name][RANKS["kv_a"] - 1] += 1
-    with pytest.raises(KvfoldError, match=f"{name}: the training moved the constant channel, which must stay"):
+    state[CHANNEL] = state[CHANNEL] + 1
+    with pytest.raises(KvfoldError, match=f"{CHANNEL}: the training moved the constant channel, which must stay"):
         check_constant(state, checkpoint)
 
 
@@ -177,9 +156,9 @@ def train_rank(folder, out, is_sharded):
         scale_gradients(dict(model.named_parameters()), held)
         optimizer.step()
         optimizer.zero_grad()
-    state = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+    state = {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in model.named_parameters()}
     if rank == 0:
-        torch.save({n: p.detach().clone() for n, p in state.items()}, out)
+        torch.save(state, out)
     dist.destroy_process_group()
 
 
@@ -192,5 +171,4 @@ def test_sharded_weights_are_held_too(latent, tmp_path):
         assert [each.status for each in ended] == [0] * processes, ended
     whole, sharded = (torch.load(tmp_path / way) for way in ("whole", "sharded"))
     check_constant(sharded, open_checkpoint(latent))
-    for name, value in whole.items():
-        torch.testing.assert_close(sharded[name], value, rtol=0, atol=2e-5, msg=name)
+    torch.testing.assert_close(sharded, whole, rtol=0, atol=2e-5)

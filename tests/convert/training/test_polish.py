@@ -98,15 +98,10 @@ def test_losses_of_next_tokens_and_of_distillation():
     torch.testing.assert_close(next_token_loss(student, tokens), -chosen.mean())
 
 
-RISEN = [0.2, 0.22, 0.21, 0.2, 0.19, 0.18]
-
-
 @pytest.mark.parametrize(
     ("errors", "steps", "expected"),
     [
-        ([0.2], 200, 1.0),
         ([0.2, 0.19, 0.18], 200, 1.0),
-        ([0.2, 0.21], 20, 0.5),
         ([0.2, 0.1999], 200, 0.5),  # hardly less
         ([0.2, 0.21, 0.205, 0.19], 200, 0.25),  # of the least so far, not of the round before
         ([0.2, float("inf"), 0.19], 200, 0.5),
@@ -114,9 +109,7 @@ RISEN = [0.2, 0.22, 0.21, 0.2, 0.19, 0.18]
         # In a long run eighths are judged: half a percent in each round is 2.5 % in five.
         ([0.2 * 0.995**rounds for rounds in range(41)], 200, 0.5**40),
         ([0.2 * 0.995**rounds for rounds in range(41)], 1000, 1.0),
-        ([0.2 * 0.995**rounds for rounds in range(16)], 375, 0.5**7),  # 15 rounds, 2 of them a part
-        (RISEN, 1000, 1.0),  # a rise within a part that gains
-        ([*RISEN, 0.2, 0.2, 0.2, 0.2, 0.2], 1000, 0.5),
+        ([0.2, 0.22, 0.21, 0.2, 0.19, 0.18], 1000, 1.0),  # a rise within a part that gains
     ],
 )
 def test_the_learning_rate_halves_after_every_part_that_hardly_gains(errors, steps, expected):

@@ -22,9 +22,7 @@ from kvfold.convert.training.refine import (
     decay,
     examples,
     refine_layer,
-    refining_rate,
 )
-from kvfold.convert.walk.output_fit import token_weights
 from kvfold.convert.walk.walk import Student, Teacher, Walk
 
 # family -> the module that is given the residual stream after the attention
@@ -74,8 +72,7 @@ def refined(llama, **changes):
     """The result on the first layer, and the steps after which progress was told."""
     plan, step, tensors = llama
     told = []
-    result = refine_layer(step, tensors, task_of(plan, **changes), lambda done, error: told.append(done))
-    return result, told
+    return refine_layer(step, tensors, task_of(plan, **changes), lambda done, error: told.append(done)), told
 
 
 @pytest.mark.parametrize("family", AFTER_ATTENTION)
@@ -102,8 +99,8 @@ def test_the_error_falls_in_every_family(tiny_family, family):
     assert found.before == errors[0]
     assert found.after == min(errors) < 0.95 * found.before
     assert {name: t.shape for name, t in found.tensors.items()} == {name: t.shape for name, t in tensors.items()}
-    unmoved = [name for name in tensors if torch.equal(found.tensors[name].float(), tensors[name].float())]
-    assert not [name for name in unmoved if name.endswith(".weight")]
+    for name in tensors:
+        assert not name.endswith(".weight") or not torch.equal(found.tensors[name].float(), tensors[name].float())
 
 
 def test_twenty_steps_halve_the_error_of_a_trained_layer():
@@ -115,16 +112,7 @@ def test_twenty_steps_halve_the_error_of_a_trained_layer():
     assert found.after < 0.5 * found.before
 
 
-def test_the_target_corrects_the_errors_of_earlier_layers(llama):
-    plan, step, _ = llama
-    student = [chunk + 0.5 for chunk in step.held_out]
-    with torch.no_grad():
-        expected = step.held_out[0] + step.teacher.attend(step.held_out[0]).attention
-    found = examples(task_of(plan).update, step.teacher, step.held_out, student)
-    torch.testing.assert_close(found.targets[0] + student[0], expected, rtol=0, atol=1e-6)
-
-
-def test_every_token_counts_relative_to_its_residual(llama):
+def test_targets_correct_the_errors_of_earlier_layers_and_every_token_counts_relative_to_its_residual(llama):
     plan, step, _ = llama
     update = task_of(plan).update
     hidden = [chunk.clone() for chunk in step.held_out]
@@ -133,6 +121,7 @@ def test_every_token_counts_relative_to_its_residual(llama):
     found = examples(update, step.teacher, hidden, student)
     with torch.no_grad():
         after = hidden[0] + update.of(step.teacher, step.teacher.attend(hidden[0]))
+    torch.testing.assert_close(found.targets[0] + student[0], after)
     sizes = torch.maximum(*((found.weights[0] * each).square().mean(-1) for each in (after, student[0])))
     torch.testing.assert_close(sizes, torch.ones_like(sizes))
     share = (found.weights[0][0, 0] * (hidden[0] - student[0])[0, 0]).square().mean()
@@ -149,11 +138,6 @@ def test_a_massive_token_of_the_student_alone_does_not_rule(llama):
     assert missing == pytest.approx(1, rel=0.01)
     tokens = step.held_out[0][..., 0].numel() * len(step.held_out)
     assert found.inherited == pytest.approx(1 / tokens, rel=0.01)
-
-
-def test_weights_of_empty_residuals_can_be_summed():
-    """As the output fit sums their squares, in float64."""
-    assert token_weights(torch.zeros(2, 8, 4, dtype=torch.float64)).square().sum().isfinite()
 
 
 def test_the_record_separates_inherited_errors_from_the_layers_own(llama):
@@ -175,7 +159,7 @@ def test_equal_seeds_give_equal_weights_and_other_seeds_others(llama):
     assert not all(torch.equal(first[name], other[name]) for name in first)
 
 
-@pytest.mark.parametrize(("rate", "tries"), [(0.05, 1), (3.2, 2), (8.0, 3), (1e4, None), (1e38, None)])
+@pytest.mark.parametrize(("rate", "tries"), [(0.05, 1), (8.0, 3), (1e38, None)])
 def test_a_layer_that_got_no_better_is_tried_again_more_slowly_or_keeps_its_weights(llama, monkeypatch, rate, tries):
     monkeypatch.setattr(refining, "refining_rate", lambda width, error: rate)
     found, told = refined(llama)
@@ -188,28 +172,15 @@ def test_a_layer_that_got_no_better_is_tried_again_more_slowly_or_keeps_its_weig
         assert all(torch.equal(found.tensors[name], tensor) for name, tensor in llama[2].items())
 
 
-def test_weights_that_are_nearly_right_and_wide_models_learn_slowly():
-    by_error = [refining_rate(256, error) for error in (16, 1, 0.0625, 0)]
-    assert by_error == pytest.approx([0.05, 0.05, 0.05 / 4, 0])
-    by_width = [refining_rate(width, 1) for width in (64, 1024, 4096)]
-    assert by_width == pytest.approx([0.05, 0.025, 0.0125])
-
-
-def run_auto(errors_by_round):
-    """The learning rates of ``auto`` when each round ends with the next of these errors."""
-    errors, rates, coming = [1.0], [], iter(errors_by_round)
-    while (rate := decay("auto", len(rates), errors)) > 0:
-        rates.append(rate)
-        if len(rates) % ROUND == 0:
-            errors.append(next(coming))
-    return rates
-
-
-def test_schedules_fall_to_zero():
+@pytest.mark.parametrize(("share", "steps"), [(0.98, AUTO_STEPS), (0.992, 2 * ROUND)])
+def test_schedules_fall_to_zero(share, steps):
+    """``auto`` takes the rate down once a round gains less than one percent, and ends in any case."""
     assert [decay(4, done, [1.0]) for done in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
-    gains = [0.989, 0.98, *[0.98] * 20]  # 1.1 %, 0.9 %: the second round is the last at the full rate
-    assert run_auto(gains) == pytest.approx([*[1.0] * 100, *(1 - done / 50 for done in range(50))])
-    assert len(run_auto(0.5**n for n in range(1, 1000))) == AUTO_STEPS
+    rates = []
+    while (rate := decay("auto", len(rates), [share**n for n in range(len(rates) // ROUND + 1)])) > 0:
+        rates.append(rate)
+    assert len(rates) == steps
+    assert rates[-ROUND:] == pytest.approx([1 - done / ROUND for done in range(ROUND)])
 
 
 def test_auto_refines_until_it_has_settled(llama, monkeypatch):
@@ -222,7 +193,6 @@ def test_auto_refines_until_it_has_settled(llama, monkeypatch):
 
 def test_batches_use_every_sequence_before_any_again():
     drawn = list(islice(random_batches(32, 8, seed=1), 8))
-    assert [len(batch) for batch in drawn] == [8] * 8
     for half in (drawn[:4], drawn[4:]):
         assert sorted(number for batch in half for number in batch) == list(range(32))
     assert drawn[:4] != drawn[4:]
