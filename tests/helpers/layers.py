@@ -23,12 +23,34 @@ def plain_rotary(dims: int, base: float = 100.0) -> Rotary:
     return Rotary(base ** (-torch.arange(0, dims, 2, dtype=torch.float64) / max(dims, 1)))
 
 
-def rotated(rows: Tensor, theta: Tensor) -> Tensor:
-    """``rows [..., T, D]`` turned by ``position * theta``, one complex product a pair; dims after the pairs stay."""
-    pairs = len(theta)
-    angle = torch.arange(rows.shape[-2], dtype=torch.float64)[:, None] * theta
+def random_layer(
+    heads: int = 4, kv_heads: int = 2, dim: int = 8, model: int = 24, bias: bool = False, seed: int = 0
+) -> tuple[AttentionWeights, LayerStatistics, Tensor]:
+    """Random weights, the statistics of correlated inputs, and those inputs ``[160, model]``."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) / math.sqrt(shape[-1])
+
+    maps = rand(heads, dim, model) * 2, rand(kv_heads, dim, model) * 2, rand(kv_heads, dim, model)
+    weights = AttentionWeights(*maps, rand(model, heads, dim))
+    if bias:
+        biases = {"q_bias": (heads, dim), "k_bias": (kv_heads, dim), "v_bias": (kv_heads, dim), "o_bias": (model,)}
+        weights = replace(weights, **{name: rand(*shape) for name, shape in biases.items()})
+    x = rand(160, model) * math.sqrt(model) @ rand(model, model) + rand(model)
+    return weights, LayerStatistics(x.T @ x / 160, x.mean(0), 160, rand(heads, 12).softmax(1)), x
+
+
+def turned(rows: Tensor, angle: Tensor) -> Tensor:
+    """``rows [..., D]`` whose pairs are turned by ``angle [..., pairs]``; dims after the pairs stay."""
+    pairs = angle.shape[-1]
     z = torch.complex(rows[..., :pairs], rows[..., pairs : 2 * pairs]) * torch.polar(torch.ones_like(angle), angle)
     return torch.cat((z.real, z.imag, rows[..., 2 * pairs :]), -1)
+
+
+def rotated(rows: Tensor, theta: Tensor) -> Tensor:
+    """``rows [..., T, D]`` turned by ``position * theta``."""
+    return turned(rows, torch.arange(rows.shape[-2], dtype=torch.float64)[:, None] * theta)
 
 
 def statistics_of(x: Tensor, heads: int) -> LayerStatistics:

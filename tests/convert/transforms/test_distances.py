@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvfold.convert.transforms import distances
-from kvfold.convert.transforms.distances import Distances, mixed_distances, rotary_moments
+from kvfold.convert.transforms.distances import mixed_distances, rotary_moments
 from tests.helpers.layers import dense_distances
 
 
@@ -34,11 +34,3 @@ def test_moments_are_sums_over_the_mixture(monkeypatch, uniform):
                 angles = [(first - second) * distance for distance in range(40)]
                 expected = sum(p * complex(math.cos(x), -math.sin(x)) for p, x in zip(row, angles, strict=True))
                 assert abs(moments[head, a, b].item() - expected) < 1e-12
-
-
-def test_speed_of_zero_gives_the_means():
-    drawn = Distances(profile(1), 16)
-    moments = rotary_moments(drawn, torch.tensor([0.3, 0.0], dtype=torch.float64))
-    angle = 0.3 * torch.arange(16, dtype=torch.float64)
-    expected = (profile(1)[0] * torch.polar(torch.ones_like(angle), -angle)).sum()
-    torch.testing.assert_close(moments[0, 0, 1], expected)

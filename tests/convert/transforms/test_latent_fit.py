@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.layers import attend, dense_distances, relative_error, rotated
+from helpers.layers import attend, dense_distances, random_layer, relative_error, rotated, turned
 
 from kvfold.convert.transforms.distances import Distances
 from kvfold.convert.transforms.latent import als as latent_fit
@@ -13,24 +13,9 @@ from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.kernels import RotaryRows, kernels, wave_moments
 from kvfold.convert.transforms.latent.latent import latent_spectrum, svd_latent, to_latent
 from kvfold.convert.transforms.latent.variants import query_latent
-from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
+from kvfold.convert.transforms.weights import Rotary
 
 THETA = torch.tensor([1.0, 0.3, 0.05, 0.01], dtype=torch.float64)
-
-
-def random_layer(heads=4, kv_heads=2, dim=8, model=24, bias=False, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def rand(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64) / math.sqrt(shape[-1])
-
-    maps = rand(heads, dim, model) * 2, rand(kv_heads, dim, model) * 2, rand(kv_heads, dim, model)
-    weights = AttentionWeights(*maps, rand(model, heads, dim))
-    if bias:
-        biases = {"q_bias": (heads, dim), "k_bias": (kv_heads, dim), "v_bias": (kv_heads, dim), "o_bias": (model,)}
-        weights = replace(weights, **{name: rand(*shape) for name, shape in biases.items()})
-    x = rand(160, model) * math.sqrt(model) @ rand(model, model) + rand(model)
-    return weights, LayerStatistics(x.T @ x / 160, x.mean(0), 160, rand(heads, 12).softmax(1)), x
 
 
 def source_output(weights, rotary, x):
@@ -38,19 +23,15 @@ def source_output(weights, rotary, x):
 
 
 def latent_output(latent, x):
-    c = x @ latent.down.T + (0 if latent.down_bias is None else latent.down_bias)
-    key = rotated(x @ latent.rope_key.T + (0 if latent.rope_key_bias is None else latent.rope_key_bias), latent.theta)
-    out = torch.zeros_like(x)
-    for head in range(latent.heads):
-        nope = x @ latent.q_nope[head].T + (0 if latent.q_nope_bias is None else latent.q_nope_bias[head])
-        rope = x @ latent.q_rope[head].T + (0 if latent.q_rope_bias is None else latent.q_rope_bias[head])
-        score = (nope @ (c @ latent.uk[head].T).T + rotated(rope, latent.theta) @ key.T) * latent.scale
-        out += causal(score) @ (c @ latent.uv[head].T) @ latent.o[:, head].T
+    def rows(weight, bias):
+        return x @ weight.mT + (0 if bias is None else bias.unsqueeze(-2))
+
+    c, key = rows(latent.down, latent.down_bias), rotated(rows(latent.rope_key, latent.rope_key_bias), latent.theta)
+    nope, rope = rows(latent.q_nope, latent.q_nope_bias), rows(latent.q_rope, latent.q_rope_bias)
+    scores = (nope @ (c @ latent.uk.mT).mT + rotated(rope, latent.theta) @ key.mT) * latent.scale
+    weights = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
+    out = torch.einsum("ehd,htd->te", latent.o, weights @ (c @ latent.uv.mT))
     return out if latent.o_bias is None else out + latent.o_bias
-
-
-def causal(score):
-    return score.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
 
 
 def convert(weights, statistics, rotary, rope_dim, rank, **options):
@@ -165,64 +146,41 @@ def test_latent_has_unit_energy_and_mean_zero():
 def test_every_round_lessens_the_error_it_is_about(rope_dim, rank, centered):
     """Over inputs and distances that are independent, as the fit assumes, and as the tokens here are."""
     weights, statistics, x = random_layer(seed=3)
-    options = {"centered": centered}
-    errors = [
-        output_error(
-            weights,
-            convert(weights, statistics, Rotary(THETA), rope_dim, rank, rounds=rounds, **options),
-            statistics,
-            x,
-        )
-        for rounds in (0, 1, 4, 16)
-    ]
+    errors = []
+    for rounds in (0, 1, 4, 16):
+        latent = convert(weights, statistics, Rotary(THETA), rope_dim, rank, rounds=rounds, centered=centered)
+        errors.append(output_error(weights, latent, statistics, x))
     assert errors[0] > errors[1] > errors[2] > errors[3]
 
 
 def output_error(weights, latent, statistics, x):
     """Errors of scores, by the output that an average head makes, and errors of values."""
-    heads, group = weights.heads, weights.heads // weights.kv_heads
-    values = torch.stack([x @ weights.v[head // group].T for head in range(heads)])
+    values = x @ weights.v.repeat_interleave(weights.heads // weights.kv_heads, 0).mT
     c = x @ latent.down.T + (0 if latent.down_bias is None else latent.down_bias)
-    wrong = torch.stack([c @ latent.uv[head].T for head in range(heads)]) - values
+    wrong = c @ latent.uv.mT - values
     wrong = wrong - wrong.mean(1, keepdim=True) if latent.down_bias is not None else wrong
     out, lost = (
-        sum(output_energy(rows[head], weights.o[:, head]) for head in range(heads))
+        torch.einsum("hnd,ehd->hne", rows, weights.o).square().sum(-1).mean(1).sum()
         for rows in (values - values.mean(1, keepdim=True), wrong)
     )
     scores = score_error(weights, latent, statistics, x) * latent.scale**2
-    return (scores * out / heads + latent_fit.VALUE_WEIGHT * lost).item()
-
-
-def output_energy(rows, o):
-    return (rows @ o.T).square().sum(1).mean()
+    return (scores * out / weights.heads + latent_fit.VALUE_WEIGHT * lost).item()
 
 
 def score_error(weights, latent, statistics, x):
     """Squared error of scores about each query's mean, summed over heads, queries and keys at distances drawn apart."""
-    error, group = 0.0, weights.heads // weights.kv_heads
     reach = statistics.profile.shape[1]
-    profile = dense_distances(statistics.profile, reach, latent_fit.UNIFORM, latent_fit.TAIL)
-    c = x @ latent.down.T
-    for head in range(weights.heads):
-        means, squares = [], []
-        for distance, p in enumerate(profile[head]):
-            own = back(x @ weights.k[head // group].T, THETA * distance)
-            shift = 0 if latent.rope_key_bias is None else latent.rope_key_bias
-            shared = back(x @ latent.rope_key.T + shift, latent.theta * distance)
-            wanted = (x @ weights.q[head].T) @ own.T
-            found = (x @ latent.q_nope[head].T) @ (c @ latent.uk[head].T).T
-            found = found + (x @ latent.q_rope[head].T) @ shared.T
-            means.append(p * (found - wanted).mean(1))
-            squares.append(p * (found - wanted).square().mean(1))
-        error = error + (torch.stack(squares).sum(0) - torch.stack(means).sum(0).square()).mean()
-    return error
-
-
-def back(rows, angle):
-    """``rows`` as seen from positions on at which their pairs have turned by ``angle``."""
-    half = len(angle)
-    pair = torch.complex(rows[:, :half], rows[:, half:]) * torch.polar(torch.ones_like(angle), -angle)
-    return torch.cat([pair.real, pair.imag], 1)
+    profile = dense_distances(statistics.profile, reach, latent_fit.UNIFORM, latent_fit.TAIL)[..., None]
+    own = x @ weights.k.repeat_interleave(weights.heads // weights.kv_heads, 0).mT
+    shared = x @ latent.rope_key.T + (0 if latent.rope_key_bias is None else latent.rope_key_bias)
+    still = (x @ latent.q_nope.mT) @ (x @ latent.down.T @ latent.uk.mT).mT
+    gaps = []
+    for distance in range(reach):
+        wanted = (x @ weights.q.mT) @ turned(own, -THETA * distance).mT
+        gaps.append(still + (x @ latent.q_rope.mT) @ turned(shared, -latent.theta * distance).mT - wanted)
+    gaps = torch.stack(gaps, 1)  # [H, distance, query, key]
+    squares, means = ((profile * part.mean(-1)).sum(1) for part in (gaps.square(), gaps))
+    return (squares - means.square()).mean(1).sum()
 
 
 def test_svd_is_exact_at_full_rank_and_worse_than_statistics_below():

@@ -4,33 +4,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.layers import normal
 
 from kvfold.convert.transforms.latent.variants import constant_length, coordinates, live_norm
 from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
 
 
-def random_latent(rank=6, model=16, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def rand(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    return LatentWeights(
-        down=rand(rank, model),
-        rope_key=rand(2, model),
-        q_nope=rand(2, 4, model),
-        q_rope=rand(2, 2, model),
-        uk=rand(2, 4, rank),
-        uv=rand(2, 4, rank),
-        o=rand(model, 2, 4),
-        theta=torch.ones(1, dtype=torch.float64),
-        scale=0.5,
-    )
+def random_latent(rank=6):
+    shapes = (rank, 16), (2, 16), (2, 4, 16), (2, 2, 16), (2, 4, rank), (2, 4, rank), (16, 2, 4)
+    return LatentWeights(*(normal(seed, *shape) for seed, shape in enumerate(shapes)), torch.ones(1).double(), 0.5)
 
 
 def normed_inputs(gain, tokens=4000):
     """The outputs of an RMSNorm of weight ``gain``: on an ellipsoid."""
-    x = torch.randn(tokens, len(gain), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = normal(1, tokens, len(gain))
     return x / x.square().mean(-1, keepdim=True).sqrt() * gain
 
 
@@ -41,7 +28,7 @@ def rms(rows):
 def test_full_rank_latent_of_normed_inputs_has_constant_length():
     """The inverse of the norm's weight gives every token the same length, and it is found."""
     gain = torch.linspace(0.5, 2, 16, dtype=torch.float64)
-    down = torch.randn(16, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    down = normal(2, 16, 16)
     inputs = normed_inputs(gain)
     forth, back = constant_length(down, inputs)
     torch.testing.assert_close(forth @ back, torch.eye(16, dtype=torch.float64), atol=1e-9, rtol=0)
@@ -64,7 +51,7 @@ def test_a_latent_as_wide_as_its_inputs_is_exact(rank):
 
 
 def test_few_tokens_do_no_harm():
-    down = torch.randn(12, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    down = normal(2, 12, 16)
     inputs = normed_inputs(torch.ones(16, dtype=torch.float64))
     forth, back = constant_length(down, inputs[:20])
     torch.testing.assert_close(forth @ back, torch.eye(12, dtype=torch.float64), atol=1e-8, rtol=0)
@@ -75,7 +62,7 @@ def test_few_tokens_do_no_harm():
 def test_new_coordinates_change_nothing_that_is_read():
     latent = random_latent()
     query = QueryLatent(latent.down[:5], latent.q_nope[..., :5], latent.q_rope[..., :5])
-    latent = LatentWeights(**{**vars(latent), "query": query})
+    latent = replace(latent, query=query)
     found = live_norm(latent, normed_inputs(torch.ones(16, dtype=torch.float64), 500))
     for name in ("uk", "uv"):
         torch.testing.assert_close(getattr(found, name) @ found.down, getattr(latent, name) @ latent.down)
@@ -84,7 +71,7 @@ def test_new_coordinates_change_nothing_that_is_read():
 
 
 def test_centered_latents_are_refused():
-    latent = LatentWeights(**{**vars(random_latent()), "down_bias": torch.zeros(6)})
+    latent = replace(random_latent(), down_bias=torch.zeros(6))
     with pytest.raises(ValueError, match="needs a latent without down_bias"):
         live_norm(latent, torch.randn(10, 16))
 

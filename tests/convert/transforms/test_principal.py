@@ -1,35 +1,84 @@
 """The principal fold: what it keeps exactly, what it is invariant to, and that it beats pooling."""
 
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers.layers import attend, plain_rotary, relative_error, statistics_of
+from helpers.layers import attend, normal, plain_rotary, relative_error, statistics_of
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import principal
 from kvfold.convert.transforms.linalg import pair_matrices
-from kvfold.convert.transforms.weights import AttentionWeights, Rotary
+from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, Rotary
 
 E, D, TOKENS = 48, 16, 24
+ROTARY = plain_rotary(D)
+ROTARIES = [ROTARY, plain_rotary(8), plain_rotary(0)]
+BIASES = ["", "qkv", "qkvo", "o"]
+NORMS = {
+    "rms one row": {"kind": "rms", "shared": True},
+    "rms one row gain minus one": {"kind": "rms", "shared": True, "offset": 1.0},
+    "rms row per head": {"kind": "rms"},
+    "rms over all heads": {"kind": "rms", "extent": "flat"},
+    "layer one row": {"kind": "layer", "shared": True},
+    "layer row per head with bias": {"kind": "layer", "eps": 1e-5, "bias": True},
+    "layer over all heads with bias": {"kind": "layer", "extent": "flat", "bias": True},
+}
+
+
+def head_norm(seed: int, heads: int, kind: dict) -> HeadNorm:
+    rows = 1 if kind.get("shared") else heads
+    gain = (1.5 + 0.3 * normal(seed, rows, D)).expand(heads, D) - kind.get("offset", 0.0)
+    bias = (0.2 * normal(seed + 1, rows, D)).expand(heads, D) if kind.get("bias") else None
+    return HeadNorm(**{**kind, "weight": gain, "bias": bias})
+
+
+def with_norms(weights: AttentionWeights, norm: str) -> AttentionWeights:
+    if not norm:
+        return weights
+    q_norm, k_norm = head_norm(6, weights.heads, NORMS[norm]), head_norm(7, weights.kv_heads, NORMS[norm])
+    return replace(weights, q_norm=q_norm, k_norm=k_norm)
 
 
 def make(heads: int, kv_heads: int, seed: int = 0, biases: str = "") -> AttentionWeights:
     draw = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> Tensor:
+    def rand(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, dtype=torch.float64) / math.sqrt(shape[-1])
 
     shapes = {"q": (heads, D), "k": (kv_heads, D), "v": (kv_heads, D), "o": (E,)}
-    extra = {f"{name}_bias": 3 * normal(*shapes[name]) for name in biases}
-    return AttentionWeights(
-        q=3 * normal(heads, D, E),
-        k=3 * normal(kv_heads, D, E),
-        v=normal(kv_heads, D, E),
-        o=normal(E, heads, D),
-        **extra,
+    extra = {f"{name}_bias": 3 * rand(*shapes[name]) for name in biases}
+    q, k, v = 3 * rand(heads, D, E), 3 * rand(kv_heads, D, E), rand(kv_heads, D, E)
+    return AttentionWeights(q, k, v, rand(E, heads, D), **extra)
+
+
+def related(norm: str, spread: float) -> AttentionWeights:
+    """Four heads that differ by ``spread``, each written in a basis of its own, as trained heads are."""
+    one, other = make(4, 1, 5), make(4, 4, 6)
+    turns = torch.linalg.qr(normal(5, 4, D, D))[0]
+    angle = 7 * normal(9, 4, D // 2)
+    phases = pair_matrices(torch.polar(torch.ones_like(angle), angle), D)
+    weights = replace(
+        one,
+        q=phases @ one.q / 2,
+        k=phases @ (one.k + spread * other.k),
+        v=turns @ (one.v + spread * other.v),
+        o=torch.einsum("ehd,hcd->ehc", one.o, turns),
     )
+    return with_norms(weights, norm)
+
+
+def changed(weights: AttentionWeights, change: Callable[[Tensor], Tensor]) -> AttentionWeights:
+    """``change`` applied to all that is stored by key/value head."""
+
+    def parts(of: AttentionWeights | HeadNorm, *names: str) -> dict[str, Tensor]:
+        return {name: change(tensor) for name in names if (tensor := getattr(of, name)) is not None}
+
+    norm = weights.k_norm and replace(weights.k_norm, **parts(weights.k_norm, "weight", "bias"))
+    return replace(weights, **parts(weights, "k", "v", "k_bias", "v_bias"), k_norm=norm)
 
 
 def inputs(seed: int = 1) -> Tensor:
@@ -38,39 +87,23 @@ def inputs(seed: int = 1) -> Tensor:
     return torch.randn(4, TOKENS, E, generator=draw, dtype=torch.float64) @ mix + 0.3
 
 
-def fold_and_attend(weights: AttentionWeights, groups: list[list[int]], rotary: Rotary) -> Tensor:
-    x = inputs()
-    return attend(principal.fold(weights, statistics_of(x, weights.heads), rotary, groups), x, rotary)
+def fold(weights: AttentionWeights, groups: list[list[int]], rotary: Rotary = ROTARY) -> AttentionWeights:
+    return principal.fold(weights, statistics_of(inputs(), weights.heads), rotary, groups)
 
 
-def repeated(weights: AttentionWeights, members: int) -> AttentionWeights:
-    """Every KV head (and the queries that read it stay as they are) stored ``members`` times."""
-
-    def rows(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.repeat_interleave(members, 0)
-
-    return replace(
-        weights,
-        k=weights.k.repeat_interleave(members, 0),
-        v=weights.v.repeat_interleave(members, 0),
-        k_bias=rows(weights.k_bias),
-        v_bias=rows(weights.v_bias),
-    )
+def fold_and_attend(weights: AttentionWeights, groups: list[list[int]], rotary: Rotary = ROTARY) -> Tensor:
+    return attend(fold(weights, groups, rotary), inputs(), rotary)
 
 
-ROTARIES = [
-    pytest.param(plain_rotary(D), id="rotary"),
-    pytest.param(plain_rotary(8), id="partial"),
-    pytest.param(plain_rotary(0), id="nope"),
-]
-BIASES = ["", "qkv", "qkvo", "o"]
+def error(found: AttentionWeights, wanted: AttentionWeights) -> float:
+    return relative_error(attend(found, inputs(), ROTARY), attend(wanted, inputs(), ROTARY))
 
 
 @pytest.mark.parametrize("rot", ROTARIES)
 @pytest.mark.parametrize("biases", BIASES)
 def test_groups_of_one_keep_every_bit(rot: Rotary, biases: str):
     weights = make(8, 4, biases=biases)
-    folded = principal.fold(weights, statistics_of(inputs(), 8), rot, [[0], [1], [2], [3]])
+    folded = fold(weights, [[0], [1], [2], [3]], rot)
     for name in ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias"):
         wanted, found = getattr(weights, name), getattr(folded, name)
         assert (wanted is None) == (found is None), name
@@ -79,20 +112,22 @@ def test_groups_of_one_keep_every_bit(rot: Rotary, biases: str):
             assert torch.equal(found, wanted.float()), name
 
 
-@pytest.mark.parametrize("rot", ROTARIES)
-@pytest.mark.parametrize("biases", BIASES)
-@pytest.mark.parametrize("heads", [4, 8])
-def test_identical_heads_fold_exactly(rot: Rotary, biases: str, heads: int):
-    weights = repeated(make(heads, 2, biases=biases), 2)
-    assert relative_error(fold_and_attend(weights, [[0, 1], [2, 3]], rot), attend(weights, inputs(), rot)) < 1e-5
+@pytest.mark.parametrize(
+    ("rot", "biases", "norm"), [*itertools.product(ROTARIES, BIASES, [""]), *((ROTARY, "", norm) for norm in NORMS)]
+)
+@pytest.mark.parametrize(("heads", "members"), [(4, 2), (8, 2), (8, 4)])
+def test_identical_heads_fold_exactly(rot: Rotary, biases: str, norm: str, heads: int, members: int):
+    weights = changed(with_norms(make(heads, 2, biases=biases), norm), lambda rows: rows.repeat_interleave(members, 0))
+    groups = [list(range(members)), list(range(members, 2 * members))]
+    assert relative_error(fold_and_attend(weights, groups, rot), attend(weights, inputs(), rot)) < 1e-5
 
 
 def test_identical_heads_fold_exactly_beyond_the_calibration_text():
-    weights = repeated(make(4, 1), 4)
+    weights = changed(make(4, 1), lambda rows: rows.repeat_interleave(4, 0))
     few = inputs()[:1, :5]  # 5 tokens span 5 of 48 input dims
-    folded = principal.fold(weights, statistics_of(few, 4), plain_rotary(D), [[0, 1, 2, 3]])
+    folded = principal.fold(weights, statistics_of(few, 4), ROTARY, [[0, 1, 2, 3]])
     x = inputs(seed=7)
-    assert relative_error(attend(folded, x, plain_rotary(D)), attend(weights, x, plain_rotary(D))) < 1e-5
+    assert relative_error(attend(folded, x, ROTARY), attend(weights, x, ROTARY)) < 1e-5
 
 
 @pytest.mark.parametrize("biases", BIASES)
@@ -101,7 +136,7 @@ def test_rotations_of_value_heads_change_nothing(biases: str):
     turns = torch.linalg.qr(torch.randn(4, D, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64))[0]
     bias = None if weights.v_bias is None else torch.einsum("hab,hb->ha", turns, weights.v_bias)
     rotated = replace(weights, v=turns @ weights.v, v_bias=bias, o=torch.einsum("ehd,hcd->ehc", weights.o, turns))
-    found, wanted = (fold_and_attend(w, groups, plain_rotary(D)) for w in (rotated, weights))
+    found, wanted = (fold_and_attend(w, groups) for w in (rotated, weights))
     assert relative_error(found, wanted) < 1e-5
 
 
@@ -153,8 +188,8 @@ def test_value_bias_is_exact_with_an_output_bias():
     weights, x = make(4, 4, biases="vo"), inputs()
     groups = [[0, 1, 2, 3]]
     plain = replace(weights, v_bias=torch.zeros_like(weights.v_bias))
-    moved = attend(weights, x, plain_rotary(D)) - attend(plain, x, plain_rotary(D))
-    found = fold_and_attend(weights, groups, plain_rotary(D)) - fold_and_attend(plain, groups, plain_rotary(D))
+    moved = attend(weights, x, ROTARY) - attend(plain, x, ROTARY)
+    found = fold_and_attend(weights, groups) - fold_and_attend(plain, groups)
     torch.testing.assert_close(found, moved, rtol=0, atol=2e-6)
 
 
@@ -170,32 +205,49 @@ def test_value_bias_without_output_bias_keeps_the_mean_output():
     assert torch.einsum("ehd,hd->e", weights.o, v).norm() > 1
 
 
-def related(seed: int = 5) -> AttentionWeights:
-    """Four heads that do nearly the same, each written in a basis of its own, as trained heads are."""
-    one, other = make(4, 1, seed), make(4, 4, seed + 1)
-    draw = torch.Generator().manual_seed(seed)
-    turns = torch.linalg.qr(torch.randn(4, D, D, generator=draw, dtype=torch.float64))[0]
-    phases = pair_matrices(torch.polar(torch.ones(4, D // 2), 7 * torch.rand(4, D // 2, generator=draw)).cdouble(), D)
-    return replace(
-        one,
-        q=phases @ one.q / 2,
-        k=phases @ (one.k + other.k / 4),
-        v=turns @ (one.v + other.v / 4),
-        o=torch.einsum("ehd,hcd->ehc", one.o, turns),
-    )
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_keep_their_kind_and_shapes(norm: str):
+    weights = with_norms(make(8, 4), norm)
+    folded = fold(weights, [[0, 2], [1, 3]])
+    for found, wanted, heads in ((folded.q_norm, weights.q_norm, 8), (folded.k_norm, weights.k_norm, 2)):
+        assert found.weight.shape == (heads, D)
+        assert found.bias is None if wanted.bias is None else found.bias.shape == (heads, D)
+        for part in ("kind", "extent", "shared", "eps", "offset"):
+            assert getattr(found, part) == getattr(wanted, part)
+        assert torch.equal(found.weight, found.weight[:1].expand_as(found.weight)) == wanted.shared
 
 
-def test_sees_through_bases_where_pooling_fails():
-    weights, x, rot = related(), inputs(), plain_rotary(D)
-    wanted = attend(weights, x, rot)
-    pooled = replace(weights, k=weights.k.mean(0, keepdim=True), v=weights.v.mean(0, keepdim=True))
-    assert relative_error(attend(pooled, x, rot), wanted) > 0.7
-    assert relative_error(fold_and_attend(weights, [[0, 1, 2, 3]], rot), wanted) < 0.3
+@pytest.mark.parametrize("norm", ["", *NORMS])
+@pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[0, 1, 2, 3]]])
+def test_sees_through_bases_where_pooling_fails(norm: str, groups: list[list[int]]):
+    weights = related(norm, 0.25)
+    pooled = changed(weights, lambda rows: rows.unflatten(0, (len(groups), -1)).mean(1))
+    assert error(fold(weights, groups), weights) < 0.43 * error(pooled, weights)
+
+
+@pytest.mark.parametrize("norms", ["q", "k"])
+def test_a_norm_on_one_side_alone(norms: str):
+    weights = related("rms one row", 0.2)
+    absent = {"k": weights.k / 7, "k_norm": None} if norms == "q" else {"q": weights.q / 7, "q_norm": None}
+    weights = replace(weights, **absent)
+    folded = fold(weights, [[0, 1], [2, 3]])
+    assert (folded.q_norm is None) == (norms == "k")
+    assert (folded.k_norm is None) == (norms == "q")
+    assert error(folded, weights) < 0.2
+
+
+def test_gain_of_zero_stays_silent():
+    weights = related("rms one row", 0.2)
+    gain = weights.k_norm.weight.clone()
+    gain[:, 3] = 0.0
+    folded = fold(replace(weights, k_norm=replace(weights.k_norm, weight=gain)), [[0, 1], [2, 3]])
+    assert torch.isfinite(folded.k).all()
+    assert torch.equal(folded.k_norm.weight[:, 3], torch.zeros(2))
 
 
 def test_keys_keep_the_mean_norm_of_their_members():
     weights = make(4, 4)
-    folded = principal.fold(weights, statistics_of(inputs(), 4), plain_rotary(D), [[0, 1, 2, 3]])
+    folded = fold(weights, [[0, 1, 2, 3]])
     for pair in range(D // 2):
         dims = [pair, pair + D // 2]
         wanted = weights.k[:, dims].flatten(1).norm(dim=1).mean()
@@ -216,4 +268,4 @@ def test_rotary_amplitude_counts_like_longer_queries_and_keys():
 @pytest.mark.parametrize("groups", [[[0, 1], [2]], [[0, 1], [1, 2]], [[0, 1, 2, 3, 4]], [[0], [1, 2, 3]], []])
 def test_groups_that_are_no_partition_are_refused(groups: list[list[int]]):
     with pytest.raises(ValueError, match="must hold each of 4 KV heads once, in groups of one size"):
-        principal.fold(make(4, 4), statistics_of(inputs(), 4), plain_rotary(D), groups)
+        fold(make(4, 4), groups)

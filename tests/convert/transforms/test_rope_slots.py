@@ -1,28 +1,13 @@
 """Rotary slots: energies by hand, the choice among layers, and what plain RoPE can say."""
 
-import math
-
 import pytest
 import torch
+from helpers.layers import dense_distances, random_layer
 
 from kvfold.convert.targets.mla.config import plain_base
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.slots import LayerSurvey
-from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
-
-
-def random_layer(heads=4, kv_heads=2, dim=8, model=12, seed=0, bias=False):
-    generator = torch.Generator().manual_seed(seed)
-
-    def rand(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    maps = rand(heads, dim, model), rand(kv_heads, dim, model), rand(kv_heads, dim, model), rand(model, heads, dim)
-    biases = (rand(heads, dim), rand(kv_heads, dim), rand(kv_heads, dim)) if bias else ()
-    weights = AttentionWeights(*maps, *biases)
-    x = rand(200, model) @ rand(model, model) + rand(model)
-    profile = rand(heads, 16).softmax(1)
-    return weights, LayerStatistics(x.T @ x / 200, x.mean(0), 200, profile), x
+from kvfold.convert.transforms.weights import Rotary
 
 
 def test_energies_are_those_of_the_keys_that_the_tokens_give():
@@ -40,17 +25,12 @@ def test_energies_are_those_of_the_keys_that_the_tokens_give():
 
 
 def test_gain_is_the_mean_turn_over_the_profile():
-    weights, statistics, _ = random_layer()
+    _, statistics, _ = random_layer()
     theta = torch.tensor([0.7, 0.02], dtype=torch.float64)
+    mixed = dense_distances(statistics.profile, 24, uniform=0.5, tail=0.5)
+    turns = torch.polar(torch.ones(24, 2).double(), -torch.arange(24).double()[:, None] * theta)
     gains = rope_slots.pair_gains(statistics, Rotary(theta), 24)
-    flat = [(24 - distance) / (24 * 25 / 2) for distance in range(24)]
-    tail = [1 / (1 + distance) for distance in range(24)]
-    seen = [*statistics.profile.T, *[torch.zeros(weights.heads)] * 8]
-    for head in range(weights.heads):
-        for pair, angle in enumerate(theta.tolist()):
-            mixed = [0.25 * seen[d][head].item() + 0.25 * tail[d] / sum(tail) + 0.5 * flat[d] for d in range(24)]
-            expected = sum(p * complex(math.cos(angle * d), -math.sin(angle * d)) for d, p in enumerate(mixed))
-            assert abs(gains[head, pair].item() - expected) < 1e-12
+    torch.testing.assert_close(gains, mixed.cdouble() @ turns, rtol=0, atol=1e-12)
 
 
 def test_choice_takes_the_worth_of_all_layers():

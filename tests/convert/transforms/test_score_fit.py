@@ -76,11 +76,6 @@ def test_every_round_lowers_the_objective(dims: int):
     assert errors[-1] < 0.95 * errors[0]
 
 
-def test_context_shorter_than_the_calibration_counts_what_was_seen():
-    _, _, profile, rot = case(D)
-    assert torch.equal(score_fit.distance_moments(profile, 1, rot, D), score_fit.distance_moments(profile, 10, rot, D))
-
-
 def test_dead_heads_stay_finite():
     start, group, *_ = case(D)
     fitted = score_fit.fit_scores(start, replace(group, keys=0 * group.keys, queries=0 * group.queries))
