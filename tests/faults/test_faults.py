@@ -1,6 +1,6 @@
 """Conversions that are killed, starved and lied to: OUT is absent, as it was, or what an undisturbed run writes.
 
-``python -m pytest -m faults tests/faults`` runs 12 cases, ``KVFOLD_CASES=600`` before it as many. Each is a forked
+``python -m pytest -m faults tests/faults`` runs 18 cases, ``KVFOLD_CASES=600`` before it as many. Each is a forked
 ``kvfold convert`` in which one call of the system, drawn from a seed, is killed or interrupted, fails as on a full or
 broken disk, or finds the source changed; or which has few descriptors, little memory, or a second run beside it.
 """
@@ -14,6 +14,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,14 @@ from kvfold.convert.cli import main
 from kvfold.convert.data import demo_folder
 
 Whole = dict[str, dict[str, bytes]]
+Calls = tuple[str, ...]
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
-CASES = int(os.environ.get("KVFOLD_CASES", "12"))
-KINDS = ("kill", "interrupt", "full", "source", "limits", "race", "overwrite", "resume")
+KINDS = 9  # of faults, that share the cases
+seeds = pytest.mark.parametrize("seed", range(-(-int(os.environ.get("KVFOLD_CASES", "18")) // KINDS)))
 OPTIONS = ["--to", "gqa", "--kv-heads", "4", "--method", "mean", "--max-shard-size", "1MB"]
 CALIBRATED = ["--to", "mqa", "--group", "contiguous", "--samples", "4", "--seq-len", "32", "--resume"]
-ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+READS = ("preadv", "pread")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """What an undisturbed run writes, and how many calls of the system it makes."""
+    """The files that an undisturbed run writes."""
     import torch
 
     torch.set_num_threads(1)  # a fork has one thread
@@ -54,31 +56,53 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return written
 
 
-def convert(source: Path, out: Path, options: list[str]) -> Callable[[], object]:
+@pytest.fixture(scope="module")
+def count_of(source: Path, whole: Whole, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Calls], int]:
+    """The number of some calls that an undisturbed run makes."""
+
+    @cache
+    def count_of(calls: Calls) -> int:
+        folder = tmp_path_factory.mktemp("counted")
+
+        def counted() -> None:
+            count = forked.at_call(0, lambda: None, calls)
+            try:
+                convert(source, folder / "out")()
+            finally:
+                (folder / "count").write_text(str(count()))
+
+        forked.run(folder, counted)
+        return int((folder / "count").read_text())
+
+    return count_of
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Path:
+    (tmp_path / "parent").mkdir()
+    return tmp_path / "parent"
+
+
+def convert(source: Path, out: Path, options: list[str] = OPTIONS) -> Callable[[], object]:
     return lambda: main(["convert", str(source), str(out), *options, "--quiet"])
 
 
-def calls_of(tmp_path: Path, work: Callable[[], object], calls: tuple[str, ...]) -> int:
-    """How many of ``calls`` an undisturbed run makes."""
+def struck(log: Path, work: Callable[[], object], at: int, action: Callable[[], object], calls: Calls) -> forked.Ended:
+    """A run with ``action`` before call number ``at``; where that is a write, before every later one too."""
 
-    def counted() -> None:
-        count = forked.at_call(0, lambda: None, calls)
-        try:
-            work()
-        finally:
-            (tmp_path / "count").write_text(str(count()))
+    def run() -> None:
+        forked.at_call(at, action, calls, lasting=calls == forked.WRITES)
+        work()
 
-    forked.run(tmp_path / "log", counted)
-    shutil.rmtree(tmp_path / "out", ignore_errors=True)
-    return int((tmp_path / "count").read_text())
+    return forked.run(log, run)
 
 
-def killing(number: int = signal.SIGKILL) -> Callable[[], object]:
-    return lambda: os.kill(os.getpid(), number)
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def check(end: forked.Ended, parent: Path, whole: dict[str, bytes], killed: bool = False) -> bool:
-    """Whether OUT was written. Asserts that it is whole or absent, and that whatever failed has a name."""
+    """True if OUT was written. Asserts that it is whole or absent, and that whatever failed has a name."""
     out = parent / "out"
     assert "Traceback" not in end.stderr, end.stderr
     assert "unexpected" not in end.stderr, end.stderr
@@ -96,61 +120,55 @@ def check(end: forked.Ended, parent: Path, whole: dict[str, bytes], killed: bool
     return out.exists()
 
 
-@pytest.mark.parametrize("seed", range(CASES))
-def test_a_fault(seed: int, source: Path, whole: Whole, tmp_path: Path) -> None:
-    (tmp_path / "parent").mkdir()
-    globals()[f"_{KINDS[seed % len(KINDS)]}"](random.Random(seed), source, whole, tmp_path)
+@seeds
+@pytest.mark.parametrize("kind", ["kill", "interrupt", "full"])
+def test_a_run_struck_at_any_call(seed, kind, source, whole, count_of, tmp_path, parent) -> None:
+    """Killed, interrupted, or on a disk that is full or broken from then on; the next run cleans up and writes all."""
+    drawn, work = random.Random(seed), convert(source, parent / "out")
+    number = drawn.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]) if kind == "interrupt" else signal.SIGKILL
+    code = drawn.choice([errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
 
-
-def _kill(drawn: random.Random, source: Path, whole: Whole, tmp_path: Path) -> None:
-    """SIGKILL at any call; the next run cleans up and writes all."""
-    _struck(drawn, source, whole, tmp_path, killing(), killed=True)
-
-
-def _interrupt(drawn: random.Random, source: Path, whole: Whole, tmp_path: Path) -> None:
-    """Ctrl-C, a scheduler's SIGTERM or a closed terminal at any call."""
-    number = drawn.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-    _struck(drawn, source, whole, tmp_path, killing(number))
-
-
-def _full(drawn: random.Random, source: Path, whole: Whole, tmp_path: Path) -> None:
-    """A disk that is full or broken from any write on."""
-    code = drawn.choice(ERRORS)
-
-    def fail() -> None:
+    def strike() -> None:
+        if kind != "full":
+            os.kill(os.getpid(), number)
         raise OSError(code, os.strerror(code))
 
-    _struck(drawn, source, whole, tmp_path, fail, forked.WRITES, lasting=True)
-
-
-def _struck(
-    drawn: random.Random,
-    source: Path,
-    whole: Whole,
-    tmp_path: Path,
-    action: Callable[[], object],
-    calls: tuple[str, ...] = forked.CALLS,
-    killed: bool = False,
-    lasting: bool = False,
-) -> None:
-    parent = tmp_path / "parent"
-    work = convert(source, parent / "out", OPTIONS)
-    number = drawn.randint(1, calls_of(tmp_path, convert(source, tmp_path / "out", OPTIONS), calls))
-
-    def struck() -> None:
-        forked.at_call(number, action, calls, lasting)
-        work()
-
+    calls = forked.WRITES if kind == "full" else forked.CALLS
     with forked.unchanged(source):
-        end = forked.run(tmp_path / "log", struck)
-    if not check(end, parent, whole["plain"], killed):
-        assert forked.run(tmp_path / "log", work).status == 0
-        check(end, parent, whole["plain"])
+        end = struck(tmp_path / "log", work, drawn.randint(1, count_of(calls)), strike, calls)
+    if not check(end, parent, whole["plain"], kind == "kill"):
+        again = forked.run(tmp_path / "log", work)
+        assert again.status == 0
+        assert check(again, parent, whole["plain"])
 
 
-def _source(drawn: random.Random, source: Path, whole: Whole, tmp_path: Path) -> None:
-    """The source is cut short, lengthened, replaced, removed or rewritten at any read of it."""
-    own, parent = Path(shutil.copytree(source, tmp_path / "model")), tmp_path / "parent"
+@seeds
+def test_a_run_that_overwrites_is_killed(seed, source, whole, count_of, tmp_path, parent) -> None:
+    """At any call OUT is the old one or the new one, whole."""
+    old = {"config.json": b"{}", "model.safetensors": b"old", "kvfold.json": b"{}"}
+    work = convert(source, parent / "out", [*OPTIONS, "--overwrite"])
+    (parent / "out").mkdir()
+    for name, content in old.items():
+        (parent / "out" / name).write_bytes(content)
+    at = random.Random(seed).randint(1, count_of(forked.CALLS) + 20)
+    struck(tmp_path / "log", work, at, killed, forked.CALLS)
+    assert forked.snapshot(parent / "out") in (old, whole["plain"])
+    assert check(forked.run(tmp_path / "log", work), parent, whole["plain"])
+
+
+@seeds
+def test_a_calibrated_run_is_killed_and_resumed(seed, source, whole, tmp_path, parent) -> None:
+    """At any write; it becomes what an unbroken run writes."""
+    work = convert(source, parent / "out", CALIBRATED)
+    struck(tmp_path / "log", work, random.Random(seed).randint(1, 60), killed, forked.WRITES)
+    assert (parent / "out").exists() or forked.run(tmp_path / "log", work).status == 0
+    assert forked.snapshot(parent / "out") == whole["calibrated"]
+
+
+@seeds
+def test_a_source_that_changes_at_any_read(seed, source, whole, count_of, tmp_path, parent) -> None:
+    """It is cut short, lengthened, rewritten, removed or replaced."""
+    drawn, own = random.Random(seed), Path(shutil.copytree(source, tmp_path / "model"))
     file = own / drawn.choice(["model.safetensors", "model.safetensors", "config.json", "tokenizer.json"])
     data = file.read_bytes()
     half = len(data) // 2
@@ -169,22 +187,15 @@ def _source(drawn: random.Random, source: Path, whole: Whole, tmp_path: Path) ->
             replaced,
         ]
     )
-    reads = ("preadv", "pread")
-    number = drawn.randint(1, calls_of(tmp_path, convert(own, tmp_path / "out", OPTIONS), reads))
-
-    def changed() -> None:
-        forked.at_call(number, change, reads)
-        convert(own, parent / "out", OPTIONS)()
-
-    end = forked.run(tmp_path / "log", changed)
+    end = struck(tmp_path / "log", convert(own, parent / "out"), drawn.randint(1, count_of(READS)), change, READS)
     assert not check(end, parent, whole["plain"])
     assert end.status == 2
 
 
-def _limits(drawn: random.Random, source: Path, whole: Whole, tmp_path: Path) -> None:
-    """A few more descriptors, or a few megabytes more, than the process has."""
-    kind, more = drawn.choice([(resource.RLIMIT_NOFILE, 14), (resource.RLIMIT_AS, 40)])
-    more = drawn.randint(0, more)
+@seeds
+@pytest.mark.parametrize("kind", [resource.RLIMIT_NOFILE, resource.RLIMIT_AS], ids=["descriptors", "memory"])
+def test_a_few_more_descriptors_or_megabytes_than_the_process_has(seed, kind, source, whole, tmp_path, parent) -> None:
+    more = random.Random(seed).randint(0, 14 if kind == resource.RLIMIT_NOFILE else 40)
 
     def limited() -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -192,56 +203,20 @@ def _limits(drawn: random.Random, source: Path, whole: Whole, tmp_path: Path) ->
         if kind == resource.RLIMIT_NOFILE:
             limit = len(os.listdir("/proc/self/fd")) + more
         resource.setrlimit(kind, (limit, limit))
-        convert(source, tmp_path / "parent" / "out", OPTIONS)()
+        convert(source, parent / "out")()
 
-    written = check(forked.run(tmp_path / "log", limited), tmp_path / "parent", whole["plain"])
+    written = check(forked.run(tmp_path / "log", limited), parent, whole["plain"])
     assert written or more < 12 or kind != resource.RLIMIT_NOFILE
 
 
-def _race(drawn: random.Random, source: Path, whole: Whole, tmp_path: Path) -> None:
-    """Two to four runs for one OUT at once: one writes it, the others say why they do not."""
-    parent = tmp_path / "parent"
-    logs = [tmp_path / f"log{i}" for i in range(drawn.randint(2, 4))]
+@seeds
+def test_runs_for_one_out_at_once(seed, source, whole, tmp_path, parent) -> None:
+    """One writes it, the others say why they do not."""
+    logs = [tmp_path / f"log{i}" for i in range(2 + seed % 3)]
     for log in logs:
         log.mkdir()
-    children = [forked.start(log, convert(source, parent / "out", OPTIONS)) for log in logs]
+    children = [forked.start(log, convert(source, parent / "out")) for log in logs]
     ends = [forked.ended(log, child) for log, child in zip(logs, children, strict=True)]
     assert sorted(end.status for end in ends) == [0] + [2] * (len(ends) - 1)
     for end in ends:
         check(end, parent, whole["plain"])
-
-
-def _overwrite(drawn: random.Random, source: Path, whole: Whole, tmp_path: Path) -> None:
-    """SIGKILL at any call of a run with --overwrite: OUT is the old one or the new one, whole."""
-    parent = tmp_path / "parent"
-    old = {"config.json": b"{}", "model.safetensors": b"old", "kvfold.json": b"{}"}
-    work = convert(source, parent / "out", [*OPTIONS, "--overwrite"])
-    number = drawn.randint(1, calls_of(tmp_path, convert(source, tmp_path / "out", OPTIONS), forked.CALLS) + 20)
-    (parent / "out").mkdir()
-    for name, content in old.items():
-        (parent / "out" / name).write_bytes(content)
-
-    def struck() -> None:
-        forked.at_call(number, killing())
-        work()
-
-    forked.run(tmp_path / "log", struck)
-    assert forked.snapshot(parent / "out") in (old, whole["plain"])
-    assert forked.run(tmp_path / "log", work).status == 0
-    assert forked.snapshot(parent / "out") == whole["plain"]
-    assert {path.name for path in parent.iterdir()} == {"out", "out.log"}
-
-
-def _resume(drawn: random.Random, source: Path, whole: Whole, tmp_path: Path) -> None:
-    """SIGKILL at any write of a calibrated run; with --resume it becomes what an unbroken run writes."""
-    out = tmp_path / "parent" / "out"
-    work = convert(source, out, CALIBRATED)
-    number = drawn.randint(1, 60)
-
-    def struck() -> None:
-        forked.at_call(number, killing(), forked.WRITES)
-        work()
-
-    forked.run(tmp_path / "log", struck)
-    assert out.exists() or forked.run(tmp_path / "log", work).status == 0
-    assert forked.snapshot(out) == whole["calibrated"]

@@ -1,28 +1,21 @@
-"""SIGKILL and SIGTERM at every system call of an output folder's life, and SIGKILL at random moments of a real copy."""
+"""SIGKILL and SIGTERM at every system call of an output folder's life; ``tests/faults`` kills whole conversions."""
 
 import fcntl
 import io
 import itertools
 import os
-import random
 import shutil
 import signal
-import time
 from contextlib import redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
 
 import click
 import pytest
-import torch
 from helpers import forked
-from safetensors.torch import save_file
 
 from kvfold.convert.checkpoint import atomic
 from kvfold.convert.checkpoint.atomic import output_folder
-from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.checkpoint.shards import OutputTensor, assign_shards
-from kvfold.convert.checkpoint.writer import ShardWriter, write_index
 from kvfold.convert.console import run_command
 from kvfold.convert.errors import InputError
 
@@ -143,46 +136,3 @@ def test_terminated_between_the_folder_and_the_block_that_uses_it(tmp_path: Path
     end = forked.run(tmp_path / "log", lambda: run_command(command, "command", []))
     assert "error: interrupted" in end.stderr
     assert not (tmp_path / "root").exists()
-
-
-def test_killed_at_random_moments_of_a_copy(tmp_path: Path) -> None:
-    """Each time OUT is as it was or as it should be; the run after the last kill cleans up."""
-    source, out = tmp_path / "source", tmp_path / "parent" / "out"
-    for folder in (source, out):
-        folder.mkdir(parents=True)
-    (source / "config.json").write_text("{}")
-    save_file({f"t{index}": torch.randn(1 << 18) for index in range(32)}, source / "model.safetensors")
-
-    def copy() -> None:
-        opened = open_checkpoint(source)
-        outputs = [OutputTensor(info.name, info.dtype, info.shape, info.name) for info in opened.tensors.values()]
-        shards = assign_shards(outputs, 8 << 20)
-        with output_folder(out, overwrite=True, model=source) as folder:
-            writer = ShardWriter(folder, shards)
-            writer.copy_rest(opened)
-            writer.finish()
-            write_index(folder, shards)
-            (folder / "config.json").write_text("{}")
-
-    began = time.monotonic()
-    assert forked.run(tmp_path / "log", copy).status == 0
-    duration = time.monotonic() - began
-    whole, old = forked.snapshot(out), {"kvfold.json": b"the old one"}
-    assert len(whole) > 3
-    shutil.rmtree(out)
-    out.mkdir()
-    fill(out, old)
-    generator, killed = random.Random(1), 0
-    for _ in range(10):
-        child = forked.start(tmp_path / "log", copy)
-        time.sleep(generator.uniform(0, duration))
-        os.kill(child, signal.SIGKILL)
-        if forked.ended(tmp_path / "log", child).status == -signal.SIGKILL:
-            killed += 1
-        else:
-            duration /= 2  # the first run was slower: the machine had other work
-        assert forked.snapshot(out) in (whole, old)
-    assert killed > 0
-    assert forked.run(tmp_path / "log", copy).status == 0
-    assert forked.snapshot(out) == whole
-    assert os.listdir(tmp_path / "parent") == ["out"]
