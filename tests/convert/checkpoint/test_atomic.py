@@ -5,7 +5,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -23,6 +23,7 @@ Told = Callable[[object], None]
 
 
 def fill(folder: Path, text: str) -> None:
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(text)
     (folder / WEIGHTS).write_text(text * 1000)
 
@@ -32,12 +33,6 @@ def content(folder: Path) -> str:
     text = (folder / "config.json").read_text()
     assert (folder / WEIGHTS).read_text() == text * 1000
     return text
-
-
-def begin_and_raise(out: Path, error: type[BaseException], **options: bool) -> None:
-    with output_folder(out, **options) as folder:
-        fill(folder, "new")
-        raise error
 
 
 def failing(error: OSError) -> Callable[..., NoReturn]:
@@ -56,16 +51,10 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-@pytest.fixture
-def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system without renameat2."""
-    monkeypatch.setattr(atomic, "_renameat2", lambda *_: False)
-
-
 @pytest.fixture(params=["exchange", "aside"])
-def either(request: pytest.FixtureRequest) -> None:
-    if request.param == "aside":
-        request.getfixturevalue("no_exchange")
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "aside":  # a system without renameat2
+        monkeypatch.setattr(atomic, "_renameat2", lambda *_: False)
 
 
 @pytest.mark.usefixtures("either")
@@ -73,7 +62,7 @@ def either(request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize("before", ["absent", "empty", "old", "missing parents"])
 def test_the_new_is_there_whole_or_not_at_all(tmp_path: Path, before: str, error: type[BaseException] | None) -> None:
     out = tmp_path / "one" / "two" / "out" if before == "missing parents" else tmp_path / "out"
-    if before in ("empty", "old"):
+    if before == "empty":
         out.mkdir()
     if before == "old":
         fill(out, "old")
@@ -97,14 +86,8 @@ def test_the_new_is_there_whole_or_not_at_all(tmp_path: Path, before: str, error
 
 
 def test_a_file_in_place_of_the_folder_made_meanwhile(tmp_path: Path, out: Path, either: None, told: Told) -> None:
-    def run() -> None:
-        with output_folder(out) as folder:
-            fill(folder, "new")
-            out.mkdir()
-            fill(out, "theirs")
-
-    with pytest.raises(InputError) as caught:
-        run()
+    with pytest.raises(InputError) as caught, output_folder(out):
+        fill(out, "theirs")
     told(caught.value)
     assert content(out) == "theirs"
     assert names(tmp_path) == ["out"]
@@ -247,13 +230,11 @@ def test_a_live_run_is_left_alone_and_a_killed_one_cleaned_up(tmp_path: Path, ou
         with pytest.raises(InputError) as caught, output_folder(out):
             pytest.fail("the run must not begin")
         told(caught.value)
-        with output_folder(tmp_path / "other") as folder:  # locks are each for one OUT
-            fill(folder, "other")
         assert begun[0].exists()
     finally:
         os.kill(child, signal.SIGKILL)
         forked.ended(tmp_path, child)
-    with output_folder(tmp_path / "other", overwrite=True) as folder:
+    with output_folder(tmp_path / "other") as folder:  # locks are each for one OUT
         fill(folder, "other")
     assert begun[0].exists()
     with output_folder(out) as folder:
@@ -263,34 +244,26 @@ def test_a_live_run_is_left_alone_and_a_killed_one_cleaned_up(tmp_path: Path, ou
 
 
 def test_resuming_what_a_killed_run_left(tmp_path: Path, out: Path) -> None:
-    killed = []
-    for _ in range(2):
-        folder = out.with_name(f".out.kvfold-{len(killed):08x}")
+    """The newest that is taken."""
+    killed = [out.with_name(f".out.kvfold-{number:08x}") for number in range(3)]
+    for number, folder in enumerate(killed):
         folder.mkdir()
-        (folder / "begun").write_text(str(len(killed)))
-        killed.append(folder)
-        os.utime(folder, (time.time() + len(killed),) * 2)
-    asked: list[Path] = []
-
-    def accept(folder: Path) -> bool:
-        asked.append(folder)
-        return (folder / "begun").read_text() == "0"
-
-    with output_folder(out, resume=accept) as folder:
-        assert folder == killed[0]
-        assert not killed[1].exists()
+        (folder / "begun").write_text(str(number))
+        os.utime(folder, (time.time() + number,) * 2)
+    with output_folder(out, resume=lambda folder: (folder / "begun").read_text() != "2") as folder:
+        assert folder == killed[1]
+        assert not killed[2].exists()
         fill(folder, "new")
-    assert asked == [killed[1], killed[0]]  # the newest first
+    assert names(tmp_path) == ["out"]
     assert names(out) == ["begun", "config.json", WEIGHTS]
 
 
 def test_a_folder_stays_only_for_a_resume_that_takes_it(tmp_path: Path, out: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        begin_and_raise(out, KeyboardInterrupt, resume=lambda folder: False)
-    assert not names(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        begin_and_raise(out, KeyboardInterrupt, resume=lambda folder: True)
-    (left,) = tmp_path.iterdir()
+    for taken in (False, True):
+        with suppress(KeyboardInterrupt), output_folder(out, resume=lambda _, taken=taken: taken) as left:
+            fill(left, "new")
+            raise KeyboardInterrupt
+        assert names(tmp_path) == ([left.name] if taken else [])
     with output_folder(out, resume=lambda folder: True) as folder:
         assert folder == left
     assert content(out) == "new"

@@ -7,8 +7,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.processes import PATIENCE
+from helpers.processes import run_python
 from safetensors.torch import load_file, save_file
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -34,10 +32,6 @@ class Hub(ThreadingHTTPServer):
         self.served: list[tuple[str, str, int]] = []
         self.ranges = True
 
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
 
 class Handler(BaseHTTPRequestHandler):
     server: Hub
@@ -45,13 +39,7 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self.answer()
-
     def do_GET(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
         path = self.path.split("?")[0]
         names = sorted(file.name for file in self.server.folder.iterdir())
         if re.fullmatch(rf"/api/models/team/tiny(/revision/(main|v1|{COMMIT}))?", path):
@@ -64,6 +52,8 @@ class Handler(BaseHTTPRequestHandler):
         else:
             code = "RevisionNotFound" if "team/tiny" in path else "RepoNotFound"
             self.send(404, b"", {"X-Error-Code": code})
+
+    do_HEAD = do_GET
 
     def send_json(self, value: object) -> None:
         self.send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
@@ -125,16 +115,12 @@ def show(value): print(json.dumps(value))
 """
 
     def run(script: str, *arguments: str, **environment: str):
-        settings = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-        done = subprocess.run(
-            [sys.executable, "-c", prelude + script, *arguments],
-            env={**kept, **settings, **environment},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
-        assert done.returncode == 0, done.stderr
+        settings = {
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_OFFLINE": "0",
+        }
+        done = run_python("-c", prelude + script, *arguments, environment={**settings, **environment})
         return json.loads(done.stdout.splitlines()[-1])
 
     return run

@@ -26,8 +26,8 @@ def make(folder: Path, stored: dict[str, Tensor], settings: dict[str, Any], **co
     return folder
 
 
-def fp8_model(folder: Path, stored: dict[str, Tensor], **settings: Any) -> Path:
-    return make(folder, stored, {"quant_method": "fp8", **settings})
+def blocks_of(*sizes: int) -> dict[str, Any]:
+    return {"quant_method": "fp8", "weight_block_size": sizes}
 
 
 def compressed_model(folder: Path, stored: dict[str, Tensor], **groups: Any) -> Path:
@@ -84,7 +84,7 @@ def test_scales_per_tensor_and_per_row(tmp_path: Path, shape: tuple[int, ...]) -
     weight, scale = torch.randn(6, 5).to(FP8), torch.rand(shape) + 0.5
     activations = {"l.input_scale": torch.ones(()), "l.k_scale": torch.ones(())}
     stored = {"l.weight": weight, "l.weight_scale": scale, "l.bias": torch.ones(6), **activations}
-    checkpoint = open_checkpoint(fp8_model(tmp_path / "m", stored), "F32")
+    checkpoint = open_checkpoint(make(tmp_path / "m", stored, {"quant_method": "fp8"}), "F32")
     assert [*checkpoint.tensors] == ["l.bias", "l.weight"]
     assert torch.equal(checkpoint.read("l.weight"), weight.float() * (scale if scale.ndim == 0 else scale.view(-1, 1)))
 
@@ -99,43 +99,34 @@ def test_scales_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind:
         parts = {".weight": weight, ".weight_scale_inv": scale.to(torch.float8_e8m0fnu)}
         expected = weight.float() * scale.repeat_interleave(8, 1)
     stored = {"l" + end: part for end, part in parts.items()}
-    checkpoint = open_checkpoint(fp8_model(tmp_path / "m", stored, weight_block_size=[4, 8]), "F32")
+    checkpoint = open_checkpoint(make(tmp_path / "m", stored, blocks_of(4, 8)), "F32")
     assert torch.equal(checkpoint.read("l.weight"), expected)
 
 
-def test_weights_without_scales_or_with_too_few(tmp_path: Path, told: Any) -> None:
-    stored = {
-        "a.weight": torch.zeros(4, 4).to(FP8),
-        "b.weight": torch.zeros(4, 4).to(FP8),
-        "b.weight_scale_inv": torch.ones(3, 2),
-        "c.weight": torch.zeros(4, 4, dtype=torch.int8),
-    }
-    told("\n".join(problems_of(fp8_model(tmp_path / "m", stored, weight_block_size=[2, 2]))))
+WEIGHT = {"l.weight": torch.zeros(2, 2)}
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("stored", "settings"),
     [
-        {"quant_method": "fp8"},
-        {"quant_method": "fp8", "weight_block_size": [128]},
-        {"quant_method": "compressed-tensors"},
-        {"quant_method": "gptq", "bits": 4},
-        {"quant_method": "bitsandbytes"},
-        "aqlm",
+        (WEIGHT, {"quant_method": "fp8"}),
+        (WEIGHT, {"quant_method": "fp8", "weight_block_size": [128]}),
+        (WEIGHT, {"quant_method": "compressed-tensors"}),
+        (WEIGHT, {"quant_method": "gptq", "bits": 4}),
+        (WEIGHT, {"quant_method": "bitsandbytes"}),
+        (WEIGHT, "aqlm"),
+        ({"l.weight": torch.zeros(4).to(FP8)}, {}),
+        ({"x": torch.zeros(4).to(torch.float8_e5m2)}, {}),
+        ({"l.weight": torch.zeros(4, dtype=torch.int8)}, {}),
+        ({"l.qweight": torch.zeros(4, dtype=torch.int32)}, {}),
+        ({"l.weight": torch.zeros(4, 4).to(FP8)}, blocks_of(2, 2)),
+        ({"l.weight": torch.zeros(4, 4).to(FP8), "l.weight_scale_inv": torch.ones(3, 2)}, blocks_of(2, 2)),
+        ({"l.weight": torch.zeros(4, 4, dtype=torch.int8)}, blocks_of(2, 2)),
     ],
-    ids=["no weight is", "block size", "no groups", "gptq", "bitsandbytes", "text"],
+    ids=range(13),
 )
-def test_settings_that_are_not_read(tmp_path: Path, settings: Any, told: Any) -> None:
-    told("\n".join(problems_of(make(tmp_path / "m", {"l.weight": torch.zeros(2, 2)}, settings))))
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("l.weight", "float8_e4m3fn"), ("x", "float8_e5m2"), ("l.weight", "int8"), ("l.qweight", "int32")],
-)
-def test_quantized_tensors_that_config_does_not_mention(tmp_path: Path, name: str, dtype: str, told: Any) -> None:
-    stored = {name: torch.zeros(4).to(getattr(torch, dtype)), "l.bias": torch.zeros(4)}
-    told("\n".join(problems_of(make(tmp_path / "m", stored, {}))))
+def test_weights_and_settings_that_are_not_read(tmp_path: Path, stored: Any, settings: Any, told: Any) -> None:
+    told("\n".join(problems_of(make(tmp_path / "m", {**stored, "l.bias": torch.zeros(4)}, settings))))
 
 
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
