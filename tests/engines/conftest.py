@@ -21,17 +21,15 @@ MODULES = {
     "KVFOLD_LLAMA_CPP_PYTHON": ["llama_cpp_py_sync", "gguf"],
     "KVFOLD_EVAL_PYTHON": ["lm_eval", "peft", "trl"],
 }
-LITTLE = {"samples": 4, "seq_len": 64}
+ENGINE = {"layout": "engine", "samples": 4, "seq_len": 64}
+FREE = {"layout": "free", "method": "svd"}
 REQUESTS: dict[str, dict[str, Any]] = {
     "gqa-2": {"to": "gqa", "kv_heads": 2, "method": "mean"},
     "mqa": {"to": "mqa", "method": "mean"},
-    "mla-engine": {"to": "mla", "kv_rank": 48, "rope_dim": 16, "layout": "engine", **LITTLE},
-    "mla-free": {"to": "mla", "kv_rank": 48, "rope_dim": 16, "layout": "free", "method": "svd"},
-    "mla-512-64-engine": {"to": "mla", "kv_rank": 512, "rope_dim": 64, "layout": "engine", **LITTLE},
-    "mla-512-64-free": {"to": "mla", "kv_rank": 512, "rope_dim": 64, "layout": "free", "method": "svd"},
-    "experts-engine": {"to": "mla", "kv_rank": 48, "rope_dim": 16, "layout": "engine", **LITTLE},
-    "experts-512-64-engine": {"to": "mla", "kv_rank": 512, "rope_dim": 64, "layout": "engine", **LITTLE},
-    "experts-free": {"to": "mla", "kv_rank": 48, "rope_dim": 16, "layout": "free", "method": "svd"},
+    "mla-engine": {"to": "mla", "kv_rank": 48, "rope_dim": 16, **ENGINE},
+    "mla-free": {"to": "mla", "kv_rank": 48, "rope_dim": 16, **FREE},
+    "mla-512-64-engine": {"to": "mla", "kv_rank": 512, "rope_dim": 64, **ENGINE},
+    "mla-512-64-free": {"to": "mla", "kv_rank": 512, "rope_dim": 64, **FREE},
 }
 EXPERTS = {"sliding_window": None, "head_dim": 16, "vocab_size": 2048, "max_position_embeddings": 512}
 
@@ -64,23 +62,18 @@ def python_with() -> Callable[[str], str]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """``made("gqa-2")``: the folder of the model that ships, converted as ``REQUESTS`` says.
 
-    ``experts-...`` are made of a tiny random mixtral.
+    ``experts-...`` is ``mla-...`` of a tiny random mixtral.
     """
     place = tmp_path_factory.mktemp("converted")
 
-    def source(name: str) -> Path:
-        if not name.startswith("experts-"):
-            return demo_folder()
-        if not (mixtral := place / "mixtral").exists():
-            tiny_models.make_tiny("mixtral", mixtral, EXPERTS)
-            add_demo_tokenizer(mixtral)
-        return mixtral
-
     def folder(name: str) -> Path:
-        out = place / name
+        out, source = place / name, place / "mixtral" if name.startswith("experts-") else demo_folder()
+        if not source.exists():
+            tiny_models.make_tiny("mixtral", source, EXPERTS)
+            add_demo_tokenizer(source)
         if not out.exists():
-            options = {"allow_growth": True, "quiet": True} | REQUESTS[name]
-            convert_checkpoint(ConvertRequest(model=str(source(name)), out=str(out), **options))
+            options = {"allow_growth": True, "quiet": True} | REQUESTS[name.replace("experts", "mla")]
+            convert_checkpoint(ConvertRequest(model=str(source), out=str(out), **options))
         return out
 
     return folder

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,52 +47,26 @@ OUTCOMES = {
         "experts-engine": SERVED,
     },
 }
-OPTIONS = {
-    "vllm --model-impl transformers": ["--option", 'model_impl="transformers"'],
-}
-Rows = dict[str, dict[str, Any]]
-FindPython = Callable[[str], str]
+OPTIONS = {"vllm --model-impl transformers": ["--option", 'model_impl="transformers"']}
 
 
-def serve_check(engine: str, python: str, folders: list[Path], out: Path, options: list[str]) -> tuple[int, Rows]:
-    """The exit status of ``recipes/serve_check.py`` and its rows, by checkpoint."""
-    call = [sys.executable, str(SCRIPT), *map(str, folders), "--engine", engine, "--python", python]
-    done = subprocess.run([*call, *options, "--json", str(out)], capture_output=True, text=True, check=False)
-    assert out.exists(), done.stderr
-    return done.returncode, {row["checkpoint"]: row for row in json.loads(out.read_text())["rows"]}
-
-
-@pytest.fixture(scope="module", params=OUTCOMES)
-def rows(
-    request: pytest.FixtureRequest,
-    python_with: FindPython,
-    made: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[str, Rows]:
-    """The case of OUTCOMES, and the rows of the source and of every result."""
-    case = request.param
-    engine = case.split()[0]
+@pytest.mark.parametrize("case", OUTCOMES)
+def test_tokens_equal_or_refused_and_the_cache_as_promised(
+    case: str, python_with: Callable[[str], str], made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    engine, expected, out = case.split()[0], OUTCOMES[case], tmp_path / "rows.json"
     python = python_with(VARIABLES[engine])
     if engine == "llama.cpp" and not Path(SOURCES, "convert_hf_to_gguf.py").is_file():
         pytest.skip("no convert_hf_to_gguf.py; set KVFOLD_LLAMA_CPP to the folder of llama.cpp's sources")
-    folders = [demo_folder(), *(made(name) for name in OUTCOMES[case])]
-    out = tmp_path_factory.mktemp("rows") / "rows.json"
-    return case, serve_check(engine, python, folders, out, OPTIONS.get(case, []))[1]
-
-
-def test_tokens_equal_or_refused(rows: tuple[str, Rows]) -> None:
-    case, found = rows
-    assert found[demo_folder().name]["verdict"] == "equal"
-    results = {name: row for name, row in found.items() if name != demo_folder().name}
-    told = {name: SERVED if row["verdict"] == "equal" else row.get("message", "wrong") for name, row in results.items()}
-    expected = OUTCOMES[case]
-    assert {name: said for name, said in told.items() if said is not SERVED and str(expected[name]) not in said} == {}
-    assert {name for name, said in told.items() if said is SERVED} == {n for n, o in expected.items() if o is SERVED}
-
-
-def test_cache_is_as_promised(rows: tuple[str, Rows]) -> None:
-    served = [row for row in rows[1].values() if row["verdict"] == "equal"]
-    assert served
-    assert {row["checkpoint"]: row["cache"] for row in served} == {
-        row["checkpoint"]: row["cache_promised"] for row in served
+    folders = [str(demo_folder()), *(str(made(name)) for name in expected)]
+    call = [sys.executable, str(SCRIPT), *folders, "--engine", engine, "--python", python, *OPTIONS.get(case, [])]
+    done = subprocess.run([*call, "--json", str(out)], capture_output=True, text=True, check=False)
+    assert out.exists(), done.stderr
+    rows = {row["checkpoint"]: row for row in json.loads(out.read_text())["rows"]}
+    served = {name: row for name, row in rows.items() if row["verdict"] == "equal"}
+    assert served.keys() == {demo_folder().name, *(name for name, outcome in expected.items() if outcome is SERVED)}
+    refused = {name: row.get("message", "wrong") for name, row in rows.items() if name not in served}
+    assert {name: message for name, message in refused.items() if str(expected[name]) not in message} == {}
+    assert {name: row["cache"] for name, row in served.items()} == {
+        name: row["cache_promised"] for name, row in served.items()
     }

@@ -8,6 +8,7 @@ from helpers.layers import attend, normed_statistics, relative_error, statistics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert.data import demo_folder, read_text
+from kvfold.convert.transforms import linalg
 from kvfold.convert.transforms.fold import principal, score_fit
 from kvfold.convert.transforms.fold.principal import layer_moments
 from kvfold.convert.transforms.latent import slots
@@ -92,6 +93,13 @@ def test_a_trained_layer_loses_little(layer, figure):
         assert figure(layer) > BOUNDS[figure]
     else:
         assert 0 < figure(layer) < BOUNDS[figure]
+
+
+@pytest.mark.parametrize("figure", [value_error, score_error])
+def test_ridge_does_not_matter_where_the_text_visits_every_direction(layer, monkeypatch, figure):
+    usual = figure(layer)
+    monkeypatch.setattr(linalg, "RIDGE", 1e-4)
+    assert figure(layer) == pytest.approx(usual, rel=5e-5)
 
 
 def test_shared_keys_of_a_trained_layer_lose_less_when_their_members_are_divided_already(layer):

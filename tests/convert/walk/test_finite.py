@@ -21,9 +21,7 @@ TARGETS = {
 }
 WHERE = {
     "model.layers.1.mlp.up_proj.weight": "in layer 1;",
-    "model.layers.3.mlp.down_proj.weight": "in layer 3;",
     "model.layers.2.input_layernorm.weight": "in layer 2;",
-    "model.embed_tokens.weight": "before the first layer or after the last;",
     "model.norm.weight": "before the first layer or after the last;",
 }
 

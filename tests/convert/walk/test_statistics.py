@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvfold.attention.drift.recording import LayerOutput
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm
-from kvfold.convert.walk.statistics import StatisticsAccumulator, add_gram
+from kvfold.convert.walk.statistics import StatisticsAccumulator
 
 
 def output(inputs: Tensor, query: Tensor | None = None, key: Tensor | None = None, **options: object) -> LayerOutput:
@@ -31,52 +31,32 @@ def test_gram_and_mean_equal_float64(width: int) -> None:
     assert found.profile.shape == (0, 0)
 
 
-def test_profiles_of_batches_of_different_sizes_average_over_sequences() -> None:
-    torch.manual_seed(0)
-    heads, length, dim = 4, 9, 8
-    query, key = torch.randn(5, heads, length, dim), torch.randn(5, 2, length, dim)
-    inputs = torch.randn(5, length, 3)
-    accumulator = StatisticsAccumulator()
-    for part in (slice(0, 2), slice(2, 5)):
-        accumulator.add(output(inputs[part], query[part], key[part], scale=0.7, window=4, softcap=2.0))
-    scores = 0.7 * query.double() @ key.double().repeat_interleave(2, 1).mT
-    scores = 2 * torch.tanh(scores / 2)
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    weights = scores.masked_fill((distance < 0) | (distance >= 4), -torch.inf).softmax(-1).mean(0)
-    expected = torch.stack([weights.diagonal(-delta, -2, -1).sum(-1) for delta in range(length)], -1) / length
-    torch.testing.assert_close(accumulator.result().profile, expected, rtol=1e-5, atol=1e-7)
-
-
-def test_received_attention_counts_tokens() -> None:
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, 2.0)])
+def test_profiles_and_received_attention_average_over_sequences(window: int | None, softcap: float | None) -> None:
+    """In batches of different sizes."""
     torch.manual_seed(0)
     query, key, inputs = torch.randn(5, 4, 9, 8), torch.randn(5, 2, 9, 8), torch.randn(5, 9, 3)
     accumulator = StatisticsAccumulator()
     for part in (slice(0, 2), slice(2, 5)):
-        accumulator.add(output(inputs[part], query[part], key[part], scale=0.7))
+        accumulator.add(output(inputs[part], query[part], key[part], scale=0.7, window=window, softcap=softcap))
     scores = 0.7 * query.double() @ key.double().repeat_interleave(2, 1).mT
-    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
-    received = scores.masked_fill(hidden, -torch.inf).softmax(-1).mean(1).sum(1).flatten()
-    rows, found = inputs.flatten(0, 1).double(), accumulator.result()
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    distance = torch.arange(9)[:, None] - torch.arange(9)
+    weights = scores.masked_fill((distance < 0) | (distance >= (window or 9)), -torch.inf).softmax(-1)
+    mean, found = weights.mean(0), accumulator.result()
+    profile = torch.stack([mean.diagonal(-delta, -2, -1).sum(-1) for delta in range(9)], -1) / 9
+    torch.testing.assert_close(found.profile, profile, rtol=1e-5, atol=1e-7)
+    rows, received = inputs.flatten(0, 1).double(), weights.mean(1).sum(1).flatten()
     assert found.received_gram is not None
     torch.testing.assert_close(found.received_gram, (rows * received[:, None]).T @ rows / 45, **precision.ACTIVATIONS)
     torch.testing.assert_close(found.received_mean, received @ rows / 45, **precision.ACTIVATIONS)
 
 
-def test_a_profile_needs_queries() -> None:
+def test_misuse_of_the_accumulator_has_names() -> None:
     with pytest.raises(ValueError, match="a distance profile needs the layer's queries and keys"):
         StatisticsAccumulator().add(output(torch.randn(1, 4, 3)))
-
-
-def test_no_batches_no_result() -> None:
     with pytest.raises(ValueError, match="no batch was added; add at least one"):
         StatisticsAccumulator().result()
-
-
-def test_add_gram_leaves_what_is_below_the_diagonal_blocks() -> None:
-    gram = torch.zeros(8, 8, dtype=torch.float64)
-    add_gram(gram, torch.ones(3, 8, dtype=torch.float64))
-    assert torch.equal(gram.triu(), torch.full((8, 8), 3.0, dtype=torch.float64).triu())
-    assert not gram[2:, :2].any()
 
 
 def test_what_is_behind_norms_is_averaged_with_the_inputs() -> None:

@@ -1,79 +1,14 @@
 """The walk: statistics, choices and drift of a conversion, layer by layer, against whole stock models."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from helpers import precision
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from helpers.walks import LAYERS, Case
 
 from kvfold.attention.drift.compare import Measurement
-from kvfold.convert.checkpoint.shards import OutputTensor
-from kvfold.convert.checkpoint.tensors import dtype_name
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.walk.passes import survey
-from kvfold.convert.walk.walk import Step, Student, Teacher, Walk
-
-LAYERS = 3
-SHAPE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "tie_word_embeddings": False,
-}
-
-
-class Case:
-    """A source with four key/value heads and a student with two, unrelated in their attention weights."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        torch.manual_seed(0)
-        self.source, self.student = (
-            LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=heads)).eval().requires_grad_(False)
-            for heads in (4, 2)
-        )
-        for parameter in self.source.parameters():
-            parameter += torch.randn_like(parameter) * 0.1
-        shared = {name: tensor for name, tensor in self.source.state_dict().items() if "self_attn" not in name}
-        self.student.load_state_dict(shared, strict=False)
-        self.stored = {name: tensor.clone() for name, tensor in self.source.state_dict().items()}
-        self.new = {name: t.to(dtype) for name, t in self.student.state_dict().items() if "self_attn" in name}
-        self.student.load_state_dict(self.new, strict=False)
-        self.calibration, self.held_out = torch.randint(0, 61, (7, 13)), torch.randint(0, 61, (5, 13))
-
-    def stream(self) -> CheckpointStream:
-        return CheckpointStream(self.source.config.to_dict(), self.stored.__getitem__, self.stored)
-
-    def planned(self) -> list[OutputTensor]:
-        return [
-            OutputTensor(
-                name,
-                dtype_name(self.new[name].dtype if name in self.new else tensor.dtype),
-                tuple(tensor.shape),
-                None if name in self.new else name,
-            )
-            for name, tensor in self.student.state_dict().items()
-        ]
-
-    def converted(self, source: CheckpointStream) -> Student:
-        return Student(source, self.student.config.to_dict(), self.planned())
-
-    def layer(self, index: int) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self.new.items() if f".layers.{index}." in name}
-
-    def walk(self, **options: Any) -> Walk:
-        source = self.stream()
-        return Walk(Teacher(source, self.held_out, self.calibration, **options), self.converted(source))
-
-    def run(self, walk: Walk) -> Iterator[Step]:
-        for step in walk:
-            yield step
-            step.convert(self.layer(step.index))
+from kvfold.convert.walk.walk import Teacher, Walk
 
 
 @pytest.fixture
@@ -174,7 +109,7 @@ def test_layers_drift_where_they_differ_from_the_sources(case: Case) -> None:
 
 
 def test_what_is_measured_is_what_will_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(torch.bfloat16)
+    case = Case(dtype=torch.bfloat16)
     rounded = {name: tensor.clone() for name, tensor in case.new.items()}
     precise = {name: tensor.float() * (1 + 2**-12) for name, tensor in rounded.items()}
     assert all(torch.equal(tensor.bfloat16(), rounded[name]) for name, tensor in precise.items())
