@@ -304,10 +304,12 @@ def _latent_facts(checkpoint: Checkpoint) -> tuple[dict[str, Any], Result, bool]
         "max_context": config.get("max_position_embeddings"),
         **_weights(checkpoint),
     }
-    # Engines were tried on latent models as kvfold writes them, which these classes can also hold otherwise.
+    # Engines were tried on latent models as kvfold writes them, which these classes can also hold otherwise: they drop
+    # the biases and the scaled RoPE of a DeepSeek model silently.
+    plain = rotary.get("factor", 1.0) == 1.0 and facts["rope"] in ("default", "yarn")
     tried = {
         "youtu": config.get("attention_bias"),
-        "deepseek_v3": config.get("first_k_dense_replace") == layers,
+        "deepseek_v3": config.get("first_k_dense_replace") == layers and plain and not config.get("attention_bias"),
         "mistral4": (config.get("rope_parameters") or {}).get("llama_4_scaling_beta") == 0,
     }.get(config["model_type"])
     return facts, latent_result(config), bool(tried)

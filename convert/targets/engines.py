@@ -31,15 +31,14 @@ class Result:
     """The properties of a converted model that engines look at.
 
     ``kind``: ``fold`` is GQA or MQA in the source's class; ``free`` and ``engine`` are the MLA layouts; ``own`` brings
-    its modeling code along; ``biased`` is a DeepSeek model with attention biases or scaled RoPE, which only early
-    versions wrote. A fold has ``kv_heads`` of ``head_dim`` dims; MLA has a ``split`` R, P, ``divisors`` cached with
-    them, and stored ``heads`` of (unrotated, rotary, value) dims. ``family``: the ``model_type`` of a fold, or of the
-    wrapper around a latent model. ``older_rope``: the config has ``rope_theta`` outside ``rope_parameters`` too, as
+    its modeling code along. A fold has ``kv_heads`` of ``head_dim`` dims; MLA has a ``split`` R, P, ``divisors`` cached
+    with them, and stored ``heads`` of (unrotated, rotary, value) dims. ``family``: the ``model_type`` of a fold, or of
+    the wrapper around a latent model. ``older_rope``: the config has ``rope_theta`` outside ``rope_parameters`` too, as
     before transformers 5, or does not need it. ``yarn``: plain RoPE is written as YaRN of factor 1. ``experts``: a
     latent model with experts, a Mistral4. ``kept``: weights outside the attention are FP8 or MXFP4.
     """
 
-    kind: Literal["fold", "free", "engine", "own", "biased"]
+    kind: Literal["fold", "free", "engine", "own"]
     layers: int
     query_heads: int
     kv_heads: int = 0
@@ -113,18 +112,11 @@ def latent_result(config: Mapping[str, Any]) -> Result:
     if (wrapper := config["model_type"]) in WRAPPERS:
         return replace(latent_result(config["text_config"]), family=wrapper)
     nope, rope, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
-    experts, biased = config["model_type"] == EXPERT_TYPE, bool(config.get("attention_bias"))
+    experts = config["model_type"] == EXPERT_TYPE
+    free = config["model_type"] == "youtu" or (experts and config.get("attention_bias"))
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = table.get("rope_type", "default")
-    plain = rope_type == "default" or (rope_type == "yarn" and table.get("factor") == 1.0)
-    kind: Literal["free", "engine", "biased"] = "engine"
-    if config["model_type"] == "youtu" or (experts and biased):
-        kind = "free"
-    elif biased or not plain:
-        # Early versions wrote layout free as a DeepSeek model, of which engines drop biases and frequencies silently.
-        kind = "biased"
     return Result(
-        kind,
+        "free" if free else "engine",
         config["num_hidden_layers"],
         config["num_attention_heads"],
         split=(config["kv_lora_rank"], rope),
@@ -132,7 +124,7 @@ def latent_result(config: Mapping[str, Any]) -> Result:
         q_rank=config.get("q_lora_rank"),
         vocabulary=config.get("vocab_size", 0),
         older_rope=experts or _older_rope(config["model_type"], config),
-        yarn=rope_type == "yarn",
+        yarn=table.get("rope_type") == "yarn",
         experts=experts,
     )
 
@@ -169,8 +161,6 @@ class Engine:
                 return Way(False, "whether it runs the modeling code that the result brings was neither run nor read")
             if result.family in WRAPPERS:
                 return Way(False, "how it serves multimodal wrappers was neither run nor read")
-            if result.kind == "biased":
-                return Way(False, "it drops or misreads attention biases and scaled RoPE in a DeepSeek model")
         answer = self.ask(result)
         return self.kept if self.kept and result.kept and answer.serves else answer
 

@@ -49,6 +49,21 @@ LATENT = {
     },
     "seed_oss": {"mlp_bias": False},
 }
+ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 16}
+LATENT_VARIANTS = [
+    ("llama", {"mlp_bias": False, "attention_bias": True, "num_key_value_heads": 8}),
+    ("mistral", {"sliding_window": None, "head_dim": 16, "tie_word_embeddings": True}),
+    ("phi3", {"sliding_window": None, "partial_rotary_factor": 0.5}),
+    ("smollm3", {"use_sliding_window": False, "no_rope_layers": [1, 0]}),
+    *(
+        ("llama", {"mlp_bias": False, "rope_parameters": {**ROPE, "rope_type": kind, "factor": 4.0, **others}})
+        for kind, others in {
+            "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            "linear": {},
+            "yarn": {},
+        }.items()
+    ),
+]
 EXPERTS = ("mixtral", "qwen3_moe", "olmoe")  # see targets/test_experts.py
 # Logits of up to three, after layers without norms on queries and keys; without AVX-512 they differ by 1.3e-5.
 TOLERANCE = {"rtol": 3 * precision.FLOAT32, "atol": 3 * precision.FLOAT32}
@@ -121,13 +136,25 @@ def test_mean_pooling_is_the_stock_class_with_repeated_group_means(name, heads, 
     assert not torch.allclose(expected, logits(source), rtol=1e-2, atol=1e-2), "pooling changed nothing to see"
 
 
-@pytest.mark.parametrize("name", LATENT)
-def test_latent_attention_of_full_size_loses_nothing(name, tiny_family, tmp_path):
-    source = tiny_family(name, num_key_value_heads=2, **LATENT[name])
+def full_latent(source: Path, out: Path, **options) -> Path:
     size = tiny_model(source)[0].geometry
     split = {"rope_dim": size.rotary_dims * size.kv_heads, "kv_rank": size.model_dim + 1}
-    out = convert(source, tmp_path / "out", to="mla", method="svd", **split)
+    return convert(source, out, to="mla", method="svd", **split, **options)
+
+
+@pytest.mark.parametrize(("name", "changes"), [*LATENT.items(), *LATENT_VARIANTS], ids=str)
+def test_latent_attention_of_full_size_loses_nothing(name, changes, tiny_family, tmp_path):
+    source = tiny_family(name, **{"num_key_value_heads": 2, **changes})
+    out = full_latent(source, tmp_path / "out")
     assert (logits(out) - logits(source)).abs().max() < precision.CONVERTED
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_changes_a_latent_no_more_than_the_source(dtype, tiny_family, tmp_path):
+    source = tiny_family("llama", num_key_value_heads=2, mlp_bias=False)
+    out = full_latent(source, tmp_path / "out", dtype=str(dtype).removeprefix("torch."))
+    low, floor = ((logits(folder, dtype=dtype).float() - logits(source)).norm() for folder in (out, source))
+    assert low < 2 * floor
 
 
 def test_the_latent_class_expresses_no_other_family():

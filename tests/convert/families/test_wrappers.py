@@ -113,6 +113,7 @@ def test_the_stream_is_the_wrapper_on_text(name, wrapper):
 LATENT = {"to": "mla", "kv_heads": None, "kv_rank": 65, "rope_dim": 32}
 
 
+@pytest.mark.slow  # three calibrations and generated text
 def test_a_wrapper_is_calibrated_on_text_alone(tmp_path):
     source, given = tmp_path / "source", wrappers.inputs("llava")
     wrappers.make_wrapper("llava", source, vocab_size=2048)

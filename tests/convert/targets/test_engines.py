@@ -158,22 +158,6 @@ def test_a_latent_is_whole_on_every_rank_and_heads_are_shared_out():
     assert list(en.folded_result(odd).per_rank()) == ["1"]
 
 
-@pytest.mark.parametrize("change", [{"attention_bias": True}, {"rope_parameters": {"rope_type": "longrope"}}])
-def test_a_checkpoint_of_the_former_layout_is_refused_by_name(change):
-    config = {
-        "model_type": "deepseek_v3",
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-    }
-    assert [verdict.serves for verdict in en.verdicts(en.latent_result(config))] == [True, False, True, True, True]
-    found = en.verdicts(en.latent_result(config | change))
-    assert [verdict.serves for verdict in found] == [True, False, False, False, False]
-
-
 def test_a_conversion_and_an_inspection_say_who_serves_it(tmp_path):
     out, options = tmp_path / "out", {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd", "quiet": True}
     done = convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(out), **options))
