@@ -196,7 +196,7 @@ def dense_dtype(request: ConvertRequest) -> str:
 
 def described(request: ConvertRequest) -> Checkpoint | None:
     """The model that config.json describes, in a folder without weights, for a dry run; None for any other source."""
-    folder = Path(request.model)
+    folder = Path(request.model).resolve()
     if not (folder / CONFIG).is_file() or any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir()):
         return None
     config, digest = read_config(folder)
