@@ -18,8 +18,6 @@ from helpers.messages import Messages  # noqa: E402  a helper, so below the line
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-WHY_LEFT_OUT = {"gpu": "no CUDA device", "slow": "--all runs them"}
-LEFT_OUT = pytest.StashKey[dict[str, int]]()
 MESSAGES = pytest.StashKey[Messages]()
 
 
@@ -30,7 +28,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[MESSAGES] = Messages()
-    config.stash[LEFT_OUT] = dict.fromkeys(WHY_LEFT_OUT, 0)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -45,25 +42,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         import torch
 
         left_out += [] if torch.cuda.is_available() else ["gpu"]
-    deselected = {item: name for name in left_out for item in items if item.get_closest_marker(name)}
-    for name in deselected.values():
-        config.stash[LEFT_OUT][name] += 1
+    deselected = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
     items[:] = [item for item in items if item not in deselected]
-    config.hook.pytest_deselected(items=[*deselected])
-    if hasattr(config, "workeroutput"):  # a worker of pytest-xdist: only the process that started it can print
-        config.workeroutput["left out"] = config.stash[LEFT_OUT]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Takes over from a worker of pytest-xdist what it left out: every worker collects the same tests."""
-    node.config.stash[LEFT_OUT].update(getattr(node, "workeroutput", {}).get("left out", {}))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for name, count in config.stash[LEFT_OUT].items():
-        if count:
-            terminalreporter.write_line(f"left out: {count} tests marked {name} ({WHY_LEFT_OUT[name]})")
+    config.hook.pytest_deselected(items=deselected)
 
 
 @pytest.fixture

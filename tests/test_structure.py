@@ -9,9 +9,8 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -36,17 +35,33 @@ class Import:
         return f"{self.file}:{self.line} imports {self.module}"
 
 
-def modules_of(root: Path) -> dict[str, str]:
+def modules() -> dict[str, str]:
     """The file of every module: ``kvfold.convert.checkpoint`` is ``convert/checkpoint/__init__.py``."""
-    found = sorted(path.relative_to(root).as_posix() for each in PACKAGES for path in (root / each).rglob("*.py"))
+    paths = [path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py")]
+    found = sorted(path.relative_to(REPOSITORY).as_posix() for path in paths)
     return {"kvfold." + file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in found}
 
 
-def imports_of(root: Path) -> list[Import]:
-    file_of, found = modules_of(root), []
+def imported(node: ast.AST, file_of: dict[str, str]) -> list[str]:
+    """The names of the modules that a statement (or a call of ``import_module``) imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        # from kvfold.convert.checkpoint import shards: the file shards.py
+        base = "." * node.level + (node.module or "")
+        names = [f"{base}.{alias.name}" for alias in node.names]
+        return [name if name in file_of else base for name in names]
+    if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+        return [each.value for each in node.args[:1] if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    return []
+
+
+@pytest.fixture(scope="module")
+def imports() -> list[Import]:
+    file_of, found = modules(), []
     for file in file_of.values():
-        for node in ast.walk(ast.parse((root / file).read_text(), filename=file)):
-            for module in imported(node, ["kvfold", *file.split("/")[:-1]], file_of):
+        for node in ast.walk(ast.parse((REPOSITORY / file).read_text(), filename=file)):
+            for module in imported(node, file_of):
                 owner = module
                 while owner not in file_of and "." in owner:
                     owner = owner.rpartition(".")[0]
@@ -54,19 +69,10 @@ def imports_of(root: Path) -> list[Import]:
     return found
 
 
-def imported(node: ast.AST, package: list[str], file_of: dict[str, str]) -> list[str]:
-    """The absolute names of the modules that a statement (or a call of ``import_module``) imports."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        above = package[: len(package) - node.level + 1] if node.level else []
-        base = ".".join([*above, *([node.module] if node.module else [])])
-        # from kvfold.convert.checkpoint import shards: the file shards.py
-        files = [f"{base}.{alias.name}" for alias in node.names if f"{base}.{alias.name}" in file_of]
-        return files + ([base] if len(files) < len(node.names) else [])
-    if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
-        return [each.value for each in node.args[:1] if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-    return []
+@pytest.fixture(scope="module")
+def edges(imports: list[Import]) -> list[Import]:
+    """The imports of one file of the packages by another."""
+    return [each for each in imports if each.target not in (None, each.file)]
 
 
 def room(file: str) -> str:
@@ -85,49 +91,28 @@ def floors() -> dict[str, tuple[int, int]]:
     return found
 
 
-def between_files(imports: Iterable[Import]) -> list[Import]:
-    return [each for each in imports if each.target not in (None, each.file)]
-
-
-def upward(imports: Iterable[Import]) -> Iterator[str]:
-    table = floors()
-    for each in between_files(imports):
-        start, end = room(each.file), room(each.target)
-        if start != end and table[start] <= table[end]:
-            yield f"{each}: from {start} (floor {table[start][1]}) to {end} (floor {table[end][1]})"
-
-
-def circle(edges: Iterable[tuple[str, str]]) -> list[str]:
-    graph: dict[str, set[str]] = {}
-    for start, end in edges:
-        graph.setdefault(start, set()).update({end} - {start})
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        return error.args[1]
-    return []
-
-
-@pytest.fixture(scope="module")
-def imports() -> list[Import]:
-    return imports_of(REPOSITORY)
-
-
 def test_contributing_has_the_floor_of_every_room() -> None:
-    assert floors().keys() == {room(file) for file in modules_of(REPOSITORY).values()}
+    assert floors().keys() == {room(file) for file in modules().values()}
 
 
-def test_imports_only_go_down(imports: list[Import]) -> None:
-    assert list(upward(imports)) == []
+def test_imports_only_go_down(edges: list[Import]) -> None:
+    table = floors()
+    rooms = {each: (room(each.file), room(each.target)) for each in edges}
+    assert [f"{each}: {a} to {b}" for each, (a, b) in rooms.items() if a != b and table[a] <= table[b]] == []
 
 
-def test_no_circle_of_files_or_of_rooms(imports: list[Import]) -> None:
-    assert circle((each.file, each.target) for each in between_files(imports)) == []
-    assert circle((room(each.file), room(each.target)) for each in between_files(imports)) == []
+def test_no_circle_of_files_or_of_rooms(edges: list[Import]) -> None:
+    files: dict[str, set[str]] = {}
+    rooms: dict[str, set[str]] = {}
+    for each in edges:
+        files.setdefault(each.file, set()).add(each.target)
+        rooms.setdefault(room(each.file), set()).update({room(each.target)} - {room(each.file)})
+    for graph in (files, rooms):
+        TopologicalSorter(graph).prepare()  # CycleError names the circle
 
 
 def test_packages_are_imported_by_their_full_name(imports: list[Import]) -> None:
-    bare = [each for each in imports if each.module.split(".")[0] in (*PACKAGES, "recipes")]
+    bare = [each for each in imports if each.module.split(".")[0] in (*PACKAGES, "recipes", "")]
     assert [f"{each}; import kvfold.{each.module}" for each in bare] == []
 
 
@@ -152,29 +137,5 @@ def test_few_files_at_the_root_and_none_named_like_the_standard_library(package:
 
 def test_every_file_is_in_a_package_of_pyproject() -> None:
     listed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {file.rpartition("/")[0] for file in modules_of(REPOSITORY).values()}
+    folders = {file.rpartition("/")[0] for file in modules().values()}
     assert {"kvfold." + folder.replace("/", ".") for folder in folders} | {"kvfold.recipes"} == {*listed}
-
-
-def test_every_import_is_seen(tmp_path: Path) -> None:
-    """Imports inside functions, under TYPE_CHECKING, relative ones and import_module count."""
-    sources = {
-        "convert/errors.py": "def late():\n    from kvfold.convert.checkpoint import shards\n    return shards\n",
-        "convert/checkpoint/__init__.py": "",
-        "convert/checkpoint/shards.py": "import typing\nif typing.TYPE_CHECKING:\n    from ..errors import late\n",
-        "attention/__init__.py": "import importlib as i\ni.import_module('kvfold.convert.checkpoint')\nimport convert",
-    }
-    for file, text in sources.items():
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(text)
-    found = imports_of(tmp_path)
-    assert [f"{each} from {each.target}" for each in found if "kvfold" in each.module or each.module == "convert"] == [
-        "attention/__init__.py:3 imports convert from None",
-        "attention/__init__.py:2 imports kvfold.convert.checkpoint from convert/checkpoint/__init__.py",
-        "convert/checkpoint/shards.py:3 imports kvfold.convert.errors from convert/errors.py",
-        "convert/errors.py:2 imports kvfold.convert.checkpoint.shards from convert/checkpoint/shards.py",
-    ]
-    assert {"convert/checkpoint/shards.py", "convert/errors.py"} == {
-        *circle((each.file, each.target) for each in between_files(found))
-    }
-    assert [each.split(" imports")[0] for each in upward(found)] == ["attention/__init__.py:2", "convert/errors.py:2"]

@@ -31,6 +31,13 @@ GROWING: dict[str, Any] = {  # queries grow from position 16 on
     "original_max_position_embeddings": 16,
     "llama_4_scaling_beta": 0.5,
 }
+SCALED: dict[str, Any] = {
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.7,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "mlp_bias": True,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 8},
@@ -49,13 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {"attention_bias": True},
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5},
     "starcoder2": {"sliding_window": 8},
-    "granite": {
-        "attention_multiplier": 0.3,
-        "residual_multiplier": 0.7,
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-        "mlp_bias": True,
-    },
+    "granite": SCALED,
     "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8},
     "cohere": {"use_qk_norm": True, "attention_bias": True},
     "nemotron": {"attention_bias": True, "mlp_bias": True},
@@ -70,13 +71,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "helium": {"head_dim": 8, "attention_bias": True, "mlp_bias": True},
     "hunyuan_v1_dense": {"head_dim": 16, "attention_bias": True},
-    "hyperclovax": {
-        "attention_multiplier": 0.3,
-        "residual_multiplier": 0.7,
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-        "mlp_bias": True,
-    },
+    "hyperclovax": SCALED,
     "internlm3": {"head_dim": 16, "attention_bias": True, "mlp_bias": True},
     "iquestcoder": {"head_dim": 16},
     "jais2": {},

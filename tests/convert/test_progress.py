@@ -40,9 +40,6 @@ def test_a_line_names_the_innermost_stage_and_those_around_it(told):
         told("fitting layer 7 of 32")
     with progress.stage("writing", 10**9, "B", 10**6):
         told("writing: 1.0 MB of 1.0 GB")
-
-
-def test_a_stage_without_steps_is_told_while_it_lasts(told):
     with progress.stage("reading the model"):
         told("reading the model")
         told("reading the model")

@@ -7,11 +7,9 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from safetensors import safe_open
 
-from kvfold.convert import ConvertRequest, cli, errors, recipes
+from kvfold.convert import ConvertRequest, errors, recipes
 from kvfold.convert.console import PanelCommand, request_options
-from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
 from kvfold.convert.options import option, specs, takes
 from kvfold.convert.request import BenchRequest, DriftRequest, EvalRequest, SweepRequest
@@ -61,17 +59,6 @@ def test_paths_become_text_and_one_text_or_several_are_texts(calibration, texts)
     assert (request.model, request.out, request.texts) == (str(Path("a") / "b"), "c", texts)
 
 
-def test_the_default_layout_is_one_word(monkeypatch):
-    def layout(**options):
-        request = ConvertRequest(model="m", out="o", to="mla", kv_rank=8, rope_dim=8, **options)
-        assert request.result_options()["layout"] == request.resolved_layout
-        return request.resolved_layout
-
-    assert layout() == "free"
-    monkeypatch.setattr("kvfold.convert.request.DEFAULT_LAYOUT", "engine")
-    assert [layout(), layout(method="svd"), layout(layout="free")] == ["engine", "free", "free"]
-
-
 def test_defaults():
     request = ConvertRequest(model="m", out="o", to="mqa")
     assert (request.resolved_method, request.shard_bytes, request.calibrated) == ("principal", 5 * 10**9, True)
@@ -113,6 +100,8 @@ def test_what_decides_the_result_is_recorded():
     drawn = ({}, {"method": "random"}, {"method": "mean", "refine": 5}, {"method": "mean", "polish": 5})
     assert all("seed" in recorded(**options) for options in drawn)
     assert "seed" not in recorded(method="mean")
+    latent = ConvertRequest(model="m", out="o", to="mla", kv_rank=8, rope_dim=8)
+    assert latent.result_options()["layout"] == latent.resolved_layout == "free"
 
 
 @pytest.mark.parametrize(
@@ -165,18 +154,6 @@ def test_a_field_is_an_option_a_key_of_recipes_and_a_rule(monkeypatch, tmp_path)
     monkeypatch.setattr(recipes, "ConvertRequest", Extended)
     (tmp_path / "sharp.toml").write_text('to = "mqa"\nsharpness = 7')
     assert recipes.recipe_request(str(tmp_path / "sharp.toml"), model="m", out="o").sharpness == 7
-
-
-def test_one_option_from_the_command_line_to_the_tensor(tmp_path):
-    """``--kv-heads 2`` is a field of the request, a size of the plan and the rows of a written matrix."""
-    CliRunner().invoke(
-        cli.kvfold,
-        ["convert", str(demo_folder()), str(tmp_path / "out"), "--to", "gqa", "--kv-heads", "2", "--method", "mean"],
-        catch_exceptions=False,
-    )
-    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
-        rows, _ = file.get_slice("model.layers.0.self_attn.k_proj.weight").get_shape()
-    assert rows == 2 * 32
 
 
 def test_functions_take_a_request_or_its_fields():

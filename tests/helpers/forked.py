@@ -26,12 +26,11 @@ WRITES = ("mkdir", "rename", "fsync", "ftruncate", "pwrite", "write")
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended: its exit status, or minus the signal that killed it; what it printed; its CPU seconds."""
+    """How a child ended: its exit status, or minus the signal that killed it; what it printed."""
 
     status: int
     stdout: str
     stderr: str
-    seconds: float
 
 
 def start(folder: Path, work: Callable[[], object]) -> int:
@@ -42,15 +41,14 @@ def start(folder: Path, work: Callable[[], object]) -> int:
 def ended(folder: Path, child: int) -> Ended:
     """Wait for a child of ``start``. AssertionError when it hangs."""
     limit = time.monotonic() + PATIENCE
-    while (waited := os.wait4(child, os.WNOHANG))[0] == 0:
+    while (waited := os.waitpid(child, os.WNOHANG))[0] == 0:
         if time.monotonic() > limit:
             os.kill(child, signal.SIGKILL)
-            os.wait4(child, 0)
+            os.waitpid(child, 0)
             raise AssertionError(f"a child hung for {PATIENCE} s: {(folder / 'stderr').read_text()}")
         time.sleep(0.005)
-    usage = waited[2]
     out, err = ((folder / name).read_text(errors="replace") for name in ("stdout", "stderr"))
-    return Ended(os.waitstatus_to_exitcode(waited[1]), out, err, usage.ru_utime + usage.ru_stime)
+    return Ended(os.waitstatus_to_exitcode(waited[1]), out, err)
 
 
 def run(folder: Path, work: Callable[[], object]) -> Ended:

@@ -3,12 +3,27 @@
 import pytest
 import torch
 from helpers.checkpoints import stock_model
-from helpers.trainees import TOKENS, trainee
 from torch.nn.functional import kl_div
 
+from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.families.model import model_of
 from kvfold.convert.training import polish as module
 from kvfold.convert.training.fit import distillation_loss, divergence, next_token_loss
 from kvfold.convert.training.polish import ModelTrainee, Text, polish, slowdown
+
+TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def trainee(folder, stored=torch.float32, change=lambda name, tensor: tensor):
+    """The model of a checkpoint, its tensors changed, whose attention, but for its norms, is trained."""
+    checkpoint = open_checkpoint(folder)
+    model = model_of(checkpoint.config)
+    trained = {name: stored for layer in range(model.geometry.layers) for name in model.attention_names(layer)}
+
+    def read(name):
+        return change(name, checkpoint.read(name))
+
+    return ModelTrainee(checkpoint.config, read, checkpoint.tensors, trained, torch.device("cpu"))
 
 
 def text(model: ModelTrainee) -> Text:
