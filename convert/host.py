@@ -10,7 +10,7 @@ _GPU_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")
 
 
 def may_have_gpu() -> bool:
-    """Whether torch could find a CUDA device; False where that is certain without importing it."""
+    """Return False where torch is certain to find no CUDA device, without importing it."""
     system = platform.system()
     if system == "Linux":
         return any(any(_DEVICES.glob(pattern)) for pattern in _GPU_FILES)

@@ -145,7 +145,7 @@ class ConvertRequest(Request):
 
     @property
     def calibrated(self) -> bool:
-        """Whether the conversion runs the model over calibration text."""
+        """True if the conversion runs the model over calibration text."""
         return self.chosen_method.reads_text or bool(self.refine) or bool(self.polish)
 
     @property

@@ -28,7 +28,7 @@ class Stop(Exception):
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a stock model passes a decoder layer in addition to the residual stream."""
+    """Arguments of a stock decoder layer in addition to the residual stream."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

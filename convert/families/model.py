@@ -127,7 +127,7 @@ class Model:
         _ = self.layers
 
     def tensor_problems(self, stored: Mapping[str, Any]) -> list[str]:
-        """Missing, mis-shaped and unexpected tensors of a checkpoint (anything with a shape, by name), a line each."""
+        """Missing, mis-shaped and unknown tensors of a checkpoint (anything with a shape, by name), a line each."""
         count, most = len(stored), max(len(stored), _MOST_UNCHECKED)
         if (layers := self.geometry.layers) > most:
             return [f"missing: config.json says {layers} layers, the files hold {count} tensors in all"]
@@ -135,7 +135,7 @@ class Model:
             return [f"missing: config.json says {widest} experts, the files hold {count} tensors in all"]
         missing = [f"missing: {t.name} {list(t.shape)}" for t in self.tensors.values() if t.name not in stored]
         misshaped = [
-            f"wrong shape: {name} is {list(stored[name].shape)}, expected {list(tensor.shape)}"
+            f"wrong shape: {name} is {list(stored[name].shape)}, config.json gives {list(tensor.shape)}"
             for name, tensor in self.tensors.items()
             if name in stored and tuple(stored[name].shape) != tensor.shape
         ]
@@ -147,7 +147,7 @@ class Model:
         ]
         # The tensors of a wrapper outside its language model are copied whatever they are.
         extra = [
-            f"unexpected: {name} {list(stored[name].shape)}"
+            f"unknown: {name} {list(stored[name].shape)}"
             for name in stored
             if name not in self.tensors
             and (self.tower is None or name.startswith(self.tower))

@@ -214,6 +214,6 @@ def _longrope(table: Table, theta: list[float], positions: int, context: Context
 
 
 def _growth(table: Table, positions: int) -> tuple[float, float]:
-    """How many times longer the context became, and its original length."""
+    """The ratio of the extended to the original context length, and the original length."""
     original = checked_number(table, "original_max_position_embeddings")
     return positions / original if table.get("factor") is None else checked_number(table, "factor"), original

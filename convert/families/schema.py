@@ -281,7 +281,7 @@ def read_table(path: Path, extending: tuple[str, ...] = ()) -> dict[str, Any]:
             continue
         if absent := [name for name, entry in value.items() if entry is None and name not in base]:
             raise ValueError(
-                f"{path.name}: {key}: null removes what the extended family has, found no {', '.join(absent)} there"
+                f"{path.name}: {key}: the extended family has no {', '.join(absent)} that null could remove"
             )
         merged[key] = {name: entry for name, entry in {**base, **value}.items() if entry is not None}
     return merged
@@ -301,7 +301,7 @@ def _build(cls: Any, table: Any, file: str, place: str) -> Any:
     """``table`` as ``cls``. Raises ``ValueError`` naming the unknown or missing keys and the place, as ``.sizes``."""
     where = f"{file}: {place[1:]}" if place else file
     if not isinstance(table, Mapping):
-        raise ValueError(f"{where}: must be an object, found {table!r}")
+        raise ValueError(f"{where}: must be an object, not {table!r}")
     # The dataclass is the schema: its fields are the known keys, those without a default are required.
     known = {item.name: item for item in fields(cls)}
     if unknown := sorted(set(table) - set(known)):

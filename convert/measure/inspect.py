@@ -82,7 +82,7 @@ class LatentLimits:
 
     @property
     def possible(self) -> bool:
-        """Whether a conversion to MLA is offered."""
+        """True if a conversion to MLA is offered."""
         return not self.because
 
 

@@ -190,9 +190,9 @@ def find_method(name: str, target: str) -> Method:
 
 
 def find_objective(name: str) -> "Callable[[], Objective]":
-    """What makes the objective ``name``; of ``MODULE:NAME`` the one that the module registers.
+    """The factory of the objective ``name``; of ``MODULE:NAME`` the one that the module registers.
 
-    Raises InputError where there is none.
+    Raises InputError for an unknown name.
     """
     _discover()
     plain = _imported(name, "objective")

@@ -131,7 +131,7 @@ def latent_result(config: Mapping[str, Any]) -> Result:
 
 @dataclass(frozen=True)
 class Way:
-    """How one engine serves a result, or why not. ``read``: from its sources only, although others were run."""
+    """One engine's way to serve a result, or the reason why it cannot; ``read``: from its sources, without a run."""
 
     serves: bool
     how: str = ""

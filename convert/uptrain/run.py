@@ -267,7 +267,7 @@ def write_trained(
 
 
 def _section(request: UptrainRequest, training: Mapping[str, Any]) -> str:
-    """What the model card says of the training."""
+    """The model card's section on the training."""
     section = _SECTION.format(
         what="its attention was" if request.train == "attention" else "all weights were",
         steps=request.steps,

@@ -34,7 +34,7 @@ def change(folder, **values):
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"num_hidden_layers": -1}, "config.json: num_hidden_layers must be a positive whole number, found -1"),
+        ({"num_hidden_layers": -1}, "config.json: num_hidden_layers must be a positive whole number, not -1"),
         ({"num_hidden_layers": 10**9}, "config.json: num_hidden_layers is 1000000000, but the files hold 50 tensors"),
         ({"num_hidden_layers": 5}, "missing: model.layers.4.self_attn.kv_a_proj_with_mqa.weight [32, 256]"),
         ({"kv_lora_rank": 25}, "wrong shape: model.layers.0.self_attn.kv_a_proj_with_mqa.weight is [32, 256]"),

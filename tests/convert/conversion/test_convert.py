@@ -233,8 +233,8 @@ def infinite(values):
             shapes,
             [
                 "missing: model.layers.0.self_attn.k_proj.weight [64, 64]",
-                "unexpected: model.layers.7.mlp.up_proj.weight [2]",
-                "wrong shape: model.norm.weight is [63], expected [64]",
+                "unknown: model.layers.7.mlp.up_proj.weight [2]",
+                "wrong shape: model.norm.weight is [63], config.json gives [64]",
             ],
         ),
         (infinite, ["'model.layers.1.self_attn.v_proj.weight' in model.safetensors: 1 NaN"]),
