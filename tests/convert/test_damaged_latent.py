@@ -38,8 +38,8 @@ def change(folder, **values):
         ({"num_hidden_layers": 10**9}, "config.json: num_hidden_layers is 1000000000, but the files hold 50 tensors"),
         ({"num_hidden_layers": 5}, "missing: model.layers.4.self_attn.kv_a_proj_with_mqa.weight [32, 256]"),
         ({"kv_lora_rank": 25}, "wrong shape: model.layers.0.self_attn.kv_a_proj_with_mqa.weight is [32, 256]"),
-        ({"rope_parameters": 7}, "config.json: rope_parameters must be an object whose rope_type is a string, found 7"),
-        ({"architectures": {"a": 1}}, "config.json: architectures must be a list of strings, found {'a': 1}"),
+        ({"rope_parameters": 7}, "config.json: rope_parameters must be an object whose rope_type is a string, not 7"),
+        ({"architectures": {"a": 1}}, "config.json: architectures must be a list of strings, not {'a': 1}"),
         ({"max_position_embeddings": "x"}, "config.json: max_position_embeddings must be a positive whole number"),
     ],
 )
