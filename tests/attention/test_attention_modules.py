@@ -149,6 +149,7 @@ def test_a_padded_batch_equals_each_sequence_alone(name, module):
         torch.testing.assert_close(both[row, start:], module(x[row : row + 1, start:])[0], **precision.EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "module"), [modules()[i] for i in (2, 3)])
 def test_modules_compile_without_graph_breaks(name, module):
     x = random(2, T, E)

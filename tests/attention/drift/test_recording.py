@@ -91,25 +91,31 @@ ORDER = torch.arange(9)[:, None] - torch.arange(9)
 CAUSAL = ORDER >= 0
 
 
-def test_what_is_noted_and_what_is_computed() -> None:
-    for softcap, window in ((None, None), (None, 4), (0.7, 4)):
-        seen = CAUSAL if window is None else CAUSAL & (window > ORDER)
-        attention = Attention(scaling=0.3, softcap=softcap, sliding_window=window)
-        found = run_layer(Layer(attention), HIDDEN, Arguments((), {"mask": seen[None, None]}))
-        expected = whole_map(attention.given, seen, 0.3, softcap)
-        torch.testing.assert_close(found.attention.double(), expected.flatten(2), **precision.ACTIVATIONS)
-        assert torch.equal(found.hidden, found.attention * 2)
-        assert torch.equal(found.attention_input, HIDDEN + 1)
-        assert found.query is attention.given[0]
-        assert found.key is attention.given[1]
-        assert (found.scale, found.window, found.softcap, found.causal) == (0.3, window, softcap, True)
-    # without a mask the module's word counts
-    for causal in (True, False):
-        attention = Attention(is_causal=causal)
-        found = run_layer(Layer(attention), HIDDEN, Arguments((), {}))
-        expected = whole_map(attention.given, CAUSAL | (not causal), 8**-0.5)
-        torch.testing.assert_close(found.attention.double(), expected.flatten(2), **precision.ACTIVATIONS)
-        assert (found.causal, found.scale, found.query is None) == (causal, 8**-0.5, False)
+def recorded(attention: nn.Module, mask: Tensor | None = CAUSAL[None, None]) -> Any:
+    return run_layer(Layer(attention), HIDDEN, Arguments((), {"mask": mask}))
+
+
+@pytest.mark.parametrize(("softcap", "window"), [(None, None), (None, 4), (0.7, 4)])
+def test_what_is_noted_and_what_is_computed(softcap: float | None, window: int | None) -> None:
+    seen = CAUSAL if window is None else CAUSAL & (window > ORDER)
+    attention = Attention(scaling=0.3, softcap=softcap, sliding_window=window)
+    found = recorded(attention, seen[None, None])
+    expected = whole_map(attention.given, seen, 0.3, softcap)
+    torch.testing.assert_close(found.attention.double(), expected.flatten(2), **precision.ACTIVATIONS)
+    assert torch.equal(found.hidden, found.attention * 2)
+    assert torch.equal(found.attention_input, HIDDEN + 1)
+    assert found.query is attention.given[0]
+    assert found.key is attention.given[1]
+    assert (found.scale, found.window, found.softcap, found.causal) == (0.3, window, softcap, True)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_without_a_mask_the_modules_word_counts(causal: bool) -> None:
+    attention = Attention(is_causal=causal)
+    found = recorded(attention, None)
+    expected = whole_map(attention.given, CAUSAL | (not causal), 8**-0.5)
+    torch.testing.assert_close(found.attention.double(), expected.flatten(2), **precision.ACTIVATIONS)
+    assert (found.causal, found.scale, found.query is None) == (causal, 8**-0.5, False)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +136,7 @@ def test_a_mask_outweighs_the_modules_word(seen: Tensor, window: int | None, cau
     seen = seen[None, None]
     added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
     for mask, is_causal in itertools.product((seen, added), (False, True)):
-        attention = Attention(is_causal=is_causal, sliding_window=window)
-        found = run_layer(Layer(attention), HIDDEN, Arguments((), {"mask": mask}))
+        found = recorded(Attention(is_causal=is_causal, sliding_window=window), mask)
         assert (found.causal, found.window) == (causal, window)
         assert (found.query is not None) is (found.key is not None) is plain
 
@@ -139,11 +144,10 @@ def test_a_mask_outweighs_the_modules_word(seen: Tensor, window: int | None, cau
 def test_sinks_and_biases_of_scores() -> None:
     """Sinks are shown; scores that are more than queries and keys show none of these."""
     sinks = torch.ones(4)
-    found = run_layer(Layer(Attention(s_aux=sinks)), HIDDEN, Arguments((), {"mask": CAUSAL[None, None]}))
+    found = recorded(Attention(s_aux=sinks))
     assert found.query is not None
     assert found.sinks is sinks
-    attention = Attention(position_bias=torch.zeros(1, 4, 9, 9))
-    found = run_layer(Layer(attention), HIDDEN, Arguments((), {"mask": CAUSAL[None, None]}))
+    found = recorded(Attention(position_bias=torch.zeros(1, 4, 9, 9)))
     assert (found.query, found.key) == (None, None)
 
 

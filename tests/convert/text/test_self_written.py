@@ -10,21 +10,15 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.text import self_written
 from kvfold.convert.text.self_written import first_tokens, write_sequences
 
-TEMPLATE = "{% for m in messages %}<|{{ m.role }}|> {{ m.content }}{% endfor %}"
-
-
-@pytest.fixture
-def tokenizer():
-    return AutoTokenizer.from_pretrained(demo_folder())
-
 
 @pytest.fixture(scope="module")
 def model():
     return stock_model(demo_folder(), dtype=torch.float32)
 
 
-def test_text_begins_with_the_chat_template_or_the_bos_token(tokenizer):
-    tokenizer.chat_template = TEMPLATE
+def test_text_begins_with_the_chat_template_or_the_bos_token():
+    tokenizer = AutoTokenizer.from_pretrained(demo_folder())
+    tokenizer.chat_template = "{% for m in messages %}<|{{ m.role }}|> {{ m.content }}{% endfor %}"
     assert tokenizer.decode(first_tokens(tokenizer, "m")).rstrip() == "<|user|>"
     tokenizer.bos_token = tokenizer.convert_ids_to_tokens(7)
     for template in (None, "{{ raise_exception('no user here') }}", "nothing of the message"):

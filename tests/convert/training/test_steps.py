@@ -4,24 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from kvfold.convert.targets.mla.tensors import CONSTANT, HeldSlice, held_slices, latent_norms
+from kvfold.convert.targets.mla.tensors import CONSTANT, HeldSlice
 from kvfold.convert.training.steps import channel_scales, scale_steps, tensor_sizes
-
-ATTENTION = "model.layers.0.self_attn"
-LATENT = {
-    f"{ATTENTION}.{name}": torch.zeros(shape)
-    for name, shape in {
-        "q_a_proj.weight": (5, 4),
-        "q_a_proj.bias": (5,),
-        "q_a_layernorm.weight": (5,),
-        "q_b_proj.weight": (6, 5),
-        "kv_a_proj_with_mqa.weight": (3 + 2, 4),
-        "kv_a_proj_with_mqa.bias": (3 + 2,),
-        "kv_a_layernorm.weight": (3,),
-        "kv_b_proj.weight": (6, 3),
-        "o_proj.weight": (4, 6),
-    }.items()
-}
 
 
 def outer(rows: list[float], columns: list[float]) -> torch.Tensor:
@@ -31,19 +15,6 @@ def outer(rows: list[float], columns: list[float]) -> torch.Tensor:
 
 def products(named, held=None):
     return {name: rows * columns for name, (rows, columns) in channel_scales(named, held or {}).items()}
-
-
-def test_the_constant_channel_of_a_layer():
-    held = {name.removeprefix(f"{ATTENTION}."): part for name, part in held_slices(LATENT | {"lm_head": 0}).items()}
-    assert held == {
-        "q_a_proj.weight": HeldSlice(0, 4, 0.0),
-        "q_a_proj.bias": HeldSlice(0, 4, 0.0),
-        "q_b_proj.weight": HeldSlice(1, 4, 1 / CONSTANT),
-        "kv_a_proj_with_mqa.weight": HeldSlice(0, 2, 0.0),
-        "kv_a_proj_with_mqa.bias": HeldSlice(0, 2, 0.0),
-        "kv_b_proj.weight": HeldSlice(1, 2, 1 / CONSTANT),
-    }
-    assert latent_norms([*LATENT, "lm_head"]) == [f"{ATTENTION}.{which}_a_layernorm.weight" for which in ("q", "kv")]
 
 
 def test_every_tensor_learns_in_proportion_to_its_size():
