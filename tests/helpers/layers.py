@@ -12,10 +12,29 @@ from torch import Tensor
 from kvfold.convert.transforms.head_norms import project
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, Rotary
 
+NORMS = {
+    "rms one row": {"kind": "rms", "shared": True},
+    "rms one row gain minus one": {"kind": "rms", "shared": True, "offset": 1.0},
+    "rms row per head": {"kind": "rms"},
+    "rms over all heads": {"kind": "rms", "extent": "flat"},
+    "layer one row": {"kind": "layer", "shared": True},
+    "layer row per head with bias": {"kind": "layer", "eps": 1e-5, "bias": True},
+    "layer over all heads with bias": {"kind": "layer", "extent": "flat", "bias": True},
+}
+
 
 def normal(seed: int, *shape: int) -> Tensor:
     """Standard normal numbers in float64, the same for the same seed and shape."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def head_norm(seed: int, heads: int, dims: int, name: str) -> HeadNorm:
+    """A norm of ``NORMS`` with random gains, about 1.5, and biases."""
+    kind = NORMS[name]
+    rows = 1 if kind.get("shared") else heads
+    gain = (1.5 + 0.3 * normal(seed, rows, dims)).expand(heads, dims) - kind.get("offset", 0.0)
+    bias = (0.2 * normal(seed + 1, rows, dims)).expand(heads, dims) if kind.get("bias") else None
+    return HeadNorm(**{**kind, "weight": gain, "bias": bias})
 
 
 def plain_rotary(dims: int, base: float = 100.0) -> Rotary:

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from helpers.layers import dense_distances
 
 from kvfold.convert.transforms import distances
 from kvfold.convert.transforms.distances import mixed_distances, rotary_moments
-from tests.helpers.layers import dense_distances
 
 
 def profile(heads=3, seen=16):

@@ -5,46 +5,20 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import precision
+from helpers.layers import NORMS, head_norm, normal, normalized, normed_statistics, relative_error
 from torch import Tensor
 
 from kvfold.convert.transforms.head_norms import linear_heads, norms_note, project
-from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, blank_statistics
-from tests.helpers.layers import (
-    normal,
-    normalized,
-    normed_statistics,
-    plain_rotary,
-    relative_error,
-)
+from kvfold.convert.transforms.weights import AttentionWeights, blank_statistics
 
 E, D, H, G, TOKENS = 32, 8, 8, 4, 24
-ROTARY = plain_rotary(D)
-
-KINDS = [
-    pytest.param({"kind": "rms", "shared": True}, id="rms one row"),
-    pytest.param({"kind": "rms", "offset": 1.0}, id="rms row per head gain minus one"),
-    pytest.param({"kind": "rms", "extent": "flat"}, id="rms over all heads"),
-    pytest.param({"kind": "layer", "extent": "flat"}, id="layer over all heads"),
-    pytest.param({"kind": "layer", "eps": 1e-5}, id="layer row per head"),
-]
 
 
-def head_norm(seed: int, heads: int, kind: dict) -> HeadNorm:
-    gain = (1.5 + 0.3 * normal(seed, 1 if kind.get("shared") else heads, D)).expand(heads, D)
-    return HeadNorm(weight=gain - kind.get("offset", 0.0), **kind)
-
-
-def make(kind: dict, bias: bool = False) -> AttentionWeights:
-    return AttentionWeights(
-        q=normal(0, H, D, E),
-        k=normal(1, G, D, E),
-        v=normal(2, G, D, E),
-        o=normal(3, E, H, D),
-        q_bias=normal(4, H, D) if bias else None,
-        k_bias=normal(5, G, D) if bias else None,
-        q_norm=head_norm(6, H, kind),
-        k_norm=head_norm(7, G, kind),
-    )
+def make(norm: str, bias: bool = False) -> AttentionWeights:
+    maps = normal(0, H, D, E), normal(1, G, D, E), normal(2, G, D, E), normal(3, E, H, D)
+    biases = {"q_bias": normal(4, H, D), "k_bias": normal(5, G, D)} if bias else {}
+    norms = {"q_norm": head_norm(6, H, D, norm), "k_norm": head_norm(7, G, D, norm)}
+    return AttentionWeights(*maps, **biases, **norms)
 
 
 def inputs(seed: int = 11, sequences: int = 40) -> Tensor:
@@ -61,20 +35,20 @@ def keys(weights: AttentionWeights, x: Tensor) -> Tensor:
     return normalized(y, weights.k_norm)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_projections_are_those_of_the_definition(kind: dict, bias: bool) -> None:
-    weights, x = make(kind, bias), inputs(sequences=2)
+def test_projections_are_those_of_the_definition(norm: str, bias: bool) -> None:
+    weights, x = make(norm, bias), inputs(sequences=2)
     rows, _ = project(weights, x.flatten(0, 1))
     found = rows[:, H:].unflatten(0, x.shape[:2]).transpose(1, 2)
     torch.testing.assert_close(found, keys(weights, x))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_map_misses_far_less_than_one_number_per_head(kind: dict, bias: bool) -> None:
+def test_the_map_misses_far_less_than_one_number_per_head(norm: str, bias: bool) -> None:
     """Keys of inputs that the fit has not seen."""
-    weights, x = make(kind, bias), inputs()
+    weights, x = make(norm, bias), inputs()
     gathered = normed_statistics(weights, x)
     fitted = linear_heads(weights, gathered)
     divided = linear_heads(weights, replace(gathered, normed=None))
@@ -87,20 +61,17 @@ def test_the_map_misses_far_less_than_one_number_per_head(kind: dict, bias: bool
 
 def test_short_text_draws_the_map_to_one_number_per_head() -> None:
     """Hardly more tokens than channels, of inputs without order: least squares alone would fit their noise."""
-    weights, x = make({"kind": "rms", "shared": True}), normal(11, 1, E + 2, E)
+    weights, x = make("rms one row"), normal(11, 1, E + 2, E)
     gathered = normed_statistics(weights, x)
     seen = normal(13, 40, TOKENS, E)
     wanted = keys(weights, seen)
 
-    def missed(found: AttentionWeights) -> float:
-        return relative_error(keys(found, seen), wanted)
-
-    plain = missed(linear_heads(weights, replace(gathered, tokens=10**9)))
-    assert missed(linear_heads(weights, gathered)) < 0.5 * plain
+    drawn, plain = (linear_heads(weights, each) for each in (gathered, replace(gathered, tokens=10**9)))
+    assert relative_error(keys(drawn, seen), wanted) < 0.5 * relative_error(keys(plain, seen), wanted)
 
 
 def test_a_constant_for_keys_serves_them() -> None:
-    weights, x = make({"kind": "rms", "shared": True}), inputs()
+    weights, x = make("rms one row"), inputs()
     gathered = normed_statistics(weights, x)
     without, with_constant = (linear_heads(weights, gathered, key_constant=given) for given in (False, True))
     assert without.k_bias is None
@@ -111,7 +82,7 @@ def test_a_constant_for_keys_serves_them() -> None:
 
 
 def test_without_text_a_map_is_the_projection_over_one_number_per_head() -> None:
-    weights = make({"kind": "rms", "shared": True})
+    weights = make("rms one row")
     scales = torch.linspace(0.5, 2.0, E)
     linear = linear_heads(weights, blank_statistics(E, H, scales=scales))
     rms = (weights.k * scales).square().sum(-1).mean(-1).sqrt()
@@ -120,7 +91,7 @@ def test_without_text_a_map_is_the_projection_over_one_number_per_head() -> None
 
 
 def test_what_is_missed_is_the_error_of_the_maps() -> None:
-    weights, x = make({"kind": "rms", "shared": True}), inputs()
+    weights, x = make("rms one row"), inputs()
     gathered = normed_statistics(weights, x)
     linear = linear_heads(weights, gathered)
     found = norms_note(weights, gathered)["head_norms"]

@@ -11,7 +11,7 @@ from kvfold.convert.transforms.latent.variants import hartley
 SPLIT = {"to": "mla", "kv_rank": 16, "rope_dim": 8, "method": "svd", "allow_growth": True, "quiet": True}
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 64, 511])
+@pytest.mark.parametrize("size", [1, 2, 7, 64])
 def test_the_matrix_is_orthogonal_and_spreads_every_channel(size):
     mix = hartley(size)
     torch.testing.assert_close(mix @ mix.mT, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-13)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from helpers.layers import normal
 
 from kvfold.convert.transforms import linalg
 from kvfold.convert.transforms.linalg import fit_output
-from tests.helpers.layers import normal
 
 
 def test_what_is_linear_in_the_heads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

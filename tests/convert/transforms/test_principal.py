@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.layers import attend, normal, plain_rotary, relative_error, statistics_of
+from helpers.layers import NORMS, attend, head_norm, normal, plain_rotary, relative_error, statistics_of
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import principal
@@ -18,28 +18,12 @@ E, D, TOKENS = 48, 16, 24
 ROTARY = plain_rotary(D)
 ROTARIES = [ROTARY, plain_rotary(8), plain_rotary(0)]
 BIASES = ["", "qkv", "qkvo", "o"]
-NORMS = {
-    "rms one row": {"kind": "rms", "shared": True},
-    "rms one row gain minus one": {"kind": "rms", "shared": True, "offset": 1.0},
-    "rms row per head": {"kind": "rms"},
-    "rms over all heads": {"kind": "rms", "extent": "flat"},
-    "layer one row": {"kind": "layer", "shared": True},
-    "layer row per head with bias": {"kind": "layer", "eps": 1e-5, "bias": True},
-    "layer over all heads with bias": {"kind": "layer", "extent": "flat", "bias": True},
-}
-
-
-def head_norm(seed: int, heads: int, kind: dict) -> HeadNorm:
-    rows = 1 if kind.get("shared") else heads
-    gain = (1.5 + 0.3 * normal(seed, rows, D)).expand(heads, D) - kind.get("offset", 0.0)
-    bias = (0.2 * normal(seed + 1, rows, D)).expand(heads, D) if kind.get("bias") else None
-    return HeadNorm(**{**kind, "weight": gain, "bias": bias})
 
 
 def with_norms(weights: AttentionWeights, norm: str) -> AttentionWeights:
     if not norm:
         return weights
-    q_norm, k_norm = head_norm(6, weights.heads, NORMS[norm]), head_norm(7, weights.kv_heads, NORMS[norm])
+    q_norm, k_norm = (head_norm(*drawn, D, norm) for drawn in ((6, weights.heads), (7, weights.kv_heads)))
     return replace(weights, q_norm=q_norm, k_norm=k_norm)
 
 
@@ -152,16 +136,10 @@ def test_phases_and_moduli_of_key_pairs_change_nothing(rot: Rotary, biases: str)
     rest = torch.arange(rot.dims, D)
     keys[:, rest, rest] = queries[:, rest, rest] = 1.0
 
-    def times(maps: Tensor, tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else torch.einsum("hab,hb->ha", maps, tensor)
-
-    turned = replace(
-        weights,
-        q=queries @ weights.q,
-        k=keys @ weights.k,
-        q_bias=times(queries, weights.q_bias),
-        k_bias=times(keys, weights.k_bias),
-    )
+    turned = replace(weights, q=queries @ weights.q, k=keys @ weights.k)
+    if weights.q_bias is not None:
+        q_bias, k_bias = (queries @ weights.q_bias[..., None])[..., 0], (keys @ weights.k_bias[..., None])[..., 0]
+        turned = replace(turned, q_bias=q_bias, k_bias=k_bias)
     x = inputs()
     assert relative_error(attend(turned, x, rot), attend(weights, x, rot)) < 1e-12
     found, wanted = (fold_and_attend(w, groups, rot) for w in (turned, weights))
