@@ -50,7 +50,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
         )
     family = load_family(inner or str(model_type))
     if stated is not None and not TYPES["texts"][1](stated):
-        raise InputError(f"config.json: architectures must be {TYPES['texts'][0]}, found {stated!r}")
+        raise InputError(f"config.json: architectures must be {TYPES['texts'][0]}, not {stated!r}")
     known = (family.architecture, *family.also) if inner is None else (WRAPPERS[str(model_type)].architecture,)
     # Published files spell the names of classes with other capitals at times.
     if stated and not {name.casefold() for name in known} & {name.casefold() for name in stated}:

@@ -133,7 +133,7 @@ def layer_of(values: Values, index: int) -> AttentionLayer:
     except ZeroDivisionError:
         scale = math.inf
     if not is_number(scale) or scale <= 0:
-        raise InputError(f"config.json: the scale of scores, {attention.scale}, must be above 0, found {scale!r}")
+        raise InputError(f"config.json: the scale of scores, {attention.scale}, must be above 0, not {scale!r}")
     growth = family.rotary.query_growth
     table = {} if growth is None else rope_table(values, values["layer_type"])
     return AttentionLayer(

@@ -30,7 +30,7 @@ def rope_table(values: Values, layer_type: str | None = None) -> dict[str, Any]:
     table = _stated_table(values, layer_type)
     kind = table.get("rope_type") or table.get("type") or "default"
     if not isinstance(kind, str):
-        raise InputError(f"config.json: rope_type must be a string, found {kind!r}")
+        raise InputError(f"config.json: rope_type must be a string, not {kind!r}")
     table["rope_type"] = rotary.renamed.get(kind, kind)
     checked_number(table, "rope_theta")
     if table["rope_type"] in ("llama3", "yarn", "longrope"):  # the class's key wins over the table's
@@ -63,7 +63,7 @@ def _stated_table(values: Values, layer_type: str | None) -> dict[str, Any]:
 def _mapping(config: Table, key: str) -> Table:
     value = config.get(key)
     if value is not None and not isinstance(value, Mapping):
-        raise InputError(f"config.json: {key} must be an object or null, found {value!r}")
+        raise InputError(f"config.json: {key} must be an object or null, not {value!r}")
     return value or {}
 
 
@@ -88,7 +88,7 @@ def checked_number(table: Table, key: str) -> float:
     """``table[key]`` of a rotary embedding. Raises ``InputError`` unless it is a number above 0."""
     value = table.get(key)
     if not is_number(value) or table[key] <= 0:
-        raise InputError(f"config.json: {key} of the rotary embedding must be a number above 0, found {value!r}")
+        raise InputError(f"config.json: {key} of the rotary embedding must be a number above 0, not {value!r}")
     return float(table[key])
 
 
@@ -117,7 +117,7 @@ def _table_dims(values: Values, table: Table, head_dim: int) -> int:
         return head_dim
     fraction = table.get("partial_rotary_factor", rotary.fraction)
     if not is_number(fraction) or not 0 < fraction <= 1:
-        raise InputError(f"config.json: partial_rotary_factor must be a number above 0 and up to 1, found {fraction!r}")
+        raise InputError(f"config.json: partial_rotary_factor must be a number above 0 and up to 1, not {fraction!r}")
     return int(head_dim * fraction)
 
 
@@ -196,8 +196,7 @@ def _longrope(table: Table, theta: list[float], positions: int, context: Context
         if not isinstance(found, list) or len(found) != len(theta) or not all(map(is_number, found)):
             shown = len(found) if isinstance(found, list) else found
             raise InputError(
-                f"config.json: {name}_factor must be a list of {len(theta)} numbers, one per rotary pair, found "
-                f"{shown!r}"
+                f"config.json: {name}_factor must be a list of {len(theta)} numbers, one per rotary pair, not {shown!r}"
             )
         divisors[name] = [float(each) for each in found]
     if context is None and divisors["short"] != divisors["long"]:

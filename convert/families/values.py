@@ -120,9 +120,9 @@ class Values:
             state = "missing" if value is ABSENT else "null"
             raise InputError(f"config.json: {name} is {state}; model_type {self.family.model_type!r} needs {wanted}")
         if not fits(value):
-            raise InputError(f"config.json: {spelling} must be {wanted}, found {value!r}")
+            raise InputError(f"config.json: {spelling} must be {wanted}, not {value!r}")
         if key.per_layer and len(value) != (layers := evaluate(self.family.sizes.layers, self)):
             raise InputError(
-                f"config.json: {spelling} must have one entry for each of {layers} layers, found {len(value)}"
+                f"config.json: {spelling} must have one entry for each of {layers} layers, not {len(value)}"
             )
         return value

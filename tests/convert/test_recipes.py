@@ -159,9 +159,9 @@ def test_the_command_line_and_the_request_have_the_same_defaults(monkeypatch):
 def test_a_recipe_and_the_same_options_give_equal_bytes(tiny_reader, tmp_path):
     """Options that are given count more than the recipe, at their defaults too."""
     text = (
-        'to = "gqa"\nkv_heads = 2\nseed = 3\ngroup = "contiguous"\nsamples = 8\nseq_len = 64\n[about]\nmodel = "demo"'
+        'to = "gqa"\nkv_heads = 2\nseed = 3\ngroup = "contiguous"\nsamples = 2\nseq_len = 32\n[about]\nmodel = "demo"'
     )
-    options = ["--to", "gqa", "--group", "contiguous", "--samples", 8, "--seq-len", 64]
+    options = ["--to", "gqa", "--group", "contiguous", "--samples", 2, "--seq-len", 32]
     lines = {"a": ["--recipe", write(tmp_path, text)], "b": options}
     written = {}
     for name, line in lines.items():
@@ -169,7 +169,7 @@ def test_a_recipe_and_the_same_options_give_equal_bytes(tiny_reader, tmp_path):
         written[name] = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
     assert written["a"] == written["b"]
     recorded = json.loads(written["a"]["kvfold.json"])["request"]
-    assert (recorded["kv_heads"], recorded["samples"]) == (4, 8)
+    assert (recorded["kv_heads"], recorded["samples"]) == (4, 2)
     assert "recipe" not in recorded
 
 

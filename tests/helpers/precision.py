@@ -4,12 +4,11 @@ Two orders of one sum of n products differ by the roundings on the way, each at 
 random walk they reach sqrt(n) eps / 2 in each order, and sqrt(2) times that in the difference. ``_reordered`` is four
 times that, for sums of up to 1,024 products: no processor, number of threads or blocking of the sums should exceed it.
 
-Where weights were folded, solved for and stored again, ``rounding_floor`` measures what that costs the model at hand.
+Where weights were folded, solved for and stored again, ``assert_same_function`` measures what that costs a model.
 """
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,22 +31,15 @@ CONVERTED = 8 * FLOAT32  # 8.6e-5, of logits around 1
 EXACT = {"rtol": 0, "atol": 500 * FLOAT64}  # 1.0e-11: whole modules in float64, with sums over sums, softmax and norms
 
 
-def rounding_floor(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> float:
-    """The greatest difference of ``run(model)`` in float32 from the same in float64 with its weights rounded otherwise.
-
-    That is the error of the arithmetic and of storing the weights, for this model and this input.
-    """
+@torch.no_grad()
+def assert_same_function(found: nn.Module, expected: nn.Module, run: Callable[[nn.Module], Tensor]) -> None:
+    """Asserts that two models of equal functions differ by rounding only: twice what arithmetic and storing explain."""
     generator, eps = torch.Generator().manual_seed(0), torch.finfo(torch.float32).eps
-    exact = copy.deepcopy(model).double()
-    with torch.no_grad():
-        for weight in exact.parameters():
-            weight *= 1 + eps * (torch.rand(weight.shape, generator=generator, dtype=torch.float64) - 0.5)
-        return float((run(model).double() - run(exact)).abs().max())
-
-
-def assert_same_function(found: Any, expected: Any, run: Callable[[nn.Module], Tensor]) -> None:
-    """Asserts that two models of equal functions differ by rounding only: twice the sum of what each of them shows."""
-    limit = 2 * (rounding_floor(found, run) + rounding_floor(expected, run))
-    with torch.no_grad():
-        difference = float((run(found) - run(expected)).abs().max())
+    results, limit = [run(found), run(expected)], 0.0
+    for model, result in zip((found, expected), results, strict=True):
+        exact = copy.deepcopy(model).double()
+        for weight in exact.parameters():  # rounded otherwise
+            weight.data *= 1 + eps * (torch.rand(weight.shape, generator=generator, dtype=torch.float64) - 0.5)
+        limit += 2 * float((result.double() - run(exact)).abs().max())
+    difference = float((results[0] - results[1]).abs().max())
     assert difference <= limit, f"differ by {difference:.3g}, rounding explains {limit:.3g}"
