@@ -65,12 +65,9 @@ def test_a_signal_that_falls_into_a_finalizer_is_not_lost(number):
 
 
 def test_a_signal_that_nohup_ignores_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with interruptible():
-            signal.raise_signal(signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with interruptible():
+        signal.raise_signal(signal.SIGHUP)
 
 
 def test_a_signal_while_cleaning_up_waits(tmp_path, monkeypatch):

@@ -16,9 +16,9 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
-def stock_model(folder: Path, **options: Any) -> PreTrainedModel:
+def stock_model(folder: Path, loader: Any = AutoModelForCausalLM, **options: Any) -> PreTrainedModel:
     """The model as transformers loads it, in evaluation mode; no tensor missing, left over or misshapen."""
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    model, info = loader.from_pretrained(folder, output_loading_info=True, **options)
     assert {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]} == {}
     return model.eval()
 
