@@ -27,6 +27,9 @@ def entry(start: int, end: int, dtype: str = "F32", shape: list[int] | None = No
     return {"dtype": dtype, "shape": [(end - start) // 4] if shape is None else shape, "data_offsets": [start, end]}
 
 
+EMPTY = json.dumps(entry(0, 0)).encode()
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
@@ -95,13 +98,12 @@ def test_tensor_positions_are_those_of_the_file(sharded: Path) -> None:
 
 
 def test_source_hash_follows_config_and_headers(sharded: Path) -> None:
-    first = open_headers(sharded).source_hash()
-    assert len(first) == 64
-    assert open_checkpoint(sharded).source_hash() == first
+    hashes = [open_headers(sharded).source_hash()]
+    assert open_checkpoint(sharded).source_hash() == hashes[0]
     (sharded / "config.json").write_text('{"model_type": "llama", "x": 1}')
-    second = open_headers(sharded).source_hash()
+    hashes.append(open_headers(sharded).source_hash())
     save_file({"c": torch.zeros(3, dtype=torch.int64)}, sharded / "model-00002-of-00002.safetensors")
-    assert len({first, second, open_headers(sharded).source_hash()}) == 3
+    assert len({*hashes, open_headers(sharded).source_hash()}) == 3
 
 
 def test_extra_files(sharded: Path) -> None:
@@ -139,6 +141,12 @@ def test_folder_without_config(tmp_path: Path, told: Any, made: str) -> None:
     told("\n".join(problems_of(tmp_path)))
 
 
+@pytest.mark.parametrize("made", ["config.json", "consolidated.00.pth", "model.gguf"])
+def test_folder_without_weights(folder: Path, told: Any, made: str) -> None:
+    (folder / made).open("a").close()
+    told("\n".join(problems_of(folder)))
+
+
 @pytest.mark.parametrize(
     ("file", "text"),
     [
@@ -167,13 +175,6 @@ def test_a_config_that_never_ends(folder: Path, told: Any) -> None:
     assert "not valid JSON" in problems_of(folder)[0]
 
 
-@pytest.mark.parametrize("other", [None, "consolidated.00.pth", "model.gguf"])
-def test_folder_without_weights(folder: Path, told: Any, other: str | None) -> None:
-    if other:
-        (folder / other).touch()
-    told("\n".join(problems_of(folder)))
-
-
 @pytest.mark.parametrize(
     ("header", "size"),
     [
@@ -198,14 +199,15 @@ def test_folder_without_weights(folder: Path, told: Any, other: str | None) -> N
         (b"{nope}", 0),
         (b'{"t":1,"t":1}', 8),
         (b'{"\\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}', 0),
+        (b"{%b}" % b",".join(b'"%d": %b' % (i % 19_999, EMPTY) for i in range(20_000)), 0),
     ],
-    ids=range(21),
+    ids=range(22),
 )
 def test_faulty_headers(folder: Path, told: Any, header: Any, size: int) -> None:
     raw_file(folder / "model.safetensors", header, bytes(size))
     began = time.process_time()
     told("\n".join(problems_of(folder)))
-    assert time.process_time() - began < 2  # also where numbers are huge
+    assert time.process_time() - began < 2  # also where numbers are huge, or names many
 
 
 @pytest.mark.parametrize(
@@ -216,14 +218,6 @@ def test_faulty_headers(folder: Path, told: Any, header: Any, size: int) -> None
 def test_files_without_a_header(folder: Path, told: Any, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
     told("\n".join(problems_of(folder)))
-
-
-def test_many_equal_names_take_linear_time(folder: Path) -> None:
-    entries = [f'"{i % 19_999}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(20_000)]
-    raw_file(folder / "model.safetensors", ("{" + ",".join(entries) + "}").encode())
-    began = time.process_time()
-    problems_of(folder)
-    assert time.process_time() - began < 3  # in quadratic time it would be minutes
 
 
 def test_index_and_shards_that_disagree_are_reported_at_once(sharded: Path, told: Any) -> None:
@@ -273,13 +267,10 @@ def test_a_file_that_shrinks_after_it_was_opened(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_values_that_are_not_finite_are_counted(dtype: torch.dtype, value: float) -> None:
-    largest = torch.full((10,), torch.finfo(dtype).max, dtype=dtype)
-    assert count_non_finite(largest) == 0
-    for position in (0, 4, 9):
-        bad = largest.clone()
-        bad[position] = value
-        assert count_non_finite(bad.reshape(5, 2).T) == 1
-    for tensor in (torch.zeros(0), torch.arange(3), torch.ones(3, dtype=torch.bool)):
-        assert count_non_finite(tensor) == 0
+def test_values_that_are_not_finite_are_counted(dtype: torch.dtype) -> None:
+    values = torch.full((10,), torch.finfo(dtype).max, dtype=dtype)
+    for count, (position, value) in enumerate([(0, "nan"), (4, "inf"), (9, "-inf")]):
+        assert count_non_finite(values.reshape(5, 2).T) == count
+        values[position] = float(value)
+    assert count_non_finite(values) == 3
+    assert [count_non_finite(torch.zeros(size, dtype=torch.int64)) for size in (0, 3)] == [0, 0]

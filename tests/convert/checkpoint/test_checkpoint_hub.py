@@ -165,6 +165,7 @@ def test_a_download_is_whole_and_then_serves_offline(hub: Hub, folder: Path, ask
     assert hub.served == []
 
 
+@pytest.mark.slow
 def test_legacy_files_are_fetched_only_where_there_are_no_safetensors(hub: Hub, folder: Path, ask) -> None:
     torch.save({"w": torch.ones(3)}, folder / "pytorch_model.bin")
     ask("open_checkpoint('team/tiny'); show(0)")

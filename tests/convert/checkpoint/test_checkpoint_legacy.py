@@ -43,9 +43,7 @@ def test_values_shared_storage_and_views(folder: Path, zipped: bool) -> None:
         assert found.is_contiguous()
         assert not found.requires_grad
         assert info.nbytes == found.numel() * found.element_size()
-        assert torch.equal(
-            torch.cat([*checkpoint.chunks(name, 5), torch.zeros(0, dtype=found.dtype)]), found.reshape(-1)
-        )
+        assert torch.equal(torch.cat(list(checkpoint.chunks(name, 5))), found.reshape(-1))
         found.zero_()
     assert torch.equal(checkpoint.read("part"), base[1:3])
     assert all(checkpoint.raw_path(info) is None for info in checkpoint.tensors.values())
@@ -92,9 +90,8 @@ def test_truncated(folder: Path, zipped: bool) -> None:
     path = folder / "pytorch_model.bin"
     torch.save({"a": torch.ones(1000)}, path, _use_new_zipfile_serialization=zipped)
     os.truncate(path, path.stat().st_size - 1000)
-    with pytest.raises(InputError, match="not a whole file of plain tensors: ") as caught:
+    with pytest.raises(InputError, match=r"not a whole file of plain tensors: [^\n]*$"):
         open_checkpoint(folder)
-    assert "\n" not in str(caught.value)
 
 
 def test_an_archive_that_unpacks_to_far_more(folder: Path) -> None:

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from kvfold.convert.checkpoint import writer as writing
+from kvfold.convert.checkpoint.hashing import hashing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor, Shard, assign_shards, tensor_places
 from kvfold.convert.checkpoint.tensors import dtype_name
@@ -57,6 +58,10 @@ def copies(checkpoint: Checkpoint, **dtypes: str) -> list[OutputTensor]:
     """Outputs that are all copied; ``dtypes`` maps a stored dtype to the one wanted."""
     infos = checkpoint.tensors.values()
     return [OutputTensor(info.name, dtypes.get(info.dtype, info.dtype), info.shape, info.name) for info in infos]
+
+
+def plan_of(names: str) -> list[Shard]:
+    return assign_shards([OutputTensor(name, "F32", (2,), None) for name in names], GB)
 
 
 def copied(checkpoint: Checkpoint, out: Path, outputs: list[OutputTensor]) -> dict[str, torch.Tensor]:
@@ -172,6 +177,13 @@ def test_an_error_beside_the_copy_stops_it(checkpoint: Checkpoint, out: Path, mo
     assert len(steps) * 8 < total(checkpoint) / 2
 
 
+def test_an_error_beside_the_hashing_stops_it(out: Path) -> None:
+    writer = ShardWriter(out, shards := plan_of("ab"))
+    with suppress(ZeroDivisionError), hashing(out, shards, writer.written):
+        raise ZeroDivisionError
+    assert not any(thread.name.startswith("kvfold-hash") for thread in threading.enumerate())
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_an_error_of_the_copy_reaches_the_next_write_or_the_end(checkpoint: Checkpoint, out: Path, wait: bool) -> None:
     (checkpoint.folder / "model-0.safetensors").write_bytes(b"")
@@ -225,10 +237,6 @@ def test_legacy_sources(tmp_path: Path, out: Path, dtype: str) -> None:
     found = loaded(out)
     assert all(torch.equal(found[name], wanted) for name in ("embed", "head"))
     assert torch.equal(found["turned"], wanted.T)
-
-
-def plan_of(names: str) -> list[Shard]:
-    return assign_shards([OutputTensor(name, "F32", (2,), None) for name in names], GB)
 
 
 def test_plans_that_are_not_followed(out: Path, told: Any) -> None:
