@@ -1,11 +1,9 @@
 """The folder of a run: its tokens, read from all over the text, packed, held out, permuted and divided, and what an
 interrupted run left, which is believed only where it is what was written."""
 
-import hashlib
 import json
 import os
 import re
-import sys
 import time
 from collections import Counter, namedtuple
 from dataclasses import replace
@@ -125,27 +123,24 @@ def test_parts_hold_every_line_once(tmp_path, suffix):
 
 def test_an_epoch_takes_every_sequence_once_in_an_order_that_the_seed_decides(tmp_path):
     path = numbered(tmp_path)
-    tokens = made(tmp_path / "run", plan_of(path, training=5000)).training
-    assert 930 < len(tokens) < 940  # all the text: 3000 documents of 10 tokens
-    assert len(whole_lines(tokens)) > 0.7 * 3000
-    order = TrainingOrder(tokens, 5000, seed=0)
+    first, again, other = (
+        made(tmp_path / name, plan_of(path, training=5000, seed=seed)).training
+        for name, seed in (("first", 0), ("again", 0), ("other", 1))
+    )
+    count = len(first)
+    assert 930 < count < 940  # all the text: 3000 documents of 10 tokens
+    assert len(whole_lines(first)) > 0.7 * 3000
+    assert torch.equal(first, again)
+    assert not torch.equal(first[:100], other[:100])
+    order, same, drawn = (TrainingOrder(*each) for each in ((first, 5000, 0), (again, 5000, 0), (other, 5000, 1)))
     assert len(order) == 5000
-    epochs = [
-        [tuple(order[i]["input_ids"].tolist()) for i in range(start, start + len(tokens))] for start in (0, len(tokens))
-    ]
-    assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(map(tuple, tokens.tolist()))
+    epochs = [[tuple(order[i]["input_ids"].tolist()) for i in range(begin, begin + count)] for begin in (0, count)]
+    assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(map(tuple, first.tolist()))
     assert epochs[0] != epochs[1]
-    assert order[0]["input_ids"].dtype == torch.int64
     assert tuple(order[7]["input_ids"].tolist()) == epochs[0][7]  # back in the epoch before
-    first = torch.tensor(epochs[0][:100])
-    runs = [
-        made(tmp_path / f"{seed}{name}", plan_of(path, training=900, seed=seed))
-        for name, seed in (("a", 0), ("b", 0), ("c", 1))
-    ]
-    again, same, other = (TrainingOrder(run.training, 900, seed) for run, seed in zip(runs, (0, 0, 1), strict=True))
-    assert all(torch.equal(again[i]["input_ids"], same[i]["input_ids"]) for i in range(100))
-    assert not all(torch.equal(again[i]["input_ids"], other[i]["input_ids"]) for i in range(100))
-    numbers = [int(line[2:8]) for line in whole_lines(first)]
+    assert all(torch.equal(order[i]["input_ids"], same[i]["input_ids"]) for i in range(100))
+    assert not all(torch.equal(order[i]["input_ids"], drawn[i]["input_ids"]) for i in range(100))
+    numbers = [int(line[2:8]) for line in whole_lines(torch.tensor(epochs[0][:100]))]
     assert max(numbers) - min(numbers) > 1000  # a batch is from all over the text
 
 
@@ -163,7 +158,7 @@ def test_a_large_file_is_not_read_whole(tmp_path, monkeypatch):
     assert max(lines) - min(lines) > 30_000  # from all over the file
 
 
-@pytest.mark.parametrize(("world", "micro"), [(1, 8), (2, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("world", "micro"), [(1, 8), (1, 5), (2, 99), (2, 2), (4, 1)])
 @pytest.mark.parametrize("behind", [0, 2])
 def test_processes_share_the_global_batch_of_one(world, micro, behind):
     """As Trainer and accelerate divide it, from the start and resumed after ``behind`` steps."""
@@ -180,6 +175,11 @@ def test_processes_share_the_global_batch_of_one(world, micro, behind):
     assert torch.equal(torch.stack(parts, dim=2).view(3 - behind, 8), expected)  # processes take turns
 
 
+def test_a_batch_that_does_not_divide():
+    with pytest.raises(InputError, match="--batch-tokens: 6 sequences per step do not divide over 4 processes"):
+        divide_batch(6, 1, 4)
+
+
 def test_held_out_text_is_never_trained_on(tmp_path):
     path, other = numbered(tmp_path), tmp_path / "other.txt"
     tokens = made(tmp_path / "run", plan_of(path, training=5000, held_out=40))
@@ -193,13 +193,6 @@ def test_held_out_text_is_never_trained_on(tmp_path):
     assert tokens.held_out.shape == (15, 32)
     assert read(tokens.held_out)[1:] in other.read_text()
     assert len(tokens.training) == 900
-
-
-def test_a_global_batch_is_divided():
-    sizes = {(16, 4, 1): (4, 4), (12, 5, 2): (3, 2), (7, 4, 1): (1, 7), (8, 99, 2): (4, 1)}
-    assert {each: divide_batch(*each) for each in sizes} == sizes
-    with pytest.raises(InputError, match="--batch-tokens: 6 sequences per step do not divide over 4 processes"):
-        divide_batch(6, 1, 4)
 
 
 def test_too_little_text(tmp_path, told):
@@ -286,12 +279,10 @@ def test_the_digest_of_a_large_file_is_of_cells_from_its_first_to_its_last_byte(
     path, content = tmp_path / "long.txt", b"a" * (63 * 20_000 + 1000)
     path.write_bytes(content)
     text = open_corpus(str(path), None, 0)
-    assert text.digest(sampled=True) == hashlib.sha256(b"a" * 64_000).hexdigest() != text.digest()
+    before = text.digest(sampled=True)
     for place in (0, 1_000_000, len(content) - 1):
         path.write_bytes(content[:place] + b"b" + content[place + 1 :])
-        assert text.digest(sampled=True) != hashlib.sha256(b"a" * 64_000).hexdigest(), place
-    path.write_bytes(content[: 1 << 20])
-    assert text.digest(sampled=True) == text.digest()
+        assert text.digest(sampled=True) != before, place
 
 
 def test_a_text_edited_while_it_is_tokenized_is_another_one(tmp_path, monkeypatch):
@@ -379,11 +370,6 @@ def request_(tmp_path):
     return request
 
 
-def newest(request):
-    found = last_checkpoint(request)
-    return None if found is None else found.name
-
-
 @pytest.mark.parametrize("name", ["optimizer/0.distcp", COMPLETE])
 @pytest.mark.parametrize("damage", ["cut", "empty", "other bytes", "removed", "folder", "link"])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(request_, capsys, name, damage):
@@ -398,7 +384,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(request_, capsys, name
     elif damage != "removed":
         file.write_bytes({"cut": data[:-1], "empty": b"", "other bytes": bytes([data[0] ^ 1]) + data[1:]}[damage])
     expected = "checkpoint-8" if (name, damage) == (COMPLETE, "link") else "checkpoint-4"
-    assert newest(request_) == expected
+    assert last_checkpoint(request_).name == expected
     told = capsys.readouterr().err
     half_written = name == COMPLETE and damage == "removed"  # as a killed run leaves it
     assert ("--resume: checkpoint-8 is damaged and left out" in told) == (
@@ -407,15 +393,18 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(request_, capsys, name
 
 
 def test_without_a_sound_checkpoint_the_run_starts_over(request_):
-    assert newest(request_) == "checkpoint-8"
+    assert last_checkpoint(request_).name == "checkpoint-8"
     for step in (4, 8):
         (request_.work / f"checkpoint-{step}" / "model.safetensors").unlink()
-    assert newest(request_) is None
+    assert last_checkpoint(request_) is None
 
 
-def test_options_that_cannot_be_read(request_):
+def test_a_folder_that_holds_no_options_of_a_run_is_left_alone(request_):
     (request_.work / "request.json").write_bytes(b"[")
     with pytest.raises(InputError, match=r"request.json: not valid JSON"):
+        last_checkpoint(request_)
+    (request_.work / "request.json").unlink()
+    with pytest.raises(InputError, match="holds something else than a run, which would write its log there"):
         last_checkpoint(request_)
 
 
@@ -431,32 +420,27 @@ def test_two_runs_to_one_output(tmp_path):
 def two_of_them():
     """Both wait longer for the first one's work than the training's timeout, and both get its error."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=1))
-    calls = []
+    begin = time.monotonic()
 
     def slow():
-        time.sleep(2)
-        calls.append(int(os.environ["RANK"]))
-        return "done"
+        time.sleep(1.5)
+        return int(os.environ["RANK"])
 
     def wrong():
         raise InputError("no text", ["a detail"])
 
-    begin = time.monotonic()
     result = run_on_first(slow)
     seconds = time.monotonic() - begin
     try:
         run_on_first(wrong)
     except InputError as error:
-        print(json.dumps({"result": result, "calls": calls, "waited": seconds > 1.5, "error": str(error)}))
+        print(json.dumps([result, seconds > 1.2, str(error)]))
     leave_processes()
-    print(dist.is_initialized(), file=sys.stderr)
+    assert not dist.is_initialized()
 
 
 def test_the_others_wait_longer_than_the_timeout_of_the_training_and_share_its_error(tmp_path):
     torch.set_num_threads(1)  # a fork has one thread
     ended = forked.run_ranks(tmp_path, two_of_them)
     assert [each.status for each in ended] == [0, 0], ended
-    assert all(each.stderr.endswith("False\n") for each in ended)
-    same = {"waited": True, "error": "no text\n  a detail"}
-    assert json.loads(ended[0].stdout) == {"result": "done", "calls": [0], **same}
-    assert json.loads(ended[1].stdout) == {"result": None, "calls": [], **same}
+    assert [json.loads(each.stdout) for each in ended] == [[first, True, "no text\n  a detail"] for first in (0, None)]
