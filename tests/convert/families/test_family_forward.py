@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
-from transformers.cache_utils import DynamicCache
 
 from kvfold.convert.families.family import family_of, supported
 from kvfold.convert.families.layout import layer_rotary, read_layer
@@ -184,8 +183,10 @@ ALL = [
 def check(folder: Path) -> None:
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     tokens = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(6))
+    decoder = Decoder(folder, stock)
+    assert decoder.model.tensor_problems(decoder.tensors) == []
     with torch.no_grad():
-        torch.testing.assert_close(Decoder(folder, stock)(tokens), stock(tokens).logits, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(decoder(tokens), stock(tokens).logits, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize(("name", "changes"), ALL, ids=str)
@@ -201,14 +202,3 @@ def test_it_agrees_with_every_flag_the_other_way_and_an_eps_that_is_felt(name, t
     if name == "falcon":  # eager attention adds ALiBi twice, and the newer architecture is always parallel
         flags |= {"alibi": False, "parallel_attn": True}
     check(tiny_family(name, **flags, **{key: 0.2 for key in keys if key.endswith(("_eps", "_epsilon"))}))
-
-
-@pytest.mark.parametrize("name", supported())
-def test_windows_are_those_of_the_stock_cache(name, tiny_family):
-    folder = tiny_family(name)
-    config = json.loads((folder / "config.json").read_text())
-    model = model_of(config)
-    stock = AutoModelForCausalLM.from_pretrained(folder).config
-    cache = DynamicCache(config=stock)
-    windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
-    assert [layer.window for layer in model.layers] == windows

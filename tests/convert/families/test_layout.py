@@ -1,6 +1,5 @@
 """Stored attention tensors <-> canonical weights, for the layouts that a family file can name."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 from kvfold.convert.families.family import load_family
 from kvfold.convert.families.layout import read_layer, write_layer
-from kvfold.convert.families.model import Model, model_of
+from kvfold.convert.families.model import Model
 
 CONFIG = {
     "model_type": "llama",
@@ -31,32 +30,6 @@ def stored(model: Model) -> dict[str, torch.Tensor]:
     shapes = {name: tensor.shape for name, tensor in model.tensors.items() if "self_attn" in name}
     generator = torch.Generator().manual_seed(3)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
-def test_concatenated_rows_are_queries_then_keys_then_values():
-    family = load_family("phi3")
-    family = replace(family, attention=replace(family.attention, qkv_bias=True))
-    model = Model(family, {**CONFIG, "num_key_value_heads": 3})
-    tensors = stored(model)
-    weights = read_layer(model, 0, tensors.__getitem__)
-    rows = tensors["model.layers.0.self_attn.qkv_proj.weight"].view(6 + 3 + 3, 4, 24)
-    assert torch.equal(weights.q, rows[:6])
-    assert torch.equal(weights.k, rows[6:9])
-    assert torch.equal(weights.v, rows[9:])
-    assert torch.equal(weights.v_bias, tensors["model.layers.0.self_attn.qkv_proj.bias"].view(12, 4)[9:])
-
-
-def test_interleaved_rotary_storage_becomes_half_split(tiny_family):
-    model = model_of(json.loads((tiny_family("cohere") / "config.json").read_text()))
-    tensors = stored(model)
-    weights = read_layer(model, 0, tensors.__getitem__)
-    name = "model.layers.0.self_attn."
-    rows = tensors[f"{name}q_proj.weight"].view(8, 8, 64)
-    assert torch.equal(weights.q[:, :4], rows[:, 0::2])
-    assert torch.equal(weights.q[:, 4:], rows[:, 1::2])
-    assert torch.equal(weights.k_norm.weight[:, 4:], tensors[f"{name}k_norm.weight"][:, 1::2])
-    assert torch.equal(weights.k_bias[:, :4], tensors[f"{name}k_proj.bias"].view(8, 8)[:, 0::2])
-    assert torch.equal(weights.v.flatten(0, 1), tensors[f"{name}v_proj.weight"])
 
 
 def test_roles_select_what_is_written_in_the_stored_dtype():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvfold.convert.errors import InputError
@@ -61,28 +61,6 @@ def check(config: dict, frequencies: torch.Tensor, amplitude: float) -> None:
     torch.testing.assert_close(rotary.theta, frequencies.double(), **FREQUENCIES)
     assert rotary.amplitude == pytest.approx(amplitude, rel=1e-12)
     assert model_of(config).geometry.rotary_dims == rotary.dims
-
-
-@pytest.mark.parametrize("name", supported())
-def test_every_family_rotates_as_its_stock_class(name, tiny_family):
-    folder = tiny_family(name)
-    config = json.loads((folder / "config.json").read_text())
-    model = model_of(config)
-    stock = AutoModelForCausalLM.from_pretrained(folder)
-    for layer in range(model.geometry.layers):
-        how, rotary = model.layers[layer], layer_rotary(model, layer)
-        prefix = f"{how.type}_" if model.family.rotary.by_type else ""
-        if not how.rotates:  # which layers do is tested by their forward
-            assert rotary.dims == 0
-            continue
-        if name == "gptj":  # has a table of sines and cosines by position instead
-            sines = stock.base_model.h[layer].attn.embed_positions[1, : rotary.dims // 2]
-            torch.testing.assert_close(rotary.theta, sines.double().asin(), rtol=1e-6, atol=0.0)
-            continue
-        frequencies = getattr(stock.base_model.rotary_emb, f"{prefix}inv_freq")
-        torch.testing.assert_close(rotary.theta, frequencies.double(), **FREQUENCIES)
-        amplitude = getattr(stock.base_model.rotary_emb, f"{prefix}attention_scaling")
-        assert rotary.amplitude == pytest.approx(amplitude, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", supported())

@@ -10,8 +10,6 @@ from kvfold.convert.families.model import model_of
 from kvfold.convert.targets.mla.config import LatentTarget, context, mla_config, plain_base, stored_rope
 from kvfold.convert.targets.mla.layout import mla_shapes
 from kvfold.convert.targets.mla.problems import latent_problems
-from kvfold.convert.targets.mla.tensors import CONSTANT, interleave, mla_tensors, norm_weight, spread
-from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
 
 SIZES = {
     "hidden_size": 64,
@@ -157,82 +155,6 @@ def test_plain_rope_is_recognized_and_anything_else_is_longrope():
         assert inverse == pytest.approx(other, rel=1e-12)
 
 
-def random_latent(rank=5, rope=4, query=False, bias=True):
-    generator = torch.Generator().manual_seed(0)
-
-    def rand(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    return LatentWeights(
-        down=rand(rank, 16),
-        rope_key=rand(rope, 16),
-        q_nope=rand(2, 8, 16),
-        q_rope=rand(2, rope, 16),
-        uk=rand(2, 8, rank),
-        uv=rand(2, 8, rank),
-        o=rand(16, 2, 8),
-        theta=torch.ones(rope // 2, dtype=torch.float64),
-        scale=8**-0.5,
-        down_bias=rand(rank) if bias else None,
-        query=QueryLatent(rand(6, 16), rand(2, 8, 6), rand(2, rope, 6)) if query else None,
-    )
-
-
-@pytest.mark.parametrize("rank", [5, 47, 511, 2000])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_holds_the_constant_and_its_norm_exactly(rank, dtype):
-    weight = norm_weight(rank + 1)
-    for value in (CONSTANT, weight):
-        assert torch.tensor(value, dtype=dtype).item() == value
-    remainder = CONSTANT / (rank + 1) ** 0.5 / weight
-    assert 0.7 < remainder < 1.42
-    stored = mla_tensors(random_latent(rank), 0, LatentTarget(rank + 1, 4))
-    assert stored["model.layers.0.self_attn.kv_a_proj_with_mqa.bias"][rank].to(dtype).item() == CONSTANT
-    assert not stored["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"][rank].any()
-    assert (stored["model.layers.0.self_attn.kv_a_layernorm.weight"] == weight).all()
-
-
-def test_constant_channel_undoes_the_norm():
-    latent, target = random_latent(), LatentTarget(6, 4)
-    latent = latent.map(lambda tensor: tensor / 10)  # about unit energy
-    stored = {
-        name.removeprefix("model.layers.0.self_attn."): t.double() for name, t in mla_tensors(latent, 0, target).items()
-    }
-    x = torch.randn(100, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    c = (x @ stored["kv_a_proj_with_mqa.weight"].T + stored["kv_a_proj_with_mqa.bias"])[:, :6]
-    normed = c / c.square().mean(-1, keepdim=True).add(1e-6).sqrt() * stored["kv_a_layernorm.weight"]
-    expected = (x @ latent.down.double().T + latent.down_bias.double()) @ torch.cat([latent.uk, latent.uv], 1).flatten(
-        0, 1
-    ).double().T
-    error = (normed @ stored["kv_b_proj.weight"].T - expected).abs().max() / expected.abs().max()
-    assert error < 1e-5
-
-
-def test_rotary_rows_are_stored_in_pairs():
-    assert interleave(torch.tensor([0, 1, 2, 10, 11, 12]), 0).tolist() == [0, 10, 1, 11, 2, 12]
-
-
-@pytest.mark.parametrize(
-    ("latent", "target", "text"),
-    [
-        (random_latent(), LatentTarget(7, 4), "latent: 5 channels and 4 rotary dims must be 6 and 4"),
-        (
-            random_latent(),
-            LatentTarget(5, 4, layout="engine"),
-            "latent: layout engine has no place for down_bias",
-        ),
-        (
-            LatentWeights(**{**vars(random_latent()), "q_nope_bias": torch.zeros(2, 8)}),
-            LatentTarget(6, 4),
-            r"latent: a bias on queries needs a query latent \(transforms/latent/variants.py\)",
-        ),
-    ],
-)
-def test_weights_that_do_not_fit_their_layout(latent, target, text):
-    with pytest.raises(ValueError, match=text):
-        mla_tensors(latent, 0, target)
-
-
 @pytest.mark.parametrize(
     ("rank", "rope", "dim", "heads"),
     [
@@ -248,10 +170,3 @@ def test_weights_that_do_not_fit_their_layout(latent, target, text):
 def test_heads_are_padded_to_the_nearest_kernel_where_the_cache_has_one(rank, rope, dim, heads):
     assert LatentTarget(rank, rope, layout="engine").head_dims(dim) == heads
     assert LatentTarget(rank, rope).head_dims(dim) == (dim, dim)
-
-
-def test_rotary_pairs_are_spread_to_where_plain_rope_turns_them_alike():
-    spread_out = spread(torch.arange(1.0, 9.0), 0, 16)
-    assert spread_out.tolist() == [1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7, 0, 8, 0]
-    few, many = ([1e4 ** (-i / pairs) for i in range(pairs)] for pairs in (4, 8))
-    assert many[::2] == pytest.approx(few)

@@ -2,6 +2,8 @@
 
 import json
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from kvfold.convert import inspect_checkpoint
 from kvfold.convert.families.model import model_of
 from kvfold.convert.targets.mla.config import LatentTarget, mla_config
 from kvfold.convert.targets.mla.layout import mla_shapes, padding
-from kvfold.convert.targets.mla.tensors import mla_tensors
+from kvfold.convert.targets.mla.tensors import CONSTANT, mla_tensors, norm_weight
 from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
 
 TOKENS = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(3))
@@ -51,8 +53,12 @@ class LatentAttention(nn.Module):
         return out, None
 
 
-def random_latent(size, target, generator):
+SMALL = SimpleNamespace(heads=2, head_dim=8, model_dim=16)
+
+
+def random_latent(size, target, seed=0):
     """Weights for inputs of about one, with all biases that the layout has a place for; latents of unit energy."""
+    generator = torch.Generator().manual_seed(seed)
 
     def rand(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64) / math.sqrt(shape[-1])
@@ -88,8 +94,7 @@ def written(tiny_family, tmp_path):
         changes = {"mlp_bias": False, "attention_bias": False, "tie_word_embeddings": True}
         source = tiny_family("llama", num_key_value_heads=2, **changes)
         bound, stored = model_of(json.loads((source / "config.json").read_text())), tensors(source)
-        generator = torch.Generator().manual_seed(7)
-        latents = [random_latent(bound.geometry, target, generator) for _ in range(bound.geometry.layers)]
+        latents = [random_latent(bound.geometry, target, seed) for seed in range(bound.geometry.layers)]
         made = {k: v for layer, latent in enumerate(latents) for k, v in mla_tensors(latent, layer, target).items()}
         made |= {name: stored[of].clone() for name, (_, of) in mla_shapes(bound, target).items() if of is not None}
         save_file(
@@ -195,3 +200,41 @@ def test_scaled_rope_in_a_deepseek_model_is_nothing_that_engines_were_tried_with
     config["rope_parameters"]["factor"] = 4.0
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert inspect_checkpoint(str(tmp_path)).engines == []
+
+
+@pytest.mark.parametrize("rank", [5, 47, 511, 2000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_holds_the_constant_and_its_norm_exactly(rank, dtype):
+    weight = norm_weight(rank + 1)
+    for value in (CONSTANT, weight):
+        assert torch.tensor(value, dtype=dtype).item() == value
+    remainder = CONSTANT / (rank + 1) ** 0.5 / weight
+    assert 0.7 < remainder < 1.42
+    target = LatentTarget(rank + 1, 4)
+    stored = mla_tensors(random_latent(SMALL, target), 0, target)
+    assert stored["model.layers.0.self_attn.kv_a_proj_with_mqa.bias"][rank].to(dtype).item() == CONSTANT
+    assert not stored["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"][rank].any()
+    assert (stored["model.layers.0.self_attn.kv_a_layernorm.weight"] == weight).all()
+
+
+@pytest.mark.parametrize(
+    ("made_for", "changes", "target", "text"),
+    [
+        (LatentTarget(6, 4), {}, LatentTarget(7, 4), "latent: 5 channels and 4 rotary dims must be 6 and 4"),
+        (
+            LatentTarget(5, 4, layout="engine"),
+            {"down_bias": torch.zeros(5)},
+            LatentTarget(5, 4, layout="engine"),
+            "latent: layout engine has no place for down_bias",
+        ),
+        (
+            LatentTarget(6, 4),
+            {"q_nope_bias": torch.zeros(2, 8)},
+            LatentTarget(6, 4),
+            r"latent: a bias on queries needs a query latent \(transforms/latent/variants.py\)",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_their_layout(made_for, changes, target, text):
+    with pytest.raises(ValueError, match=text):
+        mla_tensors(replace(random_latent(SMALL, made_for), **changes), 0, target)
