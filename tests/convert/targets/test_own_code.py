@@ -276,6 +276,7 @@ def test_conversions_are_calibrated_checked_and_described(name, options, attenti
         convert(out, tmp_path / "again", kv_heads=1)
 
 
+@pytest.mark.slow  # a calibration of 64 channels
 @torch.no_grad()
 def test_norms_are_exact_after_calibration_too_and_their_divisors_count(tiny_family, tmp_path):
     """Constant parts of keys, from biases, dims without rotation and centered norms, are divided as well."""
