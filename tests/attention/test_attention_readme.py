@@ -1,6 +1,5 @@
 """The package's README: its code runs, its table is what the functions say."""
 
-import importlib
 import inspect
 import re
 from pathlib import Path
@@ -33,11 +32,8 @@ def test_table_of_cached_numbers():
 
 
 @pytest.mark.parametrize("name", kvfold.attention.__all__)
-def test_every_public_name_is_defined_in_this_package_and_documented(name):
+def test_public_docstrings_give_the_shapes_of_tensors(name):
     thing = getattr(kvfold.attention, name)
-    assert thing.__module__.startswith("kvfold.attention.")
-    assert getattr(importlib.import_module(thing.__module__), name) is thing
-    assert inspect.getdoc(thing)
     methods = [call for key, call in vars(thing).items() if inspect.isfunction(call) and not key.startswith("_")]
     for call in [thing, *(methods if inspect.isclass(thing) else ())]:
         parameters = inspect.signature(call).parameters.values()

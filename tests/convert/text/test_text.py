@@ -63,7 +63,7 @@ def tokenizer() -> Any:
 
 
 def lines(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
