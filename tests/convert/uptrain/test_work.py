@@ -228,9 +228,7 @@ def test_a_dataset_is_streamed_and_read_no_further_than_needed(tmp_path, monkeyp
     monkeypatch.setattr(texts, "_dataset_documents", documents)
     monkeypatch.setattr("kvfold.convert.text.tokenizer._BATCH", 1000)
     plan = plan_of("some/name", training=200, held_out=10)
-    assert plan.text.name == "dataset some/name"
     tokens = made(tmp_path / "run", plan)
-    assert read(tokens.held_out).startswith("<[000000]")
     held_out, trained = (set(re.findall(r"\[\d{6}\]", read(part))) for part in (tokens.held_out, tokens.training))
     assert (min(held_out), max(held_out)) == ("[000000]", "[000004]")
     assert min(trained) == "[000005]"
@@ -261,14 +259,11 @@ def test_tokens_are_opened_only_for_the_run_they_were_made_for(tmp_path):
     with path.open("a") as file:
         file.write('{"text": "more"}\n')
     assert open_tokens(plan_of(path, training=50, held_out=4), tmp_path / "run") is None
-    path.write_bytes(content)
-    assert open_tokens(plan, tmp_path / "run") is not None
     path.write_bytes(content.replace(b"[000700]", b"[000701]"))
-    assert path.stat().st_size == len(content)
     assert open_tokens(plan, tmp_path / "run") is None
     path.write_bytes(content)
+    assert open_tokens(plan, tmp_path / "run") is not None
     file = tmp_path / "run" / "tokens.bin"
-    assert file.stat().st_size == 4 * 54 * 32
     file.write_bytes(file.read_bytes()[:-4])
     assert open_tokens(plan, tmp_path / "run") is None
 
@@ -296,7 +291,6 @@ def test_a_text_edited_while_it_is_tokenized_is_another_one(tmp_path, monkeypatc
     monkeypatch.setattr("kvfold.convert.uptrain.work.tokenize", edited)
     plan = plan_of(path, training=5000)
     make_tokens(plan, tmp_path)
-    assert path.read_bytes() != content
     assert open_tokens(plan, tmp_path) is None
     path.write_bytes(content)
     assert open_tokens(plan, tmp_path) is not None
