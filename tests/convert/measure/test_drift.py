@@ -45,16 +45,6 @@ def test_every_number_stands_with_its_floor():
     assert "1 0.1250 1e-07 0.5000 2e-07 2.0e-05 3e-07 0.7500 4e-07 - 5e-14" in found
 
 
-def test_lines_fit_in_a_hundred_columns_whatever_the_numbers():
-    wild = LayerDrift(127, math.inf, 123456.789, math.nan, 1e-30, 99999.5, (HeadDrift(127, 3, math.inf, None),))
-    measured = replace(REPORT.measured, layers=(wild,), kl=math.nan, student_loss=1e4)
-    floor = replace(REPORT.floor, measured=replace(REPORT.floor.measured, layers=LOW[:1]))
-    table = drift_table(replace(REPORT, measured=measured, floor=floor, student_cache_bytes=123456789))
-    assert max(map(len, table.splitlines())) <= 100
-    assert "nan" in table
-    assert "inf" in table
-
-
 def test_the_table_says_what_is_missing_identical_or_different():
     without = rows(replace(REPORT, floor=None))
     assert without[1] == "floor: not measured"
@@ -67,9 +57,8 @@ def test_the_table_says_what_is_missing_identical_or_different():
     assert first == "drift over 1 sequence of 512 tokens, float32 (converted: bfloat16) on cpu"
 
 
-def test_layers_and_then_rounding_are_counted(capsys):
+def test_layers_and_then_rounding_are_counted():
     calls = []
-    counted = {"progress": lambda done, total: calls.append((done, total)), "quiet": False}
-    drift_checkpoints(demo_folder(), demo_folder(), samples=1, seq_len=16, **counted)
+    options = {"samples": 1, "seq_len": 16, "quiet": True, "progress": lambda *at: calls.append(at)}
+    drift_checkpoints(demo_folder(), demo_folder(), **options)
     assert calls == [(done, 8) for done in range(1, 9)]
-    assert capsys.readouterr().err.startswith("comparing on 1 x 16 tokens of the built-in ")

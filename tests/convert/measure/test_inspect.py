@@ -15,29 +15,15 @@ FAMILIES = Path(__file__).resolve().parents[3] / "docs" / "families.md"
 
 def test_facts_of_the_shipped_model():
     facts = inspect_checkpoint(str(demo_folder()))
-    wanted = {
-        "family": "llama",
-        "attention": "MHA",
-        "layers": 4,
-        "heads": 8,
-        "kv_heads": 8,
-        "head_dim": 32,
-        "model_dim": 256,
-        "biases": [],
-        "qk_norm": None,
-        "rotary_dims": 32,
-        "rope": "default",
-        "dtype": "BF16",
-        "max_context": 512,
-    }
+    wanted = {"family": "llama", "attention": "MHA", "layers": 4, "heads": 8, "kv_heads": 8, "head_dim": 32}
+    wanted |= {"model_dim": 256, "biases": [], "qk_norm": None, "rotary_dims": 32, "rope": "default"}
+    wanted |= {"dtype": "BF16", "max_context": 512}
     assert {key: getattr(facts, key) for key in wanted} == wanted
-    assert facts.cache.numbers_per_token_and_layer == 512
-    assert facts.cache.bytes_per_token == 4 * 512 * 2
-    assert facts.cache.bytes == {"8k": 8192 * 4096, "128k": 131072 * 4096}
+    cache = facts.cache
+    assert (cache.numbers_per_token_and_layer, cache.bytes_per_token) == (512, 4 * 512 * 2)
+    assert cache.bytes == {"8k": 8192 * 4096, "128k": 131072 * 4096}
     saves = {target.options: target.saves for target in facts.targets}
-    assert saves["--to gqa --kv-heads 4"] == 0.5
-    assert saves["--to mqa"] == 0.875
-    assert saves["--to mla --budget 64"] == 0.875
+    assert saves.items() >= {"--to gqa --kv-heads 4": 0.5, "--to mqa": 0.875, "--to mla --budget 64": 0.875}.items()
 
 
 @pytest.mark.parametrize("name", supported())

@@ -1,20 +1,22 @@
-"""``--report`` and ``--plot``: one page that loads nothing, with a chart for everything that was measured."""
+"""The commands that measure, and ``--report``: a page that loads nothing, with a chart for everything measured."""
 
 import json
+import math
 import re
-import shutil
 from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
-from helpers.checkpoints import add_demo_tokenizer
 
-from kvfold.convert import console
+from kvfold.convert import console, inspect_checkpoint
 from kvfold.convert.cli import kvfold
 from kvfold.convert.measure.figures import attention_rows_by_head, excess_by_cache
 
 SVG = "{http://www.w3.org/2000/svg}"
+TEXT = ["--samples", 2, "--seq-len", 16]
 DRIFT = ["Drift by layer", "Attention rows by head", "Cache against context"]
+CONVERSION = ["What the fit of the output projection gained", "Rotary slots by frequency"]
+CONVERSION += [f"Spectrum of {what}, and the cut" for what in ("rotary keys", "the latent")]
 
 
 def run(*arguments):
@@ -24,17 +26,24 @@ def run(*arguments):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_family):
-    """Reports of a sweep, of a conversion by a budget, and of the drift of its result."""
-    place = tmp_path_factory.mktemp("report")
-    shutil.copytree(tiny_family("llama", vocab_size=2048, mlp_bias=False), place / "model")
-    add_demo_tokenizer(place / "model")
-    text = ["--samples", 2, "--seq-len", 16]
-    plot = ["--plot", place / "curve.svg"]
-    run("sweep", place / "model", "--targets", "mqa", "mla:16+8", *text, "--quiet", "--report", place / "sweep", *plot)
-    convert = ["convert", place / "model", place / "out", "--to", "mla", "--budget", 12, *text, "--quiet"]
-    run(*convert, "--report", place / "convert")
-    run("drift", place / "model", place / "out", *text, "--report", place / "drift", "--json", place / "drift.json")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("report")
+
+
+@pytest.fixture(scope="module")
+def swept(place, reader):
+    """What a sweep said that decided, wrote the smallest target, and drew."""
+    files = ["--json", place / "sweep.json", "--plot", place / "curve.svg", "--report", place / "sweep"]
+    targets = ["--targets", "mla:16+8", "mqa", "--within", 1e9, "--out", place / "mqa"]
+    return run("sweep", reader, *targets, *TEXT, *files)
+
+
+@pytest.fixture(scope="module")
+def folder(place, reader, swept):
+    """Pages of the sweep, of a conversion by a budget, and of the drift of its result."""
+    budget = ["--to", "mla", "--budget", 6, "--quiet"]
+    run("convert", reader, place / "out", *budget, *TEXT, "--report", place / "convert")
+    run("drift", reader, place / "out", *TEXT, "--report", place / "drift", "--json", place / "drift.json")
     return place
 
 
@@ -45,15 +54,28 @@ def page(folder, name):
     return ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
 
 
-CONVERSION = ["What the fit of the output projection gained", "Rotary slots by frequency"]
-CONVERSION += [f"Spectrum of {what}, and the cut" for what in ("rotary keys", "the latent")]
+def test_a_sweep_decides_and_writes(place, reader, swept):
+    said = [line for line in swept.stderr.splitlines() if not line.startswith("[")]  # "[0:50] reading .." if slow
+    assert said[0] == f"reading {reader}"
+    assert said[1].startswith("sweeping over 2 targets on 2 x 16 tokens")
+    found = json.loads((place / "sweep.json").read_text())
+    assert [target["target"] for target in found["targets"]] == ["mla:16+8", "mqa"]
+    assert found["smallest"] == "mqa"
+    mqa = found["targets"][1]
+    assert mqa["saving"] == 0.75
+    assert mqa["excess"]["low"] < mqa["excess"]["value"] < mqa["excess"]["high"]
+    assert mqa["command"] in swept.stdout
+    assert inspect_checkpoint(place / "mqa").attention == "MQA"
+    drift = json.loads((place / "mqa" / "kvfold.json").read_text())["drift"]
+    assert drift["kl"]["value"] == mqa["kl"]["value"]
+    assert math.isclose(drift["excess"]["value"], mqa["excess"]["value"])
 
 
 @pytest.mark.parametrize(
     ("name", "titles"),
     [
         ("drift", DRIFT),
-        ("convert", [*DRIFT, *CONVERSION, "Splits of 12 elements"]),
+        ("convert", [*DRIFT, *CONVERSION, "Splits of 6 elements"]),
         ("sweep", ["Cache against loss", "Drift by layer", "Cache against context"]),
     ],
 )
@@ -67,12 +89,11 @@ def test_every_chart_is_drawn_and_says_what_is_good(folder, name, titles):
     assert len(list(page(folder, name).iter("tr"))) > 2
 
 
-def test_a_plot_draws_the_same_chart_as_the_page(folder):
-    def paths(element):
-        return [path.get("d") for path in element.iter(f"{SVG}path")]
-
-    plot = paths(ElementTree.parse(folder / "curve.svg"))
-    assert len(plot) >= len(paths(next(page(folder, "sweep").iter("figure")).find(f"{SVG}svg"))) > 10
+def test_a_plot_draws_the_same_chart_as_the_page(place, swept):
+    plot, chart = ElementTree.parse(place / "curve.svg"), next(page(place, "sweep").iter("figure")).find(f"{SVG}svg")
+    drawn = [len(list(each.iter(f"{SVG}path"))) for each in (plot, chart)]
+    assert drawn[0] >= drawn[1] > 10
+    assert all(word in (place / "curve.svg").read_text() for word in ("MLA 16+8", "MQA"))
 
 
 def test_targets_of_one_size_stand_beside_each_other_and_a_line_joins_the_best():
@@ -89,26 +110,21 @@ def test_targets_of_one_size_stand_beside_each_other_and_a_line_joins_the_best()
     (axes,) = excess_by_cache({"source": {"elements": 384}, "targets": targets, "within": 0.01}).figure.axes
     bars = [bar.lines[0].get_xydata()[0] for bar in axes.containers]
     assert [value for _, value in bars] == [excess for _, excess in sizes.values()]
-    assert len({place for place, _ in bars}) == 4
+    assert len({x for x, _ in bars}) == 4
     assert any(line.get_ydata().tolist() == [0.11, 0.8] for line in axes.lines if len(line.get_ydata()) == 2)
     assert [text.get_text().split("\n") for text in axes.texts] == [["152+40", "128+64", "104+88"], ["64+32"]]
 
 
-def test_a_heat_map_has_a_cell_per_head(folder):
+def test_the_numbers_of_a_drift_name_their_inputs_and_fill_the_map_of_heads(folder, reader):
     drift = json.loads((folder / "drift.json").read_text())
     expected = [[head["row_kl"]["value"] for head in layer["heads"]] for layer in drift["layers"]]
     assert attention_rows_by_head(drift).figure.axes[0].images[0].get_array().tolist() == expected
-
-
-def test_drift_names_models_and_text_with_hashes_and_the_seed_draws_the_text(folder):
-    drift = json.loads((folder / "drift.json").read_text())
     assert [len(drift[name]["sha256"]) for name in ("source", "converted", "text")] == [64] * 3
     assert drift["text"]["seed"] == 0
-    line = ["drift", folder / "model", folder / "model", "--samples", 1, "--seq-len", 16, "--json", "-", "--seed"]
-    seeds = [json.loads(run(*line, seed).stdout) for seed in (0, 1, 1)]
-    losses = [each["perplexity"]["source"] for each in seeds]
-    assert losses[0] != losses[1] == losses[2]
-    assert seeds[1]["text"]["seed"] == 1
+    line = ["drift", reader, folder / "out", *TEXT, "--json", "-", "--seed"]
+    again, other = (json.loads(run(*line, seed).stdout) for seed in (0, 1))
+    assert again["perplexity"] == drift["perplexity"] != other["perplexity"]
+    assert other["text"]["seed"] == 1
 
 
 @pytest.mark.parametrize(

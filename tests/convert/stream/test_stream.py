@@ -25,23 +25,14 @@ SMALL = {
     "max_position_embeddings": 64,
 }
 WINDOW = {"sliding_window": 5}
-LATENT = {
-    "num_key_value_heads": 6,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-}
+LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW},
-    "qwen3": {"head_dim": 12},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12},
     "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 0.5, **WINDOW},
     "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window_pattern": 3, **WINDOW},
     "youtu": {**LATENT, "q_lora_rank": 20, "attention_bias": True},
-    "deepseek_v3": {**LATENT, "first_k_dense_replace": 3, "q_lora_rank": 20, "attention_bias": True},
-    "deepseek_v3-experts": {
+    "deepseek_v3": {
         **LATENT,
         "first_k_dense_replace": 1,
         "q_lora_rank": None,
@@ -66,13 +57,11 @@ ROPE: dict[str, dict[str, Any]] = {  # whose frequencies depend on the length of
 def tiny(family: str, **changes: Any) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
     """A random model of ``family`` with its config.json and its tensors as they would be stored."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family.split("-")[0], **{**SMALL, **MODELS[family], **changes})
+    config = AutoConfig.for_model(family, **{**SMALL, **MODELS[family], **changes})
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(
-                torch.randn_like(parameter) * 0.2 if parameter.dim() == 1 else torch.randn_like(parameter) * 0.1
-            )
+            parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.dim() == 1 else 0.1))
     stored = revert_weight_conversion(model, model.state_dict())
     if config.tie_word_embeddings:
         stored.pop("lm_head.weight")
@@ -168,8 +157,6 @@ def test_only_the_open_layer_is_in_memory(tokens: Tensor) -> None:
         held = layer.tensors
         assert held
     assert not held
-    assert not {**stream.parameters._loaded, **stream.parameters._tables}
-    assert all(parameter.is_meta for block in stream._frame.layers for parameter in block.parameters())
     assert all(parameter.is_meta for parameter in stream._frame.model.parameters())
 
 
@@ -216,19 +203,14 @@ def test_lower_precision_is_the_stock_model_loaded_in_that_precision(tmp_path: P
     torch.testing.assert_close(run(stream, tokens), expected)
 
 
-def test_missing_tensors_are_listed() -> None:
+def test_missing_tensors_and_unknown_models_are_named() -> None:
     _, config, stored = tiny("mixtral")
     gone = [name for name in stored if "layers.2" in name and ("w2" in name or "q_proj" in name)]
     stream = CheckpointStream(config, stored.__getitem__, set(stored) - set(gone))
     with pytest.raises(InputError) as caught, stream.open_layer(2):
         pass
     assert caught.value.message == "the checkpoint lacks tensors for 2 parameters of MixtralForCausalLM"
-    assert set(caught.value.details) == {
-        "model.layers.2.mlp.experts.down_proj",
-        "model.layers.2.self_attn.q_proj.weight",
-    }
-
-
-def test_unknown_model_types_are_refused() -> None:
+    lost = ("mlp.experts.down_proj", "self_attn.q_proj.weight")
+    assert set(caught.value.details) == {f"model.layers.2.{name}" for name in lost}
     with pytest.raises(InputError, match="model_type 'nonesuch' is not one that this transformers knows"):
-        CheckpointStream({"model_type": "nonesuch"}, dict[str, Tensor]().__getitem__, [])
+        CheckpointStream({"model_type": "nonesuch"}, stored.__getitem__, [])

@@ -13,14 +13,8 @@ from kvfold.convert.stream import weights as weights_of
 from kvfold.convert.stream.stock import empty_model
 from kvfold.convert.stream.weights import WeightMap
 
-CONFIG = LlamaConfig(
-    vocab_size=7,
-    hidden_size=8,
-    intermediate_size=12,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-).to_dict()
+SIZES = {"vocab_size": 7, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIG = LlamaConfig(**SIZES).to_dict()
 FUSED = WeightConverter(
     source_patterns="self_attn.qkv.weight",
     target_patterns=["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
@@ -38,54 +32,53 @@ def model() -> Any:
     return empty_model(CONFIG, torch.float32)
 
 
-def conversions(monkeypatch: pytest.MonkeyPatch, *entries: Any) -> None:
-    monkeypatch.setattr(weights_of, "get_model_conversion_mapping", lambda model: list(entries))
-
-
-def stored(model: Any) -> dict[str, Tensor]:
+@pytest.fixture
+def tensors(model: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
     return {name: torch.randn(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def load(weights: WeightMap, tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``conversions(*entries)``: transformers has these conversions for the model."""
+    return lambda *entries: monkeypatch.setattr(weights_of, "get_model_conversion_mapping", lambda model: list(entries))
+
+
+def load(model: Any, tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    weights, found = WeightMap(model, tensors), dict[str, Tensor]()
     for source in weights.under(prefix):
         found |= weights.load(source, tensors.__getitem__, torch.float32, "cpu")
     return found
 
 
-def test_a_fused_tensor_gives_several_parameters(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    conversions(monkeypatch, FUSED)
-    tensors = stored(model)
+def test_a_fused_tensor_gives_several_parameters(model: Any, tensors: dict[str, Tensor], conversions: Any) -> None:
+    conversions(FUSED)
     parts = [tensors.pop(f"model.layers.1.self_attn.{name}_proj.weight") for name in "qkv"]
     tensors["model.layers.1.self_attn.qkv.weight"] = torch.cat(parts)
-    found = load(WeightMap(model, tensors), tensors, "model.layers.1.")
+    found = load(model, tensors, "model.layers.1.")
     assert len(found) == 9
     for name, part in zip("qkv", parts, strict=True):
         assert torch.equal(found[f"model.layers.1.self_attn.{name}_proj.weight"], part)
 
 
-def test_several_tensors_make_one_parameter_in_the_converters_order(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    conversions(monkeypatch, JOINED)
-    tensors = stored(model)
+def test_several_tensors_make_one_parameter_in_order(model: Any, tensors: dict[str, Tensor], conversions: Any) -> None:
+    conversions(JOINED)
     whole = tensors.pop("model.layers.0.mlp.up_proj.weight")
     tensors["model.layers.0.mlp.low.weight"], tensors["model.layers.0.mlp.high.weight"] = whole[:5], whole[5:]
-    found = load(WeightMap(model, tensors), tensors, "model.layers.0.")
+    found = load(model, tensors, "model.layers.0.")
     assert torch.equal(found["model.layers.0.mlp.up_proj.weight"], whole)
 
 
-def test_renamed_tensors_are_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    conversions(monkeypatch, WeightRenaming(".feed_forward.", ".mlp."))
-    tensors = {name.replace(".mlp.", ".feed_forward."): tensor for name, tensor in stored(model).items()}
-    found = load(WeightMap(model, tensors), tensors, "model.layers.0.mlp")
+def test_renamed_tensors_are_found(model: Any, tensors: dict[str, Tensor], conversions: Any) -> None:
+    conversions(WeightRenaming(".feed_forward.", ".mlp."))
+    tensors = {name.replace(".mlp.", ".feed_forward."): tensor for name, tensor in tensors.items()}
+    found = load(model, tensors, "model.layers.0.mlp")
     assert sorted(name.split(".")[-2] for name in found) == ["down_proj", "gate_proj", "up_proj"]
 
 
-def test_a_base_models_file_lacks_the_prefix(model: Any) -> None:
-    tensors = {name.removeprefix("model."): tensor for name, tensor in stored(model).items()}
-    found = load(WeightMap(model, tensors), tensors, "model.layers.1.")
+def test_a_base_models_file_lacks_the_prefix(model: Any, tensors: dict[str, Tensor]) -> None:
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    found = load(model, tensors, "model.layers.1.")
     assert torch.equal(found["model.layers.1.mlp.up_proj.weight"], tensors["layers.1.mlp.up_proj.weight"])
 
 
@@ -97,22 +90,21 @@ def test_a_base_models_file_lacks_the_prefix(model: Any) -> None:
     ],
 )
 def test_two_ways_to_one_parameter_are_refused(
-    model: Any, monkeypatch: pytest.MonkeyPatch, conversion: Any, name: str, problem: str
+    model: Any, tensors: dict[str, Tensor], conversions: Any, conversion: Any, name: str, problem: str
 ) -> None:
-    conversions(monkeypatch, conversion)
+    conversions(conversion)
     with pytest.raises(KvfoldError, match=problem):
-        WeightMap(model, [*stored(model), f"model.layers.0.{name}.weight"])
+        WeightMap(model, [*tensors, f"model.layers.0.{name}.weight"])
 
 
-def test_a_split_of_the_wrong_size_is_refused(model: Any) -> None:
-    tensors = stored(model)
+def test_a_split_of_the_wrong_size_is_refused(model: Any, tensors: dict[str, Tensor]) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     tensors[name] = tensors[name].T
     with pytest.raises(InputError, match=rf"{name} has shape \[12, 8\] by config.json, but {name} gives \[8, 12\]"):
-        load(WeightMap(model, tensors), tensors, "model.layers.0.")
+        load(model, tensors, "model.layers.0.")
 
 
-def test_tied_parameters_come_from_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tied_parameters_come_from_each_other() -> None:
     tied = empty_model({**CONFIG, "tie_word_embeddings": True}, torch.float32)
     names = [name for name in tied.state_dict() if name != "lm_head.weight"]
     weights = WeightMap(tied, names)
