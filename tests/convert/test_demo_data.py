@@ -11,14 +11,13 @@ from types import ModuleType
 
 import pytest
 import torch
-from helpers.processes import run_python
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert.data import SEPARATOR, demo_folder, read_documents, read_text
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "demo"
-LATER_SPLITS = ("calibration", "held_out")
+WORD = re.compile(r"\w+")
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +53,6 @@ def recipe() -> Iterator[ModuleType]:
         sys.path.remove(str(RECIPES))
 
 
-def words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
-
-
-# The texts
-
-
 @pytest.mark.parametrize(("split", "count"), [("train", 400), ("calibration", 50), ("held_out", 25)])
 def test_documents_are_the_text_split_at_its_separator(split, count):
     documents = read_documents(split)
@@ -74,11 +66,12 @@ def test_documents_are_the_text_split_at_its_separator(split, count):
 def test_splits_share_no_paragraph_of_ten_words_and_almost_no_run_of_eight():
     seen: dict[str, str] = {}
     known: set[tuple[str, ...]] = set()
-    for split in ("train", *LATER_SPLITS):
+    for split in ("train", "calibration", "held_out"):
         for paragraph in re.split(r"\n\n+", read_text(split).replace(SEPARATOR, "\n\n")):
-            if len(said := words(paragraph)) >= 10:
+            if len(said := WORD.findall(paragraph.lower())) >= 10:
                 assert seen.setdefault(" ".join(said), split) == split, paragraph
-        runs = [tuple(said[i : i + 8]) for said in map(words, read_documents(split)) for i in range(len(said) - 7)]
+        documents = [WORD.findall(document.lower()) for document in read_documents(split)]
+        runs = [tuple(said[i : i + 8]) for said in documents for i in range(len(said) - 7)]
         if split == "train":
             known = set(runs)
         else:
@@ -91,25 +84,10 @@ def test_notice_carries_the_license_of_the_python_that_the_texts_are_from(traini
     assert all(each in notice for each in said)
 
 
-def test_accessors_import_neither_torch_nor_transformers():
-    script = (
-        "import sys; from kvfold.convert.data import demo_folder, read_documents;"
-        "demo_folder(); read_documents('held_out');"
-        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
-    )
-    assert run_python("-c", script).stdout == "[]\n"
-
-
-# The checkpoint
-
-
 def test_checkpoint_is_a_small_complete_multi_head_llama_in_bfloat16():
     config = json.loads((demo_folder() / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["num_attention_heads"] == config["num_key_value_heads"] == 8
-    names = {file.name for file in demo_folder().iterdir()}
-    expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
-    assert names == {*expected, "training.json"}
     assert sum(file.stat().st_size for file in demo_folder().iterdir()) <= 6_000_000
     weights = load_file(demo_folder() / "model.safetensors").values()
     assert all(weight.dtype == torch.bfloat16 and weight.isfinite().all() for weight in weights)
@@ -118,10 +96,10 @@ def test_checkpoint_is_a_small_complete_multi_head_llama_in_bfloat16():
 def test_tokenizer_gives_back_its_text_and_agrees_on_special_tokens(tokenizer, model):
     for text in [*read_documents("held_out")[:5], "Zürich\t→ 東京\r\n    indented", ""]:
         assert tokenizer.decode(tokenizer(text, verbose=False)["input_ids"]) == text
-    ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    assert tokenizer.convert_ids_to_tokens(list(ids)) == ["<s>", "</s>", "<pad>"]
-    for config in (model.config, model.generation_config):
-        assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == ids
+    for name, token in {"bos": "<s>", "eos": "</s>", "pad": "<pad>"}.items():
+        number = tokenizer.convert_tokens_to_ids(token)
+        holders = (tokenizer, model.config, model.generation_config)
+        assert [getattr(each, f"{name}_token_id") for each in holders] == [number] * 3
     assert len(tokenizer) == model.config.vocab_size
 
 
@@ -135,9 +113,6 @@ def test_held_out_loss_is_as_recorded_and_two_nats_below_unigram_entropy(model, 
     assert entropy == pytest.approx(training["unigram_entropy"], abs=1e-4)
     assert loss == pytest.approx(training["held_out_loss"]["512"], abs=1e-3)
     assert loss <= entropy - 2
-
-
-# The script
 
 
 def test_a_twin_with_norms_starts_from_the_shipped_model(recipe, model, held_out):
@@ -180,7 +155,5 @@ def test_recipe_trains_writes_a_checkpoint_and_repeats_itself_to_the_bit(recipe,
         if steps == 60:
             recipe.save(model, tmp_path)
     assert all(torch.equal(weights[1][name], weights[2][name]) for name in weights[1])
-    result = recipe.measure(tmp_path, tokens, small)
-    assert result["held_out_loss"]["32"] < losses[0] - 0.5
-    assert result["unigram_entropy"] < math.log(300)
+    assert recipe.measure(tmp_path, tokens, small)["held_out_loss"]["32"] < losses[0] - 0.5
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16

@@ -29,8 +29,7 @@ def test_example(name, tmp_path, as_in_python):
     found = doctest.DocTestFinder(recurse=False).find(exported[name], name, globs=exported | {"folder": tmp_path})
     assert found[0].examples, f"{name} has no example"
     told: list[str] = []
-    result = doctest.DocTestRunner().run(found[0], out=told.append)
-    assert result.failed == 0, "".join(told)
+    assert doctest.DocTestRunner().run(found[0], out=told.append).failed == 0, "".join(told)
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
