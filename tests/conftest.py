@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,25 @@ def worded_for_commands() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def tokenized_once() -> Iterator[None]:
+    """Equal texts are tokenized once: else the text that ships takes a quarter of every tiny calibrated conversion."""
+    from kvfold.convert.text import windows
+
+    tokenize, made = windows.tokenize, {}
+
+    def remembered(tokenizer: Any, prefix: list[int], documents: Iterable[Any]) -> list[Any]:
+        documents = tuple(documents)
+        key = tokenizer.backend_tokenizer.to_str(), tuple(prefix), documents
+        if key not in made:
+            made[key] = list(tokenize(tokenizer, prefix, documents))
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows, "tokenize", remembered)
+        yield
+
+
 def folder_of(variable: str, default: Path | str, file: str) -> Path:
     """The folder that a variable of the environment names, with ``file`` in it, or skip."""
     folder = Path(os.environ.get(variable, default))
@@ -118,13 +137,13 @@ def tiny_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def tiny_reader(tiny_family: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny llama without biases, of four layers, that reads text by the demo tokenizer; copy it to change it.
+    """A tiny llama without biases, of two layers, that reads text by the demo tokenizer; copy it to change it.
 
     For what a calibrated conversion does whatever its model knows: it takes a third of the time.
     """
     from helpers.checkpoints import add_demo_tokenizer
 
-    made = tiny_family("llama", vocab_size=2048, attention_bias=False, mlp_bias=False, num_hidden_layers=4)
+    made = tiny_family("llama", vocab_size=2048, attention_bias=False, mlp_bias=False)
     folder = Path(shutil.copytree(made, tmp_path_factory.mktemp("reader") / "reader"))
     add_demo_tokenizer(folder)
     return folder

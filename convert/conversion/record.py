@@ -4,6 +4,7 @@
 """
 
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import distributions
@@ -78,6 +79,7 @@ def headline(plan: Plan) -> str:
 def summary_text(plan: Plan, record: Mapping[str, Any], written: Path, seconds: float) -> str:
     """The conversion in a line, its cost and what was chosen, what was written, and what to do next."""
     request, size = plan.request, sum(tensor.nbytes for tensor in plan.tensors)
+    compare = shlex.join(["kvfold", "drift", str(request.model), str(request.out)])
     lines = [
         headline(plan),
         cost_text(record),
@@ -89,7 +91,7 @@ def summary_text(plan: Plan, record: Mapping[str, Any], written: Path, seconds: 
         f"wrote {written}: {bytes_text(size)} in {seconds:.1f} s",
         _SERVED,
         *(f"  {verdict.to_text()}" for verdict in plan.engines),
-        f"next: kvfold drift {request.model} {request.out} --text FILE measures it on text of yours",
+        f"next: {compare} --text FILE measures it on text of yours",
     ]
     return "\n".join(filter(None, lines))
 

@@ -23,7 +23,7 @@ from kvfold.convert.progress import Stages
 from kvfold.convert.targets.engines import latent_result_of, verdicts
 from kvfold.convert.targets.mla.config import LatentTarget
 
-QUICK = {"samples": 16, "seq_len": 128, "quiet": True}
+QUICK = {"samples": 16, "seq_len": 64, "quiet": True}
 LITTLE = {"samples": 4, "seq_len": 32}
 LATENT = {"to": "mla", "kv_rank": 32, "rope_dim": 32}
 
@@ -182,12 +182,14 @@ def test_a_split_that_more_engines_serve_is_taken_where_it_costs_at_most_5_perce
     candidates = [tried(448, 128, best), tried(384, 192, 0.02), tried(512, 64, served)]
     target = splits.preferred(candidates).target
     assert (target.kv_rank, target.rope_dim) == taken
+    # A refined drift comes before one as fitted.
+    refined = [replace(tried(384, 192, 0.5), refined_kl=0.4), replace(tried(320, 256, 0.6), refined_kl=0.3)]
+    assert splits.preferred([*candidates, *refined]) is refined[1]
 
 
 @pytest.mark.parametrize(
     ("rank", "dim", "layout", "preferred"),
     [
-        (448, 128, "free", True),
         (448, 64, "free", False),  # on GPUs vLLM's prefill takes no such heads, and on CPUs no such cache
         (512, 64, "free", True),  # on CPUs
         (448, 80, "engine", True),  # its heads are padded
@@ -205,7 +207,7 @@ def test_a_split_is_preferred_by_the_verdict_on_it(rank, dim, layout, preferred,
     assert (compared[0].refined_kl is not None) is preferred
 
 
-@pytest.mark.parametrize("layers", [1, 2, 4, 5, 30, 80])
+@pytest.mark.parametrize("layers", [1, 4, 30])
 def test_the_layers_of_trials_are_spread_over_the_model(layers):
     found = sorted(splits.probed_layers(layers))
     assert len(found) == min(layers, 4)
@@ -213,28 +215,23 @@ def test_the_layers_of_trials_are_spread_over_the_model(layers):
     assert max(gaps) - min(gaps) <= 2
 
 
-def test_a_refined_drift_comes_before_one_as_fitted():
-    made = [tried(8, 8, 0.1), replace(tried(4, 12, 0.5), refined_kl=0.4), replace(tried(12, 4, 0.6), refined_kl=0.3)]
-    assert splits.preferred(made) is made[2]
-
-
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory, tiny_reader):
-    """A small model in layout engine, refined by eight steps, and its record; layouts are compared after two."""
+    """A small model in layout engine, refined by four steps, and its record; layouts are compared after two."""
     out = tmp_path_factory.mktemp("engine") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(splits, "_TRIAL_STEPS", 2)
-        # Trials convert two of the four layers.
-        patch.setattr(splits, "_PROBED", 2)
-        options = {"to": "mla", "kv_rank": 24, "rope_dim": 4, "layout": "engine", "refine": 8}
+        # Trials convert one of the two layers.
+        patch.setattr(splits, "_PROBED", 1)
+        options = {"to": "mla", "kv_rank": 24, "rope_dim": 4, "layout": "engine", "refine": 4}
         return out, convert(out, model=tiny_reader, **options, **LITTLE).record
 
 
 def test_layouts_are_compared_after_equally_many_steps(engine):
     out, record = engine
     found = record["free_layout"]
-    assert (found["steps"], found["layers"]) == (2, [1, 3])
-    assert found["engine_kl"] != record["drift"]["kl"]["value"]  # which is that after eight steps, of all layers
+    assert (found["steps"], found["layers"]) == (2, [1])
+    assert found["engine_kl"] != record["drift"]["kl"]["value"]  # which is that after four steps, of all layers
     shown = f"{found['engine_kl']:.4f} nats, layout free would by {found['kl']:.4f} (same split, same text after 2"
     assert shown in (out / "README.md").read_text()
 

@@ -92,9 +92,9 @@ def test_polishing_and_text_of_the_source_hold_the_whole_model(config_only):
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """A model of width 1024, whose fits take more than the libraries, with the tokenizer that ships."""
+    """A model of width 768, whose fits take more than the libraries, with the tokenizer that ships."""
     folder = tmp_path_factory.mktemp("wide")
-    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 1}
+    sizes = {"hidden_size": 768, "intermediate_size": 1024, "num_attention_heads": 12, "num_hidden_layers": 1}
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(vocab_size=2048, **sizes)).to(torch.bfloat16).save_pretrained(folder)
     add_demo_tokenizer(folder)
@@ -106,15 +106,13 @@ def wide(tmp_path_factory):
 @pytest.mark.parametrize(
     "options",
     [
-        {"to": "mla", "kv_rank": 256, "rope_dim": 64, "method": "svd"},
-        {"to": "mla", "kv_rank": 256, "rope_dim": 64},
-        {"to": "mqa", "method": "mean", "polish": 1},
+        {"to": "mla", "kv_rank": 64, "rope_dim": 16, "seq_len": 64},
+        {"to": "mqa", "method": "mean", "polish": 1, "seq_len": 64},
     ],
-    ids=["svd", "latent", "polished"],
+    ids=["latent", "polished"],
 )
 def test_the_peak_is_what_was_announced(options, wide, tmp_path):
-    text = {} if options.get("method") == "svd" else {"samples": 4, "seq_len": 128}
-    request = {"model": str(wide), "out": str(tmp_path / "out"), "quiet": True, **options, **text}
+    request = {"model": str(wide), "out": str(tmp_path / "out"), "quiet": True, "samples": 4, **options}
     announced = convert_checkpoint(ConvertRequest(**request, dry_run=True)).to_dict()["memory_bytes"]
     peak = int(run_python("-c", ALONE, json.dumps(request)).stdout)
     print(f"peak {peak / 1e6:.0f} MB, announced {announced / 1e6:.0f} MB")
@@ -150,7 +148,7 @@ def test_a_spill_changes_no_byte_and_has_no_name(target, tiny_reader, tmp_path, 
     convert_checkpoint(request(tmp_path, tiny_reader, out=tmp_path / "plain", **target))
     assert not stored
     convert_checkpoint(request(tmp_path, tiny_reader, spill=folder, **target))
-    assert len(stored) > 40
+    assert len(stored) > 20
     assert not any(stored)
     assert not list(folder.iterdir())
     assert forked.snapshot(tmp_path / "out") == forked.snapshot(tmp_path / "plain")

@@ -37,7 +37,7 @@ def test_fp8_gives_what_its_twin_gives(tiny_reader: Path, tmp_path: Path, option
     ours, expected = tmp_path / "ours", tmp_path / "expected"
     check_equal(ours, expected)
     record, card = json.loads((ours / "kvfold.json").read_text()), (ours / "README.md").read_text()
-    line = "28 weights stored as FP8 in blocks of 24 x 40, dequantized to bfloat16"
+    line = "14 weights stored as FP8 in blocks of 24 x 40, dequantized to bfloat16"
     assert record["source"]["made_of"] == [line]
     assert record["tensors"]["model.layers.0.mlp.up_proj.weight"]["origin"] == "dequantized"
     assert record["tensors"]["model.norm.weight"]["origin"] == "copied"

@@ -50,7 +50,7 @@ def test_polishing_brings_the_model_closer_and_changes_attention_alone(tiny_read
     for name, entry in record["tensors"].items():
         if entry["origin"] == "copied":
             assert torch.equal(found[name], source[entry["from"][0]])
-    for layer in range(4) if "layout" not in options and options["to"] == "mla" else ():
+    for layer in range(2) if "layout" not in options and options["to"] == "mla" else ():
         module = f"model.layers.{layer}.self_attn"
         assert found[f"{module}.kv_a_proj_with_mqa.bias"][23] == CONSTANT
         assert not found[f"{module}.kv_a_proj_with_mqa.weight"][23].any()
@@ -61,7 +61,7 @@ def test_polishing_brings_the_model_closer_and_changes_attention_alone(tiny_read
 
 @pytest.mark.slow
 def test_polishing_improves_a_trained_model(tmp_path):
-    polish = convert(tmp_path / "polished", demo_folder(), **LATENT, polish=6)["polish"]
+    polish = convert(tmp_path / "polished", demo_folder(), **LATENT, polish=4)["polish"]
     assert polish["after"] < 0.95 * polish["before"]
 
 
@@ -139,11 +139,11 @@ def test_a_model_that_does_not_fit_into_memory_is_refused_before_any_work(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [GQA, LATENT], ids=["gqa", "mla"])
 def test_refinement_brings_a_trained_model_closer(tmp_path, options):
-    options |= {"samples": 24, "seq_len": 64}
+    options |= {"samples": 16, "seq_len": 64}
     plain = convert(tmp_path / "plain", demo_folder(), **options)
-    refined = convert(tmp_path / "refined", demo_folder(), **options, refine=20)
+    refined = convert(tmp_path / "refined", demo_folder(), **options, refine=12)
     assert "refinement" not in plain
-    assert [layer["steps"] for layer in refined["refinement"]] == [20] * 4
+    assert [layer["steps"] for layer in refined["refinement"]] == [12] * 4
     assert all(layer["after"] <= layer["before"] for layer in refined["refinement"])
     assert refined["drift"]["kl"]["value"] < 0.9 * plain["drift"]["kl"]["value"]
 
@@ -163,10 +163,10 @@ def test_any_start_can_be_refined(tiny_reader, tmp_path, options, monkeypatch):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_constant_channel_stays_what_it_is(tiny_reader, tmp_path, dtype):
     record = convert(tmp_path / "out", tiny_reader, **TINY, dtype=dtype, q_rank=16, refine=6)
-    assert record["refinement"][0]["kept"]
+    assert any(layer["kept"] for layer in record["refinement"])
     found = tensors(tmp_path / "out")
     generator = torch.Generator().manual_seed(0)
-    for layer in range(4):
+    for layer in range(2):
         for projection, norm, rank in (("kv_a_proj_with_mqa", "kv_a", 8), ("q_a_proj", "q_a", 16)):
             module = f"model.layers.{layer}.self_attn"
             weight, bias = (found[f"{module}.{projection}.{kind}"].float() for kind in ("weight", "bias"))
@@ -183,5 +183,5 @@ def test_the_constant_channel_stays_what_it_is(tiny_reader, tmp_path, dtype):
 def test_the_error_of_every_layer_is_printed(tiny_reader, tmp_path, capsys):
     convert(tmp_path / "out", tiny_reader, **GQA, refine=1, quiet=False)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("refined layer")]
-    assert [line.split(":")[0] for line in lines] == [f"refined layer {n}/4" for n in (1, 2, 3, 4)]
+    assert [line.split(":")[0] for line in lines] == [f"refined layer {n}/2" for n in (1, 2)]
     assert all(re.search(r": error \d\.\d+ -> \d\.\d+ \((step|unchanged)", line) for line in lines)
