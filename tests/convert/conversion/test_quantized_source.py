@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import tensors
+from helpers.checkpoints import stock_model, tensors
 from helpers.processes import run_python
 from helpers.quantized import fp8_blocks, fp8_settings, mxfp4_experts, quantized_copy
 
@@ -75,15 +75,11 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {  # source, request, weight
     "experts": ("qwen3_moe", {"to": "mqa", "method": "mean"}, 3 * 4 + 3),
     "mxfp4": ("gpt_oss", {"to": "mqa", "method": "mean"}, 2 * 2),
 }
-LOGITS = """
-import sys, torch
-from transformers import AutoModelForCausalLM
-torch.set_num_threads(1)
-for folder in sys.argv[1:]:
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    torch.save(model.eval()(torch.arange(3, 27)[None]).logits, f"{folder}/logits.pt")
-"""
+
+
+@torch.no_grad()
+def logits(folder: Path) -> torch.Tensor:
+    return stock_model(folder, dtype=torch.bfloat16)(torch.arange(3, 27)[None]).logits
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +96,12 @@ def sources(tiny_family, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def made(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every case kept and dense, with the logits of transformers in a fresh process."""
+    """Every case kept and dense."""
     place = tmp_path_factory.mktemp("made")
     for name, (source, options, _) in CASES.items():
         for keep in (True, False):
             out = str(place / (name if keep else f"{name}-dense"))
             convert_checkpoint(ConvertRequest(str(sources[source]), out, keep_quantized=keep, quiet=True, **options))
-    folders = [str(path) for path in sorted(place.iterdir()) if path.is_dir()]
-    run_python("-c", LOGITS, *folders)
     return place
 
 
@@ -123,11 +117,10 @@ def test_kept_weights_have_the_bytes_of_the_source(name: str, sources: dict[str,
     assert all(torch.equal(found[key], dense[key]) for key in found.keys() - kept)
     assert not any(".self_attn." in key for key in kept)
     # transformers gives the logits of the dense result
-    assert torch.equal(torch.load(made / name / "logits.pt"), torch.load(made / f"{name}-dense" / "logits.pt"))
+    assert torch.equal(logits(made / name), logits(made / f"{name}-dense"))
 
 
 def test_the_result_verifies_and_its_engines_are_those_that_inspect_finds(made: Path) -> None:
-    (made / "mla" / "logits.pt").unlink(missing_ok=True)
     assert verify_checkpoint(made / "mla").problems == []
     card = (made / "mla" / "README.md").read_text()
     assert " --keep-quantized\n" in card
