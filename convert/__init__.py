@@ -1,8 +1,8 @@
 """kvfold.convert: turn a checkpoint into one that needs a smaller key/value cache.
 
-Each command of ``kvfold`` has its function here; paths may be strings or path objects.
+Each ``kvfold`` command has a function here; paths may be strings or path objects.
 
-The names below are loaded on first use, so that importing this package (and every ``--help``) stays free of torch.
+The names below are loaded on first use, so that importing this package, as ``--help`` does, does not import torch.
 """
 
 from importlib import import_module as _import_module
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# The imports above are for type checkers alone; this table is what runs.
+# The imports above are only for type checkers; at run time names are looked up in this table.
 _NAMES = {
     "conversion.run": ("Conversion", "convert_checkpoint"),
     "data": ("demo_folder",),

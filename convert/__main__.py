@@ -1,4 +1,4 @@
-"""``python -m kvfold.convert`` is the same as ``kvfold``."""
+"""Entry point of ``python -m kvfold.convert``, which does the same as ``kvfold``."""
 
 from kvfold.convert.cli import main
 

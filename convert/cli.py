@@ -1,4 +1,4 @@
-"""The ``kvfold`` command. Heavy modules are imported inside the commands: ``--help`` and ``inspect`` must be quick."""
+"""The ``kvfold`` command. Commands import heavy modules themselves, so that ``--help`` and ``inspect`` stay quick."""
 
 import sys
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
 class _Commands(click.Group):
-    """Lists the commands in the order in which they are written below."""
+    """A group that lists its commands in the order of their definitions below."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -35,15 +35,15 @@ class _Commands(click.Group):
 @click.version_option(package_name="kvfold", prog_name="kvfold")
 @click.pass_context
 def kvfold(ctx: click.Context) -> None:
-    """Convert trained checkpoints so that they need a far smaller KV cache, and measure what that cost.
+    """Convert trained checkpoints to a far smaller KV cache, and measure what the conversion costs.
 
-    MODEL is a folder or a Hugging Face hub id (id@revision for a revision).
+    MODEL is a folder or a Hugging Face hub id, optionally with a revision (id@revision).
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
 
-@kvfold.command(short_help="Show what MODEL is, what it can become, and what that saves.")
+@kvfold.command(short_help="Show MODEL's attention, its possible targets and their savings.")
 @click.argument("model", required=False, metavar="MODEL")
 @click.option(
     "--json",
@@ -51,16 +51,16 @@ def kvfold(ctx: click.Context) -> None:
     is_flag=False,
     flag_value=STDOUT,
     metavar="[FILE|-]",
-    help="Write the facts as JSON to FILE; without FILE, or with -, to stdout, and nothing else there.",
+    help="Write the facts as JSON to FILE; without FILE, or with -, to stdout, with no other output there.",
 )
 def inspect(model: str | None, json_file: str | None) -> None:
     """Show MODEL's attention kind, heads and cache bytes per token, and the targets it can be converted to.
 
-    Reads the headers and the config only: a hub id is not downloaded.
+    Only headers and the config are read, so the weights of a hub model are not downloaded.
     """
     from kvfold.convert.measure.inspect import inspect_checkpoint
 
-    # `--json MODEL`: the file may be left out, so MODEL was taken for it.
+    # In `--json MODEL`, click took MODEL for the optional file.
     if model is None:
         model, json_file = json_file, STDOUT
     if model in (None, STDOUT):
@@ -71,13 +71,13 @@ def inspect(model: str | None, json_file: str | None) -> None:
 
 
 def _convert_request(options: dict[str, Any], further: dict[str, Any]) -> ConvertRequest:
-    """The request of a command line: its options, or those of a recipe and the ones given beside it."""
+    """The request from the command line's options, or from a recipe overridden by the options that were given."""
     from kvfold.convert.recipes import recipe_request
 
     ctx = click.get_current_context()
     recipe = further.pop("recipe")
     if recipe is None and options["to"] is None:
-        raise click.UsageError("missing option '--to': gqa, mqa or mla; or name a --recipe", ctx)
+        raise click.UsageError("missing option '--to' (gqa, mqa or mla); or use '--recipe'", ctx)
     if recipe is None:
         return ConvertRequest(**options)
     given = {name: value for name, value in options.items() if ctx.get_parameter_source(name) in _GIVEN}
@@ -85,11 +85,20 @@ def _convert_request(options: dict[str, Any], further: dict[str, Any]) -> Conver
 
 
 _recipe = click.option(
-    "--recipe", metavar="NAME|FILE.toml", help="Defaults from a recipe; options on the command line override it."
+    "--recipe",
+    metavar="NAME|FILE.toml",
+    help="Recipe with default options; options on the command line override its values.",
 )
 _result_files = (
-    click.option("--json", "json_file", metavar="FILE|-", help="Also write the result to FILE; -: to stdout alone."),
-    click.option("--report", metavar="DIR", help="Also write DIR/report.html: the numbers drawn, in one file."),
+    click.option(
+        "--json",
+        "json_file",
+        metavar="FILE|-",
+        help="Also write the result as JSON to FILE, or with - to stdout, with no other output there.",
+    ),
+    click.option(
+        "--report", metavar="DIR", help="Also write DIR/report.html, a self-contained page with charts of the results."
+    ),
 )
 
 
@@ -117,14 +126,14 @@ kvfold.add_command(sweep)
 
 
 _report = click.option(
-    "--report", metavar="DIR", help="Also write DIR/report.html: the numbers drawn, in one file that loads nothing."
+    "--report", metavar="DIR", help="Also write DIR/report.html, a self-contained page with charts of the drift."
 )
 
 
-@kvfold.command(short_help="Drift of OUT from MODEL, layer by layer and at the end.")
+@kvfold.command(short_help="Measure the drift of OUT from MODEL, layer by layer.")
 @request_options(DriftRequest, before={"trust_remote_code": [json_file_option, _report]})
 def drift(request: DriftRequest, json_file: str | None, report: str | None) -> None:
-    """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and at the end."""
+    """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and in the predictions."""
     from kvfold.convert.text.corpus import check_sources
 
     check_files(json_file, report=report)
@@ -139,14 +148,14 @@ def drift(request: DriftRequest, json_file: str | None, report: str | None) -> N
     tell(json_file, measured.to_dict, drift_table(measured))
 
 
-@kvfold.command(short_help="Check that OUT is what was written: hashes, shapes, finite numbers.")
+@kvfold.command(short_help="Check that OUT is intact: hashes, shapes, finite numbers.")
 @click.argument("out")
 @json_file_option
 def verify(out: str, json_file: str | None) -> None:
-    """Check that OUT is as it was written: hashes, shapes, loading, finite numbers.
+    """Check that OUT is intact: hashes, shapes, loading, finite numbers.
 
-    Reads every byte, runs nothing. Compares the hashes in kvfold.json with the files, the tensors with the class that
-    config.json names, on the meta device, and names everything that differs.
+    Reads every byte of OUT but runs no model. Compares the files with the hashes in kvfold.json, and the tensors with
+    the class that config.json names (built on the meta device), and lists every difference.
     """
     from kvfold.convert.measure.verify import check_verified, verify_checkpoint
 
@@ -162,22 +171,22 @@ kvfold.add_command(uptrain)
 kvfold.add_command(bench)
 
 
-@kvfold.command(short_help="The recipes that ship, for `kvfold convert --recipe`.")
+@kvfold.command(short_help="List the shipped recipes for `kvfold convert --recipe`.")
 @json_file_option
 def recipes(json_file: str | None) -> None:
-    """List the recipes that ship, for `kvfold convert --recipe`."""
+    """List the shipped recipes for `kvfold convert --recipe`."""
     from kvfold.convert.recipes import recipe_list, recipe_table
 
     tell(json_file, recipe_list, recipe_table())
 
 
-@kvfold.command(short_help="Convert the small model that ships to every target; measure.")
+@kvfold.command(short_help="Convert the small shipped model to every target and measure.")
 @click.argument("folder", metavar="[DIR]", required=False)
 @json_file_option
 def demo(folder: str | None, json_file: str | None) -> None:
-    """Convert the small trained model that ships with kvfold to every target, and measure each.
+    """Convert the small trained model that ships with kvfold to every target, and measure every result.
 
-    The converted checkpoints are kept in DIR; without DIR they are made in a temporary folder and removed.
+    The converted checkpoints are kept in DIR; without DIR they are written to a temporary folder and removed.
     """
     from kvfold.convert.demo import rows_json, run_demo
 
@@ -187,7 +196,7 @@ def demo(folder: str | None, json_file: str | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line. Exit status: 0 done, 2 the request or the input is wrong, 1 anything else."""
+    """Run the command line. Exit status: 0 success, 2 invalid request or input, 1 any other error."""
     command = next(iter(sys.argv[1:] if arguments is None else arguments), "")
     left = () if command in ("convert", "uptrain") else ("nothing was left behind",)
     run_command(kvfold, "kvfold", arguments, *left)

@@ -1,6 +1,6 @@
-"""The terminal: options from requests, exit status of a command, and files that options name.
+"""The terminal: click options built from requests, a command's exit status, and output files named by options.
 
-Exit status: 0 done, 2 the request or the input is wrong, 1 anything else; never a traceback.
+Exit status: 0 success, 2 invalid request or input, 1 any other error; users see no traceback.
 """
 
 import errno
@@ -23,7 +23,7 @@ from kvfold.convert.errors import ALONE, InputError, KvfoldError, as_option, one
 from kvfold.convert.options import Option, Request, specs
 from kvfold.convert.signals import interruptible
 
-# Written in place of a file's name, as other command line tools have it.
+# Stands for stdout in place of a file name, as in other command-line tools.
 STDOUT = "-"
 _PLOT_KINDS = (".png", ".svg", ".pdf")
 
@@ -32,7 +32,7 @@ _PLOT_KINDS = (".png", ".svg", ".pdf")
 
 
 class PanelCommand(click.Command):
-    """A command whose ``--help`` lists options by their panels; ``--help`` itself is under Running."""
+    """A command whose ``--help`` groups options by panel; ``--help`` itself is in the panel Running."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}
@@ -53,12 +53,12 @@ def request_options(
     before: Mapping[str, Sequence[Decorator]] | None = None,
     build: Callable[[dict[str, Any], dict[str, Any]], Request] | None = None,
 ) -> Decorator:
-    """Gives a click command the arguments and options of ``request``, and its function the request made of them.
+    """Decorator that adds the fields of ``request`` to a click command as arguments and options.
 
-    ``before`` has further options, which ``--help`` lists before one of the request's and in its panel. ``build(values,
-    further)`` makes the request of the values of its options, none of which is required then, and of the further ones,
-    from which it may take some; by default it is ``request(**values)``. A flag that is set by default has an option
-    ``--no-NAME``.
+    The decorated function receives the request built from them. ``before`` maps a field to further options, which
+    ``--help`` lists before that field and in its panel. ``build(values, further)`` creates the request from the values
+    of its fields and of the further options, some of which it may remove; with ``build``, no option is required. By
+    default the request is ``request(**values)``. A flag that is set by default becomes an option ``--no-NAME``.
     """
     found = specs(request)
 
@@ -66,7 +66,7 @@ def request_options(
         @functools.wraps(function)
         def command(**values: Any) -> None:
             own = {name: values.pop(name) for name in found}
-            # Click would have to be told of a flag that sets False in another way in each of its versions.
+            # Inverted here, because each version of click declares a flag that sets False in a different way.
             own = {name: not value if found[name].default is True else value for name, value in own.items()}
             made = request(**own) if build is None else build(own, values)
             function(made, **values)
@@ -84,12 +84,12 @@ def request_options(
 
 
 def _parameter(spec: Option, required: bool) -> Decorator:
-    """The click argument or option of one field."""
+    """The click argument or option for one field."""
     if spec.argument:
         several: dict[str, Any] = {"nargs": -1} if spec.each is not None else {"required": required}
         return click.argument(spec.name, metavar=spec.metavar, **several)
     metavar = spec.metavar or (f"[{'|'.join(spec.words)}]" if spec.words else None)
-    # Words are no click.Choice: the request checks them, and its errors name near ones.
+    # No click.Choice: the request checks words, and its errors suggest similar ones.
     settings: dict[str, Any] = {"help": spec.help, "metavar": metavar}
     settings["shell_complete"] = lambda ctx, param, typed: [word for word in spec.words if word.startswith(typed)]
     names = [as_option(spec.name, False if spec.default is True else ALONE), *spec.spellings, spec.name]
@@ -114,12 +114,12 @@ def run_command(
     command: click.Command,
     name: str,
     arguments: Sequence[str] | None = None,
-    interrupted: str = "nothing was left behind but what --resume continues from; run the same command again",
+    interrupted: str = "nothing was left behind except the state for --resume; run the same command again",
 ) -> NoReturn:
-    """Run a click command. An error becomes the exit status and the end of stderr: a line ``error: ...``, its details
-    indented below.
+    """Run a click command. An error sets the exit status and prints ``error: ...`` with indented details to stderr.
 
-    SIGTERM, as job schedulers and containers send it, and SIGHUP end the command as Ctrl-C does.
+    ``interrupted`` is the text of that error after a signal. SIGTERM, which job schedulers and containers send, and
+    SIGHUP end the command as Ctrl-C does.
     """
     words = sys.argv[1:] if arguments is None else arguments
     stopped = (f"interrupted: {interrupted}", 1)
@@ -130,8 +130,8 @@ def run_command(
                 command.main(args=words, prog_name=name, standalone_mode=False)
             outcome = None, 0
         except (KeyboardInterrupt, click.Abort):
-            # A signal may come between a context manager's ``yield`` and the block below it. The manager then cleans up
-            # when it is freed, as its frame is with the exception; what stands in a cycle is freed below.
+            # A signal may arrive between a context manager's ``yield`` and its block. The manager then cleans up when
+            # it is freed, together with the exception; the garbage collection below frees managers in cycles.
             pass
         except KvfoldError as error:
             outcome = str(error), error.exit_status
@@ -144,7 +144,7 @@ def run_command(
         except Exception as error:
             if os.environ.get("KVFOLD_TRACEBACK"):
                 raise
-            advice = "set KVFOLD_TRACEBACK=1 for the details, and please report it"
+            advice = "set KVFOLD_TRACEBACK=1 to see the traceback, and please report it"
             outcome = system_failure(error) or f"unexpected {type(error).__name__}: {one_line(error)} ({advice})", 1
         if outcome is stopped:
             gc.collect()
@@ -157,9 +157,9 @@ def run_command(
 
 
 def _usage(error: click.ClickException, command: click.Command, name: str, arguments: Sequence[str]) -> str:
-    """A wrong command line in one sentence that names the command whose ``--help`` has the rules."""
+    """A sentence about an invalid command line that refers to the ``--help`` of the right command."""
     text, where = error.format_message().replace("\n", " ").rstrip("."), name
-    # Click says of an option without its argument neither to which command it belongs nor what is missing.
+    # Click's error for an option without its argument names neither the command nor the missing argument.
     called = next(iter(arguments), "")
     if isinstance(command, click.Group) and called in command.commands:
         command, where = command.commands[called], f"{name} {called}"
@@ -180,15 +180,15 @@ def duration(seconds: float) -> str:
 
 
 def check_files(json_file: str | None, plot: str | None = None, report: str | None = None) -> None:
-    """Raise InputError for a file of ``--json``, ``--plot`` or ``--report`` that cannot be drawn or written."""
-    # A long run must not end in an error that its first second could have told.
+    """Raise InputError if a file for ``--json``, ``--plot`` or ``--report`` cannot be drawn or written."""
+    # Checked first, because a long run must not end in an error that could have been found in its first second.
     for option, path in (("plot", plot), ("report", report)):
         if path is not None and find_spec("matplotlib") is None:
             raise InputError(f"{opt(option, path)} draws with matplotlib; install it: pip install 'kvfold[report]'")
     if plot is not None and Path(plot).suffix not in _PLOT_KINDS:
         raise InputError(f"{opt('plot', plot)} must end in {', '.join(_PLOT_KINDS)}")
     if report is not None and Path(report).exists() and not Path(report).is_dir():
-        raise InputError(f"{opt('report', report)} is a file; name a folder")
+        raise InputError(f"{opt('report', report)} is a file; name a folder instead")
     for option, path in (("json", json_file), ("plot", plot)):
         if path is None or path == STDOUT:
             continue
@@ -200,11 +200,11 @@ def check_files(json_file: str | None, plot: str | None = None, report: str | No
         elif not os.access(file if file.exists() else file.parent, os.W_OK):
             reason = "permission denied"
         if reason is not None:
-            raise InputError(f"{opt(option, path)}: cannot be written ({reason}); name a file in a folder that exists")
+            raise InputError(f"{opt(option, path)}: cannot be written ({reason}); name a file in an existing folder")
 
 
 def tell(json_file: str | None, value: Callable[[], Any], text: str) -> None:
-    """Print ``text``; where ``json_file`` is given write ``value`` there, and where that is stdout nothing else."""
+    """Print ``text`` and write ``value()`` as JSON to ``json_file``; if that is stdout, ``text`` goes to stderr."""
     content = "" if json_file is None else json.dumps(value(), indent=2) + "\n"
     if json_file == STDOUT:
         click.echo(content, nl=False)
@@ -219,8 +219,8 @@ def tell(json_file: str | None, value: Callable[[], Any], text: str) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a text file of the user. OSError when it is a link, a pipe or another special file."""
-    # A link could lead out of the folder, and a pipe would block until somebody reads it.
+    """Append a line to the user's text file. Raises OSError if it is a link, a pipe or another special file."""
+    # A link could point outside the folder, and a pipe would block until somebody reads it.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     file = os.open(path, flags, 0o666)
     try:

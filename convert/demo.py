@@ -1,4 +1,4 @@
-"""``kvfold demo``: convert the model that ships with kvfold to every target, load each with transformers, measure."""
+"""``kvfold demo``: convert the shipped model to every target, load each result with transformers, and measure it."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ _WINDOWS, _LENGTH = 32, 256
 
 @dataclass(frozen=True)
 class Row:
-    """One target of the table. ``elements``: KV-cache elements per token per layer."""
+    """A row of the table: one target. ``elements`` counts KV-cache elements per token per layer."""
 
     target: str
     elements: int
     perplexity: float
 
 
-# Options of `kvfold convert`.
+# As options of `kvfold convert`.
 _TEXT = {"samples": 16, "seq_len": 256}
 CONVERSIONS: tuple[dict[str, Any], ...] = (
     {"to": "gqa", "kv_heads": 4, "method": "mean"},
@@ -38,42 +38,42 @@ CONVERSIONS: tuple[dict[str, Any], ...] = (
 
 
 def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[Row]:
-    """Inspect, convert and measure; ``echo`` gets every line. Raises InputError when ``folder`` is not empty."""
+    """Inspect, convert and measure. ``echo`` prints each line. Raises InputError if ``folder`` is not empty."""
     import torch
 
     from kvfold.convert.data import demo_folder
     from kvfold.convert.measure.inspect import inspect_checkpoint
 
     model = demo_folder()
-    echo("A small Llama-architecture model, trained on the Python library's documentation. What follows takes about")
-    echo(f"two minutes of one core: {len(CONVERSIONS)} conversions, each measured.\n")
+    echo("A small Llama-architecture model, trained on the Python library's documentation. The demo takes about")
+    echo(f"two minutes on one core: {len(CONVERSIONS)} conversions, with a measurement of each.\n")
     facts = inspect_checkpoint(str(model))
     echo(facts.summary() + "\n")
     if folder is not None:
         _make_empty(Path(folder))
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="kvfold-demo-") as temporary:
-        # The model is so small that several threads would mostly wait for each other.
+        # The model is so small that several threads would mostly wait for one another.
         torch.set_num_threads(1)
         try:
             rows = _measure_all(model, facts.cache.numbers_per_token_and_layer, Path(folder or temporary), echo)
         finally:
             torch.set_num_threads(threads)
     echo("\n" + "\n".join(_compared(rows)))
-    echo(f"\nMeasured on {_WINDOWS} x {_LENGTH} tokens of text that no conversion read.")
+    echo(f"\nMeasured on {_WINDOWS} x {_LENGTH} held-out tokens, which no conversion was calibrated on.")
     if folder is not None:
-        echo(f"\nThe converted checkpoints are in {folder}: load one with transformers' AutoModelForCausalLM.")
-    echo(f"next: kvfold sweep {model} compares targets that suit a model; put yours in its place")
+        echo(f"\nThe converted checkpoints are in {folder}: load them with transformers' AutoModelForCausalLM.")
+    echo(f"next: kvfold sweep {model} compares suitable targets; replace the path by your own model")
     return rows
 
 
 def _make_empty(place: Path) -> None:
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise InputError(f"{place} must be a new or an empty folder; name another")
+        raise InputError(f"{place} must be a new or empty folder; name another folder")
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{place}: cannot be made ({error.strerror}); name another folder") from error
+        raise InputError(f"{place}: cannot be created ({error.strerror}); name another folder") from error
 
 
 def _measure_all(model: Path, elements: int, place: Path, echo: Callable[[str], None]) -> list[Row]:
@@ -99,14 +99,14 @@ def _measure_all(model: Path, elements: int, place: Path, echo: Callable[[str], 
 
 
 def rows_json(rows: Sequence[Row]) -> dict[str, Any]:
-    """The rows as ``--json`` has them, the original first."""
+    """The rows as JSON values for ``--json``, the original model first."""
     keys = ("target", "cache_elements_per_token_per_layer", "perplexity")
     targets = [dict(zip(keys, astuple(row), strict=True)) for row in rows]
     return {"measured_on": f"{_WINDOWS} x {_LENGTH} held-out tokens", "targets": targets}
 
 
 def _compared(rows: Sequence[Row]) -> list[str]:
-    """The rows as lines; savings and perplexities are compared with the first, the original."""
+    """The rows as lines of a table; savings and perplexities are relative to the first row, the original model."""
     first = rows[0]
     cells = [["target", "cache elements per", "cache", "held-out", "perplexity"]]
     cells += [["", "token per layer", "saving", "before", "after"]]

@@ -1,4 +1,4 @@
-"""The exceptions of kvfold. The command line turns them into the end of stderr and an exit status."""
+"""kvfold's exceptions. The command line prints them at the end of stderr and sets the exit status."""
 
 import errno
 import os
@@ -10,10 +10,10 @@ from difflib import get_close_matches
 from typing import Any
 
 _SHOWN = 20
-# A value out of a hostile config.json may be a megabyte of brackets: an error shows its beginning and end.
+# A value from a hostile config.json may be a megabyte of brackets: errors show only its beginning and end.
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict, _REPR.maxstring, _REPR.maxlong, _REPR.maxother = 3, 16, 8, 200, 60, 200
-# What values are often called elsewhere.
+# Names that other tools use for our values.
 _USUAL = {
     "deepseek": "free",
     "bf16": "bfloat16",
@@ -24,13 +24,13 @@ _USUAL = {
 }
 
 
-ALONE = object()  # in the place of a value: the option is named alone
-Wording = Callable[[str, Any], str | None]  # None leaves a field to the wording outside
-_OPTIONS = {"contexts": "context", "batches": "batch"}  # fields whose options have other names
+ALONE = object()  # in place of a value: only the option's name is written
+Wording = Callable[[str, Any], str | None]  # None leaves a field to the enclosing wording
+_OPTIONS = {"contexts": "context", "batches": "batch"}  # fields whose options have a different name
 
 
 def as_option(field: str, value: Any = ALONE) -> str:
-    """``--kv-heads 5``, ``--resume`` for a flag that is set, ``--no-retrieval`` for one that is not."""
+    """The command-line spelling: ``--kv-heads 5``, ``--resume`` for a true flag, ``--no-retrieval`` for a false one."""
     name = _OPTIONS.get(field, field).replace("_", "-")
     if value is False:
         return f"--no-{name}"
@@ -38,22 +38,22 @@ def as_option(field: str, value: Any = ALONE) -> str:
 
 
 def as_keyword(field: str, value: Any = ALONE) -> str:
-    """``kv_heads=5``."""
+    """The Python spelling: ``kv_heads=5``."""
     return field if value is ALONE else f"{field}={os.fspath(value) if isinstance(value, os.PathLike) else value!r}"
 
 
-# No context variable: the threads of a command word their errors as it does.
+# Not a context variable, because a command's threads must word their errors like the command.
 _wording: list[Wording] = [as_keyword]
 
 
 def opt(field: str, value: Any = ALONE) -> str:
-    """An option in a message: as the command line has it where a command runs, as a keyword elsewhere."""
+    """An option as a message spells it: in command-line form while a command runs, otherwise as a Python keyword."""
     return next(said for wording in reversed(_wording) if (said := wording(field, value)) is not None)
 
 
 @contextmanager
 def worded(wording: Wording) -> Iterator[None]:
-    """In the block, in any thread, ``opt`` names options by ``wording``."""
+    """Within the block, and in all threads, ``opt`` spells options by ``wording``."""
     _wording.append(wording)
     try:
         yield
@@ -62,10 +62,10 @@ def worded(wording: Wording) -> Iterator[None]:
 
 
 class KvfoldError(Exception):
-    """An error that kvfold explains: what was wrong, where, which rule it breaks and what to do.
+    """An error that kvfold explains: what is wrong and where, the rule that is broken, and what to do.
 
-    ``message`` is that sentence; ``opt`` words the options in it. ``details`` are further problems of the same kind,
-    one short line each; ``str()`` shows the first 20, then a count.
+    ``message`` is one sentence, in which ``opt`` spells the options. ``details`` are further problems of the same kind,
+    one short line each; ``str()`` shows the first 20 and counts the rest.
     """
 
     exit_status = 1
@@ -82,23 +82,23 @@ class KvfoldError(Exception):
 
 
 class InputError(KvfoldError):
-    """The request, or the checkpoint or text it names, is wrong: the user can fix it."""
+    """An invalid request, checkpoint or text, which the user can correct."""
 
     exit_status = 2
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a library's error, the name of its type when it has no message."""
+    """The first line of a library's error message, or the exception's type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def one_line(error: BaseException) -> str:
-    """The whole message of a library's error on one line, the name of its type when it has none."""
+    """A library's error message joined into one line, or the exception's type if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def short(value: Any) -> str:
-    """The ``repr`` of a value out of a file, with the middle of what is long left out."""
+    """The ``repr`` of a value from a file, with the middle of long values omitted."""
     return _REPR.repr(value)
 
 
@@ -115,14 +115,14 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def system_failure(error: Exception) -> str | None:
-    """A sentence on the disk, memory or file that the system refused, if that is what ``error`` says; else None."""
+    """A sentence about the failed disk, memory or file access if ``error`` reports one; otherwise None."""
     text, code = one_line(error), error.errno if isinstance(error, OSError) else None
-    # Errors of safetensors and tokenizers, which are written in Rust, have the code in their text.
+    # Errors from safetensors and tokenizers, which are written in Rust, contain the code in their text.
     if stated := re.search(r"\(os error (\d+)\)", text):
         code = int(stated[1])
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or _OUT_OF_MEMORY.search(text):
         return f"no memory left ({text[:120]}); {_ADVICE[errno.ENOMEM]}"
-    # torch.save does not say why; nearly always the disk is full.
+    # torch.save reports no cause; nearly always the disk is full.
     if code is None and "PytorchStreamWriter failed writing" in text:
         return f"a file cannot be written ({text[:120]}); {_ADVICE[errno.ENOSPC]}"
     if code is None:
@@ -133,9 +133,9 @@ def system_failure(error: Exception) -> str | None:
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """`` (did you mean NAME?)`` for the one of ``known`` that ``name`` resembles most; empty when none does."""
+    """`` (did you mean NAME?)`` with the member of ``known`` most similar to ``name``; empty if none is similar."""
     known = list(known)
-    # Case, dashes and blanks do not make another word.
+    # Case, dashes and surrounding blanks do not matter.
     asked, *spelled = (str(text).strip().lower().replace("-", "_") for text in (name, *known))
     usual = _USUAL.get(asked)
     if usual in known:

@@ -1,16 +1,16 @@
-"""The machine without torch: free memory of the host, and whether it can have a GPU at all."""
+"""Facts about the machine without importing torch: the host's free memory, and whether a GPU is possible."""
 
 import platform
 from pathlib import Path
 
 _MEMORY = Path("/proc/meminfo")
 _DEVICES = Path("/dev")
-# Without one of these torch finds no GPU on Linux: NVIDIA's driver (Tegra's too), ROCm's, that of WSL
+# Without any of these device files torch finds no GPU on Linux: NVIDIA (also Tegra), ROCm, WSL
 _GPU_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")
 
 
 def may_have_gpu() -> bool:
-    """Return False where torch is certain to find no CUDA device, without importing it."""
+    """False only if torch certainly finds no CUDA device. Does not import torch."""
     system = platform.system()
     if system == "Linux":
         return any(any(_DEVICES.glob(pattern)) for pattern in _GPU_FILES)
@@ -18,7 +18,7 @@ def may_have_gpu() -> bool:
 
 
 def host_memory() -> int | None:
-    """Bytes of the host's memory that a run may still take, None where the system does not say."""
+    """Free memory of the host in bytes; None if the system does not report it."""
     try:
         fields = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
         return 1024 * int(fields["MemAvailable"].split()[0])

@@ -1,8 +1,8 @@
 """Options of commands and functions, declared once as fields of a frozen dataclass.
 
-A request such as ``ConvertRequest`` is a ``Request`` whose fields are made by ``option``: the annotation gives the type
-and the words to choose from, the rest stands in the field's metadata. From ``specs`` of a request come the command line
-(``console.request_options``), the checks of values, recipes, records and the keywords of public functions.
+A request such as ``ConvertRequest`` is a ``Request`` whose fields are created by ``option``. A field's annotation sets
+its type and allowed words, its metadata everything else. The ``specs`` of a request define the command line
+(``console.request_options``), the validation of values, recipes, records and the keywords of public functions.
 
     samples: int = option(128, "Calibration sequences.", least=1)
 """
@@ -27,34 +27,34 @@ _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 @dataclass(frozen=True)
 class Option:
-    """One option. A field says the first part by `option`, ``specs`` fills in the rest from its name, default and type.
+    """One option. A field sets the first attributes through `option`; ``specs`` derives the others from the field.
 
-    ``check`` returns the rule that a value of the right type breaks, ``rule`` is said for a wrong type or range.
+    ``check`` returns the rule that a value of the right type breaks; ``rule`` describes the valid types and range.
     """
 
     help: str = ""
-    panel: str | None = None  # heads this option and those after it in --help
+    panel: str | None = None  # heading in --help for this option and the following ones
     metavar: str | None = None
     spellings: tuple[str, ...] = ()
     least: float | None = None
     below: float | None = None
     check: Callable[[Any], str | None] | None = None
     rule: str | None = None
-    targets: tuple[str, ...] = ()  # values of ``to`` that it goes with
-    runs: bool = False  # says where and how to run: no part of a recipe or a record
-    argument: bool = False  # without -- on the command line
+    targets: tuple[str, ...] = ()  # values of ``to`` that allow this option
+    runs: bool = False  # only says where and how to run: not in recipes and records
+    argument: bool = False  # positional on the command line
 
     name: str = ""
     default: Any = None
-    kinds: tuple[type, ...] = ()  # those of bool, int, float and str that it takes
-    words: tuple[str, ...] = ()  # of a Literal
-    many: bool = False  # takes one text or several
-    each: type | None = None  # takes a tuple of this type, or one text with commas
+    kinds: tuple[type, ...] = ()  # the accepted types among bool, int, float and str
+    words: tuple[str, ...] = ()  # the words of a Literal
+    many: bool = False  # accepts one or more strings
+    each: type | None = None  # accepts a tuple of this type, or one string with commas
 
     def plain(self, value: Any) -> Any:
-        """``value`` with paths as text; a list becomes a tuple, one of a single text that text, an empty one None."""
+        """``value`` with paths as strings and lists as tuples; with ``many``, one item is unpacked, [] is None."""
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
-        # The command line has a number of steps as text.
+        # On the command line, numbers of steps are strings.
         if self.words and int in self.kinds and re.fullmatch(r"[0-9]{1,18}", str(value)):
             return int(value)
         if self.each is not None and isinstance(value, str):
@@ -70,7 +70,7 @@ class Option:
         return tuple(parts) if self.many else value
 
     def rule_broken(self, value: Any) -> str | None:
-        """The rule that ``value`` breaks, in words that follow "must be"; None for a value that the option takes."""
+        """The rule that ``value`` breaks, worded to follow "must be"; None if the value is valid."""
         if (value is None and self.default is None) or (isinstance(value, str) and value in self.words):
             return None
         if self.each is not None:
@@ -79,7 +79,7 @@ class Option:
         if not self.kinds:
             return f"one of {', '.join(self.words)}{did_you_mean(value, self.words)}"
         rule = self.rule or _TYPES[self.kinds[0]] + ("" if self.least is None else f" of at least {self.least}")
-        # True is an int to isinstance.
+        # isinstance accepts True as an int.
         kinds = (*self.kinds, int) if float in self.kinds else self.kinds
         if isinstance(value, bool) != (bool in kinds) or not isinstance(value, (*kinds, tuple) if self.many else kinds):
             return rule
@@ -87,19 +87,19 @@ class Option:
             return rule
         if isinstance(value, (int, float)) and self.below is not None and value >= self.below:
             return f"below {self.below}"
-        # An empty path, as an unset shell variable gives, would mean the current folder, which ``overwrite`` replaces.
+        # An empty path, as from an unset shell variable, would mean the current folder, which ``overwrite`` replaces.
         if self.argument and not str(value).strip():
             return f"{rule} (is a shell variable unset?)"
         return None if self.check is None else self.check(value)
 
 
 def option(default: Any = MISSING, help: str = "", **details: Any) -> Any:
-    """A field with the details of ``Option``; without ``default`` the option must be given."""
+    """A dataclass field with the attributes of ``Option``; without ``default`` the option is required."""
     return field(default=default, metadata={"option": Option(help, **details)})
 
 
 def specs(request: type[Any]) -> dict[str, Option]:
-    """The options of a request by name, in the order of its fields."""
+    """The options of a request by name, in field order."""
     hints, found, panel = get_type_hints(request), dict[str, Option](), None
     for each in fields(request):
         if "option" not in each.metadata:
@@ -123,12 +123,12 @@ def specs(request: type[Any]) -> dict[str, Option]:
 
 
 def run_only(request: type) -> frozenset[str]:
-    """The options that say where and how to run, and do not change the result."""
+    """Names of the options that only say where and how to run and do not change the result."""
     return frozenset(name for name, spec in specs(request).items() if spec.runs)
 
 
 class Request:
-    """Base of requests: paths become text, and InputError names every problem at once."""
+    """Base class of requests. Converts paths to strings; raises one InputError with every problem."""
 
     def __post_init__(self) -> None:
         found = specs(type(self))
@@ -138,11 +138,11 @@ class Request:
             raise InputError(problems[0], problems[1:])
 
     def problems(self) -> Iterable[str]:
-        """A sentence for each two values that do not go together. Values may be of any type here."""
+        """A sentence for each combination of values that is not allowed. Values may still have wrong types."""
         return ()
 
     def given(self) -> dict[str, Any]:
-        """The options that are not at their default."""
+        """The options whose values differ from their defaults."""
         return {name: vars(self)[name] for name, spec in specs(type(self)).items() if vars(self)[name] != spec.default}
 
     def __repr__(self) -> str:
@@ -150,7 +150,7 @@ class Request:
 
 
 def value_problems(found: Mapping[str, Option], values: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each value that its option does not take."""
+    """A sentence for each value that its option does not accept."""
     for name, value in values.items():
         spec = found.get(name)
         if spec is not None and (rule := spec.rule_broken(value)) is not None:
@@ -160,7 +160,7 @@ def value_problems(found: Mapping[str, Option], values: Mapping[str, Any]) -> It
 
 
 def command_words(values: Mapping[str, Any]) -> list[str]:
-    """Values of options as words of a command line: ``["--to", "gqa", "--kv-heads", "4"]``."""
+    """Option values as command-line words, such as ``["--to", "gqa", "--kv-heads", "4"]``."""
     words: list[str] = []
     for name, value in values.items():
         for each in value if isinstance(value, tuple) else (value,):
@@ -169,7 +169,7 @@ def command_words(values: Mapping[str, Any]) -> list[str]:
 
 
 class Entry(Protocol[Made, Fields, Result]):
-    """A public function that is called with a request, or with the fields of one."""
+    """A public function that accepts either a request or the request's fields."""
 
     @overload
     def __call__(self, request: Made, /, **callbacks: Any) -> Result: ...
@@ -178,9 +178,9 @@ class Entry(Protocol[Made, Fields, Result]):
 
 
 def takes(request: Callable[Fields, Made]) -> Callable[[Callable[..., Result]], Entry[Made, Fields, Result]]:
-    """Lets a function of a request be called with the fields of ``request`` too.
+    """Decorator for a function of a ``request``, which can then also be called with the request's fields.
 
-    Keywords that are further parameters of the function, such as ``progress``, are passed on.
+    Keywords for the function's other parameters, such as ``progress``, are passed through.
     """
 
     def decorate(function: Callable[..., Result]) -> Entry[Made, Fields, Result]:

@@ -1,6 +1,6 @@
-"""Several processes of one run, as ``torchrun`` starts them: what the first one does for all, shares, and sums.
+"""Runs of several processes started by ``torchrun``: work done once on the first process, shares of work, and sums.
 
-A run of one process goes through the same calls, which then do nothing and import nothing.
+Single-process runs make the same calls, which then need no communication and import nothing.
 """
 
 import os
@@ -15,22 +15,22 @@ from kvfold.convert.errors import InputError, KvfoldError, first_line, one_line,
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Long, because the first process may convert for hours; one that dies is noticed at once: its connection closes.
+# Long, because the first process may work for hours; a dead process is noticed at once by its closed connection.
 _LONGEST_WORK = timedelta(hours=24)
-# Short, because a process that never comes must end the others within a minute.
+# Short, because the others must end within a minute if a process never connects.
 _CONNECTION = timedelta(seconds=50)
 
 Result = TypeVar("Result")
 
 
 def _distributed() -> Any:
-    """``torch.distributed`` where it connects this process with others, None where it is alone."""
+    """``torch.distributed`` if it connects this process to others, otherwise None."""
     dist = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
 def count(on_this_machine: bool = False) -> int:
-    """The number of processes of this run, in all or on this machine."""
+    """The number of processes in this run, in total or on this machine."""
     dist = _distributed()
     if dist is not None and on_this_machine:
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -38,7 +38,7 @@ def count(on_this_machine: bool = False) -> int:
 
 
 def rank() -> int:
-    """The number of this process, from 0."""
+    """The rank of this process, starting at 0."""
     dist = _distributed()
     return 0 if dist is None else int(dist.get_rank())
 
@@ -48,16 +48,16 @@ def is_first() -> bool:
 
 
 def started_first() -> bool:
-    """True if ``torchrun`` started this process as the first, or did not start it: known before they connect."""
+    """True if this process has rank 0 or no ``torchrun`` started it; works before the processes connect."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
 def joined(device: str) -> Iterator[None]:
-    """Connects the processes that ``torchrun`` started, if it did, for the block: gloo, and nccl between GPUs.
+    """Within the block, connect the processes that ``torchrun`` started, with gloo and between GPUs also nccl.
 
-    ``device`` is the request's: each process takes the GPU of its number on its machine. Raises InputError where a
-    machine has fewer, KvfoldError where the processes do not find each other within 50 seconds.
+    Unless ``device`` is "cpu", each process uses the GPU with its local rank. Raises InputError if a machine has fewer
+    GPUs than processes, KvfoldError if the processes do not connect within 50 seconds.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield
@@ -71,20 +71,20 @@ def joined(device: str) -> Iterator[None]:
         local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if local >= gpus:
             raise InputError(
-                f"torchrun: {gpus} GPUs are too few for process {local + 1} of this machine, each takes one; lower "
-                f"--nproc-per-node, or use {opt('device', 'cpu')}"
+                f"torchrun: process {local + 1} on this machine needs its own GPU, but torch finds only {gpus}; use "
+                f"--nproc-per-node {gpus}, or {opt('device', 'cpu')}"
             )
         torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl"
     try:
-        # The rendezvous waits for everyone; afterwards the others wait for hours of work of the first one.
+        # The rendezvous waits for all processes; later the others may wait for hours while the first one works.
         store, number, size = next(rendezvous("env://", timeout=_CONNECTION))
         dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=_LONGEST_WORK)
     except (RuntimeError, ValueError) as error:
         seconds = f"{_CONNECTION.total_seconds():g} s"
         raise KvfoldError(
             f"torchrun: not all {os.environ['WORLD_SIZE']} processes connected within {seconds} ({one_line(error)}); "
-            "start them on every machine, and check that the first one's address and port can be reached"
+            "start all of them, and check that every machine can reach the address and port of the first process"
         ) from error
     try:
         yield
@@ -94,31 +94,31 @@ def joined(device: str) -> Iterator[None]:
 
 def leave_processes() -> None:
     """Close the connections to the other processes at the end of a run; every process calls this."""
-    # Threads of gloo that still wait when the interpreter ends would abort the process after all its work.
+    # gloo threads that are still waiting when the interpreter exits would abort the process after its work.
     if (dist := _distributed()) is not None:
         dist.destroy_process_group()
 
 
 @contextmanager
 def _connected() -> Iterator[None]:
-    """Turns a failed exchange into a KvfoldError: another process has ended."""
+    """Turn a failed exchange into a KvfoldError that says that another process has ended."""
     try:
         yield
     except RuntimeError as error:
         raise KvfoldError(
-            "another process of this run has ended, its error is above or in its own log "
-            f"({first_line(error)[:200]}); run it again"
+            f"another process of this run has ended ({first_line(error)[:200]}); see its error above or in its log, "
+            "then run the same command again"
         ) from error
 
 
 def run_on_first(work: Callable[[], Result]) -> Result | None:
-    """Call ``work`` on the first process; the others return None when it is done. Every process must call this.
+    """Call ``work`` on the first process and return its result; the others wait and return None.
 
-    Every process raises the KvfoldError of the first one.
+    Every process must call this. A KvfoldError from ``work`` is raised on every process.
     """
     if (dist := _distributed()) is None:
         return work()
-    # The wait may last hours, while the collectives of a training keep the short timeout that reveals a hung process.
+    # This wait may last hours, while the collectives in training keep the short timeout that reveals a hung process.
     group = dist.new_group(backend="gloo", timeout=_LONGEST_WORK)
     done: list[Result] = []
     from_first(lambda: done.append(work()), group)
@@ -127,9 +127,10 @@ def run_on_first(work: Callable[[], Result]) -> Result | None:
 
 
 def from_first(work: Callable[[], Result], group: Any = None) -> Result:
-    """Call ``work`` on the first process, and return its result on every one; every process must call this.
+    """Call ``work`` on the first process and return its result on every process.
 
-    ``group``: the process group to wait in. Every process raises the KvfoldError of the first one.
+    Every process must call this, and waits in the process group ``group``. A KvfoldError from ``work`` is raised on
+    every process.
     """
     if (dist := _distributed()) is None:
         return work()
@@ -148,10 +149,10 @@ def from_first(work: Callable[[], Result], group: Any = None) -> Result:
 
 
 def gathered(value: Result) -> list[Result]:
-    """The ``value`` of every process, in the order of their numbers, when every one has called this."""
+    """The ``value`` of every process, ordered by rank. Every process must call this."""
     if (dist := _distributed()) is None:
         return [value]
-    # Objects rather than a barrier: one of nccl would take a GPU, which a process on CPUs does not have.
+    # Gathers objects instead of using a barrier, because an nccl barrier would need a GPU.
     values: list[Any] = [None] * count()
     with _connected():
         dist.all_gather_object(values, value)
@@ -159,7 +160,7 @@ def gathered(value: Result) -> list[Result]:
 
 
 def add_up(tensors: Iterable["Tensor"]) -> None:
-    """Replace each tensor by its sum over the processes; the same bytes on each of them."""
+    """Replace each tensor by its sum over all processes, with identical bytes on each process."""
     if (dist := _distributed()) is not None:
         with _connected():
             for tensor in tensors:
@@ -170,7 +171,7 @@ def add_up(tensors: Iterable["Tensor"]) -> None:
 
 
 def total(*values: float) -> list[float]:
-    """The sums of numbers over the processes, in float64."""
+    """The sum of each value over all processes, in float64."""
     if _distributed() is None:
         return list(values)
     import torch
@@ -182,13 +183,13 @@ def total(*values: float) -> list[float]:
 
 
 def first_rows(rows: "Tensor", limit: int) -> "Tensor":
-    """The first ``limit`` of the ``rows [n, ...]`` of all processes, the first one's first."""
+    """The first ``limit`` of all processes' ``rows [n, ...]``, concatenated in rank order."""
     if _distributed() is None:
         return rows[:limit]
     lengths = gathered(min(len(rows), limit))
     start = min(limit, sum(lengths[: rank()]))
     mine = rows[: limit - start]
-    # A sum of rows and zeros, the same bytes everywhere, where a gather would need rows of one length.
+    # Summing rows and zeros gives every process the same bytes; a gather would need equally many rows from each.
     together = rows.new_zeros(min(limit, sum(lengths)), *rows.shape[1:])
     together[start : start + len(mine)] = mine
     add_up([together])
@@ -196,6 +197,6 @@ def first_rows(rows: "Tensor", limit: int) -> "Tensor":
 
 
 def part(number: int) -> range:
-    """This process's share of ``number`` things: neighbors, evenly many."""
+    """This process's share of ``number`` items: a contiguous range, with sizes that differ by at most 1."""
     mine, size = rank(), count()
     return range(number * mine // size, number * (mine + 1) // size)

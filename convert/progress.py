@@ -1,7 +1,7 @@
-"""Progress on stderr: one tqdm bar on a terminal, elsewhere a line for every stage that lasts, and one every 30 s.
+"""Progress on stderr: a tqdm bar on a terminal; otherwise a line for each stage over 2 s, and a line every 30 s.
 
-Stages nest (refining step 40 of 150 while fitting layer 7 of 32): the innermost has the bar, the others are named in
-front of it. Time left is measured by the run itself.
+Stages nest (refining step 40 of 150 while fitting layer 7 of 32): the bar shows the innermost stage, prefixed with the
+names of the others. The time left is estimated from the steps done so far.
 """
 
 import os
@@ -19,9 +19,9 @@ Item = TypeVar("Item")
 Progress = Callable[[str, int, int], None]  # stage, done, total
 Advance = Callable[[int], None]
 
-# Where stderr is no terminal, in seconds: between lines, how long a stage lasts before it is named, between looks.
+# Seconds when stderr is not a terminal: between lines, before a stage gets its first line, between checks.
 EVERY, LASTS, TICK = 30.0, 2.0, 0.5
-# The name of a stage on stderr, before its unit: "fitting layer 7 of 32".
+# Name of each stage on stderr, written before its unit: "fitting layer 7 of 32".
 _SHOWN = {
     "survey": "calibrating",
     "splits": "comparing",
@@ -38,10 +38,10 @@ _SHOWN = {
 
 @dataclass
 class Stages:
-    """The stages of a run: ``with stages("convert", 32, "layer") as advance: advance(1)``.
+    """Reports the stages of a run: ``with stages("convert", 32, "layer") as advance: advance(1)``.
 
-    Each step goes to ``progress`` if the caller gave one, else to stderr (nothing with ``quiet``). A stage without
-    ``total`` has no known length; ``progress`` does not hear of it.
+    Each step is reported to ``progress`` if the caller passed it, otherwise to stderr unless ``quiet``. A stage without
+    ``total`` has an unknown length and is not reported to ``progress``.
     """
 
     progress: Progress | None = None
@@ -49,12 +49,12 @@ class Stages:
 
     @contextmanager
     def __call__(self, name: str, total: int = 0, unit: str = "", done: int = 0) -> Iterator[Advance]:
-        """A stage of ``total`` units ("B" is bytes), ``done`` of them before it began."""
+        """A stage of ``total`` units ("B" means bytes), ``done`` of which were complete before it began."""
         progress, count = self.progress, done
 
         def report(amount: int) -> None:
             nonlocal count
-            # A thread copies bytes while layers are fitted.
+            # Another thread copies bytes while layers are fitted.
             with _lock:
                 count += amount
                 if progress is not None and total:
@@ -68,7 +68,7 @@ class Stages:
             yield report
 
     def over(self, name: str, items: Iterable[Item], total: int, unit: str, done: int = 0) -> Iterator[Item]:
-        """``items``, each a unit of the stage."""
+        """Iterate over ``items``, advancing the stage by one unit after each."""
         with self(name, total, unit, done) as advance:
             for item in items:
                 yield item
@@ -80,19 +80,19 @@ class _Stage:
     name: str
     total: int
     unit: str
-    kept: int  # done before it began
+    kept: int  # units complete before the stage began
     done: int
     begun: float = field(default_factory=time.time)
 
     def text(self) -> str:
-        """For example "fitting layer 7 of 32 (12:40 left)", "writing: 1.2 GB of 5.0 GB" or "reading"."""
+        """The progress text, such as "fitting layer 7 of 32 (12:40 left)", "writing: 1.2 GB of 5.0 GB" or "reading"."""
         if not self.total:
             return self.name
         counted = f" {self.unit} {min(self.done + 1, self.total)} of {self.total}"
         if self.unit == "B":
             counted = f": {bytes_text(self.done)} of {bytes_text(self.total)}"
         made = self.done - self.kept
-        # The first layer or step warms up.
+        # The first layer or step is slower than the rest.
         if made < 2:
             return self.name + counted
         from tqdm import tqdm
@@ -103,15 +103,15 @@ class _Stage:
 
 _lock = threading.RLock()
 _open: list[_Stage] = []  # outermost first
-_bar: Any = None  # of the innermost
+_bar: Any = None  # shows the innermost stage
 _watching = False
-# The last line and the outermost stage that it named: many short stages have a line now and then too.
+# Time of the last line and its outermost stage; a series of short stages also gets a line every `EVERY` seconds.
 _told, _named = time.time(), ""
 
 
 @contextmanager
 def stage(name: str, total: int = 0, unit: str = "", done: int = 0) -> Iterator[Advance]:
-    """A stage on stderr; call it with the amount of each step, from any thread."""
+    """Show a stage on stderr; call the yielded function with each step's amount, from any thread."""
     this = _Stage(name, total, unit, done, done)
 
     def advance(amount: int) -> None:
@@ -132,7 +132,7 @@ def stage(name: str, total: int = 0, unit: str = "", done: int = 0) -> Iterator[
 
 
 def _show() -> None:
-    """Replace the bar by one of the innermost stage; without a terminal have a thread print lines."""
+    """Draw a new bar for the innermost stage; without a terminal, start a thread that prints lines."""
     global _bar, _watching
     if _bar is not None:
         _bar.close()
@@ -159,15 +159,15 @@ def _show() -> None:
         dynamic_ncols=True,
         file=sys.stderr,
     )
-    # The stage may go on after a nested one ended.
+    # The stage may be continuing after a nested stage ended.
     _bar.n, _bar.start_t = this.done, this.begun
     _bar.refresh()
 
 
 def _watch() -> None:
-    """Print a line for each outermost stage that lasts, and one every `EVERY` seconds, until no stage is open."""
+    """Until no stage is open, print a line for each outermost stage over `LASTS` and one every `EVERY` seconds."""
     global _told, _named, _watching
-    # A thread, because some stages take minutes from one step to the next, or have none.
+    # A thread, because some stages take minutes per step or report no steps.
     while True:
         time.sleep(TICK)
         with _lock:
@@ -181,14 +181,14 @@ def _watch() -> None:
 
 
 def _line(text: str) -> str:
-    """``text`` of the innermost stage behind the counted ones around it."""
-    # Bytes are copied at the same time, and are no part of what a step is doing.
+    """The innermost stage's ``text``, prefixed with the enclosing stages that have a total."""
+    # Bytes are copied in parallel and are not part of the current step.
     around = [each.text() for each in _open[:-1] if each.total and each.unit != "B"]
     return ", ".join([*around, text])
 
 
 def _has_width() -> bool:
-    """True if stderr is a terminal that knows its size; tqdm draws nothing on one with 0 columns."""
+    """True if stderr is a terminal of known size; tqdm draws nothing on a terminal with 0 columns."""
     try:
         return sys.stderr.isatty() and all(os.get_terminal_size(sys.stderr.fileno()))
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""Recipes: the options of ``kvfold convert`` for a model and a target, as a TOML file.
+"""Recipes: TOML files with ``kvfold convert`` options for a model and a target.
 
-Keys are the options with underscores, as in ``ConvertRequest`` and ``kvfold.json``; the table ``[about]`` is for
-readers and changes nothing. The recipes that ship are in the repository's folder ``recipes``, installed beside this
-package.
+Keys are option names with underscores, as in ``ConvertRequest`` and ``kvfold.json``; the table ``[about]`` is for
+readers and has no effect. The shipped recipes are in the repository's folder ``recipes``, which is installed beside
+this package.
 """
 
 import os
@@ -21,13 +21,13 @@ from kvfold.convert.sizes import table
 _FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 _LARGEST = 1 << 20  # bytes
 
-# Values of a recipe that an option beside it displaces: they name the split of the cache in another way.
+# Recipe values that an overriding option displaces, because both specify the split of the cache.
 _DISPLACES = {"budget": ("kv_rank", "rope_dim"), "kv_rank": ("budget",), "rope_dim": ("budget",)}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """``options`` by the names of ``ConvertRequest``; ``about``: the model it is for, its saving, a launch line, ..."""
+    """``options`` are keyed by ``ConvertRequest`` field; ``about`` has model, saving, uptraining command, etc."""
 
     origin: str
     options: Mapping[str, Any]
@@ -35,18 +35,18 @@ class Recipe:
 
 
 def recipe_names() -> list[str]:
-    """The recipes that ship, sorted."""
+    """Sorted names of the shipped recipes."""
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
 def recipe_list() -> list[dict[str, Any]]:
-    """The recipes that ship, as plain JSON values: name, ``options``, and what is said about each."""
+    """The shipped recipes as JSON values: each one's name, ``options``, and the entries of its ``about``."""
     read = {name: read_recipe(name) for name in recipe_names()}
     return [{"name": name, "options": dict(recipe.options), **recipe.about} for name, recipe in read.items()]
 
 
 def recipe_table() -> str:
-    """The recipes that ship, a line each: name, model, and the KV-cache elements per token per layer of both."""
+    """A table of the shipped recipes: name, model, and KV-cache elements per token per layer before and after."""
     keys = ("name", "model", "cached_before", "cached_after")
     rows = [["recipe", "model", "cached before", "after"]]
     rows += [[str(listed.get(key, "")) for key in keys] for listed in recipe_list()]
@@ -57,8 +57,8 @@ def recipe_table() -> str:
 def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
     """The request of ``recipe`` (a name or a FILE.toml), with ``overrides`` in place of its values.
 
-    ``overrides`` are fields of ``ConvertRequest``, ``model`` and ``out`` among them. An override of the target or of
-    the split displaces the recipe's values that cannot go with it. Raises InputError.
+    ``overrides`` are fields of ``ConvertRequest``, including ``model`` and ``out``. An override of the target or the
+    split removes the recipe's values that are incompatible with it. Raises InputError.
 
     >>> request = recipe_request("llama-2-7b-mla-512-64", model="MODEL", out="OUT", kv_rank=448)
     >>> request.kv_rank, request.rope_dim
@@ -76,7 +76,7 @@ def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
     values = {name: value for name, value in read.options.items() if name not in displaced} | overrides
     if values.get("to") is None:
         raise InputError(
-            f'{read.origin}: names no target; write to = "gqa", "mqa" or "mla" into it, or give {opt("to")}'
+            f'{read.origin} has no target; add a line such as to = "mqa" (or "gqa", "mla"), or use {opt("to")}'
         )
     try:
         return ConvertRequest(**values)
@@ -85,25 +85,23 @@ def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
 
 
 def read_recipe(recipe: str) -> Recipe:
-    """The recipe of that name, or in that file.
+    """The shipped recipe called ``recipe``, or the one in the file ``recipe``.
 
-    Raises InputError when there is none, it is not TOML, or it holds an unknown key or a wrong value.
+    Raises InputError if neither exists, or if the file is not TOML or has an unknown key or an invalid value.
     """
     known, path, origin = recipe_names(), Path(recipe), recipe
-    # A name comes first: a file of the same name in the current folder must not change what it means.
+    # Names come first, so that a file with the same name in the current folder does not change their meaning.
     if recipe in known:
         path, origin = _FOLDER / f"{recipe}.toml", f"recipe {recipe}"
     elif path.suffix != ".toml" and len(path.parts) < 2 and not (recipe.strip() and os.path.exists(path)):
         hint = did_you_mean(recipe, known)
         raise InputError(
-            f"{opt('recipe', repr(recipe))}: no recipe of that name{hint}; those that ship: {', '.join(known)}; or a "
-            "FILE.toml"
+            f"{opt('recipe', repr(recipe))} is neither a shipped recipe{hint} nor a file; use a FILE.toml or one of "
+            f"{', '.join(known)}"
         )
     elif not os.path.exists(path):
-        ships = f"without .toml it is a recipe that ships: {opt('recipe', path.stem)}"
-        raise InputError(
-            f"{opt('recipe', recipe)}: there is no such file; {ships if path.stem in known else 'check the path'}"
-        )
+        ships = f"use the shipped recipe with {opt('recipe', path.stem)}"
+        raise InputError(f"{opt('recipe', recipe)}: no such file; {ships if path.stem in known else 'check the path'}")
     content = _parsed(path, origin)
     about = content.pop("about", {})
     if problems := list(_problems(content, about)):
@@ -114,39 +112,43 @@ def read_recipe(recipe: str) -> Recipe:
 def _parsed(path: Path, origin: str) -> dict[str, Any]:
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "a pipe or a device"
-        raise InputError(f"{origin} must be a TOML file, not {kind}; name a file, or a recipe that ships")
+        raise InputError(f"{origin} must be a TOML file, not {kind}; use a FILE.toml or the name of a shipped recipe")
     try:
         with path.open("rb") as file:
             data = file.read(_LARGEST + 1)
         if len(data) > _LARGEST:
-            raise InputError(f"{origin} must be at most {_LARGEST >> 20} MiB; is it a recipe?")
+            raise InputError(f"{origin} must be at most {_LARGEST >> 20} MiB; check that it is a recipe")
         text = data.decode("utf-8")
         return tomllib.loads(text)
     except OSError as error:
         raise InputError(f"{origin}: cannot be read ({error.strerror}); check its permissions") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{origin} must be UTF-8 text; its byte at {error.start} is invalid") from error
-    except (ValueError, RecursionError) as error:  # also a number of more digits than Python converts
-        reason = one_line(error).replace("at end of document", f"at line {len(text.splitlines())}, the end")
-        raise InputError(f"{origin} is no valid TOML: {reason}; correct it there") from error
+        raise InputError(
+            f"{origin} must be UTF-8 text, but byte {error.start} is invalid; convert the file to UTF-8"
+        ) from error
+    except (ValueError, RecursionError) as error:  # also for numbers with more digits than Python converts
+        reason = one_line(error).replace("at end of document", f"at line {len(text.splitlines())}, the last line")
+        raise InputError(f"{origin} is not valid TOML: {reason}; correct the file") from error
 
 
 def _problems(options: Mapping[str, Any], about: Any) -> Iterator[str]:
-    """A sentence for each key and value that a recipe must not hold."""
+    """A sentence for each invalid key or value in a recipe."""
     keys = {name: spec for name, spec in specs(ConvertRequest).items() if not spec.runs}
     for key, value in options.items():
         if key in keys:
-            # Keys of a recipe are spelled as keywords, where a command runs too.
+            # Messages spell a recipe's keys as keywords, even while a command runs.
             with worded(as_keyword):
                 yield from value_problems(keys, {key: keys[key].plain(value)})
         elif key in specs(ConvertRequest):
-            yield f"{key} belongs on the command line: a recipe says what to make, not where or how to run"
+            yield f"{key!r} says where or how to run, which a recipe must not; use it on the command line instead"
         elif isinstance(value, dict):
-            yield f"unknown table [{key}]: options stand above all tables, and [about] is the only one"
+            yield f"unknown table [{key}]; [about] is the only table, and options must be above it"
         else:
-            yield f"unknown key {key!r}{did_you_mean(key, keys)}; a recipe may hold {', '.join(keys)}"
+            yield f"unknown key {key!r}{did_you_mean(key, keys)}; a recipe may contain {', '.join(keys)}"
     if not isinstance(about, dict):
-        yield f"about must be a table, not {about!r}"
+        yield f"'about' must be a table, not {about!r}; write its entries below a line [about]"
         return
-    # The rest of it is for readers, but an option there would be ignored in silence.
-    yield from (f"{key} in [about] is an option: write it above [about]" for key in about if key in keys)
+    # Other entries are for readers, but an option in [about] would be silently ignored.
+    yield from (
+        f"{key!r} is an option, which has no effect in [about]; write it above [about]" for key in about if key in keys
+    )

@@ -1,4 +1,4 @@
-"""The options of a conversion and the values that they take. No checkpoint is opened, torch is not imported."""
+"""The options of each command and their valid values. Neither opens a checkpoint nor imports torch."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,10 +19,10 @@ Steps = int | Literal["auto"]
 
 TARGETS: tuple[str, ...] = get_args(Target)
 DEFAULT_LAYOUT: Layout = "free"
-SELF = "self"  # --calibration: the source writes the text
+SELF = "self"  # --calibration self: the source generates the text
 
 _SOURCE_RULE = "a folder or a hub id"
-_FOLDER_RULE = "a folder to write"
+_FOLDER_RULE = "the path of an output folder"
 _TEXTS_RULE = "the name of a text file or dataset"
 
 
@@ -32,7 +32,7 @@ def held_out_count(samples: int) -> int:
 
 
 def _registered(known: Callable[[], tuple[str, ...]]) -> Callable[[str], str | None]:
-    # A module's name is imported only when the request is complete.
+    # MODULE of MODULE:NAME is imported only by `problems`.
     return lambda name: (
         None
         if ":" in name or name in known()
@@ -41,13 +41,13 @@ def _registered(known: Callable[[], tuple[str, ...]]) -> Callable[[str], str | N
 
 
 def _texts_broken(names: str | tuple[Any, ...]) -> str | None:
-    """The rule that the value of ``calibration`` breaks."""
+    """The rule that a value of ``calibration`` breaks, worded to follow "must be"; None if it is valid."""
     each = names if isinstance(names, tuple) else (names,)
     if not all(isinstance(name, str) and name.strip() for name in each):
         return _TEXTS_RULE
     if len(set(each)) < len(each):
-        return "different texts"
-    return f"either {SELF} or names of texts" if SELF in each and len(each) > 1 else None
+        return "a list of different texts"
+    return f"either {SELF} alone or the names of texts" if SELF in each and len(each) > 1 else None
 
 
 _STEPS: dict[str, Any] = {"metavar": "STEPS|auto", "least": 0, "rule": "a number of steps or auto"}
@@ -59,11 +59,11 @@ _fold = partial(option, None, targets=("gqa", "mqa"))
 
 @dataclass(frozen=True, repr=False)
 class ConvertRequest(Request):
-    """One conversion. Field names are the options of ``kvfold convert`` with underscores; its ``--help`` explains them.
+    """One conversion. Fields are ``kvfold convert`` options with underscores, which ``--help`` explains.
 
-    ``method`` and ``group`` left at None take the best there is for the target (see ``resolved_method``). ``method``
-    and ``objective`` are registered names, or ``MODULE:NAME`` of a module that registers one (`methods.registry`).
-    Paths may be path objects; they become text. Raises InputError, with every problem at once.
+    None for ``method`` or ``group`` means the best choice for the target (see ``resolved_method``). ``method`` and
+    ``objective`` are registered names, or ``MODULE:NAME`` with a module that registers NAME (`methods.registry`).
+    Path objects are converted to strings. Raises one InputError with every problem.
 
     >>> ConvertRequest(model="MODEL", out="OUT", to="gqa", kv_heads=8)
     ConvertRequest(model='MODEL', out='OUT', to='gqa', kv_heads=8)
@@ -90,7 +90,9 @@ class ConvertRequest(Request):
         metavar="NAME",
         check=_registered(objectives),
     )
-    group: Literal["similar", "contiguous"] | None = _fold("Heads that share: similar ones, or neighbors.")
+    group: Literal["similar", "contiguous"] | None = _fold(
+        "How to group the heads that will share keys and values: by similarity, or neighbors."
+    )
     layout: Layout | None = option(
         None,
         f"Layout of an MLA checkpoint (default {DEFAULT_LAYOUT}).",
@@ -98,35 +100,40 @@ class ConvertRequest(Request):
         targets=("mla",),
     )
     rotate_latent: bool = option(
-        False, "Mix the latent's channels, for an FP8 or INT8 KV cache (mla).", targets=("mla",)
+        False, "Mix the latent's channels to reduce the error of an FP8 or INT8 KV cache (mla).", targets=("mla",)
     )
     allow_growth: bool = option(False, "Allow targets whose cache is not smaller than the source's.", runs=True)
     calibration: str | tuple[str, ...] | None = _texts(
-        "Text like that of the model's use: plain text, .jsonl rows, a datasets name; self: MODEL writes it. "
-        "Repeated: equal shares of each.",
+        "Text that resembles the model's use: a text file, a .jsonl file or a dataset name; self: MODEL generates it. "
+        "Repeat the option to use equal shares of several texts.",
         panel="Calibration",
     )
     samples: int = option(128, "Calibration sequences.", least=1)
     seq_len: int = option(512, "Tokens per sequence.", least=2)
-    seed: int = option(0, "Seed of the sequences drawn (and of --method random).", least=0, below=2**63)
-    refine: Steps = option(0, "Reconstruction steps per layer, without labels.", panel="Refinement", **_STEPS)
-    polish: Steps = option(
-        0, "Then steps of all layers together, against MODEL's predictions; needs memory for a whole model.", **_STEPS
+    seed: int = option(0, "Seed for drawing sequences (and for --method random).", least=0, below=2**63)
+    refine: Steps = option(
+        0,
+        "Steps of training each layer's attention to reconstruct the source's, without labels.",
+        panel="Refinement",
+        **_STEPS,
     )
-    device: Device = option("auto", "auto: the GPU where there is one.", panel="Running", runs=True)
-    dtype: Dtype = option("auto", "Stored dtype; auto keeps the source's (bfloat16 where that is quantized).")
+    polish: Steps = option(
+        0, "Then steps of training all layers against MODEL's predictions; needs memory for the whole model.", **_STEPS
+    )
+    device: Device = option("auto", "Device to compute on; auto: a GPU if there is one.", panel="Running", runs=True)
+    dtype: Dtype = option("auto", "Stored dtype; auto keeps the source's dtype (bfloat16 if the source is quantized).")
     keep_quantized: bool = option(False, "Leave FP8 or MXFP4 weights outside the attention as they are.")
-    max_shard_size: int | str = option("5GB", "Largest weight file.", metavar="SIZE", check=size_expected)
+    max_shard_size: int | str = option("5GB", "Maximum size of a weight file.", metavar="SIZE", check=size_expected)
     spill: str | None = option(
         None,
-        "Keep hidden states of the text in an unnamed file in DIR, not in memory.",
+        "Keep the hidden states of the calibration text in a temporary file in DIR, not in memory.",
         metavar="DIR",
         runs=True,
     )
     dry_run: bool = option(False, "Print the plan, memory and disk space; write nothing.", runs=True)
-    resume: bool = option(False, "Resume an interrupted calibrated run at its last finished layer.", runs=True)
+    resume: bool = option(False, "Resume an interrupted calibrated run after its last finished layer.", runs=True)
     overwrite: bool = option(False, "Replace OUT; the old one stays intact until the new one is on disk.", runs=True)
-    quiet: bool = option(False, "No progress, no summary.", runs=True)
+    quiet: bool = option(False, "Print no progress and no summary.", runs=True)
     trust_remote_code: bool = option(False, "Allow code in the checkpoint to run.", runs=True)
 
     @property
@@ -135,22 +142,22 @@ class ConvertRequest(Request):
 
     @property
     def chosen_method(self) -> Method:
-        """The registered method. Raises InputError for a name that the target has no method of."""
+        """The registered method. Raises InputError if the target has no method with this name."""
         return find_method(self.resolved_method, self.to)
 
     @property
     def resolved_layout(self) -> Layout:
-        """The layout of an MLA result. Without text there is nothing to calibrate layout ``engine`` on."""
+        """The layout of an MLA result; ``free`` for methods that read no text, which ``engine`` is calibrated on."""
         return self.layout or (DEFAULT_LAYOUT if self.chosen_method.reads_text else "free")
 
     @property
     def calibrated(self) -> bool:
-        """True if the conversion runs the model over calibration text."""
+        """True if the conversion runs the model on calibration text."""
         return self.chosen_method.reads_text or bool(self.refine) or bool(self.polish)
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The names in ``calibration``."""
+        """The names in ``calibration``, as a tuple."""
         if self.calibration is None or isinstance(self.calibration, str):
             return () if self.calibration is None else (self.calibration,)
         return self.calibration
@@ -160,7 +167,7 @@ class ConvertRequest(Request):
         return parse_size(self.max_shard_size) or 0
 
     def result_options(self) -> dict[str, Any]:
-        """The options that decide the result, without those that only say where and how to run."""
+        """The options that determine the result, but not those that only say where and how to run."""
         left_out = {"calibration", *run_only(type(self))}
         if not self.calibrated:
             left_out |= {"samples", "seq_len", "refine", "polish"}
@@ -172,21 +179,21 @@ class ConvertRequest(Request):
         return {name: value for name, value in given.items() if value is not None and value is not False} | resolved
 
     def problems(self) -> Iterator[str]:
-        """Values that do not go together, and methods that the target does not have."""
+        """A sentence for each combination of values that is not allowed."""
         to, named, principal = self.to, opt("method", self.resolved_method), opt("method", DEFAULT)
         if to == "gqa" and self.kv_heads is None:
-            heads = "the number of key/value heads to keep; `kvfold inspect` lists them"
+            heads = "the number of key/value heads to keep; `kvfold inspect MODEL` lists the possible numbers"
             yield f"{opt('to', to)} needs {opt('kv_heads')}, {heads}"
         if to not in TARGETS:
             return
         for name, spec in specs(type(self)).items():
             value = getattr(self, name)
-            # Layout kvfold also holds folds, of families whose stock class cannot.
+            # Layout kvfold also allows GQA and MQA, for families whose stock class cannot represent them.
             given = value is not None and value is not False and value != "kvfold"
             if given and spec.targets and to not in spec.targets:
                 some = " or ".join(opt("to", target) for target in spec.targets)
-                yield f"{opt(name)} needs {some}, not {opt('to', to)}; leave it out"
-        # A wrong name of a method is told once, and the rest judged as for the default.
+                yield f"{opt(name)} needs {some}, not {opt('to', to)}; omit {opt(name)}"
+        # An unknown method is reported once; the other checks then assume the default method.
         method = find_method(DEFAULT, to)
         try:
             if isinstance(self.method, str) and (":" in self.method or self.method in methods_of()):
@@ -194,7 +201,7 @@ class ConvertRequest(Request):
         except InputError as error:
             yield error.message
         if self.objective is not None and to != "mla" and not method.takes_objective:
-            yield f"{opt('objective')}: {named} minimizes none; leave it out, or use {principal}"
+            yield f"{opt('objective')} has no effect with {named}; omit {opt('objective')}, or use {principal}"
         try:
             if isinstance(self.objective, str) and ":" in self.objective:
                 find_objective(self.objective)
@@ -203,133 +210,137 @@ class ConvertRequest(Request):
         if to == "mla":
             yield from self._latent_problems(method)
         elif self.group == "similar" and not method.reads_text:
-            unread = f"{opt('group', 'similar')} compares heads on text, which {named} does not read"
-            yield f"{unread}; leave it out, or use {principal}"
+            unread = f"{opt('group', 'similar')} compares heads on calibration text, but {named} reads no text"
+            yield f"{unread}; omit {opt('group')}, or use {principal}"
         if self.keep_quantized and self.dtype not in ("auto", "bfloat16"):
             either = f"{opt('keep_quantized', True)} needs {opt('dtype', 'bfloat16')} or auto"
-            yield f"{either}, not {self.dtype}; leave one of the two out"
+            yield f"{either}, not {self.dtype}; omit {opt('keep_quantized')}, or change {opt('dtype')}"
         if not (method.reads_text or self.refine or self.polish):
-            without = f"{named} without {opt('refine')} or {opt('polish')}"
+            unused = f"has no effect, because {named} reads text only with {opt('refine')} or {opt('polish')}"
             if self.calibration is not None:
-                yield f"{opt('calibration')}: {without} reads no text; leave it out, or use {principal}"
+                yield f"{opt('calibration')} {unused}; omit {opt('calibration')}, or use {principal}"
             if self.spill is not None:
-                yield f"{opt('spill')}: {without} has no hidden states to keep; leave it out"
+                yield f"{opt('spill')} {unused}; omit {opt('spill')}"
 
     def _latent_problems(self, method: Method) -> Iterator[str]:
         named, principal = opt("method", self.resolved_method), opt("method", DEFAULT)
         both, budget, engine = f"{opt('kv_rank')} and {opt('rope_dim')}", opt("budget"), opt("layout", "engine")
         if self.budget is None and (self.kv_rank is None or self.rope_dim is None):
-            yield f"{opt('to', 'mla')} needs {both} (KV-cache elements per token per layer), or {budget}"
+            yield f"{opt('to', 'mla')} needs {both}, or {budget}, in KV-cache elements per token per layer"
         if self.budget is not None and (self.kv_rank is not None or self.rope_dim is not None):
-            yield f"{budget} chooses {both} itself; give either it or the two"
+            yield f"{budget} chooses {both}; use either {budget} or the other two options"
         if self.budget is not None and not method.reads_text:
-            yield f"{budget} chooses by measured drift, and {named} reads no text; use {principal}"
+            yield f"{budget} chooses by the drift measured on text, but {named} reads no text; use {principal}"
         if self.layout == "engine" and not method.reads_text:
-            yield f"{engine} calibrates the latent's norm on text, which {named} does not read; use {principal}"
+            yield f"{engine} calibrates the latent's norm on text, but {named} reads no text; use {principal}"
         if self.rotate_latent and (self.layout or DEFAULT_LAYOUT) == "engine":
             larger = f"{opt('rotate_latent', True)} increases the error of an FP8 cache with {engine}"
-            yield f"{larger}; leave it out, or use {opt('layout', 'free')}"
+            yield f"{larger}; omit {opt('rotate_latent')}, or use {opt('layout', 'free')}"
 
 
 @dataclass(frozen=True, repr=False)
 class DriftRequest(Request):
-    """A comparison by ``kvfold drift``: ``samples`` sequences of ``seq_len`` tokens through MODEL and OUT."""
+    """A comparison by ``kvfold drift``: MODEL and OUT run on ``samples`` sequences of ``seq_len`` tokens."""
 
     model: str = option(argument=True, rule=_SOURCE_RULE)
     out: str = option(argument=True, rule=_SOURCE_RULE)
     text: str | None = option(
         None, "Text to measure on (.txt, .jsonl); default: held-out text that ships with kvfold.", metavar="FILE"
     )
-    samples: int = option(16, "Sequences.", least=1)
+    samples: int = option(16, "Number of sequences.", least=1)
     seq_len: int = option(512, "Tokens per sequence.", least=2)
-    seed: int = option(0, "Seed of the sequences drawn.", least=0, below=2**63)
-    device: Device = option("auto", "auto: the GPU where there is one.")
+    seed: int = option(0, "Seed for drawing sequences.", least=0, below=2**63)
+    device: Device = option("auto", "Device to compute on; auto: a GPU if there is one.")
     dtype: Dtype = option("auto", "Dtype to compute in.")
-    trust_remote_code: bool = option(False, "Allow the tokenizer code in MODEL to run.")
+    trust_remote_code: bool = option(False, "Allow tokenizer code in MODEL to run.")
     quiet: bool = False
 
 
 @dataclass(frozen=True, repr=False)
 class SweepRequest(Request):
-    """A sweep by ``kvfold sweep``: targets of MODEL that are fitted and measured side by side.
+    """A sweep by ``kvfold sweep``: targets for MODEL that are fitted and measured together.
 
-    ``targets`` is as the option spells it, or a list; ``out`` is only checked, for ``Sweep.convert`` to write into.
+    ``targets`` is a string as on the command line, or a list. ``out`` is only validated; ``Sweep.convert`` writes it.
     """
 
     model: str = option(argument=True, rule=_SOURCE_RULE)
     targets: str | tuple[str, ...] | None = option(
         None,
-        "gqa:HEADS, mqa, mla:ELEMENTS (the split is chosen) or mla:RANK+ROTARY: gqa:4,2 mqa mla:576,512+64. "
+        "gqa:HEADS, mqa, mla:ELEMENTS (kvfold chooses the split) or mla:RANK+ROTARY, as in gqa:4,2 mqa mla:576,512+64. "
         "Default: a few that suit MODEL.",
         panel="Targets",
         metavar="TARGET...",
     )
     layout: Layout | None = option(None, f"Layout of MLA targets (default {DEFAULT_LAYOUT}).")
     out: str | None = option(
-        None, "Also write the target that is named, to the folder OUT.", panel="Decision", metavar="OUT"
+        None, "Also convert MODEL to the chosen target, into the folder OUT.", panel="Decision", metavar="OUT"
     )
     calibration: str | tuple[str, ...] | None = _texts(
-        "Text like that of the model's use, as in `kvfold convert`.", panel="Calibration"
+        "Text that resembles the model's use, as in `kvfold convert`.", panel="Calibration"
     )
     samples: int = option(128, "Calibration sequences.", least=1)
     seq_len: int = option(512, "Tokens per sequence.", least=2)
-    seed: int = option(0, "Seed of the sequences drawn.", least=0, below=2**63)
-    refine: Steps = option(0, "Reconstruction steps per layer of every target.", panel="Refinement", **_STEPS)
-    device: Device = option("auto", "auto: the GPU where there is one.", panel="Running")
-    dtype: Dtype = option("auto", "Dtype that OUT would be stored in.")
-    quiet: bool = option(False, "No progress.")
+    seed: int = option(0, "Seed for drawing sequences.", least=0, below=2**63)
+    refine: Steps = option(
+        0, "Steps of training each layer's attention, for every target.", panel="Refinement", **_STEPS
+    )
+    device: Device = option("auto", "Device to compute on; auto: a GPU if there is one.", panel="Running")
+    dtype: Dtype = option("auto", "Stored dtype of OUT.")
+    quiet: bool = option(False, "Print no progress.")
     trust_remote_code: bool = option(False, "Allow code in the checkpoint to run.")
 
 
 @dataclass(frozen=True, repr=False)
 class EvalRequest(Request):
-    """A comparison by ``kvfold eval``: MODEL and OUT on tasks and long contexts."""
+    """A comparison by ``kvfold eval`` of MODEL and OUT on tasks and long contexts."""
 
     model: str = option(argument=True, rule=_SOURCE_RULE)
     out: str = option(argument=True, rule=_SOURCE_RULE)
     tasks: tuple[str, ...] = option(
         (),
-        "Tasks of lm-evaluation-harness, or FILE.yaml of one; needs the eval extra.",
+        "lm-evaluation-harness tasks, by name or as FILE.yaml; needs the eval extra.",
         metavar="NAME,NAME",
         rule="names of tasks separated by commas",
     )
-    limit: int | None = option(None, "Documents of each task; default: all.", metavar="N", least=1)
+    limit: int | None = option(None, "Maximum number of documents per task; default: all.", metavar="N", least=1)
     lengths: tuple[int, ...] = _numbers(
-        (), "Tokens of long contexts; default: MODEL's context (on a CPU at most 1024), and 1/2, 1/4, 1/8."
+        (), "Context lengths in tokens; default: MODEL's maximum (on a CPU at most 1024), and 1/2, 1/4 and 1/8 of it."
     )
-    samples: int | None = option(None, "Documents of each length; default: 32, on a CPU 16.", least=2)
+    samples: int | None = option(None, "Documents per length; default: 32, on a CPU 16.", least=2)
     text: str | None = option(
         None, "Text to hide words in; default: held-out text that ships with kvfold.", metavar="FILE"
     )
-    retrieval: bool = option(True, "Skip retrieval from long texts: only the loss by position, and --tasks.")
-    batch: int = option(1, "Documents of a task at once.", least=1)
-    seed: int = option(0, "Seed of what is drawn.", least=0)
-    device: Device = option("auto", "auto: the GPU where there is one.")
+    retrieval: bool = option(True, "Skip retrieval from long texts; measure only the loss by position and --tasks.")
+    batch: int = option(1, "Task documents per batch.", least=1)
+    seed: int = option(0, "Random seed.", least=0)
+    device: Device = option("auto", "Device to compute on; auto: a GPU if there is one.")
     dtype: Dtype = option("auto", "Dtype to compute in.")
-    quiet: bool = option(False, "No progress.")
+    quiet: bool = option(False, "Print no progress.")
     trust_remote_code: bool = option(False, "Allow code in the checkpoints to run.")
 
 
 @dataclass(frozen=True, repr=False)
 class BenchRequest(Request):
-    """A benchmark by ``kvfold bench``: every model at every context and batch. ``seconds`` of each are timed."""
+    """A benchmark by ``kvfold bench``: every model is timed for ``seconds`` at each context length and batch size."""
 
     models: tuple[str, ...] = option((), argument=True, metavar="[MODEL]...", rule="names of models")
     contexts: tuple[int, ...] = _numbers((2048,), "Tokens in the cache.")
-    batches: tuple[int, ...] = _numbers((1,), "Sequences decoded at once.")
+    batches: tuple[int, ...] = _numbers((1,), "Sequences decoded together.")
     shape: str | None = option(
-        None, "Random weights in a known shape, every attention kind: llama-2-7b, ...", metavar="NAME"
+        None, "Time every attention kind with random weights in a known shape, such as llama-2-7b.", metavar="NAME"
     )
-    layers: int | None = option(None, "Layers of --shape.", metavar="N", least=1)
-    device: Device = option("auto", "auto: the GPU where there is one.")
+    layers: int | None = option(None, "Number of layers with --shape.", metavar="N", least=1)
+    device: Device = option("auto", "Device to compute on; auto: a GPU if there is one.")
     dtype: Dtype = option("auto", "Dtype to compute in.")
     cache: Literal["dynamic", "static"] = option("dynamic", "Kind of KV cache.")
-    prefill_tokens: int | None = option(None, "Tokens to prefill at most; 0 skips the prefill.", metavar="N", least=0)
+    prefill_tokens: int | None = option(
+        None, "Maximum number of tokens to prefill; 0 skips the prefill.", metavar="N", least=0
+    )
     threads: int | None = option(None, "CPU threads; default: torch's choice.", metavar="N", least=1)
     seconds: float = 4.0
 
     def problems(self) -> Iterator[str]:
         if self.layers is not None and self.shape is None:
-            yield f"{opt('layers')} needs {opt('shape')}; a checkpoint has its own number of layers"
+            yield f"{opt('layers')} needs {opt('shape')}, because a checkpoint's layers are fixed; omit {opt('layers')}"
         if not self.models and self.shape is None:
-            yield f"name at least one MODEL, or a {opt('shape')} such as llama-2-7b"
+            yield f"nothing to time; name at least one MODEL, or use {opt('shape', 'llama-2-7b')}"

@@ -1,7 +1,7 @@
-"""Signals that end a command, and stretches of code that such a signal must not split.
+"""Signals that end a command, and how to defer them in code that they must not interrupt.
 
-A handler raises KeyboardInterrupt between any two bytecodes of the main thread: also between the call that makes a
-folder and the ``try`` whose ``finally`` removes it, or in that ``finally``. ``DeferredSignals`` closes both windows.
+A handler may raise KeyboardInterrupt between any two bytecodes of the main thread: even between the call that creates
+a folder and the ``try`` whose ``finally`` removes it, or inside that ``finally``. ``DeferredSignals`` prevents both.
 """
 
 import os
@@ -15,12 +15,12 @@ from types import FrameType
 from typing import Any, Self
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, job schedulers, a closed terminal
-_RESEND_SECONDS = 0.02  # the finalizer that swallowed a KeyboardInterrupt has returned by then
+_RESEND_SECONDS = 0.02  # by then the finalizer that swallowed a KeyboardInterrupt has returned
 
 
 @dataclass
 class DeferredSignals:
-    """Holds signals back while files are created or removed, and lets them through in between::
+    """Defers signals while files are created or removed, and delivers them in between::
 
         with DeferredSignals() as signals:
             create()
@@ -31,12 +31,12 @@ class DeferredSignals:
                 signals.deferred = True
                 remove()
 
-    A signal that was held back is sent again at the end. Outside the main thread, where Python runs no handlers, this
-    does nothing. Can be nested.
+    A deferred signal is sent again at the end. Has no effect outside the main thread, where Python runs no handlers.
+    Blocks may be nested.
     """
 
-    # A plain attribute: CPython looks for signals at calls and backward jumps only, so that none can come between the
-    # end of ``work`` and the assignment.
+    # A plain attribute: CPython checks for signals only at calls and backward jumps, so no signal can arrive between
+    # the end of ``work`` and the assignment.
     deferred: bool = False
     _handlers: dict[int, Callable[[int, FrameType | None], Any]] = field(default_factory=dict)
     _waiting: list[int] = field(default_factory=list)
@@ -52,13 +52,13 @@ class DeferredSignals:
         return self
 
     def deliver(self) -> None:
-        """Let signals through again, first the one that was held back."""
+        """Stop deferring signals, and raise the deferred one if there is one."""
         self.deferred = False
         if self._waiting:
             signal.raise_signal(self._waiting.pop())
 
     def __exit__(self, *exception: object) -> None:
-        # From here on a handler that is not restored, because of a signal, passes signals on.
+        # If a signal keeps a handler below from being restored, ``_receive`` passes signals on from here.
         self.deferred = False
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._handlers.items():
@@ -74,9 +74,9 @@ class DeferredSignals:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ending signals raise KeyboardInterrupt in the block, once: a second one does not disturb the clean-up.
+    """Within the block, the first ending signal raises KeyboardInterrupt; later ones are ignored during clean-up.
 
-    Signals that the parent process made us ignore (``nohup``), or that have a handler already, stay as they are.
+    Signals that are ignored (as under ``nohup``) or already have another handler are not changed.
     """
     before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
     ours = [number for number, handler in before.items() if handler in (signal.SIG_DFL, signal.default_int_handler)]
@@ -89,7 +89,7 @@ def interruptible() -> Iterator[None]:
             raise KeyboardInterrupt(number)
 
     def resend(problem: "sys.UnraisableHookArgs") -> None:
-        # Python drops what is raised in a finalizer or in a callback of an import: the signal is sent again.
+        # Python drops exceptions raised in finalizers and import callbacks, so the signal is sent again.
         nonlocal raised
         if isinstance(problem.exc_value, KeyboardInterrupt) and problem.exc_value.args:
             raised = False

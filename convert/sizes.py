@@ -1,4 +1,4 @@
-"""Byte counts as text, and back; rows of cells as the lines of a table."""
+"""Byte counts formatted and parsed; rows of cells formatted as a table."""
 
 import re
 from collections.abc import Sequence
@@ -8,23 +8,23 @@ from typing import Any
 _DECIMAL = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _BY_NAME = {"": 1} | {unit.upper(): size for unit, size in (_DECIMAL | _BINARY).items()}
-# Bytes without a unit. Fewer are gigabytes whose unit was forgotten.
+# Least size without a unit, in bytes. A smaller number probably means gigabytes.
 _LEAST_BARE = 1000
 
 
 def bytes_text(count: int) -> str:
-    """``count`` bytes in the largest decimal unit that keeps the number at 1 or more: "5.2 GB"."""
+    """``count`` bytes in the largest decimal unit that gives a number of at least 1, such as "5.2 GB"."""
     unit, size = bytes_unit(count)
     return f"{count} B" if size == 1 else f"{count / size:.1f} {unit}"
 
 
 def bytes_unit(count: float) -> tuple[str, int]:
-    """The largest decimal unit that is at most ``count`` bytes, and its bytes."""
+    """The largest decimal unit that is at most ``count`` bytes, and its size in bytes."""
     return next(((unit, size) for unit, size in reversed(_DECIMAL.items()) if count >= size), ("B", 1))
 
 
 def parse_size(text: str | int) -> int | None:
-    """Bytes in ``"5GB"``, ``"500MiB"`` or ``1000``, decimal units as in transformers; None when it is no such size."""
+    """Bytes in a size such as ``"5GB"`` (decimal, as in transformers), ``"500MiB"`` or ``1000``; None if invalid."""
     match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].upper() not in _BY_NAME:
         return None
@@ -32,16 +32,16 @@ def parse_size(text: str | int) -> int | None:
 
 
 def size_expected(value: Any) -> str | None:
-    """The rule that ``value`` breaks as the size of a file, in words; None for a valid size."""
+    """The rule that ``value`` breaks as a file size, worded to follow "must be"; None for a valid size."""
     if isinstance(value, str) and value.strip().isdigit() and 0 < int(value) < _LEAST_BARE:
         return f"a size with its unit (did you mean {value.strip()}GB?)"
     return None if parse_size(value) else "a size such as 5GB, 500MB or 2GiB"
 
 
 def table(rows: Sequence[Sequence[str]], least: Sequence[int] = (), left: Sequence[int] = (0,)) -> list[str]:
-    """Rows of cells as aligned lines, columns ``left`` to the left; column i is at least ``least[i]`` wide.
+    """Lines of a table with the columns ``left`` left-aligned, the others right-aligned; ``least`` has minimum widths.
 
-    The last cell of a row with fewer cells than the first may be a sentence: it widens no column.
+    In a row with fewer cells than the first row, the last cell may be a sentence and does not widen its column.
     """
     whole = len(rows[0])
     columns = zip_longest(*(row if len(row) == whole else row[:-1] for row in rows), fillvalue="")

@@ -166,7 +166,7 @@ def test_demo_converts_measures_and_writes_its_table(kvfold, monkeypatch, tmp_pa
     assert re.search(r"^MQA, mean +64 +87.5 % ", done.stderr, re.MULTILINE)
     assert (tmp_path / "kept" / "mqa-mean" / "config.json").is_file()
     again = kvfold("demo", tmp_path / "kept")
-    assert again.stderr == f"error: {tmp_path}/kept must be a new or an empty folder; name another\n"
+    assert again.stderr == f"error: {tmp_path}/kept must be a new or empty folder; name another folder\n"
 
 
 def test_convert_tells_its_plan_and_its_result(kvfold, tmp_path):

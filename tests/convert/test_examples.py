@@ -65,9 +65,9 @@ def options_page() -> str:
     lines = [
         "# Options",
         "",
-        "The options of each command, as `kvfold COMMAND --help` has them; keywords of Python have underscores.",
+        "The options of each command, as listed by `kvfold COMMAND --help`; keywords in Python use underscores.",
         "",
-        "<!-- Made from the commands: pytest --rewrite-messages tests/convert/test_examples.py -->",
+        "<!-- Generated from the commands: pytest --rewrite-messages tests/convert/test_examples.py -->",
     ]
     for name, command in commands.commands.items():
         told = [each for each in command.params if isinstance(each, click.Option)]

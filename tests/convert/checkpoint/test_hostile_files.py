@@ -98,7 +98,7 @@ def test_recipes_that_never_end_or_that_python_does_not_parse(tmp_path: Path) ->
     (tmp_path / "deep.toml").write_text("[" * 100_000)
     with (tmp_path / "large.toml").open("wb") as file:
         file.truncate(1 << 40)
-    no_file, no_toml = "must be a TOML file, not a pipe or a device", "is no valid TOML: "
+    no_file, no_toml = "must be a TOML file, not a pipe or a device", "is not valid TOML: "
     reasons = {"pipe": no_file, "zero": no_file, "large": "must be at most 1 MiB", "number": no_toml, "deep": no_toml}
     for name, reason in reasons.items():
         with pytest.raises(InputError, match=reason):
