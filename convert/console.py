@@ -188,7 +188,7 @@ def check_files(json_file: str | None, plot: str | None = None, report: str | No
     if plot is not None and Path(plot).suffix not in _PLOT_KINDS:
         raise InputError(f"{opt('plot', plot)} must end in {', '.join(_PLOT_KINDS)}")
     if report is not None and Path(report).exists() and not Path(report).is_dir():
-        raise InputError(f"{opt('report', report)} is a file; name a folder instead")
+        raise InputError(f"{opt('report', report)} is a file; name a folder")
     for option, path in (("json", json_file), ("plot", plot)):
         if path is None or path == STDOUT:
             continue
