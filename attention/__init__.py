@@ -1,6 +1,6 @@
-"""kvfold.attention: every attention variant, exact, cached and fast. Imports nothing from kvfold.convert.
+"""Exact, fast implementations of every attention variant, with caches. Does not import kvfold.convert.
 
-The names below are loaded on first use, so that importing this package stays free of torch.
+The names below are loaded on first use, so importing this package does not import torch.
 """
 
 from importlib import import_module as _import_module

@@ -1,4 +1,4 @@
-"""Attention in blocks of queries: the one place where scores become weights, with gradients, for every mask.
+"""Attention computed in blocks of queries, with gradients, for every kind of mask.
 
 Shapes: ``query [B, G, M, T, D]`` (``M`` query heads share a key head), ``key [B, G, S, D]``, ``value [B, G, S, Dv]``,
 ``bias [1|B, 1|H, T, S]`` with ``H = G M``, ``sinks [H]``, result ``[B, G, M, T, Dv]``:
@@ -7,13 +7,13 @@ Shapes: ``query [B, G, M, T, D]`` (``M`` query heads share a key head), ``key [B
     weight = exp(score) / (sum of exp(score) over the visible keys + exp(sink))
     result = sum of weight * value
 
-A block is some queries of some heads against all the keys that any of them sees, so a row's softmax is complete in one
-block and nothing has to be merged; memory is linear in ``S``. For the backward pass weights are kept where all of them
-are few, and made again block by block otherwise. Queries that see no key give zeros.
+A block combines some queries of some heads with all the keys that any of them sees, so the softmax of each row is
+complete within one block and nothing has to be merged; memory is linear in ``S``. For the backward pass, the weights
+are kept if there are few of them, and otherwise recomputed block by block. Queries that see no key get zeros.
 
-``blocked_attention`` is this as a pair of registered operators, so that a traced graph holds one node whatever the
-number of blocks. ``AttentionScores`` is the same without values, for attention sums and the divergence of two
-attentions (``drift/profile.py``) and for decoding over a latent cache (``latent.py``).
+``blocked_attention`` wraps this in a pair of registered operators, so that a traced graph contains one node for any
+number of blocks. ``AttentionScores`` is the part without values, also used for attention sums and the divergence
+between two attentions (``drift/profile.py``) and for decoding over a latent cache (``latent.py``).
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,7 +39,7 @@ _MOST_ROWS = 128
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """Queries ``first .. last - 1`` against keys ``low .. high - 1``, for some sequences and some key heads."""
+    """Queries ``first .. last - 1`` and keys ``low .. high - 1`` for some of the sequences and key heads."""
 
     batch: slice
     groups: slice
@@ -50,23 +50,24 @@ class QueryBlock:
     whole: bool = False  # all queries of all heads against all keys, as in short decoding steps: nothing is sliced
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """``[B, G, M, T, D]`` -> ``[n, M * rows, D]``."""
+        """The block's part of queries ``[B, G, M, T, D]``, as ``[n, M * rows, D]``."""
         part = tensor if self.whole else tensor[self.batch, self.groups, :, self.first : self.last]
         shape = part.shape
         return fast(part.reshape(shape[0] * shape[1], shape[2] * shape[3], shape[4]))
 
     def keys(self, tensor: Tensor) -> Tensor:
-        """``[B, G, S, D]`` -> ``[n, width, D]``, a view when the heads can be walked in one stride."""
+        """The block's part of keys ``[B, G, S, D]``, as ``[n, width, D]``; a view if one stride covers all heads."""
         part = tensor if self.whole else tensor[self.batch, self.groups, self.low : self.high]
         return fast(part.flatten(0, 1))
 
 
 @dataclass(frozen=True)
 class AttentionScores:
-    """The scores of one call and their softmax, made block by block; names and shapes as at the top of this file.
+    """Scores of one call and their softmax, computed block by block; names and shapes as at the top of this file.
 
-    ``queries`` and ``keys`` are parts whose products add up: one, or for a latent cache two (latent and rotary key).
-    ``bias`` is added to the scores, or boolean: true where a query sees a key, if ``rule`` allows it.
+    ``queries`` and ``keys`` contain parts whose products are added: one part, or two for a latent cache (latent and
+    rotary key). ``bias`` is added to the scores; a boolean ``bias`` is a mask instead (True means visible), combined
+    with ``rule``.
     """
 
     queries: tuple[Tensor, ...]
@@ -78,10 +79,10 @@ class AttentionScores:
     sinks: Tensor | None = None
 
     def blocks(self, *others: Tensor, buffers: int = 1) -> Iterator[QueryBlock]:
-        """All blocks with keys to see; each keeps to the budget of scores unless one key head alone exceeds it.
+        """All blocks with visible keys; each stays within the budget of scores unless one key head alone exceeds it.
 
-        ``others`` are more tensors ``[B, G, S, ...]`` that the caller reads by blocks; ``buffers``: how many tensors as
-        large as a block's scores it holds at once.
+        ``others`` are additional tensors ``[B, G, S, ...]`` that the caller reads in blocks. ``buffers`` is the number
+        of tensors as large as a block's scores that the caller keeps in memory at once.
         """
         batch, groups, members, queries, _ = self.queries[0].shape
         keys, window = self.keys[0].shape[2], self.rule.window
@@ -108,20 +109,20 @@ class AttentionScores:
                 yield QueryBlock(*part, first, last, low, high, whole)
 
     def room(self, blocks: Iterable[QueryBlock]) -> Tensor:
-        """Memory for the scores of the largest block, which all blocks share."""
+        """Allocate memory for the scores of the largest block, which all blocks share."""
         query = self.queries[0]
         largest = max(map(self.size, blocks), default=0)
         return query.new_empty(largest, dtype=torch.float32 if is_slow(query) else query.dtype)
 
     def size(self, block: QueryBlock) -> int:
-        """The number of scores in a block."""
+        """Number of scores in a block."""
         pairs: int = (block.batch.stop - block.batch.start) * (block.groups.stop - block.groups.start)
         return pairs * self.queries[0].shape[2] * (block.last - block.first) * (block.high - block.low)
 
     def masked(self, block: QueryBlock, room: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The scores of a block in ``room``, ``[n, M * rows, width]``, ``-inf`` where hidden.
+        """Compute the scores of a block in ``room``: ``[n, M * rows, width]``, ``-inf`` where hidden.
 
-        Also the rows that see nothing, as booleans, or None where every row sees a key.
+        Also returns a boolean tensor that marks the rows that see no key, or None if every row sees a key.
         """
         scores, rule, low = self.products(block, room), self.rule, block.low
         if self.softcap is not None:
@@ -148,7 +149,7 @@ class AttentionScores:
         return scores, ~seen.any(-1, keepdim=True) if sparse else None
 
     def weights(self, block: QueryBlock, room: Tensor) -> Tensor:
-        """The attention weights of a block in ``room``: ``[n, M * rows, width]``; zeros where a query sees nothing."""
+        """Compute the weights of a block in ``room``: ``[n, M * rows, width]``; zeros if a query sees no key."""
         scores, blind = self.masked(block, room)
         if self.sinks is None:
             torch.softmax(scores, -1, out=scores)
@@ -169,7 +170,7 @@ class AttentionScores:
         return scores.view(-1, groups, members, rows, scores.shape[-1])
 
     def part_of(self, bias: Tensor, block: QueryBlock) -> Tensor:
-        """The part of ``bias`` (or of a tensor shaped like it) that a block reads: ``[1|b, 1|g, 1|M, rows, width]``."""
+        """A block's part of ``bias`` (or of a tensor with its shape): ``[1|b, 1|g, 1|M, rows, width]``."""
         members = self.queries[0].shape[2]
         bias = bias[:, :, None] if bias.shape[1] == 1 else torch.unflatten(bias, 1, (-1, members))
         bias = bias if bias.shape[0] == 1 else bias[block.batch]
@@ -177,7 +178,7 @@ class AttentionScores:
         return bias[..., block.first : block.last, block.low : block.high]
 
     def products(self, block: QueryBlock, room: Tensor) -> Tensor:
-        """``scale * query . key`` of a block, in ``room``: ``[n, M * rows, width]``."""
+        """Compute ``scale * query . key`` for a block in ``room``: ``[n, M * rows, width]``."""
         rows = [block.rows(query) for query in self.queries]
         scores = room[: self.size(block)].view(*rows[0].shape[:2], -1)
         for part, key in enumerate(self.keys):
@@ -186,7 +187,10 @@ class AttentionScores:
 
 
 def _parts(batch: int, groups: int, pairs: int, one_stride: bool) -> Iterator[tuple[slice, slice]]:
-    """Sequences and key heads in parts of at most ``pairs`` pairs: all heads of several sequences, or some of one."""
+    """Split the (sequence, key head) pairs into parts of at most ``pairs``, as slices of sequences and of heads.
+
+    A part contains all heads of several sequences, or some heads of one sequence.
+    """
     if (pairs >= 2 * groups or pairs >= batch * groups) and one_stride:
         count = min(batch, pairs // groups)
         for start in range(0, batch, count):
@@ -201,7 +205,7 @@ def _parts(batch: int, groups: int, pairs: int, one_stride: bool) -> Iterator[tu
 def weighted_values(scores: AttentionScores, value: Tensor, kept: Tensor | None = None) -> Tensor:
     """``value [B, G, S, Dv]`` weighted by the softmax of ``scores``: ``[B, G, M, T, Dv]``. No gradients.
 
-    ``kept`` is filled with the weights of all blocks, one after the other.
+    If ``kept`` is given, it is filled with the weights of all blocks, in order.
     """
     query = scores.queries[0]
     blocks = list(scores.blocks(value))
@@ -220,9 +224,9 @@ def weighted_values(scores: AttentionScores, value: Tensor, kept: Tensor | None 
 
 
 def _gradients(scores: AttentionScores, value: Tensor, grad: Tensor, kept: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, bias and sinks (empty without them); sums over blocks in at least float32.
+    """Gradients of query, key, value, bias and sinks, the last two empty if absent; summed in at least float32.
 
-    ``kept``: the weights of all blocks, or empty.
+    ``kept`` contains the weights of all blocks, or is empty.
     """
     (query,), (key,), bias, sinks = scores.queries, scores.keys, scores.bias, scores.sinks
     # keys and values collect gradients from many blocks: their sums need more digits than the result
@@ -282,7 +286,7 @@ def _unpack(arguments: tuple[Any, ...]) -> tuple[AttentionScores, Tensor]:
 
 @torch.library.custom_op("kvfold::blocked_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
 def _operator(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The result, and the weights of all blocks for the backward pass (empty where they are made again)."""
+    """Return the result, and the weights of all blocks for the backward pass (empty if they will be recomputed)."""
     # what blocks leave out of it is never touched, and takes no memory
     kept = _room_for_all(*arguments)
     return weighted_values(*_unpack(arguments), kept if kept.numel() else None), kept
@@ -345,7 +349,7 @@ def blocked_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention under ``rule``; formula and shapes as at the top of this file."""
+    """Attention under the mask ``rule``; formula and shapes as at the top of this file."""
     shapes_only = query.device.type == "meta"
     if not shapes_only and torch.is_autocast_enabled(query.device.type):
         # products below choose their dtypes themselves

@@ -1,9 +1,9 @@
-"""Caches that hold exactly what each attention variant needs, and their size in bytes.
+"""Caches that store exactly what each attention variant needs, and their size in bytes.
 
 Shapes: ``B`` sequences, ``C`` slots of capacity, ``G`` key/value heads, ``D`` head dim, ``R`` latent rank, ``P`` rotary
-dims. One cache object serves one layer. Slot ``s`` of sequence ``b`` holds its ``s``-th token; after appending pieces
-of unequal lengths, sequence ``b`` holds ``lengths[b]`` tokens, and its later slots are padding, which attention must
-skip (``lengths=``). A cache is for inference: it refuses tensors that require a gradient.
+dims. Each layer has its own cache object. Slot ``s`` of sequence ``b`` stores its ``s``-th token. After pieces of
+unequal lengths are appended, sequence ``b`` has ``lengths[b]`` tokens; its later slots are padding, which attention
+must skip (pass ``lengths=``). Caches are for inference: they reject tensors that require a gradient.
 """
 
 import math
@@ -20,7 +20,7 @@ _GROWTH = 1.5
 
 
 class SlotCache:
-    """Buffers ``[B, ..., C, width]`` filled slot by slot; ``KVCache`` and ``LatentCache`` define a slot."""
+    """Buffers ``[B, ..., C, width]`` filled slot by slot; ``KVCache`` and ``LatentCache`` define what a slot stores."""
 
     def __init__(self, buffers: tuple[Tensor, ...], *, growing: bool) -> None:
         self.buffers = buffers
@@ -31,31 +31,31 @@ class SlotCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots in use, ``length`` of each sequence: what ``cache_bytes`` computes."""
+        """Bytes of the slots in use (``length`` per sequence), the same number that ``cache_bytes`` computes."""
         return sum(b.numel() // max(1, self.capacity) * self.length * b.element_size() for b in self.buffers)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all slots."""
+        """Bytes of all allocated slots, used or not."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def positions(self, count: int) -> Tensor:
-        """Positions of the next ``count`` tokens: ``[count]``, or ``[B, count]`` when lengths differ."""
+        """Positions of the next ``count`` tokens: ``[count]``, or ``[B, count]`` if sequence lengths differ."""
         steps = torch.arange(count, device=self.buffers[0].device)
         return steps + (self.length if self.lengths is None else self.lengths[:, None])
 
     def _append(self, names: tuple[str, ...], tokens: tuple[Tensor, ...], counts: Tensor | None) -> tuple[Tensor, ...]:
-        """Write ``tokens``, each ``[B, ..., T, width]``; return the slots in use, ``[B, ..., length, width]``."""
+        """Write ``tokens``, each ``[B, ..., T, width]``; return the slots in use, ``[B, ..., length, width]`` each."""
         for name, token, buffer in zip(names, tokens, self.buffers, strict=True):
             expect_alike(name, token, "the cache", buffer)
             if token.requires_grad and torch.is_grad_enabled():
-                raise ValueError(f"{name} requires a gradient, which a cache does not keep; call under torch.no_grad()")
+                raise ValueError(f"{name} requires a gradient, which caches do not support; use torch.no_grad()")
         expect_counts("counts", counts, self.batch, "the cache", self.buffers[0])
         added = tokens[0].shape[-2]
         needed = self.length + added
         if needed > self.capacity:
             if not self.growing:
-                raise ValueError(f"capacity = {self.capacity} must be at least {needed} for the new tokens")
+                raise ValueError(f"capacity is {self.capacity}; it must be at least {needed}, or use growing=True")
             self.capacity = max(needed, math.ceil(_GROWTH * self.capacity))
             old = self.buffers
             # zeros: padding that no token overwrites has no weight, but what memory held before may be no number
@@ -71,7 +71,7 @@ class SlotCache:
         return tuple(buffer[..., : self.length, :] for buffer in self.buffers)
 
     def _scatter(self, tokens: tuple[Tensor, ...], counts: Tensor | None) -> None:
-        """Append at the end of each sequence; of the new tokens of sequence ``b`` the first ``counts[b]`` are real."""
+        """Append new tokens to each sequence; only the first ``counts[b]`` new tokens of sequence ``b`` are real."""
         added = tokens[0].shape[-2]
         before = torch.full((self.batch,), self.length, device=self.buffers[0].device)
         before = before if self.lengths is None else self.lengths
@@ -86,7 +86,7 @@ class SlotCache:
 
 
 class KVCache(SlotCache):
-    """Keys ``[B, G, C, D]`` and values ``[B, G, C, Dv]`` of one layer: ``G = H`` for MHA, 1 for MQA."""
+    """Keys ``[B, G, C, D]`` and values ``[B, G, C, Dv]`` of one layer; ``G = H`` for MHA, ``G = 1`` for MQA."""
 
     def __init__(
         self,
@@ -109,9 +109,10 @@ class KVCache(SlotCache):
         super().__init__(buffers, growing=growing)
 
     def append(self, key: Tensor, value: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Add ``key [B, G, T, D]`` and ``value [B, G, T, Dv]``; return all so far, ``[B, G, length, D | Dv]``.
+        """Append ``key [B, G, T, D]`` and ``value [B, G, T, Dv]``; return all keys and values so far.
 
-        ``counts [B]``: how many of the ``T`` tokens are real in each sequence (the rest, at its end, is padding).
+        The results are ``[B, G, length, D]`` and ``[B, G, length, Dv]``. ``counts [B]`` is the number of real tokens
+        among the ``T`` of each sequence; the rest, at the end, is padding.
         """
         keys, values = self.buffers
         expect_shape("key", key, "B G T D", {"B": keys.shape[0], "G": keys.shape[1], "D": keys.shape[3]})
@@ -122,7 +123,7 @@ class KVCache(SlotCache):
 
 
 class LatentCache(SlotCache):
-    """Latent and rotary key side by side, ``[B, C, R + P]``, of one layer."""
+    """The latents and rotary keys of one layer, concatenated: ``[B, C, R + P]``."""
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class LatentCache(SlotCache):
         super().__init__((buffer,), growing=growing)
 
     def append(self, latent: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Add ``latent [B, T, R + P]`` (rotary keys already rotated); return all so far, ``[B, length, R + P]``."""
+        """Append ``latent [B, T, R + P]`` (rotary keys already rotated); return all so far: ``[B, length, R + P]``."""
         width = self.kv_rank + self.rope_dim
         expect_shape("latent", latent, "B T R+P", {"B": self.batch, "R+P": width})
         return self._append(("latent",), (latent,), counts)[0]
@@ -161,7 +162,7 @@ def cache_numbers(
 ) -> int:
     """KV-cache elements per token per layer: ``2 H D`` (mha), ``2 G D`` (gqa), ``2 D`` (mqa), ``R + P`` (mla).
 
-    ``value_dim`` defaults to ``head_dim``. Raises ValueError when a size that the variant needs is missing.
+    ``value_dim`` defaults to ``head_dim``. Raises ValueError if a size required by the variant is missing.
     """
     needed = {
         "mha": {"heads": heads, "head_dim": head_dim},
@@ -170,11 +171,11 @@ def cache_numbers(
         "mla": {"kv_rank": kv_rank, "rope_dim": rope_dim},
     }
     if variant not in needed:
-        raise ValueError(f"variant = {variant!r} must be one of {', '.join(needed)}")
+        raise ValueError(f"variant is {variant!r}; it must be one of {', '.join(map(repr, needed))}")
     sizes: dict[str, int] = {}
     for name, size in needed[variant].items():
         if size is None:
-            raise ValueError(f"{name} is missing; {variant} needs {' and '.join(needed[variant])}")
+            raise ValueError(f"{name} is missing; variant {variant!r} needs {' and '.join(needed[variant])}")
         expect_at_least(name, size, 0)
         sizes[name] = size
     if variant == "mla":
@@ -186,5 +187,5 @@ def cache_numbers(
 def cache_bytes(
     variant: Variant, layers: int, context: int, dtype: torch.dtype, *, batch: int = 1, **sizes: int | None
 ) -> int:
-    """KV-cache bytes of ``batch`` sequences of ``context`` tokens in all ``layers``; sizes as in ``cache_numbers``."""
+    """KV-cache bytes for ``batch`` sequences of ``context`` tokens, all ``layers``; sizes as in ``cache_numbers``."""
     return cache_numbers(variant, **sizes) * batch * layers * context * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Checks of arguments: each raises ValueError with the argument's value and the rule that it must obey."""
+"""Argument checks. Each function raises ValueError with the argument's value and the rule that it violates."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def expect_shape(name: str, tensor: Tensor, dims: str, sizes: Mapping[str, int]) -> None:
-    """``dims`` spells the dims in order (``"B G S D"``); those named in ``sizes`` must have that size."""
+    """Check the shape of ``tensor``: ``dims`` names its dims (``"B G S D"``), ``sizes`` gives some of their sizes."""
     names = dims.split()
     shape = list(tensor.shape)
     wrong = {dim: sizes[dim] for dim, size in zip(names, shape, strict=False) if sizes.get(dim, size) != size}
@@ -17,26 +17,26 @@ def expect_shape(name: str, tensor: Tensor, dims: str, sizes: Mapping[str, int])
 
 
 def expect_divides(name: str, part: int, total_name: str, total: int) -> None:
-    """``part`` must be positive and divide ``total``."""
+    """Check that ``part`` is positive and divides ``total``."""
     if part < 1 or total % part:
         raise ValueError(f"{name} = {part} must divide {total_name} = {total}")
 
 
 def expect_at_least(name: str, value: int, least: int) -> None:
     if value < least:
-        raise ValueError(f"{name} = {value} must be at least {least}")
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
 def expect_alike(name: str, tensor: Tensor, other_name: str, other: Tensor, *, dtype: bool = True) -> None:
-    """Same device, and same dtype unless ``dtype`` is false."""
+    """Check that both tensors are on the same device and, if ``dtype`` is true, have the same dtype."""
     if dtype and tensor.dtype != other.dtype:
-        raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {other.dtype}, as in {other_name}")
+        raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {other.dtype}, the dtype of {other_name}")
     if tensor.device != other.device:
-        raise ValueError(f"{name} is on {tensor.device}; it must be on {other.device}, as {other_name} is")
+        raise ValueError(f"{name} is on {tensor.device}; it must be on {other.device}, like {other_name}")
 
 
 def expect_counts(name: str, counts: Tensor | None, batch: int, like_name: str, like: Tensor) -> None:
-    """One integer per sequence, or ``None``."""
+    """Check that ``counts`` is None or an integer tensor ``[B]`` on the device of ``like``."""
     if counts is None:
         return
     expect_shape(name, counts, "B", {"B": batch})

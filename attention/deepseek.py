@@ -1,16 +1,16 @@
-"""``absorb(model)``: a loaded DeepSeek, Youtu or Mistral4 model decodes over its latent cache, in plain transformers.
+"""Decoding over the latent cache for loaded DeepSeek, Youtu and Mistral4 models, in plain transformers.
 
-Stock transformers expands every cached token into every head's keys and values at every step, ``S H (Dn + Dv) R``
-multiplications a layer. After ``absorb`` a decoding step attends over the cached latents themselves (``latent.py``);
-prefill and training go on as before. Weights, state dict and the cache's layout (normed latent, rotated key: what
-transformers itself caches for this class) stay as they are, so a cache begun by one form can be continued by the other,
-``generate``, ``save_pretrained`` and ``torch.compile`` work unchanged, and ``unabsorb`` undoes it.
+At every step, stock transformers expands each cached token into the keys and values of every head, which takes
+``S H (Dn + Dv) R`` multiplications per layer. After ``absorb(model)``, a decoding step attends to the cached latents
+directly (``latent.py``); prefill and training are unchanged. Weights, state dict and cache layout (normed latent and
+rotated key, as in stock transformers) stay the same, so each form can continue a cache that the other started.
+``generate``, ``save_pretrained`` and ``torch.compile`` work unchanged, and ``unabsorb`` restores the stock attention.
 
     from kvfold.attention import absorb
     model = absorb(AutoModelForCausalLM.from_pretrained(folder))
 
-Shapes: ``hidden [B, T, E]``; the cache holds per layer the normed latent ``[B, 1, S, R]`` as keys and the rotated
-key ``[B, 1, S, P]`` as values. Youtu has DeepSeek-V3's attention, Mistral4 too but for a scale of its queries.
+Shapes: ``hidden [B, T, E]``; for each layer, the cache stores the normed latent ``[B, 1, S, R]`` as keys and the
+rotated key ``[B, 1, S, P]`` as values. Youtu uses DeepSeek-V3's attention; Mistral4 also scales its queries.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ Context = tuple[Tensor, Tensor | None]  # z [B, T, H, Dv], attention weights [B,
 
 
 class _Absorbed(nn.Module):
-    """The forward that the classes share. What it reads of ``self`` is set by the stock classes."""
+    """The forward shared by all absorbed classes. The stock base classes set the attributes that it reads."""
 
     home: ModuleType  # where the stock class lives, with its rotation and its eager attention
 
@@ -42,7 +42,7 @@ class _Absorbed(nn.Module):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Context:
-        """As the stock modules: output ``[B, T, E]`` and, with eager attention, the attention weights."""
+        """Same contract as the stock modules: output ``[B, T, E]`` and, with eager attention, the attention weights."""
         this = cast(Any, self)
         q_latent = hidden_states if this.q_lora_rank is None else this.q_a_layernorm(this.q_a_proj(hidden_states))
         query = this.q_proj(q_latent) if this.q_lora_rank is None else this.q_b_proj(q_latent)
@@ -76,7 +76,7 @@ class _Absorbed(nn.Module):
 
 
 def _absorbed_forms() -> Iterator[tuple[type[nn.Module], type[_Absorbed]]]:
-    """Each stock class of the installed transformers, and the same with absorbed decoding."""
+    """Each stock attention class in the installed transformers, with its absorbed subclass."""
     stock_names = {
         "deepseek_v2": "DeepseekV2Attention",
         "deepseek_v3": "DeepseekV3Attention",
@@ -98,15 +98,15 @@ _STOCK: dict[type[nn.Module], type[nn.Module]] = {absorbed: stock for stock, abs
 
 
 def absorb(model: Model) -> Model:
-    """Swap the attention of every DeepSeek-V2/V3, Youtu and Mistral4 layer in ``model``, in place; returns ``model``.
+    """Replace the attention of every DeepSeek-V2/V3, Youtu and Mistral4 layer in place; returns ``model``.
 
-    Absorbing twice changes nothing. Raises ValueError when ``model`` has no such attention.
+    Calling it again changes nothing. Raises ValueError if ``model`` has no such attention.
     """
     layers = [module for module in model.modules() if type(module) in FORMS or type(module) in _STOCK]
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no attention of DeepSeek, Youtu or Mistral4 to absorb; convert its checkpoint "
-            "with `kvfold convert MODEL OUT --to mla`"
+            f"{type(model).__name__} has no DeepSeek, Youtu or Mistral4 attention to absorb; convert its checkpoint "
+            "to MLA first: `kvfold convert MODEL OUT --to mla`"
         )
     for module in layers:
         _become(module, FORMS.get(type(module), type(module)))
@@ -114,7 +114,7 @@ def absorb(model: Model) -> Model:
 
 
 def unabsorb(model: Model) -> Model:
-    """Give every absorbed layer of ``model`` its stock attention back, in place; returns ``model``."""
+    """Restore the stock attention of every absorbed layer of ``model``, in place; returns ``model``."""
     for module in model.modules():
         if type(module) in _STOCK:
             _become(module, _STOCK[type(module)])
@@ -122,7 +122,7 @@ def unabsorb(model: Model) -> Model:
 
 
 def _become(module: nn.Module, form: type[nn.Module]) -> None:
-    """Change a module's class; accelerate's hooks (``device_map``) keep the forward they wrap as a bound method."""
+    """Change the class of ``module``, and rebind the forward that accelerate's hooks (``device_map``) have stored."""
     module.__class__ = form
     # a bound method would still run the forward of the other form
     for name in ("_old_forward", "forward"):
@@ -132,7 +132,7 @@ def _become(module: nn.Module, form: type[nn.Module]) -> None:
 
 
 def _absorbs(this: Any, nope: Tensor, mask: Any) -> bool:
-    """True to attend over the latents: fewer multiplications, no gradient, a mask and a weight that can be read."""
+    """True if attending to the latents is cheaper and possible: no gradient, and the mask and weight are readable."""
     queries = nope.shape[2]
     # several queries at once, as in speculative decoding, may be cheaper explicitly
     pays = absorption_pays(queries, this.qk_nope_head_dim, this.v_head_dim, this.kv_lora_rank)
@@ -145,7 +145,7 @@ def _absorbs(this: Any, nope: Tensor, mask: Any) -> bool:
 
 
 def _absorbed(this: Any, nope: Tensor, rope: Tensor, latent: Tensor, key_rope: Tensor, mask: Tensor | None) -> Context:
-    """Attention over the cached latents and rotary keys themselves; eager attention shows its weights."""
+    """Attend to the cached latents and rotary keys directly; eager attention also returns its weights."""
     heads = this.kv_b_proj.weight.view(-1, this.qk_nope_head_dim + this.v_head_dim, this.kv_lora_rank)
     # views: nothing is copied
     up_key, up_value = heads[:, : this.qk_nope_head_dim], heads[:, this.qk_nope_head_dim :]
@@ -168,7 +168,7 @@ def _absorbed(this: Any, nope: Tensor, rope: Tensor, latent: Tensor, key_rope: T
 def _explicit(
     this: Any, nope: Tensor, rope: Tensor, latent: Tensor, key_rope: Tensor, mask: Any, options: dict[str, Any]
 ) -> Context:
-    """Every head's keys ``[B, H, S, Dn + P]`` and values ``[B, H, S, Dv]``, and the configured attention over them."""
+    """Expand all heads' keys ``[B, H, S, Dn + P]`` and values ``[B, H, S, Dv]``; apply the configured attention."""
     up = this.kv_b_proj(latent[:, 0])
     up = up.view(*up.shape[:2], -1, this.qk_nope_head_dim + this.v_head_dim).transpose(1, 2)
     key_nope, value = torch.split(up, [this.qk_nope_head_dim, this.v_head_dim], -1)

@@ -1,9 +1,9 @@
-"""Multi-head, multi-query and grouped-query attention, by the fastest exact kernel for each call.
+"""Multi-head, multi-query and grouped-query attention, using the fastest exact kernel for each call.
 
-Shapes: ``query [B, H, T, D]``, ``key [B, G, S, D]``, ``value [B, G, S, Dv]``, result ``[B, H, T, Dv]``; query head
-``h`` reads key head ``h // (H / G)``: ``G = H`` is multi-head, ``G = 1`` multi-query attention (Vaswani et al. 2017;
-Shazeer 2019; Ainslie et al. 2023). No kernel makes a ``T x S`` matrix of scores or of a mask; README.md says which call
-takes which.
+Shapes: ``query [B, H, T, D]``, ``key [B, G, S, D]``, ``value [B, G, S, Dv]``, result ``[B, H, T, Dv]``. Query head
+``h`` uses key head ``h // (H / G)``: ``G = H`` is multi-head, ``G = 1`` multi-query attention (Vaswani et al. 2017;
+Shazeer 2019; Ainslie et al. 2023). No kernel creates a ``T x S`` matrix for scores or mask; README.md lists the kernel
+used for each kind of call.
 """
 
 from dataclasses import replace
@@ -34,15 +34,15 @@ def grouped_attention(
     bias: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """``softmax(scale * query key^T + bias) value`` over the keys each query sees: ``[B, H, T, Dv]``.
+    """``softmax(scale * query key^T + bias) value`` over the keys that each query sees: ``[B, H, T, Dv]``.
 
-    ``causal``: query ``t`` sees keys up to its own position ``offset + t``, counted in key slots; ``offset`` is a
-    number or one per sequence ``[B]``, by default ``S - T``. ``window``: only the last ``window`` of these (without
-    ``causal``: those less than ``window`` away on either side). ``starts`` and ``lengths`` ``[B]``: the keys of
-    sequence ``b`` are in slots ``starts[b] .. lengths[b] - 1``, the rest is padding; a query that sees nothing gives
-    zeros. ``bias`` is added to the scores, ``[1|B, 1|H, T, S]``. ``scale`` is ``1 / sqrt(D)`` by default.
+    With ``causal``, query ``t`` sees the keys up to its own position ``offset + t``, counted in key slots; ``offset``
+    is an integer or a tensor ``[B]``, by default ``S - T``. ``window`` limits this to the last ``window`` keys (without
+    ``causal``, to keys less than ``window`` slots away on either side). ``starts [B]`` and ``lengths [B]`` limit the
+    keys of sequence ``b`` to slots ``starts[b] .. lengths[b] - 1``; the other slots are padding. A query that sees no
+    key gets zeros. ``bias [1|B, 1|H, T, S]`` is added to the scores. ``scale`` is ``1 / sqrt(D)`` by default.
 
-    Raises ValueError for shapes, head counts, dtypes or devices that do not fit together.
+    Raises ValueError for incompatible shapes, head counts, dtypes or devices.
     """
     _check(query, key, value, bias)
     keys = key.shape[2]
@@ -52,7 +52,7 @@ def grouped_attention(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, rule: Visibility, scale: float, bias: Tensor | None) -> Tensor:
-    """``grouped_attention`` on checked arguments."""
+    """``grouped_attention`` for checked arguments, with the mask arguments combined in ``rule``."""
     batch, heads, queries, _ = query.shape
     # bounds in tensors would have to be read from the device
     if not rule.ragged and isinstance(rule.offset, int):
@@ -91,7 +91,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> No
     expect_shape("key", key, "B G S D", {"B": batch, "D": width})
     groups, keys = key.shape[1:3]
     expect_shape("value", value, "B G S Dv", {"B": batch, "G": groups, "S": keys})
-    expect_divides("key heads G", groups, "query heads H", heads)
+    expect_divides("the number of key heads G", groups, "the number of query heads H", heads)
     expect_alike("key", key, "query", query)
     expect_alike("value", value, "query", query)
     if bias is None:

@@ -1,10 +1,10 @@
-"""The blocked core as an attention function of transformers: ``attn_implementation=BLOCKWISE``.
+"""The blocked attention core as a transformers attention function: ``attn_implementation=BLOCKWISE``.
 
-Models built with it run ``scaled_dot_product_attention`` where that is exact and lean, and blocks of queries where
-transformers has nothing but whole ``[B, H, T, S]`` maps: soft-capped scores (Gemma 2) and sinks that are weights
-(gpt-oss). Under ``torch.autocast`` on a CPU, in which layers are trained where the processor has matrix units for
-bfloat16, blocks are taken too: torch's own attention does not use those units, and widens to float32 where values are
-narrower than keys, as in latent attention.
+Models loaded with it use ``scaled_dot_product_attention`` where that is exact and memory-efficient. They use blocks of
+queries where transformers could only build whole ``[B, H, T, S]`` maps: for soft-capped scores (Gemma 2) and learned
+sinks (gpt-oss). Under ``torch.autocast`` on a CPU, used for training on processors with bfloat16 matrix units, they
+also use blocks: torch's own attention does not use those units, and it widens to float32 when values are narrower than
+keys, as in latent attention.
 """
 
 from typing import Any
@@ -33,14 +33,15 @@ def blockwise_attention(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function contract, with gradients: the result is ``[B, T, H, Dv]``.
+    """Attention function for transformers, with gradients; returns the result ``[B, T, H, Dv]`` and None.
 
     ``query [B, H, T, D]``, ``key [B, G, S, D]``, ``value [B, G, S, Dv]``; ``attention_mask [1|B, 1|H, T, S]`` is
-    boolean (true: visible) or added to the scores; ``s_aux [H]`` are sinks. Raises ValueError for a softcap without a
-    mask: Gemma 2's classes say ``is_causal = False`` of a causal model, so only the mask tells.
+    boolean (True means visible) or is added to the scores; ``s_aux [H]`` contains the sinks. Raises ValueError for a
+    softcap without a mask: Gemma 2's classes set ``is_causal = False`` although the model is causal, so only the mask
+    is reliable.
     """
     if softcap is not None and attention_mask is None:
-        raise ValueError("attention_mask is None; a softcap needs a mask, which alone tells what is causal")
+        raise ValueError("attention_mask is None; models with a softcap do not set is_causal reliably, so pass a mask")
     unfused = softcap is not None or s_aux is not None
     in_half = query.device.type == "cpu" and torch.is_autocast_enabled("cpu")
     more = attention_mask is not None or options.get("position_bias") is not None or dropout > 0
@@ -61,7 +62,7 @@ def blockwise_attention(
 
 
 def _mask(*args: Any, config: Any = None, allow_is_causal_skip: bool = True, **options: Any) -> Tensor | None:
-    """The mask of ``scaled_dot_product_attention``, left out where causality says all, but never beside a softcap."""
+    """The mask for ``scaled_dot_product_attention``; None only if causality alone suffices and there is no softcap."""
     # the softcap needs blocks anyway, and only the mask tells them what is causal
     skip = allow_is_causal_skip and getattr(config, "attn_logit_softcapping", None) is None
     mask: Tensor | None = sdpa_mask(*args, config=config, allow_is_causal_skip=skip, **options)

@@ -1,12 +1,12 @@
 """A Triton kernel for one decoding step over a latent cache.
 
-Shapes: ``query [B, H, 1, R]``, ``query_rope [B, H, 1, P]``, ``latent [B, S, R]``, ``key_rope [B, S, P]``, ``lengths
-[B]``, ``mask [1|B, S]`` (bool), result ``[B, H, 1, R]``.
+Shapes: ``query [B, H, 1, R]``, ``query_rope [B, H, 1, P]``, ``latent [B, S, R]``, ``key_rope [B, S, P]``,
+``lengths [B]``, ``mask [1|B, S]`` (bool), result ``[B, H, 1, R]``.
 
-The sequence is split (Dao et al. 2023, "Flash-Decoding"): a program takes up to 64 heads of one sequence and one part
-of its slots. Each latent is loaded once, serves as the key of all those heads and again as their value, and online
-softmax keeps ``max``, ``sum`` and the weighted latents in float32. A second kernel merges the parts by their
-log-sum-exp. More than 64 heads take turns over the same slots.
+The slots of each sequence are split into parts (Dao et al. 2023, "Flash-Decoding"): one program handles up to 64 heads
+of one sequence and one part of its slots. It loads each latent once and uses it both as the key and as the value of all
+these heads; online softmax keeps ``max``, ``sum`` and the weighted latents in float32. A second kernel merges the parts
+by their log-sum-exp. With more than 64 heads, several programs read the same slots.
 """
 
 # ruff: noqa: ANN001, ANN202 -- a kernel's annotations are Triton's: they mark what is constant when it is compiled
@@ -38,7 +38,7 @@ def _part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton'
     HEADS: tl.constexpr, SLOTS: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_MASK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Heads ``[HEADS]`` of one sequence over ``part`` slots: weighted latents and log2-sum-exp2 of this part."""
+    """Attend from heads ``[HEADS]`` of a sequence to ``part`` slots; store weighted latents and log2-sum-exp2."""
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     split = tl.program_id(2)
@@ -101,7 +101,7 @@ def _part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton'
 def _merge_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton's
     z, log_sums, result, parts, R: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """One head of one sequence, some channels: the average of its parts, weighted by their sums."""
+    """Average the parts of one head of one sequence, weighted by their sums, for some channels."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, PARTS)
     r = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -131,8 +131,8 @@ def decode_latent(
 ) -> Tensor:
     """``softmax(scale * (query . latent + query_rope . key_rope)) latent`` over the visible slots: ``[B, H, 1, R]``.
 
-    Sequence ``b`` sees those of its first ``lengths[b]`` slots where ``mask`` is true; a sequence that sees none gives
-    zeros. ``splits``: parts of the sequence, by default as many as keep the device busy.
+    Sequence ``b`` sees those of its first ``lengths[b]`` slots where ``mask`` is True; a sequence that sees no slot
+    gets zeros. ``splits`` is the number of parts per sequence, by default enough to keep the device busy.
     """
     batch, heads, _, rank = query.shape
     slots, rope = latent.shape[1], query_rope.shape[-1]

@@ -1,16 +1,17 @@
 """Multi-head latent attention (DeepSeek-V2 2024), explicit and absorbed.
 
-Shapes: ``query_nope [B, H, T, Dn]``, ``query_rope [B, H, T, P]``, ``latent [B, S, R + P]`` (the cache: latent ``c`` and
-the rotary key that all heads share, side by side), ``up_key [H, Dn, R]``, ``up_value [H, Dv, R]``, result
-``[B, H, T, Dv]``. With ``k_rope`` the last ``P`` numbers of a slot,
+Shapes: ``query_nope [B, H, T, Dn]``, ``query_rope [B, H, T, P]``, ``latent [B, S, R + P]`` (the cache: latent ``c``,
+then the rotary key shared by all heads), ``up_key [H, Dn, R]``, ``up_value [H, Dv, R]``, result ``[B, H, T, Dv]``. With
+``k_rope`` for the last ``P`` numbers of a slot,
 
     score_hts = scale * (q_nope,ht . W_uk,h c_s + q_rope,ht . k_rope,s)
     result_ht = sum_s softmax(score)_hts W_uv,h c_s
 
-Explicit: ``W_uk c`` and ``W_uv c`` are made for all heads and slots: right for prefill and training. Absorbed (sec.
-2.1.2): ``q_nope . W_uk c = (W_uk^T q_nope) . c`` and ``sum_s a_s W_uv c_s = W_uv sum_s a_s c_s``, so that attention
-runs over the cache itself as one key head of ``R + P`` dims whose values are its own first ``R``: right for decoding.
-``latent_decode`` does so for a cache whose latents and rotary keys are two tensors, as transformers keeps them.
+Explicit: compute ``W_uk c`` and ``W_uv c`` for all heads and slots. This is best for prefill and training. Absorbed
+(sec. 2.1.2): since ``q_nope . W_uk c = (W_uk^T q_nope) . c`` and ``sum_s a_s W_uv c_s = W_uv sum_s a_s c_s``, attention
+can run over the cache itself, as one key head with ``R + P`` dims whose first ``R`` dims are also the values. This is
+best for decoding. ``latent_decode`` is the absorbed form for latents and rotary keys in two separate tensors, as in
+transformers' cache.
 """
 
 from importlib.util import find_spec
@@ -47,10 +48,10 @@ def latent_attention(
     lengths: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """The formulas above over the slots each query sees (see ``grouped_attention``): ``[B, H, T, Dv]``.
+    """Latent attention over the slots that each query sees (see ``grouped_attention``): ``[B, H, T, Dv]``.
 
-    Queries and the rotary keys in ``latent`` are already rotated. ``scale`` is ``1 / sqrt(Dn + P)`` by default. Raises
-    ValueError for shapes, dtypes or devices that do not fit together.
+    ``absorbed`` selects one of the two forms above. Queries and the rotary keys in ``latent`` must already be rotated.
+    ``scale`` is ``1 / sqrt(Dn + P)`` by default. Raises ValueError for incompatible shapes, dtypes or devices.
     """
     _check(query_nope, query_rope, latent, up_key, up_value)
     slots, rank = latent.shape[1], up_key.shape[2]
@@ -83,8 +84,8 @@ def latent_decode(
 ) -> Tensor:
     """``softmax(scale * (query . latent + query_rope . key_rope) + mask) latent``: ``[B, H, T, R]``, no gradients.
 
-    ``query [B, H, T, R]`` is absorbed already; ``query_rope [B, H, T, P]``, ``latent [B, S, R]``, ``key_rope
-    [B, S, P]``; ``mask [1|B, 1|H, T, S]``: booleans (true: visible) or numbers that are added to the scores.
+    ``query [B, H, T, R]`` is already absorbed; ``query_rope [B, H, T, P]``, ``latent [B, S, R]``,
+    ``key_rope [B, S, P]``. ``mask [1|B, 1|H, T, S]`` is boolean (True means visible) or is added to the scores.
     """
     # eagerly, an operator's call is slower than a short step
     if torch.compiler.is_compiling():
@@ -101,7 +102,7 @@ def latent_decode(
 
 
 def kernel_takes(query: Tensor, query_rope: Tensor, mask: Tensor | None) -> bool:
-    """True if the Triton kernel computes this call: CUDA, half precision, one query, ``R <= 512``, ``P <= 64``.
+    """True if the Triton kernel supports this call: CUDA, half precision, one query, ``R <= 512``, ``P <= 64``.
 
     A mask must be boolean and the same for all heads. Shapes as in ``latent_decode``.
     """
@@ -125,7 +126,7 @@ def _(query: Tensor, *rest: object) -> Tensor:
 
 
 def absorption_pays(queries: int, nope_dim: int, value_dim: int, rank: int) -> bool:
-    """True if absorbed attention takes fewer multiplications than explicit attention for ``T = queries``.
+    """True if absorbed attention needs fewer multiplications than explicit attention for ``T = queries``.
 
     Per slot and head: ``T (2 R + P)`` absorbed, ``(Dn + Dv) R + T (Dn + P + Dv)`` explicit.
     """

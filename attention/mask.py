@@ -1,13 +1,13 @@
-"""The mask as a rule, not a matrix: which keys a query sees.
+"""The attention mask as a rule instead of a matrix.
 
-Shapes: ``B`` sequences, ``T`` queries, ``S`` keys. The rule is ``see(b, t, s)``, true where all of these hold, with the
-query's position ``p = offset[b] + t`` counted in key slots:
+Shapes: ``B`` sequences, ``T`` queries, ``S`` keys. The rule ``see(b, t, s)`` is true where all of the following
+conditions are met, with the query's position ``p = offset[b] + t`` counted in key slots:
 
 * causal: ``s <= p``;
-* window ``w``: ``p - s < w`` (and ``s - p < w`` without ``causal``), so a query sees ``w`` keys, itself included;
+* window ``w``: ``p - s < w`` (and ``s - p < w`` without ``causal``), so a causal query sees the last ``w`` keys;
 * padding: ``starts[b] <= s < lengths[b]``.
 
-Booleans are made for blocks of rows only, so memory is linear in ``S``.
+Boolean masks are created only for blocks of rows, so memory is linear in ``S``.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from kvfold.attention.checks import expect_at_least, expect_counts
 
 @dataclass(frozen=True)
 class Visibility:
-    """The rule above; ``starts`` and ``lengths`` are ``[B]`` or ``None``, ``offset`` a number or ``[B]``."""
+    """The rule above; ``starts`` and ``lengths`` are ``[B]`` or None, ``offset`` is an integer or a tensor ``[B]``."""
 
     causal: bool = True
     offset: int | Tensor = 0
@@ -30,7 +30,7 @@ class Visibility:
 
     @property
     def ragged(self) -> bool:
-        """True if sequences of the batch differ: then a query may also see nothing at all."""
+        """True if the rule may differ between sequences of the batch; a query may then see no key at all."""
         return self.starts is not None or self.lengths is not None or isinstance(self.offset, Tensor)
 
     def sees_all(self, queries: int, keys: int) -> bool:
@@ -43,7 +43,7 @@ class Visibility:
         return near and far
 
     def key_range(self, first: int, last: int, keys: int) -> tuple[int, int]:
-        """The keys ``low .. high - 1`` that queries ``first .. last - 1`` may see; they see none outside of it."""
+        """Bounds ``low, high`` of the keys ``low .. high - 1`` that queries ``first .. last - 1`` may see."""
         # hidden keys inside the range are masked; those outside are never read
         low, high = 0, keys
         if isinstance(self.offset, Tensor):
@@ -86,9 +86,10 @@ def visibility(
     starts: Tensor | None,
     lengths: Tensor | None,
 ) -> Visibility:
-    """Check a caller's mask arguments against ``like [B, H, T, D]``, the queries. Raises ValueError.
+    """Check a caller's mask arguments and return their rule. ``like [B, H, T, D]`` is the query tensor.
 
-    ``offset`` ``None`` aligns the last query with the last key, as decoding with a cache needs it.
+    ``offset=None`` aligns the last query with the last of the ``keys`` keys, as in decoding with a cache. Raises
+    ValueError for arguments that do not fit the queries and keys.
     """
     batch, _, queries, _ = like.shape
     # without either, the positions of queries among the keys do not matter
@@ -103,9 +104,9 @@ def visibility(
         if offset is None:
             offset = keys - queries if placed else 0
             if offset < 0:
-                raise ValueError(f"key has S = {keys} keys; each of the T = {queries} queries needs its own")
+                raise ValueError(f"key has S = {keys} keys; causal or windowed queries need at least T = {queries}")
         expect_at_least("offset", offset, 0)
         # a query past the last key would see the wrong window
         if placed and offset + queries > keys:
-            raise ValueError(f"offset = {offset} must be at most S - T = {keys - queries}: every query has its own key")
+            raise ValueError(f"offset is {offset}; with causal or window, it must be at most S - T = {keys - queries}")
     return Visibility(causal, offset, window, starts, lengths)

@@ -1,7 +1,8 @@
-"""Attention modules that take their projections as arguments: plain, quantized, adapted or fused linear layers.
+"""Attention modules that accept their projections as arguments: plain, quantized, adapted or fused linear layers.
 
-Shapes: ``B`` sequences, ``T`` new tokens, ``S`` slots in the cache after them, ``E`` model dim, ``H`` query heads,
-``G`` key/value heads, ``D`` head dim, ``Dv`` value dim, ``R`` latent rank, ``P`` rotary dims, ``Dn`` other query dims.
+Shapes: ``B`` sequences, ``T`` new tokens, ``S`` slots in the cache after they are added, ``E`` model dim, ``H`` query
+heads, ``G`` key/value heads, ``D`` head dim, ``Dv`` value dim, ``R`` latent rank, ``P`` rotary dims, ``Dn`` unrotated
+query dims.
 """
 
 from typing import cast
@@ -17,7 +18,7 @@ from kvfold.attention.rotary import Layout, apply_rotary, rotary_tables
 
 
 class Rotation(nn.Module):
-    """``apply_rotary`` by fixed ``frequencies [Dr / 2]``, which keep float64 whatever the module is cast to."""
+    """``apply_rotary`` with fixed ``frequencies [Dr / 2]``, which stay float64 even if the module is cast."""
 
     bits: Tensor
 
@@ -29,18 +30,18 @@ class Rotation(nn.Module):
         self.register_buffer("bits", frequencies.double().view(torch.int64), persistent=False)
 
     def forward(self, positions: Tensor, *tensors: Tensor) -> list[Tensor]:
-        """Each of ``tensors [B, heads, T, D]``, rotated by ``positions [T]`` or ``[B, T]``."""
+        """Rotate each of ``tensors [B, heads, T, D]`` by ``positions [T]`` or ``[B, T]``."""
         dtype = torch.promote_types(tensors[0].dtype, torch.float32)
         tables = rotary_tables(positions.to(tensors[0].device), self.bits.view(torch.float64), dtype)
         return [apply_rotary(x, tables, self.layout) for x in tensors]
 
 
 class GroupedAttention(nn.Module):
-    """MHA (``kv_heads = heads``), GQA or MQA (``kv_heads = 1``): self-attention, or with ``cross`` on a memory.
+    """MHA (``kv_heads = heads``), GQA or MQA (``kv_heads = 1``); ``cross`` attends to a memory instead of the input.
 
-    ``query``: ``E -> H D``; ``key``: ``E -> G D``; ``value``: ``E -> G Dv``; ``output``: ``H Dv -> E``.
-    ``query_norm`` and ``key_norm`` act on each head's ``D`` dims before the rotary embedding by ``frequencies
-    [Dr / 2]`` (``None``: no rotary embedding). The mask arguments are those of ``grouped_attention``.
+    ``query`` maps ``E -> H D``, ``key`` ``E -> G D``, ``value`` ``E -> G Dv`` and ``output`` ``H Dv -> E``.
+    ``query_norm`` and ``key_norm`` normalize the ``D`` dims of each head before the rotary embedding with
+    ``frequencies [Dr / 2]`` (None means no rotary embedding). Mask arguments are the same as in ``grouped_attention``.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class GroupedAttention(nn.Module):
         super().__init__()
         expect_divides("kv_heads", kv_heads, "heads", heads)
         if cross and (causal or frequencies is not None):
-            raise ValueError("cross=True needs causal=False and no frequencies: a memory has no order of its own")
+            raise ValueError("cross=True requires causal=False and frequencies=None")
         self.query, self.key, self.value, self.output = query, key, value, output
         self.query_norm, self.key_norm = query_norm or nn.Identity(), key_norm or nn.Identity()
         self.rotation = None if frequencies is None else Rotation(frequencies, layout)
@@ -75,7 +76,7 @@ class GroupedAttention(nn.Module):
         self.causal, self.cross, self.window, self.scale = causal, cross, window, scale
 
     def new_cache(self, batch: int, capacity: int = 0, **options: object) -> KVCache:
-        """An empty cache for this layer; ``options`` are those of ``KVCache``."""
+        """Create an empty cache for this layer; ``options`` are passed to ``KVCache``."""
         return KVCache(batch, self.kv_heads, self.head_dim, capacity, value_dim=self.value_dim, **options)  # type: ignore[arg-type]
 
     def forward(
@@ -90,11 +91,11 @@ class GroupedAttention(nn.Module):
         lengths: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """``x [B, T, E]`` to ``[B, T, E]``.
+        """Attend from ``x [B, T, E]``; returns ``[B, T, E]``.
 
-        With a ``cache``, ``x`` continues what the cache holds (``counts [B]``: how many of its ``T`` tokens are real).
-        ``positions [T]`` or ``[B, T]`` are those of the rotary embedding; by default they count the slots. Cross
-        attention reads ``memory [B, S, E']``; with a cache it is needed the first time only.
+        With a ``cache``, ``x`` continues the cached tokens (``counts [B]`` is the number of real tokens among its
+        ``T``). ``positions [T]`` or ``[B, T]`` are used for the rotary embedding; the default is the slot numbers.
+        Cross attention reads ``memory [B, S, E']``; with a cache, only the first call needs it.
         """
         offset, slots = _place(x, cache)
         query = self.query_norm(_heads(self.query(x), self.heads))
@@ -108,7 +109,7 @@ class GroupedAttention(nn.Module):
             if cache is not None:
                 key, value = cache.append(key, value, counts)
         elif cache is None or cache.length == 0:
-            raise ValueError("memory is None; cross attention needs [B, S, E'], or a cache that has read it")
+            raise ValueError("memory is None; cross attention needs memory [B, S, E'] or a cache filled from it")
         else:
             key, value = (buffer[..., : cache.length, :] for buffer in cache.buffers)
         # after appending pieces of unequal lengths the cache knows best where padding begins
@@ -131,9 +132,10 @@ class GroupedAttention(nn.Module):
 class LatentAttention(nn.Module):
     """Multi-head latent attention with a decoupled rotary key (DeepSeek-V2 2024).
 
-    ``query``: ``E -> H (Dn + P)``, itself a chain where there is a query latent; ``down``: ``E -> R + P``, latent and
-    rotary key; ``latent_norm``: on the ``R``; ``up``: a linear layer ``R -> H (Dn + Dv)`` without bias, each head's
-    ``W_uk`` above its ``W_uv``; ``output``: ``H Dv -> E``. ``frequencies [P / 2]`` are those of the rotary embedding.
+    ``query`` maps ``E -> H (Dn + P)``, including any query latent; ``down`` maps ``E -> R + P``, the latent and the
+    rotary key; ``latent_norm`` normalizes the ``R`` latent dims; ``up`` is a linear layer ``R -> H (Dn + Dv)`` without
+    bias, with each head's ``W_uk`` above its ``W_uv``; ``output`` maps ``H Dv -> E``. ``frequencies [P / 2]`` define
+    the rotary embedding.
     """
 
     def __init__(
@@ -158,10 +160,10 @@ class LatentAttention(nn.Module):
         super().__init__()
         expect_shape("up.weight", up.weight, "H*(Dn+Dv) R", {"H*(Dn+Dv)": heads * (nope_dim + value_dim), "R": kv_rank})
         if getattr(up, "bias", None) is not None:
-            raise ValueError("up has a bias; absorption needs a linear layer without one")
+            raise ValueError("up has a bias, which cannot be absorbed; use a linear layer with bias=False")
         expect_shape("frequencies", frequencies, "P/2", {"P/2": rope_dim // 2})
         if rope_dim % 2:
-            raise ValueError(f"rope_dim = {rope_dim} must be even: rotary dims come in pairs")
+            raise ValueError(f"rope_dim is {rope_dim}; it must be even, because rotary dims come in pairs")
         self.query, self.down, self.up, self.output = query, down, up, output
         self.latent_norm = latent_norm or nn.Identity()
         self.rotation = Rotation(frequencies, layout)
@@ -170,7 +172,7 @@ class LatentAttention(nn.Module):
         self.causal, self.window, self.scale = causal, window, scale
 
     def new_cache(self, batch: int, capacity: int = 0, **options: object) -> LatentCache:
-        """An empty cache for this layer; ``options`` are those of ``LatentCache``."""
+        """Create an empty cache for this layer; ``options`` are passed to ``LatentCache``."""
         return LatentCache(batch, self.kv_rank, self.rope_dim, capacity, **options)  # type: ignore[arg-type]
 
     def forward(
@@ -184,9 +186,10 @@ class LatentAttention(nn.Module):
         lengths: Tensor | None = None,
         absorbed: bool | None = None,
     ) -> Tensor:
-        """``x [B, T, E]`` to ``[B, T, E]``; arguments as in ``GroupedAttention``.
+        """Attend from ``x [B, T, E]``; returns ``[B, T, E]``. Arguments as in ``GroupedAttention``.
 
-        ``absorbed`` ``None``: explicit without a cache (training, encoding), with one as ``absorption_pays`` decides.
+        ``absorbed=None`` selects explicit attention without a cache (training, encoding); with a cache,
+        ``absorption_pays`` decides.
         """
         offset, slots = _place(x, cache)
         query = _heads(self.query(x), self.heads)
@@ -225,17 +228,17 @@ class LatentAttention(nn.Module):
 
 def _heads(x: Tensor, heads: int) -> Tensor:
     """``[B, T, H D]`` to ``[B, H, T, D]``."""
-    expect_divides("heads", heads, "width of the projection", x.shape[-1])
+    expect_divides("heads", heads, "the width of the projection", x.shape[-1])
     return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
 def _place(x: Tensor, cache: SlotCache | None) -> tuple[int | Tensor | None, Tensor]:
-    """The slot of the first token of ``x [B, T, E]`` (``None`` without a cache) and the positions that follow from it.
+    """The slot of the first token of ``x [B, T, E]`` (None without a cache), and the default positions of its tokens.
 
-    Raises ValueError for other shapes and for no tokens.
+    Raises ValueError if ``x`` has another shape or no tokens.
     """
     expect_shape("x", x, "B T E", {})
-    expect_at_least("tokens T of x", x.shape[1], 1)
+    expect_at_least("the number of tokens T in x", x.shape[1], 1)
     if cache is None:
         return None, torch.arange(x.shape[1], device=x.device)
     return cache.length if cache.lengths is None else cache.lengths, cache.positions(x.shape[1])

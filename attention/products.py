@@ -1,12 +1,12 @@
-"""The three matrix products of a block, in the form that is fast on a CPU.
+"""The three matrix products in a block of attention, in the form that is fastest on a CPU.
 
-Shapes: ``n`` pairs of sequence and key head, ``r`` rows (queries), ``w`` keys, ``d`` dims of a head. Two weaknesses of
-torch on CPUs are worked around; float32, float64 and GPUs are not affected:
+Shapes: ``n`` pairs of a sequence and a key head, ``r`` rows (queries), ``w`` keys, ``d`` head dims. The functions work
+around two weaknesses of torch on CPUs; float32, float64 and GPUs are not affected:
 
-* float16 matrices are multiplied ten times slower than float32 ones: they are widened;
-* for bfloat16, oneDNN compiles a program for every new shape, a millisecond and a megabyte each, and every decoding
-  step has a new number of keys. So a multiple of ``shape_step`` keys is multiplied in bfloat16, the remainder in
-  float32.
+* float16 matrix products are ten times slower than float32 products, so the matrices are widened to float32;
+* for bfloat16, oneDNN compiles a program for every new shape (a millisecond and a megabyte each), and the number of
+  keys changes at every decoding step. So a multiple of ``shape_step`` keys is multiplied in bfloat16 and the remainder
+  in float32.
 """
 
 import torch
@@ -16,9 +16,9 @@ _FEWEST = 64
 
 
 def shape_step(tensor: Tensor, keys: int) -> int:
-    """Granularity of the number of ``keys`` that are multiplied in the dtype of ``tensor``.
+    """The number of keys multiplied in the dtype of ``tensor`` is a multiple of this step; ``keys`` is their total.
 
-    One where a new shape costs nothing, else a power of two.
+    The step is 1 where a new shape costs nothing, otherwise a power of two.
     """
     if tensor.dtype != torch.bfloat16 or tensor.device.type != "cpu":
         return 1
@@ -31,12 +31,12 @@ def is_slow(tensor: Tensor) -> bool:
 
 
 def fast(tensor: Tensor) -> Tensor:
-    """``tensor`` in a dtype whose matrix products are fast."""
+    """Return ``tensor`` in float32 if products in its own dtype are slow, otherwise unchanged."""
     return tensor.float() if is_slow(tensor) else tensor
 
 
 def row_products(rows: Tensor, keys: Tensor, scale: float, out: Tensor, add: bool = False) -> None:
-    """``out = scale * rows keys^T``, or with ``add`` ``out += ...``.
+    """Write ``scale * rows keys^T`` to ``out``, or add it to ``out`` if ``add`` is true.
 
     ``rows [n, r, d]``, ``keys [n, w, d]``, ``out [n, r, w]``.
     """
@@ -53,7 +53,7 @@ def row_products(rows: Tensor, keys: Tensor, scale: float, out: Tensor, add: boo
 
 
 def mix(weights: Tensor, values: Tensor, scale: float = 1.0) -> Tensor:
-    """``scale * weights values``: ``[n, r, w]``, ``[n, w, d]`` -> ``[n, r, d]``, ``values``' dtype or wider."""
+    """``scale * weights values``: ``[n, r, w]``, ``[n, w, d]`` -> ``[n, r, d]``, in the ``values`` dtype or wider."""
     width = values.shape[1]
     even = width - width % shape_step(values, width)
     if even == width:
@@ -66,7 +66,7 @@ def mix(weights: Tensor, values: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def add_spread(total: Tensor, weights: Tensor, rows: Tensor, scale: float = 1.0) -> None:
-    """``total += scale * weights^T rows``: ``[n, w, d]``, ``[n, r, w]``, ``[n, r, d]``."""
+    """Add ``scale * weights^T rows`` to ``total [n, w, d]``; ``weights [n, r, w]``, ``rows [n, r, d]``."""
     width = weights.shape[-1]
     even = width - width % shape_step(rows, width)
     if even:

@@ -1,9 +1,9 @@
-"""The attention variants as the papers write them: float64, one formula a function, loops and all. Slow on purpose.
+"""The attention variants as written in the papers: float64, one formula per function, plain loops. Slow on purpose.
 
-Nothing here shares code with the fast paths, which are tested against it. One sequence at a time; shapes: ``T`` query
-tokens, ``S`` key tokens, ``E`` model dim, ``H`` query heads, ``G`` key/value heads, ``D`` head dim, ``Dv`` value dim,
-``R`` latent rank, ``Rq`` query latent rank, ``P`` rotary dims, ``Dn`` dims of a query without rotation. Weights map
-columns: ``W [D, E]`` takes ``x [E]`` to ``W x [D]``.
+The fast paths share no code with this module and are tested against it. Each call handles one sequence. Shapes: ``T``
+query tokens, ``S`` key tokens, ``E`` model dim, ``H`` query heads, ``G`` key/value heads, ``D`` head dim, ``Dv`` value
+dim, ``R`` latent rank, ``Rq`` query latent rank, ``P`` rotary dims, ``Dn`` unrotated query dims. A weight ``W [D, E]``
+maps ``x [E]`` to ``W x [D]``.
 
 Sources: Vaswani et al. 2017 ("Attention is all you need"), Shazeer 2019 ("Fast transformer decoding"), Ainslie et al.
 2023 ("GQA"), DeepSeek-AI 2024 ("DeepSeek-V2"), Su et al. 2021 ("RoFormer").
@@ -19,7 +19,7 @@ Rotary = Callable[[Tensor, Tensor], Tensor]  # x [T, D], positions [T] -> [T, D]
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Query, key or value of one head, ``q_t = W x_t + b`` (Vaswani 2017, 3.2.2).
+    """Query, key or value of one head: ``q_t = W x_t + b`` (Vaswani 2017, 3.2.2).
 
     ``x [T, E]``, ``weight [D, E]``, ``bias [D]`` -> ``[T, D]``.
     """
@@ -28,12 +28,12 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotary embedding (Su 2021, eq. 14-15): pair ``l`` is rotated by the angle ``t theta_l``.
+    """Apply the rotary embedding (Su 2021, eq. 14-15): rotate pair ``l`` by the angle ``t theta_l``.
 
         x'_a = x_a cos(t theta_l) - x_b sin(t theta_l),    x'_b = x_a sin(t theta_l) + x_b cos(t theta_l)
 
-    Pair ``l`` is ``(a, b) = (2 l, 2 l + 1)`` if interleaved, else ``(l, l + Dr / 2)``; dims from ``Dr`` on stay.
-    ``x [T, D]``, ``positions [T]``, ``frequencies [Dr / 2]`` -> ``[T, D]``.
+    Pair ``l`` is ``(a, b) = (2 l, 2 l + 1)`` if interleaved, else ``(l, l + Dr / 2)``; dims from ``Dr`` on are
+    unchanged. ``x [T, D]``, ``positions [T]``, ``frequencies [Dr / 2]`` -> ``[T, D]``.
     """
     pairs = len(frequencies)
     rows = []
@@ -49,12 +49,12 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, interleaved: bool 
 
 
 def no_rotary(x: Tensor, positions: Tensor) -> Tensor:
-    """No rotary embedding."""
+    """Return ``x`` unchanged: the choice for models without rotary embedding."""
     return x
 
 
 def project_heads(x: Tensor, weight: Tensor, bias: Tensor | None, rotary: Rotary = no_rotary) -> Tensor:
-    """``project`` by every head of ``weight [H, D, E]`` and ``bias [H, D]``, then rotated: ``[H, T, D]``."""
+    """Apply ``project`` with each head of ``weight [H, D, E]`` and ``bias [H, D]``, then rotate: ``[H, T, D]``."""
     places = torch.arange(len(x))
     biases = [None] * len(weight) if bias is None else bias
     return torch.stack([rotary(project(x, w, b), places) for w, b in zip(weight, biases, strict=True)])
@@ -63,7 +63,7 @@ def project_heads(x: Tensor, weight: Tensor, bias: Tensor | None, rotary: Rotary
 def project_output(heads: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``y_t = sum_h W_o,h z_h,t + b``: ``heads [H, T, Dv]``, ``weight [E, H, Dv]``, ``bias [E]`` -> ``[T, E]``.
 
-    The same as Vaswani's ``Concat(z_1 .. z_H) W_o``, the product written by blocks.
+    Same as Vaswani's ``Concat(z_1 .. z_H) W_o``, with the product written as a sum over heads.
     """
     result = []
     for token in range(heads.shape[1]):
@@ -74,7 +74,7 @@ def project_output(heads: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 @dataclass(frozen=True)
 class Masks:
-    """The masks of one sequence."""
+    """Mask settings for one sequence."""
 
     causal: bool = True
     offset: int = 0  # tokens before query 0
@@ -83,7 +83,7 @@ class Masks:
     length: int | None = None
 
     def apply(self, score: Tensor) -> Tensor:
-        """``score [T, S]`` of one head, ``-inf`` where a query ``i`` does not see a key ``j``."""
+        """Return ``score [T, S]`` of one head with ``-inf`` where query ``i`` does not see key ``j``."""
         distance = torch.arange(score.shape[0])[:, None] + self.offset - torch.arange(score.shape[1])
         keys = torch.arange(score.shape[1])
         # decoders: nothing later than the query (Vaswani 2017, 3.2.3)
@@ -104,7 +104,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: fl
 
         s_ij = q_i . k_j / sqrt(d_head),    a_ij = exp(s_ij) / sum_j exp(s_ij),    z_i = sum_j a_ij v_j
 
-    ``query [T, D]``, ``key [S, D]``, ``value [S, Dv]`` -> ``[T, Dv]``; a query that sees nothing gives zeros.
+    ``query [T, D]``, ``key [S, D]``, ``value [S, Dv]`` -> ``[T, Dv]``; a query that sees no key gets zeros.
     """
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.stack([torch.stack([factor * (q * k).sum() for k in key]) for q in query])
@@ -122,7 +122,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: fl
 
 @dataclass(frozen=True)
 class GroupedProjections:
-    """One layer of MHA (``G = H``), GQA or MQA (``G = 1``); biases may be ``None``."""
+    """Projections of one MHA (``G = H``), GQA or MQA (``G = 1``) layer; biases may be None."""
 
     query: Tensor  # [H, D, E]
     key: Tensor  # [G, D, E]
@@ -136,7 +136,7 @@ class GroupedProjections:
 
 @dataclass(frozen=True)
 class LatentProjections:
-    """One layer of multi-head latent attention; ``query_down`` ``None`` means no query latent (then ``Rq = E``)."""
+    """Projections of one MLA layer; ``query_down=None`` means that there is no query latent (then ``Rq = E``)."""
 
     query_nope: Tensor  # [H, Dn, Rq], W_uq
     query_rope: Tensor  # [H, P, Rq], W_qr
@@ -156,11 +156,11 @@ def grouped_query_attention(
     scale: float | None = None,
     memory: Tensor | None = None,
 ) -> Tensor:
-    """``y = sum_h W_o,h attention(W_q,h x, W_k,g x, W_v,g x) + b``, ``g`` the group of ``h``: ``[T, E]``.
+    """``y = sum_h W_o,h attention(W_q,h x, W_k,g x, W_v,g x) + b``: ``[T, E]``. Head ``h`` belongs to group ``g``.
 
-    ``G`` keys for ``H`` heads (Ainslie 2023, 2.2): ``G = H`` is multi-head (Vaswani 2017, 3.2.2), ``G = 1`` multi-query
-    attention (Shazeer 2019, sec. 3). Encoders mask nothing (``BIDIRECTIONAL``); cross attention does not either, and
-    takes keys and values from the encoder's ``memory [S, E']`` (Vaswani 2017, 3.2.3).
+    ``G`` key heads serve ``H`` query heads (Ainslie 2023, 2.2): ``G = H`` is multi-head (Vaswani 2017, 3.2.2),
+    ``G = 1`` multi-query attention (Shazeer 2019, sec. 3). Encoders use no mask (``BIDIRECTIONAL``), and neither does
+    cross attention, which computes keys and values from the encoder's ``memory [S, E']`` (Vaswani 2017, 3.2.3).
     """
     query = project_heads(x, w.query, w.query_bias, rotary)
     source = x if memory is None else memory
@@ -172,7 +172,7 @@ def grouped_query_attention(
 def grouped_query_heads(query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float | None = None) -> Tensor:
     """Attention of every head: ``query [H, T, D]``, ``key [G, S, D]``, ``value [G, S, Dv]`` -> ``[H, T, Dv]``.
 
-    Head ``h`` reads key head ``h // (H / G)``.
+    Query head ``h`` uses key head ``h // (H / G)``.
     """
     share = query.shape[0] // key.shape[0]
     return torch.stack([attention(q, key[h // share], value[h // share], masks, scale) for h, q in enumerate(query)])
@@ -198,7 +198,7 @@ def absorbed_heads(
 ) -> Tensor:
     """``q_nope . W_uk c = (W_uk^T q_nope) . c`` and ``sum_s a_s W_uv c_s = W_uv sum_s a_s c_s`` (sec. 2.1.2).
 
-    No key and no value of any head is made; shapes as in ``latent_heads``.
+    Never computes the keys or values of a head; shapes as in ``latent_heads``.
     """
     scale = (nope.shape[-1] + rope.shape[-1]) ** -0.5 if scale is None else scale
     heads = []
@@ -220,7 +220,7 @@ def latent_attention(
     """Multi-head latent attention (DeepSeek-V2 2024, sec. 2.1): ``x [T, E]`` -> ``[T, E]``.
 
     c_q = W_dq x,    q_nope,h = W_uq,h c_q,    q_rope,h = RoPE(W_qr,h c_q)    (eq. 12-14)
-    c = W_dkv x,     k_rope = RoPE(W_kr x)                                    (eq. 9, 15): all that is cached
+    c = W_dkv x,     k_rope = RoPE(W_kr x)                                    (eq. 9, 15); only these two are cached
     """
     c_q = x if w.query_down is None else project(x, w.query_down)
     nope, rope = project_heads(c_q, w.query_nope, None), project_heads(c_q, w.query_rope, None, rotary)

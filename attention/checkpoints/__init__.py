@@ -1,6 +1,6 @@
-"""The attention of checkpoints that no stock class holds: the modeling file that they bring along, registered here.
+"""Attention for checkpoints that no stock class can represent: their modeling file, and its registration.
 
-``SOURCES`` are the model types that can become such a checkpoint (layout ``kvfold``), named here alone.
+``SOURCES`` is the only list of the model types that can become such a checkpoint (layout ``kvfold``).
 """
 
 SOURCES = (

@@ -1,12 +1,13 @@
-"""Stock models of transformers whose attention caches less. kvfold puts this file beside the weights that need it.
+"""Stock transformers models with a smaller attention cache. kvfold puts this file next to the weights that need it.
 
-``KvfoldGPTNeoXForCausalLM`` is transformers' ``GPTNeoXForCausalLM`` with every attention module replaced, and so on
-for any ``KvfoldX``; ``config.json`` is that of the source model with a block ``kvfold`` that says how. All the rest,
-from embeddings to loss, stays transformers' own. The file needs torch and transformers; it reads and writes nothing.
+``KvfoldGPTNeoXForCausalLM`` is transformers' ``GPTNeoXForCausalLM`` with every attention module replaced, and the same
+holds for any ``KvfoldX``. ``config.json`` is the source model's config plus a ``kvfold`` block that describes the new
+attention. Everything else, from embeddings to loss, is stock transformers. This file needs torch and transformers; it
+does not read or write files.
 
-Shapes: ``B`` sequences, ``T`` new tokens, ``S`` tokens with those in the cache, ``E`` model dim, ``H`` query heads,
-``G`` key/value heads, ``D`` head dim; ``R`` channels of a latent, ``P`` rotary dims beside it, ``N`` other dims of its
-query heads.
+Shapes: ``B`` sequences, ``T`` new tokens, ``S`` tokens including the cached ones, ``E`` model dim, ``H`` query heads,
+``G`` key/value heads, ``D`` head dim; ``R`` latent channels, ``P`` rotary dims cached with each latent, ``N`` other
+dims of the query heads.
 """
 
 from collections.abc import Callable
@@ -20,9 +21,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 class FixedRotation(nn.Module):
-    """Rotary embedding by fixed ``frequencies [P/2]`` (radians per position) of the first ``P`` dims of each head.
+    """Rotary embedding of the first ``P`` dims of each head with fixed ``frequencies [P/2]`` (radians per position).
 
-    Dim ``l`` pairs with dim ``l + P/2``; ``amplitude`` multiplies rotated dims (YaRN's attention factor).
+    Dim ``l`` pairs with dim ``l + P/2``; ``amplitude`` multiplies the rotated dims (YaRN's attention factor).
     """
 
     def __init__(self, frequencies: list[float], amplitude: float) -> None:
@@ -31,7 +32,7 @@ class FixedRotation(nn.Module):
         self._table: Tensor | None = None  # no buffer: it must stay float32 when the model is cast
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """``x [B, heads, T, D]`` at ``positions [B or 1, T]``."""
+        """Rotate ``x [B, heads, T, D]`` by ``positions [B or 1, T]``."""
         if self._table is None or self._table.device != x.device:
             self._table = torch.tensor(self.frequencies, dtype=torch.float32, device=x.device)
         angles = positions[:, None, :, None].to(x.device).float() * self._table
@@ -44,7 +45,7 @@ class FixedRotation(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """The parts that grouped and latent attention share; ``heads_of`` gives the heads' results."""
+    """Base class of grouped and latent attention; subclasses compute the heads' outputs in ``heads_of``."""
 
     heads_of: Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -70,9 +71,9 @@ class SelfAttention(nn.Module):
         layer_past: Any = None,  # what some families call their cache
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """``hidden_states [B, T, E]`` to ``[B, T, E]``, and the attention weights where they were computed.
+        """``hidden_states [B, T, E]`` to ``[B, T, E]``, plus the attention weights if they were computed.
 
-        ``residual``: what the result is added to, in families that do so here (Bloom).
+        In families that add the residual stream here (Bloom), ``residual`` is added to the result.
         """
         cache = layer_past if past_key_values is None else past_key_values
         if position_ids is None and self.rotation is not None:
@@ -85,7 +86,7 @@ class SelfAttention(nn.Module):
 
 
 class GroupedSelfAttention(SelfAttention):
-    """GQA, or MQA with one key/value head: ``H`` query heads over ``G`` key/value heads."""
+    """GQA, or MQA with one key/value head: ``H`` query heads share ``G`` key/value heads."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         facts = facts_of(config, layer_idx)
@@ -102,7 +103,7 @@ class GroupedSelfAttention(SelfAttention):
     def heads_of(
         self, hidden_states: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """The heads' results ``[B, T, H, D]``, and the attention weights where they were computed."""
+        """The heads' outputs ``[B, T, H, D]``, and the attention weights if they were computed."""
         projected = [projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj)]
         if self.clip is not None:
             projected = [each.clamp(-self.clip, self.clip) for each in projected]
@@ -116,7 +117,7 @@ class GroupedSelfAttention(SelfAttention):
 
 
 class QueryNorm(nn.Module):
-    """The source's norm on queries: of each head's ``D`` dims, or of all heads together (``flat``)."""
+    """The source's query norm, over the ``D`` dims of each head or (``flat``) over all heads together."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         super().__init__()
@@ -124,21 +125,21 @@ class QueryNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(facts["heads"], facts["head_dim"]))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x [B, T, H, D]``."""
+        """Normalize ``x [B, T, H, D]``."""
         centered, inverse = divided(x, self.facts)
         normed: Tensor = centered * inverse * (self.weight.float() + self.facts["offset"])
         return normed.to(x.dtype)
 
 
 class LatentSelfAttention(SelfAttention):
-    """MLA: keys and values of all heads are read from one latent, beside one rotary key (DeepSeek-V2, 2024).
+    """MLA: all heads' keys and values come from one latent, and all heads share one rotary key (DeepSeek-V2, 2024).
 
-    The cache holds the latents ``[B, 1, S, R]`` as its keys and the rotary keys ``[B, 1, S, P]`` as its values.
+    The cache stores the latents ``[B, 1, S, R]`` as its keys and the rotary keys ``[B, 1, S, P]`` as its values.
 
-    Where the source norms queries and keys, both norms are exact, whatever the size of the latent, which holds keys
-    before their norm. The source's ``k_proj`` only tells what the norm divides each key/value head of a token by;
-    scores are divided by that, those of latent and rotary key alike. The cache has its inverse behind the rotary key:
-    ``[B, 1, S, P + G]``, one number in place of ``G`` for a norm of all heads together.
+    If the source normalizes queries and keys, both norms are exact for any latent size, because the latent encodes keys
+    before their norm. The source's ``k_proj`` is kept only to compute the norm's divisor for each key/value head of a
+    token; scores of both latent and rotary key are divided by it. The cache stores its inverse after the rotary key:
+    ``[B, 1, S, P + G]``, or one number in place of ``G`` if the norm is over all heads together.
     """
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -146,7 +147,7 @@ class LatentSelfAttention(SelfAttention):
         super().__init__(config, layer_idx, facts)
         if str(config._attn_implementation).startswith("flash"):
             name = config._attn_implementation
-            raise ValueError(f"attn_implementation={name!r} needs values as wide as keys; load with 'sdpa' or 'eager'")
+            raise ValueError(f"attn_implementation={name!r} requires equal key and value dims; use 'sdpa' or 'eager'")
         width, self.heads = facts["model_dim"], facts["heads"]
         self.rank, self.rope_dim = facts["kv_rank"], facts["rope_dim"]
         self.norm: dict[str, Any] | None = facts.get("norm")
@@ -172,7 +173,7 @@ class LatentSelfAttention(SelfAttention):
     def heads_of(
         self, hidden_states: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``GroupedSelfAttention.heads_of``."""
+        """Same contract as ``GroupedSelfAttention.heads_of``."""
         plain, turning = self.queries(hidden_states)
         down = self.kv_down_proj(hidden_states)[:, None]
         latent, rope = down[..., : self.rank], down[..., self.rank :]
@@ -199,7 +200,7 @@ class LatentSelfAttention(SelfAttention):
         return attend(self, torch.cat([plain, turning], -1), key, value, mask, **options)
 
     def queries(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Those that meet latents ``[B, H, T, N]`` and, before they rotate, rotary keys ``[B, H, T, P]``."""
+        """Queries for the latents ``[B, H, T, N]`` and unrotated queries for the rotary keys ``[B, H, T, P]``."""
         query = self.q_proj(hidden_states).unflatten(-1, (self.heads, -1))
         if self.norm is None:
             query = query.transpose(1, 2)
@@ -219,9 +220,10 @@ class LatentSelfAttention(SelfAttention):
         mask: Tensor | None,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """One step, ``T = 1``, without keys or values of ``S`` tokens: the up-projections move to query and result.
+        """One decoding step (``T = 1``) that attends to the latents without computing keys or values.
 
-        All heads are queries of one key/value head, whose values are the latents: ``[B, 1, H, R + P]``.
+        The up-projections are applied to query and result instead. The heads become ``H`` queries ``[B, 1, H, R + P]``
+        of one key/value head, whose values are the latents.
         """
         options = {**options, "is_causal": False}
         if self.norm is not None:
@@ -241,9 +243,10 @@ VARIANTS = {"grouped": GroupedSelfAttention, "latent": LatentSelfAttention, "nor
 
 
 def divided(x: Tensor, norm: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """``x [B, T, heads, D]`` as a norm divides it, and the inverse ``[B, T, heads or 1, 1]`` of what it divides by.
+    """The numerator and the inverse divisor of a norm of ``x [B, T, heads, D]``, both in float32.
 
-    Both in float32: a norm of ``kind`` layer subtracts the mean first, and a ``flat`` one is of all heads together.
+    The numerator is ``x``, minus its mean if the norm's ``kind`` is "layer". The inverse divisor is
+    ``[B, T, heads, 1]``, or ``[B, T, 1, 1]`` for a ``flat`` norm, which is over all heads together.
     """
     x, over = x.float(), (-2, -1) if norm["flat"] else (-1,)
     x = x - x.mean(over, keepdim=True) if norm["kind"] == "layer" else x
@@ -251,17 +254,17 @@ def divided(x: Tensor, norm: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def facts_of(config: Any, layer: int) -> dict[str, Any]:
-    """The block ``kvfold`` of ``config``, with what differs in ``layer``."""
+    """The ``kvfold`` block of ``config``, updated with the values specific to ``layer``."""
     block = dict(config.kvfold)
     layers = block.pop("layers", None)
     return {**block, **layers[layer]} if layers else block
 
 
 def with_alibi(mask: Tensor | None, query: Tensor, options: dict[str, Any]) -> Any:
-    """The mask ``[B, 1, T, S]`` and, where the model hands over ALiBi, its biases too: ``[B, H, T, S]``.
+    """The mask ``[B, 1, T, S]``, or mask plus biases ``[B, H, T, S]`` if the model passes ALiBi biases.
 
-    Those of Bloom are ``[B * H, 1, S]``. Those of MPT are ``[H, 1, positions]``, beside a mask that is True where
-    a query sees nothing. Falcon has put its own into the mask.
+    Bloom passes biases ``[B * H, 1, S]``. MPT passes biases ``[H, 1, positions]``, and its mask is True where a key is
+    hidden. Falcon has already added its biases to the mask.
     """
     alibi, biases = options.pop("alibi", None), options.pop("position_bias", None)
     if mask is None or (biases is None and (alibi is None or mask.shape[1] > 1)):
@@ -275,7 +278,7 @@ def with_alibi(mask: Tensor | None, query: Tensor, options: dict[str, Any]) -> A
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function that the config names (sdpa, flash_attention_2, eager, ...): ``[B, T, H, D]``."""
+    """Apply the attention function named in the config (sdpa, flash_attention_2, eager, ...): ``[B, T, H, D]``."""
     # no other attention function divides scores by something of the keys
     name = "eager" if "key_scales" in options else module.config._attn_implementation
     function = eager_attention_forward if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
@@ -298,7 +301,7 @@ def eager_attention_forward(
     key_scales: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch, with the attention weights ``[B, H, T, S]``, which ``key_scales`` multiplies."""
+    """Attention in plain torch; ``key_scales`` multiply the scores. Also returns the weights ``[B, H, T, S]``."""
     repeats = query.shape[1] // key.shape[1]
     scores = scaling * query @ key.repeat_interleave(repeats, 1).transpose(2, 3)
     if key_scales is not None:
@@ -317,7 +320,7 @@ def eager_attention_forward(
 
 
 class Replaced:
-    """Mixed into a stock model class: builds that model, then puts ours in place of its attention modules."""
+    """Mixin for a stock model class that builds the stock model, then replaces its attention modules."""
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
         super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
@@ -332,7 +335,7 @@ class Replaced:
 
 
 def __getattr__(name: str) -> type:
-    """``KvfoldX``: the stock config X under a model type of its own, or the stock model X with attention replaced."""
+    """``KvfoldX``: the stock config X under its own model type, or the stock model X with its attention replaced."""
     stock = getattr(transformers, name.removeprefix("Kvfold"), None) if name.startswith("Kvfold") else None
     if stock is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

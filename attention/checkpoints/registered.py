@@ -1,4 +1,4 @@
-"""Models with kvfold's own attention, registered with transformers: they load without ``trust_remote_code``."""
+"""Registers models with kvfold's attention in transformers, so they load without ``trust_remote_code``."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -9,17 +9,17 @@ PREFIX = "kvfold_"  # of model types
 
 
 def register_models() -> None:
-    """Tell transformers' Auto classes of the layout ``kvfold`` of every family.
+    """Register the ``kvfold`` layout of every supported family with transformers' Auto classes.
 
-    Checkpoints of that layout load as any other then, with the code of the installed package; models that are saved
-    take the modeling file along.
+    Checkpoints in that layout then load like any other, using the code of the installed package. When such a model is
+    saved, its modeling file is saved too.
     """
     for source in SOURCES:
         register_model(f"{PREFIX}{source}")
 
 
 def register_model(model_type: str) -> None:
-    """The same for one ``model_type``, such as ``kvfold_gpt2``; nothing for any other or a second time."""
+    """Register one ``model_type``, such as ``kvfold_gpt2``; does nothing if it is unknown or already registered."""
     source = model_type.removeprefix(PREFIX)
     if model_type == source or source not in SOURCES or model_type in CONFIG_MAPPING:
         return

@@ -1,1 +1,1 @@
-"""Drift of a converted model from its source, layer by layer and at the end."""
+"""Drift of a converted model from its source, layer by layer and in its predictions."""

@@ -1,13 +1,14 @@
-"""Two models compared layer by layer: both go through the same tokens side by side, one layer of each in memory.
+"""Compares two models layer by layer on the same tokens, with one layer of each model in memory.
 
-The *teacher* gives the reference, the *student* is compared with it. Local numbers come from the student's layer run on
-the teacher's residual stream, so that they show what this layer alone adds; propagated ones from the student's own.
+The *teacher* is the reference, and the *student* is compared with it. Local numbers come from running the student's
+layer on the teacher's residual stream, so they show the error of this layer alone; propagated numbers come from the
+student's own residual stream.
 
-Heads are compared by their contributions, the terms ``W_o[:, h] z_h`` of the output projection's sum. These do not
-depend on the basis that a head's values are written in, which conversions change freely. What a conversion moves from a
-head into the output bias counts as that head's difference.
+Heads are compared by their contributions, the terms ``W_o[:, h] z_h`` of the output projection's sum. Contributions do
+not depend on the basis of a head's values, which a conversion is free to change. If a conversion moves part of a head's
+output into the output bias, that part counts as a difference in the head.
 
-Shapes: ``B`` sequences of a batch, ``T`` positions, ``N`` positions of all sequences, ``E`` model dim, ``V``
+Shapes: ``B`` sequences in a batch, ``T`` positions, ``N`` positions of all sequences, ``E`` model dim, ``V``
 vocabulary, ``H`` query heads, ``Dv`` value dim.
 """
 
@@ -34,10 +35,10 @@ _CLEARLY = 0.5
 
 @dataclass(frozen=True)
 class HeadDrift:
-    """One head of the teacher and the corresponding head of the student.
+    """Drift of one teacher head and its corresponding student head, both on the teacher's inputs.
 
-    ``error`` is the relative error of what the head adds to the attention's output, ``row_kl`` the mean KL of its
-    attention rows in nats, both on the teacher's inputs.
+    ``error`` is the relative error of the head's contribution to the attention output; ``row_kl`` is the mean KL
+    between its attention rows, in nats.
     """
 
     head: int
@@ -48,10 +49,10 @@ class HeadDrift:
 
 @dataclass(frozen=True)
 class LayerDrift:
-    """Relative errors ``||y - y'|| / ||y||`` of a layer's attention output and of the residual stream after it.
+    """Relative errors ``||y - y'|| / ||y||`` of a layer's attention output and of the residual stream after the layer.
 
-    ``row_kl`` is the mean over heads, ``None`` where one side has no attention maps that can be compared; ``heads`` is
-    empty where head counts differ.
+    ``row_kl`` is the mean over heads, or None if the attention maps of the two models cannot be compared. ``heads`` is
+    empty if their head counts differ.
     """
 
     layer: int
@@ -65,12 +66,12 @@ class LayerDrift:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A student against a teacher, over ``predictions`` predicted tokens.
+    """A student measured against a teacher, over ``predictions`` predicted tokens.
 
-    ``kl`` is the mean KL(p || p') of next-token distributions, losses are mean negative log likelihoods, both in nats;
-    ``agreement`` is the top-1 agreement: the fraction of positions with the same most likely token. The margins are
-    half the widths of the 95 % intervals of ``kl`` and ``excess`` over texts like these: sequences are independent
-    draws, tokens of one are not, and both models see the same. None for a single sequence.
+    ``kl`` is the mean KL(p || p') between next-token distributions, and the losses are mean negative log-likelihoods,
+    all in nats. ``agreement`` is the top-1 agreement: the fraction of positions with the same most likely token. The
+    margins are the half-widths of 95 % confidence intervals for ``kl`` and ``excess`` on similar texts; they treat
+    sequences, but not the tokens within one sequence, as independent samples. They are None for a single sequence.
     """
 
     predictions: int
@@ -84,7 +85,7 @@ class Measurement:
 
     @property
     def excess(self) -> float:
-        """Nats per token that the student loses: ln of the ratio of perplexities."""
+        """Student loss minus teacher loss, in nats per token: the log of the ratio of their perplexities."""
         return self.student_loss - self.teacher_loss
 
 
@@ -95,7 +96,7 @@ def compare(
     batch: int,
     progress: Callable[[], None] = lambda: None,
 ) -> Measurement:
-    """Run both models over ``tokens [N, T]``, ``batch`` sequences at a time; ``progress()`` follows each layer."""
+    """Run both models over ``tokens [N, T]``, ``batch`` sequences at a time; call ``progress()`` after each layer."""
     parts = torch.split(tokens, batch)
     expected = [teacher.embed(part) for part in parts]
     actual = [student.embed(part) for part in parts]
@@ -115,7 +116,7 @@ def compare_layer(
     actual: MutableSequence[Tensor],
     student: LayerStream,
 ) -> LayerDrift:
-    """Take both residual streams (sequences of ``[B, T, E]``, replaced in place) through one layer."""
+    """Run both residual streams (lists of ``[B, T, E]``, replaced in place) through one layer; return its drift."""
     sums: list[Tensor] = []
     heads: list[_Compared] = []
     sequences = 0
@@ -145,7 +146,7 @@ _Compared = tuple[Tensor, Tensor, Tensor | None]
 
 
 def _compare_heads(teacher: LayerOutput, student: LayerOutput, order: Tensor | None) -> _Compared | None:
-    """Compare one batch, unless a side does not show its heads or their numbers differ; None matches the heads."""
+    """Compare one batch, or return None if head outputs are missing or head counts differ; matches heads if needed."""
     if teacher.context is None or teacher.output_weight is None:
         return None
     if student.context is None or student.output_weight is None or student.context.shape[2] != teacher.context.shape[2]:
@@ -179,10 +180,10 @@ def _head_drifts(batches: Sequence[_Compared], sequences: int) -> tuple[float | 
 
 
 def match_heads(teacher: _Heads, student: _Heads) -> Tensor:
-    """The student's head that corresponds to each head of the teacher: ``[H]``.
+    """The student head that corresponds to each teacher head: ``[H]``.
 
-    Folding may relabel heads (a layer computes the same in any order). Heads keep their number unless another matching,
-    made of the most similar pairs first, leaves less than half of the difference.
+    Folding may relabel heads, since a layer's output does not depend on their order. Heads keep their numbers unless a
+    greedy matching of the most similar heads reduces the difference by more than half.
     """
     samples = []
     for context, weight in (teacher, student):
@@ -204,9 +205,10 @@ def match_heads(teacher: _Heads, student: _Heads) -> Tensor:
 
 
 def compare_rows(teacher: LayerOutput, student: LayerOutput, order: Tensor) -> Tensor | None:
-    """Row KL of matched heads ``[H]``, or None where it does not say all.
+    """Row KL of matched heads ``[H]``, or None if their attention rows cannot be compared.
 
-    That is where one side shows no queries and keys, where masks differ, and where sinks take part of each row.
+    The result is None if either model does not provide queries and keys, if their masks differ, or if sinks take part
+    of each row.
     """
     if teacher.query is None or teacher.key is None or student.query is None or student.key is None:
         return None
@@ -241,9 +243,9 @@ def compare_predictions(
     actual: Sequence[Tensor],
     parts: Sequence[Tensor],
 ) -> Measurement:
-    """Next-token distributions after the last layer, a few positions at a time: ``[N, T, V]`` never exists.
+    """Compare next-token distributions after the last layer, a few positions at a time to avoid storing ``[N, T, V]``.
 
-    Raises ValueError when vocabularies differ.
+    Raises ValueError if the vocabularies differ.
     """
     sums, count = [], 0
     for hidden, student_hidden, tokens in zip(expected, actual, parts, strict=True):
@@ -251,8 +253,8 @@ def compare_predictions(
         vocabulary, other = teacher.logits(hidden[:1, :1]).shape[-1], student.logits(student_hidden[:1, :1]).shape[-1]
         if vocabulary != other:
             raise ValueError(
-                f"the student's logits are over {other} tokens, the source's over {vocabulary}; compare models that "
-                "share a tokenizer"
+                f"the student's logits cover {other} tokens, but the source's cover {vocabulary}; compare models with "
+                "the same tokenizer and vocabulary size"
             )
         # vocabularies are large: logits of all positions would not fit
         budget = _CPU_LOGITS if teacher.device.type == "cpu" else _GPU_LOGITS
@@ -275,7 +277,7 @@ def compare_predictions(
 
 
 def _distances(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
-    """Sums over positions of KL, equal argmax and both negative log likelihoods: ``[4, B]``, float64."""
+    """Sums over positions of KL, top-1 matches and both negative log-likelihoods: ``[4, B]``, float64."""
     wide = torch.promote_types(torch.promote_types(logits.dtype, other.dtype), torch.float32)
     log_p, log_q = logits.to(wide).log_softmax(-1), other.to(wide).log_softmax(-1)
     return torch.stack(
@@ -289,9 +291,10 @@ def _distances(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
 
 
 def margin(values: Tensor) -> float | None:
-    """Half the width of the 95 % confidence interval of the mean of independent ``values [N]``; None for one value.
+    """Half-width of the 95 % confidence interval for the mean of independent ``values [N]``; None for one value.
 
-    By Student's t, its quantile from the normal one (Abramowitz and Stegun, 1964, 26.7.5): 0.4 % low for N = 8.
+    Uses Student's t, with its quantile approximated from the normal quantile (Abramowitz and Stegun, 1964, 26.7.5):
+    0.4% too low for N = 8.
     """
     count = len(values)
     if count < 2:
@@ -302,7 +305,7 @@ def margin(values: Tensor) -> float | None:
 
 
 def relative(difference: float, size: float) -> float:
-    """``sqrt(difference / size)``; 0 where nothing differs, even when there is nothing."""
+    """``sqrt(difference / size)``; 0 if the difference is 0, even if the size is 0 too."""
     if difference == 0:
         return 0.0
     return math.sqrt(difference / size) if size > 0 else math.inf
@@ -316,7 +319,7 @@ def squares(values: Tensor) -> Tensor:
 
 
 def _squared_errors(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Squared difference and squared size of the first of each pair, on its device: ``[pairs, 2]``, float64."""
+    """Squared error and squared norm of each (expected, actual) pair, on the first device: ``[pairs, 2]``, float64."""
     errors = []
     for expected, actual in pairs:
         wide = torch.promote_types(torch.promote_types(expected.dtype, actual.dtype), torch.float32)

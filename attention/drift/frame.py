@@ -1,12 +1,12 @@
-"""A stock model without its decoder layers: the parts around them run as transformers wrote them.
+"""A stock model without its decoder layers; everything around them runs as in transformers.
 
-Embeddings, rotary tables, masks, the final norm and the head are never rewritten. A *frame* is a stock model whose
-decoder layers are replaced by stand-ins; its own forward then tells what each layer would be called with, and turns a
-residual stream of ours into logits::
+Embeddings, rotary tables, masks, the final norm and the head are not reimplemented. A *frame* is a stock model whose
+decoder layers are replaced by stand-ins. Its own forward then reveals the arguments of each layer, and computes logits
+from any residual stream::
 
     tokens -> embedding -> [stand-in 0] -> ... -> [stand-in L-1] -> final norm -> head -> logits
                                  |   ^
-              hidden, Arguments  v   |  hidden states to go on with, or Stop
+              hidden, Arguments  v   |  hidden states to continue with, or Stop
                            visit(index, hidden, arguments)
 """
 
@@ -23,12 +23,12 @@ _ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 
 
 class Stop(Exception):
-    """Leaves the forward of a stock module early."""
+    """Raised to leave the forward of a stock module early."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments of a stock decoder layer in addition to the residual stream."""
+    """Arguments passed to a stock decoder layer in addition to the residual stream."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -38,7 +38,7 @@ Visit = Callable[[int, Tensor, Arguments], Tensor]
 
 
 class StandIn(nn.Module):
-    """Takes a decoder layer's place in the stock forward: its attributes are the layer's, its call is a ``visit``."""
+    """Replaces a decoder layer in the stock forward: has the layer's attributes, but calls the frame's ``visit``."""
 
     def __init__(self, index: int, layer: nn.Module, frame: "Frame") -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class StandIn(nn.Module):
 
 
 class Frame:
-    """``model`` with stand-ins in place of its decoder ``layers``; the model itself is changed."""
+    """``model`` with its decoder ``layers`` replaced by stand-ins, in place."""
 
     def __init__(self, model: nn.Module) -> None:
         path, layers = layer_list(model)
@@ -72,9 +72,9 @@ class Frame:
         setattr(model.get_submodule(parent), name, stand_ins)
 
     def run(self, visit: Visit, tensors: Mapping[str, Tensor] | None = None, **inputs: Any) -> Any:
-        """The stock forward's output for ``inputs``, or None when ``visit`` raised ``Stop``.
+        """The stock forward's output for ``inputs``, or None if ``visit`` raised ``Stop``.
 
-        ``tensors`` are used for the parameters and buffers of those names.
+        ``tensors`` replace the parameters and buffers with the same names.
         """
         # stand-ins leave a cache unfilled, which stock models would then read
         inputs = {"use_cache": False, **inputs}
@@ -104,7 +104,7 @@ class Frame:
         return entered[0], recorded
 
     def logits(self, hidden: Tensor, tensors: Mapping[str, Tensor] | None = None, **inputs: Any) -> Tensor:
-        """Logits ``[B, T, V]`` of the residual stream after the last layer; ``inputs`` are any of its shape."""
+        """Logits ``[B, T, V]`` for the residual stream after the last layer; only the shape of ``inputs`` matters."""
 
         def visit(index: int, entering: Tensor, arguments: Arguments) -> Tensor:
             return hidden if index == len(self.layers) - 1 else entering
@@ -118,9 +118,9 @@ class Frame:
 
 
 def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The path and the list of a model's decoder layers: as many as its config says, each with a self-attention.
+    """The path and the list of a model's decoder layers: ``num_hidden_layers`` modules with self-attention.
 
-    Raises ValueError when there is no such list.
+    Raises ValueError if there is no such list.
     """
     config = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if config is not None else None
@@ -133,27 +133,28 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
             attention_name(module[0])
             return path, module
     raise ValueError(
-        f"{type(model).__name__} has no list of {count} decoder layers, as many as its config says; "
-        "give a causal language model of transformers"
+        f"{type(model).__name__} has no ModuleList of decoder layers that matches num_hidden_layers in its "
+        f"config ({count}); use a causal language model from transformers"
     )
 
 
 def attention_name(layer: nn.Module) -> str:
-    """The name of a decoder layer's self-attention module. Raises ValueError when it has none of the usual names."""
+    """The name of a decoder layer's self-attention module. Raises ValueError if it has none of the usual names."""
     for name in _ATTENTION_NAMES:
         if isinstance(getattr(layer, name, None), nn.Module):
             return name
-    children = ", ".join(name for name, _ in layer.named_children()) or "no children"
-    raise ValueError(f"a decoder layer has {children}; its self-attention must be one of {', '.join(_ATTENTION_NAMES)}")
+    children = ", ".join(name for name, _ in layer.named_children()) or "none"
+    names = " or ".join(_ATTENTION_NAMES)
+    raise ValueError(f"the self-attention of a decoder layer must be named {names}; this layer has: {children}")
 
 
 def cache_bytes_per_token(
     layers: Sequence[nn.Module], enter: Callable[[int], tuple[Tensor, Sequence[Arguments]]]
 ) -> int:
-    """Growth of generation's cache in bytes per token, all layers together.
+    """Growth of the generation cache in bytes per token, summed over all layers.
 
-    ``enter(tokens)`` gives what ``Frame.enter(..., use_cache=True)`` does for one sequence, with the cache object that
-    the stock model makes for generation among the arguments; it may be on the meta device.
+    ``enter(tokens)`` returns the result of ``Frame.enter(..., use_cache=True)`` for one sequence; its arguments include
+    the cache object that the stock model creates for generation. The model may be on the meta device.
     """
 
     def stop(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -1,8 +1,8 @@
-"""Attention weight by distance, and the KL divergence of two attentions, without ever holding a whole map.
+"""Attention weight by distance, and the KL divergence between two attentions, without storing a whole attention map.
 
-Shapes: ``B`` sequences, ``H`` query heads, ``G`` key heads (``H`` a multiple of ``G``; head ``h`` reads key head
-``h // (H // G)``), ``T`` positions, ``D`` head dim. Rows of the map are queries; they are made in blocks of rows, so
-that memory is ``O(T)`` and not ``O(T^2)``. Arithmetic is float32 (float64 for float64 inputs), sums are float64.
+Shapes: ``B`` sequences, ``H`` query heads, ``G`` key heads (``H`` is a multiple of ``G``; head ``h`` uses key head
+``h // (H // G)``), ``T`` positions, ``D`` head dim. Rows of the map are queries, computed in blocks, so that memory is
+``O(T)`` instead of ``O(T^2)``. Arithmetic is float32 (float64 for float64 inputs); sums are float64.
 """
 
 import torch
@@ -26,7 +26,7 @@ def distance_profile(
     causal: bool = True,
     softcap: float | None = None,
 ) -> Tensor:
-    """Average attention weight by distance: ``[H, T]``, float64, each row sums to 1; the first of `attention_sums`."""
+    """Average attention weight by distance: ``[H, T]``, float64; each row sums to 1. See `attention_sums`."""
     return attention_sums(query, key, scale, window=window, causal=causal, softcap=softcap)[0]
 
 
@@ -43,15 +43,16 @@ def attention_sums(
 ) -> tuple[Tensor, Tensor]:
     """Attention weight by distance, ``[H, T]``, and by key, ``[B, T]``; both float64.
 
-    With the attention weights ``a`` of ``query [B, H, T, D]`` on ``key [B, G, T, D]``,
+    For the attention weights ``a`` of ``query [B, H, T, D]`` on ``key [B, G, T, D]``,
 
         p_h(delta) = 1 / (B T) * sum over b, s of a[b, h, s, s - delta]
         r_b(s)     = 1 / H * sum over h, t of a[b, h, t, s]
 
-    so the rows of ``p`` sum to 1 and those of ``r`` to ``T``. Without ``causal``, ``delta`` is the distance either way.
-    ``window`` is the number of keys a query sees, itself included (either way without ``causal``); ``softcap`` is that
-    of Gemma 2; ``sinks [H]`` are the scores of one more key without a value (gpt-oss): its share of each row is in
-    neither, and ``p`` is what is left, made to sum to 1. Raises ValueError for shapes that do not fit.
+    so each row of ``p`` sums to 1 and each row of ``r`` to ``T``. Without ``causal``, ``delta`` is the distance in
+    either direction. ``window`` is the number of keys that a query sees, including its own (in each direction without
+    ``causal``); ``softcap`` is Gemma 2's. ``sinks [H]`` are the scores of an additional key without a value (gpt-oss):
+    neither result includes its share of each row, and ``p`` is rescaled to sum to 1. Raises ValueError for incompatible
+    shapes.
     """
     scores = _scores(query, key, scale, window, causal, softcap, sinks)
     batch, groups, share, length = scores.queries[0].shape[:4]
@@ -90,13 +91,13 @@ def row_kl(
 ) -> Tensor:
     """Mean over batch and queries of ``KL(p || p')`` between two models' attention rows, in nats: ``[H]``, float64.
 
-    ``query [B, H, T, D]`` and ``key [B, G, T, D]`` give ``p``; ``other_query [B, H, T, D']`` and ``other_key
-    [B, G', T, D']`` give ``p'``: both models have the same heads and masks, not the same head dim or key heads.
-    Equal maps give exactly 0.
+    ``query [B, H, T, D]`` and ``key [B, G, T, D]`` define ``p``; ``other_query [B, H, T, D']`` and
+    ``other_key [B, G', T, D']`` define ``p'``. Both models must have the same number of query heads and the same mask;
+    head dim and number of key heads may differ. Equal maps give exactly 0.
     """
     if other_query.shape[:3] != query.shape[:3]:
         shapes = list(other_query.shape[:3]), list(query.shape[:3])
-        raise ValueError("other_query has batch, heads and length {}; they must be {}, as in query".format(*shapes))
+        raise ValueError("other_query has [B, H, T] = {}; it must be {}, as in query".format(*shapes))
     batch, heads, length, _ = query.shape
     models = (
         _scores(query, key, scale, window, causal, softcap, expand=True),
@@ -115,9 +116,10 @@ def row_kl(
 
 
 def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``p log(p / q) - p + q`` elementwise, 0 where both are masked; over whole distributions it sums to the KL.
+    """``p log(p / q) - p + q`` elementwise, 0 where both are masked; the sum over a whole distribution is the KL.
 
-    Written as ``p (expm1(d) - d)``, ``d = log q - log p``: no negative terms, and nothing cancels where p is near q.
+    Computed as ``p (expm1(d) - d)`` with ``d = log q - log p``: terms are never negative, and nothing cancels if p is
+    near q.
     """
     ratio = log_q - log_p
     p = log_p.exp()
@@ -137,11 +139,11 @@ def _scores(
     *,
     expand: bool = False,
 ) -> AttentionScores:
-    """The scores of checked inputs, in float32 or wider; ``expand``: a key head for each query head."""
+    """Check the inputs and return their scores, in float32 or wider; ``expand`` repeats key heads to ``H``."""
     expect_shape("query", query, "B H T D", {})
     batch, heads, length, dim = query.shape
     expect_shape("key", key, "B G T D", {"B": batch, "T": length, "D": dim})
-    expect_divides("key heads G", key.shape[1], "query heads H", heads)
+    expect_divides("the number of key heads G", key.shape[1], "the number of query heads H", heads)
     expect_alike("key", key, "query", query)
     if window is not None:
         expect_at_least("window", window, 1)
@@ -154,11 +156,11 @@ def _scores(
 
 
 def sum_by_distance(weights: Tensor, first: int, low: int, total: Tensor) -> None:
-    """Add a block of maps to its sums by distance: column ``T + d`` of ``total [maps, 2T]`` holds ``key - query = d``.
+    """Add a block of maps to its sums by distance: column ``T + d`` of ``total [maps, 2T]`` is for ``key - query = d``.
 
-    ``weights [maps, rows, width]`` are those of queries ``first ..`` on keys ``low ..``. Equal distances lie on a
-    diagonal. Each row is written 1 further to the right than the one below it, into zeros, so that they lie in a
-    column; of 4 queries ``a .. d`` on 4 keys, with ``b0`` the second query's weight on the first key::
+    ``weights [maps, rows, width]`` are for queries ``first ..`` and keys ``low ..``. Equal distances lie on a diagonal.
+    If each row is shifted one column further right than the row below it, with zeros around it, each diagonal becomes a
+    column. For 4 queries ``a .. d`` and 4 keys, with ``b0`` the second query's weight on the first key::
 
         a0 a1 a2 a3        .  .  .  a0 a1 a2 a3
         b0 b1 b2 b3   ->   .  .  b0 b1 b2 b3 .
@@ -166,7 +168,7 @@ def sum_by_distance(weights: Tensor, first: int, low: int, total: Tensor) -> Non
         d0 d1 d2 d3        d0 d1 d2 d3 .  .  .
                           -3 -2 -1  0  1  2  3  + low - first
 
-    Rows that are stored 7 = 4 + 4 - 1 apart need no shifting: read 8 apart, from 3 before the first, they lie so.
+    Shifting needs no copy: rows stored 7 = 4 + 4 - 1 apart are read 8 apart, starting 3 before the first row.
     """
     maps, rows, width = weights.shape
     pitch = width + rows - 1

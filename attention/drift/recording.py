@@ -1,10 +1,9 @@
-"""Run one decoder layer of a transformers model and record what its attention did.
+"""Runs one decoder layer of a transformers model and records the inputs and outputs of its attention.
 
-Queries and keys are taken where every transformers family hands them over, after rotary embedding and per-head norms:
-the recorder is named in the config as the attention function for the length of one call; it notes its arguments and
-lets the function that the model would have used compute the result. Nothing of the model is replaced. Shapes: ``B``
-sequences, ``T`` positions, ``E`` model dim, ``H`` query heads, ``G`` key/value heads, ``D`` query/key dim of a head,
-``Dv`` value dim of a head.
+Every transformers family passes queries and keys, after rotary embedding and per-head norms, to an attention function
+named in the config. For one call, that name is replaced with the recorder's, which stores its arguments and calls the
+model's original function. The model's modules stay as they are. Shapes: ``B`` sequences, ``T`` positions, ``E`` model
+dim, ``H`` query heads, ``G`` key/value heads, ``D`` query/key dim of a head, ``Dv`` value dim of a head.
 """
 
 import sys
@@ -27,15 +26,15 @@ _OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 
 @dataclass(frozen=True)
 class LayerOutput:
-    """The residual stream after one layer, and what its attention did.
+    """The residual stream after one layer, and the inputs and outputs of its attention.
 
-    ``hidden`` is the residual stream after the layer, ``None`` when only the attention was run. ``query`` and ``key``
-    are what the scores are made of (after rotary embedding and per-head norms): the attention weights are
-    ``softmax(softcap * tanh(scale * query . key / softcap))`` over the keys that the mask leaves, the softcap being
-    absent for most models. ``sinks`` are the scores of one more key, whose value is zero. ``window`` is the number of
-    keys a query sees, itself included; without ``causal`` it sees as many on its other side. ``context`` holds each
+    ``hidden`` is the residual stream after the layer, None if only the attention was run. ``query`` and ``key`` are the
+    inputs to the scores (after rotary embedding and per-head norms): the attention weights are
+    ``softmax(softcap * tanh(scale * query . key / softcap))`` over the visible keys; most models have no softcap.
+    ``sinks`` are the scores of an additional key whose value is zero. ``window`` is the number of keys that a query
+    sees, including its own; without ``causal``, it sees as many in the other direction. ``context`` contains each
     head's weighted values before the output projection, whose weight is ``output_weight``: head ``h`` adds
-    ``output_weight[:, h] @ context[b, t, h]`` to the attention's output. ``None`` is what a model does not show.
+    ``output_weight[:, h] @ context[b, t, h]`` to the attention output. A field is None if the model does not expose it.
     """
 
     hidden: Tensor | None  # [B, T, E]
@@ -53,7 +52,7 @@ class LayerOutput:
 
     @property
     def states(self) -> Tensor:
-        """``hidden`` of a whole layer."""
+        """``hidden`` after a run of the whole layer; never None."""
         # an attention run alone has none
         assert self.hidden is not None
         return self.hidden
@@ -61,7 +60,7 @@ class LayerOutput:
 
 @dataclass
 class _Recording:
-    """The record of one layer's run. ``compute`` is the attention function that the model really uses."""
+    """The recording of one run of a layer. ``compute`` is the model's original attention function."""
 
     compute: Callable[..., Any] | None
     input: Tensor | None = None
@@ -77,8 +76,8 @@ _current: ContextVar[_Recording] = ContextVar("kvfold_recording")
 class OpenLayer:
     """One layer of a stream, in memory.
 
-    ``arguments`` gives what the stock model passes the layer in addition to a residual stream ``[B, T, E]``.
-    ``tensors`` take the place of the module's own parameters, under the same names; None runs the module as it is.
+    ``arguments`` returns the arguments that the stock model passes to the layer with a residual stream ``[B, T, E]``.
+    ``tensors`` replace the module's parameters with the same names; None runs the module unchanged.
     """
 
     index: int
@@ -91,11 +90,11 @@ class OpenLayer:
         return run_layer(self.module, hidden, self.arguments(hidden), self.tensors)
 
     def attend(self, hidden: Tensor) -> LayerOutput:
-        """Run the layer up to its attention's output only: ``hidden`` of the result is None."""
+        """Run the layer only up to its attention output; ``hidden`` of the result is None."""
         return run_layer(self.module, hidden, self.arguments(hidden), self.tensors, whole=False)
 
     def run_submodule(self, name: str, inputs: Tensor) -> Tensor:
-        """The output of the layer's module ``name`` for ``inputs``."""
+        """The output of the layer's submodule ``name`` for ``inputs``."""
         module = self.module.get_submodule(name)
         prefix = f"{name}."
         tensors = {
@@ -113,11 +112,11 @@ def run_layer(
     *,
     whole: bool = True,
 ) -> LayerOutput:
-    """Run ``layer`` on ``hidden [B, T, E]`` as the stock model would, or only as far as its attention's output.
+    """Run ``layer`` on ``hidden [B, T, E]`` as the stock model would; ``whole=False`` stops at the attention output.
 
-    ``tensors`` are used for the layer's parameters of those names; gradients flow to them. ``query`` and ``key`` of the
-    result are None for models whose attention does not go through transformers' attention interface, or whose mask
-    says more than causality and a window. Raises ValueError for a layer that never calls its attention module.
+    ``tensors`` replace the layer's parameters with the same names; gradients flow to them. ``query`` and ``key`` of the
+    result are None if the model's attention does not use transformers' attention interface, or if its mask contains
+    more than causality and a window. Raises ValueError if the layer never calls its attention module.
     """
     with _recording(layer.get_submodule(attention_name(layer)), whole) as recording:
         try:
@@ -125,14 +124,14 @@ def run_layer(
         except Stop:
             result = None
     if recording.output is None or recording.input is None:
-        raise ValueError(f"{type(layer).__name__} never called its attention module, so nothing of it was recorded")
+        raise ValueError(f"{type(layer).__name__} never called its attention module, so nothing was recorded")
     after = result[0] if isinstance(result, tuple) else result
     return LayerOutput(after, recording.output, recording.input, **recording.call)
 
 
 @contextmanager
 def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
-    """Record what ``attention`` is given and what it returns."""
+    """Record the input and output of ``attention`` during the context."""
     config = getattr(attention, "config", None)
     implementation = getattr(config, "_attn_implementation", None) or "eager"
     files = [sys.modules.get(kind.__module__) for kind in type(attention).__mro__]
@@ -175,7 +174,7 @@ def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
 def _record(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention function: notes the call and computes it as the model would have."""
+    """The recorder as a transformers attention function: stores its arguments and calls the original function."""
     recording = _current.get()
     assert recording.compute is not None
     result: tuple[Tensor, Tensor | None] = recording.compute(module, query, key, value, attention_mask, **options)
@@ -211,7 +210,7 @@ AttentionInterface.register(RECORDER, _record)
 
 
 def _output_weight(attention: nn.Module) -> Tensor | None:
-    """The weight of the output projection in ``attention`` as ``[E, H * Dv]``, stored either way."""
+    """The output projection's weight in ``attention`` as ``[E, H * Dv]``, from either storage order, or None."""
     for projection in (getattr(attention, name, None) for name in _OUTPUT_NAMES):
         weight = getattr(projection, "weight", None)
         if isinstance(weight, Tensor) and weight.dim() == 2:

@@ -1,7 +1,8 @@
-"""Drift reports: the distance of a converted model from its source beside the distance that rounding makes.
+"""Drift reports: the distance of a converted model from its source, compared with the distance due to rounding.
 
-Every number has its *floor* beside it: the same number for the source in its dtype against the source in a wider one
-(float32 for 16-bit dtypes, float64 for float32). A drift near its floor is rounding; above it, conversion.
+Each number is reported with its *floor*: the same number for the source in its own dtype against the source in a wider
+dtype (float32 for 16-bit dtypes, float64 for float32). A drift near its floor is due to rounding; a drift above it is
+due to the conversion.
 """
 
 import itertools
@@ -28,7 +29,7 @@ __all__ = ["DriftReport", "Floor", "HeadDrift", "LayerDrift", "Measurement", "me
 
 @dataclass(frozen=True)
 class Floor:
-    """The source in ``dtype`` measured against itself in ``reference_dtype``, over the first ``sequences``."""
+    """The source in ``dtype`` measured against itself in ``reference_dtype``; ``sequences`` is the sample size."""
 
     dtype: str
     reference_dtype: str
@@ -38,9 +39,10 @@ class Floor:
 
 @dataclass(frozen=True)
 class DriftReport:
-    """The result of ``measure_drift``. ``floor`` is None when it was not requested, or nothing wider exists.
+    """The result of ``measure_drift``. ``floor`` is None if it was not requested or no wider dtype exists.
 
-    ``about`` says what was compared on which text, where a caller knows: plain values, a mapping for each.
+    ``about`` describes the compared models and the text, if known to the caller: each value is a mapping of plain
+    values.
     """
 
     sequences: int
@@ -69,12 +71,12 @@ class DriftReport:
 
     @property
     def excess(self) -> float:
-        """Loss of the student above the source's, in nats per token."""
+        """Student loss minus source loss, in nats per token."""
         return self.measured.excess
 
     @property
     def agreement(self) -> float:
-        """Share of tokens for which both predict the same next token."""
+        """Fraction of positions at which both models predict the same next token."""
         return self.measured.agreement
 
     @property
@@ -85,9 +87,9 @@ class DriftReport:
         return measured.agreement == 1 and not any([measured.kl, measured.excess, *values])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, each drift as ``{"value": ..., "floor": ...}``, with a ``margin`` where one is known.
+        """Plain values; each drift is ``{"value": ..., "floor": ...}``, with a ``margin`` where one is known.
 
-        Not-a-number and infinity become ``None``.
+        NaN and infinity become None.
         """
         measured, floor = self.measured, None if self.floor is None else self.floor.measured
         source, student = perplexity(measured.teacher_loss), perplexity(measured.student_loss)
@@ -120,7 +122,7 @@ class DriftReport:
         }
 
     def to_json(self) -> str:
-        """``to_dict`` as JSON text: equal reports give equal bytes."""
+        """``to_dict`` as JSON text; equal reports produce identical bytes."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
 
@@ -138,16 +140,16 @@ def measure_drift(
 ) -> DriftReport:
     """Compare ``student`` with ``source`` over ``tokens [N, T]`` (whole sequences, no padding), layer by layer.
 
-    Both are loaded transformers models or layer streams. ``device`` and ``dtype`` are those of the computation; by
-    default a loaded model runs on the GPU when there is one, a stream where it is, both in their own dtype. ``batch``
-    sequences go through a layer at a time. ``floor_sequences`` is how many of them the rounding floor is measured on.
-    ``progress(done, total)`` is called after each layer. Cache bytes are those of the models as given.
-    Raises ValueError for tokens of the wrong shape, models of different depth or vocabulary.
+    Both are loaded transformers models or layer streams. ``device`` and ``dtype`` apply to the computation; by default,
+    a loaded model runs on the GPU if there is one, a stream stays on its device, and both keep their dtype. ``batch``
+    is the number of sequences that go through a layer at once, and ``floor_sequences`` the number used to measure the
+    rounding floor. ``progress(done, total)`` is called after each layer. Cache bytes are for the models as passed.
+    Raises ValueError for tokens of the wrong shape or dtype, or models of different depth or vocabulary.
     """
     if tokens.dim() != 2 or not len(tokens) or tokens.shape[1] < 2 or tokens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"tokens have shape {list(tokens.shape)} and dtype {tokens.dtype}; they must be integers [N, T], at least "
-            "one sequence of two"
+            f"tokens has shape {list(tokens.shape)} and dtype {tokens.dtype}; it must be [N, T] with N >= 1, T >= 2 "
+            "and dtype torch.int64 or torch.int32"
         )
     for name, number in (("batch", batch), ("floor_sequences", floor_sequences)):
         if number is not None:
@@ -163,8 +165,8 @@ def measure_drift(
     )
     if teacher.layers != compared.layers:
         raise ValueError(
-            f"the student has {compared.layers} layers, the source {teacher.layers}; compare a model with what it was "
-            "converted from"
+            f"the student has {compared.layers} layers, but the source has {teacher.layers}; compare a converted "
+            "model with its source"
         )
     size = batch or max(1, _TOKENS_AT_ONCE // tokens.shape[1])
     some = tokens[: floor_sequences if floor else 0]
@@ -181,7 +183,7 @@ def measure_drift(
 
 
 def floor_count(tokens: Tensor) -> int:
-    """The number of sequences of ``tokens [N, T]`` for a rounding floor: those of about 512 tokens."""
+    """Number of sequences of ``tokens [N, T]`` for the rounding floor: about 512 tokens, at least one sequence."""
     # twice as many gave the same floor
     return max(1, min(len(tokens), _FLOOR_TOKENS // tokens.shape[1]))
 
@@ -196,10 +198,10 @@ def report_of(
     batch: int | None = None,
     step: Callable[[], None] = lambda: None,
 ) -> DriftReport:
-    """The report of a comparison that has been ``measured`` over ``tokens [N, T]``, with its floor and cache bytes.
+    """The report for a comparison ``measured`` over ``tokens [N, T]``, including its floor and cache bytes.
 
-    The floor is measured on ``floor_tokens`` (none where they are empty), by default on as many as ``floor_count``
-    says. ``batch`` and ``step`` are those of ``compare``.
+    The floor is measured on ``floor_tokens`` (skipped if empty), by default the first ``floor_count(tokens)``
+    sequences. ``batch`` and ``step`` are passed to ``compare``.
     """
     some = tokens[: floor_count(tokens)] if floor_tokens is None else floor_tokens
     rounded, exact = _floor_dtypes(source, student)
@@ -222,12 +224,12 @@ def report_of(
 
 
 def perplexity(loss: float) -> float:
-    """``e^loss``, infinite beyond the range of floats."""
+    """``e^loss``, or infinity if that exceeds the range of a float."""
     return math.exp(loss) if loss < 700 else math.inf if loss == loss else loss
 
 
 def _floor_dtypes(source: LayerStream, student: LayerStream) -> tuple[torch.dtype, torch.dtype | None]:
-    """The coarser of two streams' dtypes, and the one that its rounding is measured against (None when none is)."""
+    """The coarser dtype of two streams, and the dtype to measure its rounding against (None if there is none)."""
     coarse = max(source.dtype, student.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     if coarse == torch.float64:
         return coarse, None
@@ -235,7 +237,7 @@ def _floor_dtypes(source: LayerStream, student: LayerStream) -> tuple[torch.dtyp
 
 
 def _layer(layer: LayerDrift, floor: LayerDrift | None) -> dict[str, Any]:
-    """One layer as plain values; its heads have floors where the floor's are as many."""
+    """One layer as plain values; its heads have floors only if the floor has the same number of heads."""
     lows = floor.heads if floor is not None and len(floor.heads) == len(layer.heads) else ()
     heads = [
         {

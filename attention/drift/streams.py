@@ -1,8 +1,8 @@
-"""Models as streams of layers, opened one at a time: what drift, calibration and profiles run models by.
+"""Models as streams of layers that are opened one at a time, used for drift, calibration and profiles.
 
-Two models can go through the same tokens side by side with only one layer of each in memory. Loaded models are wrapped
-by ``as_stream``; checkpoints on disk have streams of their own. Shapes: ``B`` sequences, ``T`` positions, ``E`` model
-dim, ``V`` vocabulary.
+Two models can process the same tokens side by side with only one layer of each in memory. ``as_stream`` wraps loaded
+models; checkpoints on disk have their own streams. Shapes: ``B`` sequences, ``T`` positions, ``E`` model dim, ``V``
+vocabulary.
 """
 
 import copy
@@ -23,33 +23,33 @@ StreamLayer = Callable[[Tensor], LayerOutput]
 
 @runtime_checkable
 class LayerStream(Protocol):
-    """A model as a sequence of layers. ``device`` and ``dtype`` are those of the computation."""
+    """A model as a sequence of layers, computed on ``device`` and in ``dtype``."""
 
     layers: int
     device: torch.device
     dtype: torch.dtype
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """``tokens [B, T]`` to the residual stream before the first layer, ``[B, T, E]``."""
+        """Embed ``tokens [B, T]``: the residual stream before the first layer, ``[B, T, E]``."""
 
     def open_layer(self, index: int) -> AbstractContextManager[StreamLayer]:
-        """Materialize layer ``index``; it is freed when the context ends."""
+        """Load layer ``index`` into memory; it is freed when the context exits."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The residual stream after the last layer ``[B, T, E]`` to logits ``[B, T, V]``: final norm and head."""
+        """Apply final norm and head to the residual stream after the last layer: ``[B, T, E]`` -> ``[B, T, V]``."""
 
     def cache_bytes_per_token(self) -> int:
-        """Bytes that one more token takes in the cache object that generation really uses, all layers together."""
+        """Bytes that each token adds to the cache object that generation uses, summed over all layers."""
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LayerStream":
-        """The same model, computed elsewhere or in another precision."""
+        """The same model, computed on another device or in another dtype."""
 
 
 class LoadedStream:
-    """The layer stream of a causal language model that is in memory. The model itself is never changed.
+    """The layer stream of a causal language model in memory. The model itself is never changed.
 
-    With another ``device`` or ``dtype`` than the model's, layers are copied there one at a time. Norms and rotary
-    angles are computed in float32 by transformers whatever the dtype.
+    If ``device`` or ``dtype`` differs from the model's, layers are copied and converted one at a time. transformers
+    computes norms and rotary angles in float32 for any dtype.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LoadedStream:
 
     @cached_property
     def _frame(self) -> Frame:
-        """A copy of the model without its layers, on the stream's device and in its dtype; it shares what it can."""
+        """A copy of the model without layers, on the stream's device and in its dtype; shares tensors if possible."""
         # deepcopy takes what its memo holds: layers are shared, not copied
         memo: dict[int, Any] = {id(layer): layer for layer in self._layers}
         if not _differs(self.model, self.device, self.dtype):
@@ -100,7 +100,7 @@ class LoadedStream:
 
     @torch.no_grad()
     def cache_bytes_per_token(self) -> int:
-        """Bytes per token in the model's own cache object, all layers, in the model's own dtype."""
+        """Bytes per token in the model's own cache object and dtype, summed over all layers."""
         # generation runs in the dtype of the model itself, whatever the stream computes in
         if _differs(self.model, self.device, self.dtype):
             return LoadedStream(self.model).cache_bytes_per_token()
@@ -119,15 +119,15 @@ class LoadedStream:
 def as_stream(
     model: nn.Module | LayerStream, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> LayerStream:
-    """A loaded causal language model of transformers, or a stream, as a stream on ``device`` and in ``dtype``.
+    """A stream on ``device`` and in ``dtype`` for a loaded transformers causal language model or an existing stream.
 
-    ``None`` keeps the model's own. Raises ValueError for a model whose decoder layers cannot be found.
+    None keeps the model's own. Raises ValueError for other types, or if the model's decoder layers cannot be found.
     """
     if isinstance(model, nn.Module):
         return LoadedStream(model, device, dtype)
     if not isinstance(model, LayerStream):
         raise ValueError(
-            f"{type(model).__name__} is neither a model of transformers nor a LayerStream; give one of them"
+            f"the model has type {type(model).__name__!r}; it must be a transformers model or a LayerStream"
         )
     unchanged = device in (None, model.device) and dtype in (None, model.dtype)
     return model if unchanged else model.to(device=device, dtype=dtype)
@@ -135,7 +135,7 @@ def as_stream(
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Dropout off within; each submodule's training flag is restored after."""
+    """Turn dropout off inside the context, then restore the training flag of each submodule."""
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:
@@ -151,7 +151,7 @@ def _differs(module: nn.Module, device: torch.device, dtype: torch.dtype) -> boo
 
 
 def _convert(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """``module`` moved and cast in place. Parameters kept in another dtype than the rest, and buffers, keep theirs."""
+    """Move and cast ``module`` in place. Buffers, and parameters in another dtype than the first, keep their dtype."""
     first = next(module.parameters(), None)
     main = None if first is None else first.dtype
     for parameter in module.parameters():
