@@ -26,11 +26,11 @@ from torch import Tensor
 from kvfold.attention.mask import Visibility
 from kvfold.attention.products import add_spread, fast, is_slow, mix, row_products, shape_step
 
-# Scores held at once. On a CPU 2^20 take 4 MB in float32: smaller budgets are slower, 2^22 is up to a quarter faster
+# Scores kept at once. On a CPU 2^20 take 4 MB in float32: smaller budgets are slower, 2^22 is up to a quarter faster
 # for four times the memory (recipes/benchmarks/bench_attention.py --budgets). On a GPU 2^26 take 256 MB.
 _CPU_SCORES = 1 << 20
 _GPU_SCORES = 1 << 26
-# Weights that a call keeps for its backward pass, 64 MB in bfloat16; made again they cost a product and a softmax more.
+# Weights that a call keeps for its backward pass, 64 MB in bfloat16; recomputing them costs a product and a softmax.
 _KEPT_WEIGHTS = 1 << 25
 # Queries of a block: enough rows for fast matrix products, and few enough that causal blocks skip most later keys.
 _FEWEST_ROWS = 32
@@ -243,7 +243,7 @@ def _gradients(scores: AttentionScores, value: Tensor, grad: Tensor, kept: Tenso
         if kept.numel():
             weights, kept = kept[: scores.size(block)].view(*rows.shape[:2], -1), kept[scores.size(block) :]
         else:
-            # made again: keeping them would take memory that is quadratic in the length
+            # recomputed, because keeping them would take memory quadratic in the length
             weights = scores.weights(block, room)
         add_spread(block.keys(value_grad), weights, out)
         change = other[: weights.numel()].view(weights.shape)
@@ -259,7 +259,7 @@ def _gradients(scores: AttentionScores, value: Tensor, grad: Tensor, kept: Tenso
             part = scores.part_of(bias_grad, block)
             part += scores.unflatten(change, block).sum_to_size(part.shape)
         if scores.softcap is not None:
-            # of softcap * tanh(x / softcap): 1 - tanh^2
+            # derivative of softcap * tanh(x / softcap): 1 - tanh^2
             change *= 1 - scores.products(block, room).div_(scores.softcap).tanh_().square_()
         part = query_grad[block.batch, block.groups, :, block.first : block.last]
         part.copy_(mix(change, block.keys(key), scores.scale).view(part.shape))
@@ -287,7 +287,7 @@ def _unpack(arguments: tuple[Any, ...]) -> tuple[AttentionScores, Tensor]:
 @torch.library.custom_op("kvfold::blocked_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
 def _operator(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the result, and the weights of all blocks for the backward pass (empty if they will be recomputed)."""
-    # what blocks leave out of it is never touched, and takes no memory
+    # pages that no block writes are never touched and take no memory
     kept = _room_for_all(*arguments)
     return weighted_values(*_unpack(arguments), kept if kept.numel() else None), kept
 

@@ -53,7 +53,7 @@ def blockwise_attention(
         query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    # a mask says all that there is to hide
+    # a mask already includes causality and windows
     rule = Visibility(causal and attention_mask is None, key.shape[2] - query.shape[2])
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     grouped = torch.unflatten(query, 1, (key.shape[1], -1))

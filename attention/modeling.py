@@ -112,7 +112,7 @@ class GroupedAttention(nn.Module):
             raise ValueError("memory is None; cross attention needs memory [B, S, E'] or a cache filled from it")
         else:
             key, value = (buffer[..., : cache.length, :] for buffer in cache.buffers)
-        # after appending pieces of unequal lengths the cache knows best where padding begins
+        # after appending pieces of unequal lengths, only the cache has the lengths without padding
         lengths = cache.lengths if cache is not None and lengths is None else lengths
         z = grouped_attention(
             query,

@@ -16,7 +16,7 @@ _FEWEST = 64
 
 
 def shape_step(tensor: Tensor, keys: int) -> int:
-    """The number of keys multiplied in the dtype of ``tensor`` is a multiple of this step; ``keys`` is their total.
+    """Step for splitting ``keys`` keys: a multiple of it is multiplied in the dtype of ``tensor``, the rest in float32.
 
     The step is 1 where a new shape costs nothing, otherwise a power of two.
     """

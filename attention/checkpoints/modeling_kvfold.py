@@ -56,7 +56,7 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(facts["heads"] * self.head_dim, facts["model_dim"], bias=facts["o_bias"])
         self.rotation: FixedRotation | None = None
         self.scaling: float = facts["scale"]
-        # what attention functions are told in addition to the mask: a soft cap of scores, and how far back a query sees
+        # arguments of attention functions in addition to the mask: the softcap, and the width of the window
         self.rules = {name: facts[name] for name in ("softcap", "sliding_window") if facts.get(name) is not None}
         self.attention_dropout: float = facts["attention_dropout"]
         self.output_dropout = nn.Dropout(facts["output_dropout"])
@@ -68,7 +68,7 @@ class SelfAttention(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
-        layer_past: Any = None,  # what some families call their cache
+        layer_past: Any = None,  # the name of the cache in some families
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """``hidden_states [B, T, E]`` to ``[B, T, E]``, plus the attention weights if they were computed.
@@ -77,7 +77,7 @@ class SelfAttention(nn.Module):
         """
         cache = layer_past if past_key_values is None else past_key_values
         if position_ids is None and self.rotation is not None:
-            # those that follow the cache
+            # the new tokens follow the cached ones
             start = 0 if cache is None else cache.get_seq_length(self.layer_idx)
             position_ids = torch.arange(start, start + hidden_states.shape[1], device=hidden_states.device)[None]
         context, weights = self.heads_of(hidden_states, attention_mask, position_ids, cache, options)
@@ -152,7 +152,7 @@ class LatentSelfAttention(SelfAttention):
         self.rank, self.rope_dim = facts["kv_rank"], facts["rope_dim"]
         self.norm: dict[str, Any] | None = facts.get("norm")
         outer = self.heads * self.head_dim
-        # with a norm, rotary queries are made of the normed queries
+        # with a norm, rotary queries are computed from the normed queries
         rope_queries = 0 if self.norm else self.heads * self.rope_dim
         self.q_proj = nn.Linear(width, outer + rope_queries, bias=facts["qkv_bias"])
         self.kv_down_proj = nn.Linear(width, self.rank + self.rope_dim, bias=True)
@@ -162,7 +162,7 @@ class LatentSelfAttention(SelfAttention):
         if self.norm:
             self.q_norm = QueryNorm(facts)
             self.k_proj = nn.Linear(width, facts["kv_heads"] * self.head_dim, bias=facts["qkv_bias"])
-            # each head reads its normed query in its own way
+            # maps each head's normed query to its rotary query
             if self.rope_dim:
                 self.q_rope_proj = nn.Linear(self.head_dim, self.heads * self.rope_dim, bias=False)
         if self.rope_dim:
@@ -279,7 +279,7 @@ def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Apply the attention function named in the config (sdpa, flash_attention_2, eager, ...): ``[B, T, H, D]``."""
-    # no other attention function divides scores by something of the keys
+    # no other attention function can scale scores by key
     name = "eager" if "key_scales" in options else module.config._attn_implementation
     function = eager_attention_forward if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
     dropout = module.attention_dropout if module.training else 0.0
@@ -308,7 +308,7 @@ def eager_attention_forward(
         scores = scores * key_scales
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    # as sdpa takes them
+    # same mask conventions as sdpa
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
     elif attention_mask is not None:
@@ -345,7 +345,7 @@ def __getattr__(name: str) -> type:
         config = f"Kvfold{stock.config_class.__name__}"
         config_class = globals()[config] if config in globals() else __getattr__(config)
         made = type(name, (Replaced, stock), {"config_class": config_class})
-        # what files call tensors, by the class or by the type
+        # tensor names in checkpoint files are registered by class or by model type
         names = (stock.__name__, stock.config_class.model_type)
         if renamed := next(filter(None, map(get_checkpoint_conversion_mapping, names)), None):
             register_checkpoint_conversion_mapping(name, renamed, overwrite=True)

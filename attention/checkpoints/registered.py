@@ -5,7 +5,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvfold.attention.checkpoints import SOURCES, modeling_kvfold
 
-PREFIX = "kvfold_"  # of model types
+PREFIX = "kvfold_"  # prefix of our model types
 
 
 def register_models() -> None:

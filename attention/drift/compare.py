@@ -24,7 +24,7 @@ from kvfold.attention.drift.profile import divergence, row_kl
 from kvfold.attention.drift.recording import LayerOutput
 from kvfold.attention.drift.streams import LayerStream, StreamLayer
 
-# Logits held at once, of each model: 32 MB and 512 MB in float32
+# Logits of each model in memory at once: 32 MB and 512 MB in float32
 _CPU_LOGITS = 1 << 23
 _GPU_LOGITS = 1 << 27
 # numbers compared to match heads
@@ -140,13 +140,13 @@ def compare_layer(
 
 # weighted values at the positions of all sequences ``[N, H, Dv]`` and output projection ``[E, H, Dv]``
 _Heads = tuple[Tensor, Tensor]
-# of a batch: the student's head for each of the teacher's ``[H]``, squared differences and sizes of contributions
-# ``[H, 2]``, and row KL ``[H]``, summed over sequences
+# for one batch: the student head for each teacher head ``[H]``, squared error and squared norm of contributions
+# ``[H, 2]``, and row KL ``[H]`` summed over sequences
 _Compared = tuple[Tensor, Tensor, Tensor | None]
 
 
 def _compare_heads(teacher: LayerOutput, student: LayerOutput, order: Tensor | None) -> _Compared | None:
-    """Compare one batch, or return None if head outputs are missing or head counts differ; matches heads if needed."""
+    """Compare one batch; None if head outputs are missing or head counts differ. ``order=None`` matches the heads."""
     if teacher.context is None or teacher.output_weight is None:
         return None
     if student.context is None or student.output_weight is None or student.context.shape[2] != teacher.context.shape[2]:
@@ -263,7 +263,7 @@ def compare_predictions(
         for start in range(0, labels.shape[1], step):
             span = slice(start, min(start + step, labels.shape[1]))
             logits = teacher.logits(hidden[:, span])
-            # a model alone, for its loss
+            # a model compared with itself, to measure its loss only
             same = student is teacher and student_hidden is hidden
             others = logits if same else student.logits(student_hidden[:, span]).to(teacher.device)
             of_part += _distances(logits, others, labels[:, span])

@@ -65,7 +65,7 @@ class Frame:
         path, layers = layer_list(model)
         self.model, self.path, self.layers = model, path, list(layers)
         self.visit: Visit
-        # some families (bloom) unpack what their layers return; ``enter`` and ``logits`` learn it from what comes back
+        # some families (bloom) unpack layer outputs; ``enter`` and ``logits`` detect this from the tensor's shape
         self.returns_tuples = False
         parent, _, name = path.rpartition(".")
         stand_ins = nn.ModuleList(StandIn(index, layer, self) for index, layer in enumerate(self.layers))
@@ -172,5 +172,5 @@ def cache_bytes_per_token(
         caches = {id(value): value for value in passed if isinstance(value, Cache)}.values()
         held = [value for cache in caches for layer in cache.layers for value in vars(layer).values()]
         sizes.append(sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor)))
-    # the difference leaves out what a cache holds whatever its length
+    # the difference excludes tensors whose size does not depend on the length
     return (sizes[1] - sizes[0]) // 2

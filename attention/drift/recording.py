@@ -53,7 +53,7 @@ class LayerOutput:
     @property
     def states(self) -> Tensor:
         """``hidden`` after a run of the whole layer; never None."""
-        # an attention run alone has none
+        # None only if the attention was run alone
         assert self.hidden is not None
         return self.hidden
 
@@ -65,7 +65,7 @@ class _Recording:
     compute: Callable[..., Any] | None
     input: Tensor | None = None
     output: Tensor | None = None
-    # fields of ``LayerOutput``; none in families whose attention does not go through transformers' interface
+    # fields of ``LayerOutput``; empty in families whose attention does not use transformers' attention interface
     call: dict[str, Any] = field(default_factory=dict)
 
 
@@ -155,7 +155,7 @@ def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
 
     hook = attention.register_forward_hook(note, with_kwargs=True)
     token = _current.set(recording)
-    # families outside of the interface may read the name of the function for rules of theirs
+    # families outside the attention interface may use the function's name for other purposes
     dispatches = hasattr(config, "_attn_implementation") and any(
         hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files
     )
