@@ -101,7 +101,7 @@ class BenchRow:
             return [*start, f"does not run: {self.failed.split(': ', 1)[-1]}"]
         if self.needed_bytes is not None:
             needed, free = bytes_text(self.needed_bytes), bytes_text(self.free_bytes or 0)
-            return [*start, f"does not fit: needs {needed}, {free} free"]
+            return [*start, f"does not fit: needs {needed}, but only {free} is free"]
         return [
             *start,
             "-" if self.prefill_tokens_per_s is None else f"{self.prefill_tokens_per_s:.0f}",
@@ -116,7 +116,7 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The result of a run: its settings, the machine (``device`` is the name of the processor), and the rows."""
+    """The results of ``kvfold bench``: settings, machine (``device`` is the processor's name), and rows."""
 
     kvfold: str
     transformers: str
@@ -129,12 +129,12 @@ class Benchmark:
     torch: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; a row has only what was measured."""
+        """Plain JSON values; rows omit fields that are None."""
         rows = [{name: value for name, value in vars(row).items() if value is not None} for row in self.rows]
         return {**vars(self), "rows": rows}
 
     def table(self) -> str:
-        """One line per combination; one that was not measured says why."""
+        """A line for each model, context and batch; one that was not measured gives the reason."""
         many = len({(row.context, row.batch) for row in self.rows}) > 1
         rows = sorted(self.rows, key=lambda row: (row.context, row.batch)) if many else self.rows
         head = f"{self.device}, {self.threads} threads, {self.dtype}, {self.cache} cache"
@@ -144,11 +144,11 @@ class Benchmark:
 
 @takes(BenchRequest)
 def bench_checkpoints(request: BenchRequest, tell: Callable[[str], None] = lambda text: None) -> Benchmark:
-    """Time ``models`` side by side, each in a process of its own, as ``kvfold bench`` does.
+    """Time ``models`` side by side, each in its own process, as ``kvfold bench`` does.
 
-    ``shape`` adds random weights in a known shape, cut to ``layers``. ``tell`` hears of every model that begins.
-    Ratios are to the first model. A model whose process fails gets rows with its error. Raises InputError for a wrong
-    request, KvfoldError when all models fail.
+    ``shape`` adds models of a known shape with random weights, shortened to ``layers``. ``tell`` is called with a
+    progress message before each model. Ratios are relative to the first model. If a model's process fails, its rows
+    contain the error. Raises InputError for an invalid request and KvfoldError if all models fail.
 
     >>> done = bench_checkpoints([demo_folder()], contexts=[64], prefill_tokens=0, seconds=0.01)
     >>> done.rows[0].context, done.rows[0].ratio
@@ -191,7 +191,7 @@ def bench_checkpoints(request: BenchRequest, tell: Callable[[str], None] = lambd
 
 
 def run_in_process(task: BenchTask) -> dict[str, Any]:
-    """The worker's result. Raises KvfoldError with the last line of its error output when it fails."""
+    """Run ``task`` in a worker process and return its result. Raises KvfoldError with the last line of its stderr."""
     with tempfile.TemporaryDirectory() as folder:
         task_file, result_file = Path(folder, "task"), Path(folder, "result.json")
         task_file.write_bytes(pickle.dumps(task))
@@ -205,14 +205,14 @@ def run_in_process(task: BenchTask) -> dict[str, Any]:
             os.close(ours)
         if done.returncode != 0:
             last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-            why = last[0] if last else f"exit status {done.returncode} (killed for lack of memory?)"
+            why = last[0] if last else f"exit status {done.returncode} (out of memory?)"
             raise KvfoldError(f"{task.subject.label}: its process failed: {why}")
         result: dict[str, Any] = json.loads(result_file.read_text())
     return result
 
 
 def subjects(request: BenchRequest) -> list[Subject]:
-    """The request's checkpoints, then the kinds of its shape; latent ones in stock form and absorbed.
+    """The request's checkpoints, then its shape with each kind of attention; MLA models both stock and absorbed.
 
     Raises InputError for a checkpoint that cannot be opened or an unknown shape.
     """
@@ -233,7 +233,7 @@ def subjects(request: BenchRequest) -> list[Subject]:
 
 
 def _shape_configs(request: BenchRequest) -> dict[str, dict[str, Any]]:
-    """MHA, GQA-8 and MLA 512 + 64 of a known shape, with positions for the longest context; smaller ones if tiny."""
+    """Configs with MHA, GQA-8 and MLA 512 + 64 (smaller for ``tiny``) in the request's shape, by label."""
     if request.shape not in SHAPES:
         known = f"one of {', '.join(SHAPES)}{did_you_mean(request.shape, SHAPES)}"
         raise InputError(f"{opt('shape', request.shape)} must be {known}")
@@ -269,7 +269,7 @@ def _shape_configs(request: BenchRequest) -> dict[str, dict[str, Any]]:
 
 
 def _usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of ``config`` under llama's names, for families and layouts that name them otherwise."""
+    """The sizes in ``config`` under llama's names, for families and layouts that use different names."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     source, kind = source_type(config), config.get("model_type")
@@ -295,10 +295,10 @@ StepCosts = namedtuple("StepCosts", "cache_bytes attention_operations operations
 def step_costs(
     subject: Subject, weights: tuple[int, int], size: int, context: int, batch: int, prefill: int = 0
 ) -> StepCosts:
-    """Costs at ``context`` tokens of ``batch`` sequences, with ``size`` bytes per element.
+    """The costs of one decoding step for ``batch`` sequences of ``context`` tokens, at ``size`` bytes per element.
 
-    ``weights``: numbers of parameters, all and those of the layers and the head, which every step reads. ``prefill``:
-    tokens prefilled at once, whose activations count for the memory.
+    ``weights`` is the number of all parameters and of those that every step reads (layers and head). ``prefill`` is
+    the number of tokens prefilled at once; the memory includes their activations.
     """
     config, (total, read) = subject.config, weights
     layers, slots, heads = int(config["num_hidden_layers"]), batch * context, int(config["num_attention_heads"])

@@ -1,7 +1,7 @@
-"""One model of ``kvfold bench`` in its own process: ``python -m kvfold.convert.measure.bench_worker TASK RESULT``.
+"""Process that times one model for ``kvfold bench``: ``python -m kvfold.convert.measure.bench_worker TASK RESULT``.
 
-TASK is a pickled ``BenchTask``, RESULT a JSON file that gets the rows. A decoding step is timed on a cache filled with
-seeded random values, so that no prefill is needed for it; the prefill is timed apart.
+TASK is a pickled ``BenchTask``; the rows are written to RESULT as JSON. Decoding is timed on a cache filled with
+seeded random values, so it needs no prefill; the prefill is timed separately.
 """
 
 import gc
@@ -36,7 +36,7 @@ _ROOM = 64
 
 
 def run(task: BenchTask) -> dict[str, Any]:
-    """Rows of every context and batch, smallest first, and the machine."""
+    """A row for each context and batch, smallest first, with the threads, the torch version and the processor."""
     subject, request = task.subject, task.request
     torch.manual_seed(_SEED)
     if request.threads:
@@ -72,7 +72,7 @@ def run(task: BenchTask) -> dict[str, Any]:
 
 
 def count_parameters(config: Any) -> tuple[int, int]:
-    """Parameters of the model of ``config``, made on the meta device: all, and those that a step reads."""
+    """The model's number of parameters, and how many of these a decoding step reads; built on the meta device."""
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
     total = sum(parameter.numel() for parameter in empty.parameters())
@@ -81,7 +81,7 @@ def count_parameters(config: Any) -> tuple[int, int]:
 
 
 def make_model(subject: Subject, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The subject's checkpoint, or random weights of ``config``; absorbed if the subject is."""
+    """Load the subject's checkpoint, or build ``config`` with random weights; absorb the model if its form says so."""
     if subject.folder is None:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -129,7 +129,7 @@ def _time_decoding(model: Any, kind: str, context: int, batch: int, limit: float
 
 
 def filled_cache(model: Any, kind: str, context: int, batch: int) -> Any:
-    """A cache of ``context`` random tokens (standard normal, seeded), of the shapes that the model itself caches."""
+    """A cache of ``context`` tokens with seeded standard normal values, in the shapes that the model caches."""
     # One token shows what the model caches: heads and dims, or a latent and a rotary key.
     probe = DynamicCache(config=model.config)
     model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=probe, use_cache=True)
@@ -147,7 +147,7 @@ def filled_cache(model: Any, kind: str, context: int, batch: int) -> Any:
 
 
 def _attention_clock(model: Any, device: torch.device) -> Callable[[int], float]:
-    """Clocks all attention modules, projections and cache included. Call it with the steps for seconds per step."""
+    """Start timing all attention modules. Call the result with a number of steps for the median seconds per step."""
     clock = Clock(device)
     marks: list[tuple[Any, Any]] = []
     starts: list[Any] = []
@@ -168,14 +168,14 @@ def _attention_clock(model: Any, device: torch.device) -> Callable[[int], float]
 
 
 def _collect(device: torch.device) -> None:
-    """Free what the last measurement held, so that it does not count as the next one's memory."""
+    """Free the last measurement's memory, so that it does not count toward the next one."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def end_with_parent() -> None:
-    """End this process when its standard input ends: its parent was killed, and nobody waits for the result."""
+    """Exit when standard input closes, because then the parent was killed and the result is not needed."""
     while os.read(sys.stdin.fileno(), 1):
         pass
     os._exit(1)

@@ -1,4 +1,4 @@
-"""The commands ``kvfold eval``, ``sweep`` and ``bench``. Heavy modules load late."""
+"""The commands ``kvfold eval``, ``sweep`` and ``bench``. Slow imports happen inside the functions."""
 
 import re
 from functools import partial
@@ -18,7 +18,7 @@ json_file_option = click.option(
     "--json",
     "json_file",
     metavar="FILE|-",
-    help="Also write the numbers to FILE; -: to stdout, and nothing else there.",
+    help="Also write the numbers to FILE; with -, write only them to stdout.",
 )
 
 
@@ -29,22 +29,24 @@ _within = click.option(
     default=WITHIN,
     show_default=True,
     metavar="X",
-    help="Perplexity that may be lost, as a fraction: 0.01 is 1 %. The smallest target within it is named.",
+    help="Largest acceptable rise in perplexity (0.01 is 1 %); the smallest target within it is recommended.",
 )
 _sweep_files = (
-    click.option("--json", "json_file", metavar="FILE|-", help="Also write the result to FILE; -: to stdout alone."),
+    click.option(
+        "--json", "json_file", metavar="FILE|-", help="Also write the result to FILE; with -, write only it to stdout."
+    ),
     click.option("--plot", metavar="FILE", help="Draw the curve (PNG, SVG, PDF); needs the report extra."),
     click.option("--report", metavar="DIR", help="Also write DIR/report.html: table and curve, self-contained."),
 )
 
 
-@click.command(name="eval", short_help="OUT and MODEL on tasks and long contexts, paired.")
+@click.command(name="eval", short_help="Compare OUT with MODEL on tasks and long contexts.")
 @request_options(EvalRequest, before={"quiet": [json_file_option]})
 def evaluate(request: EvalRequest, json_file: str | None) -> None:
-    """Compare the converted checkpoint OUT with MODEL in use, paired by document with 95 % intervals.
+    """Compare the converted checkpoint OUT with MODEL on the same documents, with 95 % intervals of the differences.
 
-    Without a download: whether words hidden in long texts are found again, and the loss by position. With --tasks also
-    those of lm-evaluation-harness. Each model is in memory whole, one at a time.
+    Measures whether each model finds words hidden in long texts, and its loss by position; neither needs a download.
+    With --tasks, also runs tasks of lm-evaluation-harness. The models are loaded one at a time, each as a whole.
     """
     check_files(json_file)
     check_sources(filter(None, [request.text]), "text")
@@ -58,7 +60,7 @@ def evaluate(request: EvalRequest, json_file: str | None) -> None:
 
 
 class _SweepCommand(PanelCommand):
-    """Takes the words behind ``--targets`` that can be targets as its one value: ``--targets gqa:4,2 mqa``."""
+    """A command whose ``--targets`` accepts several words: those that look like targets, as in ``gqa:4,2 mqa``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         joined: list[str] = []
@@ -70,14 +72,14 @@ class _SweepCommand(PanelCommand):
         return super().parse_args(ctx, joined)
 
 
-@click.command(cls=_SweepCommand, short_help="What many targets of MODEL would cost, to choose one.")
+@click.command(cls=_SweepCommand, short_help="Measure the loss of many targets, to choose one.")
 @request_options(SweepRequest, before={"out": [_within], "quiet": _sweep_files})
 def sweep(request: SweepRequest, within: float, json_file: str | None, plot: str | None, report: str | None) -> None:
-    """Fit and measure many targets of MODEL in one walk over its layers, without writing them.
+    """Fit and measure many targets of MODEL in one pass over its layers, without writing them.
 
     Prints a line per target: cache, saving, excess loss with its interval, KL, agreement, time; then the smallest
-    target within a loss, and the command that converts to it. Statistics are in the temporary folder (TMPDIR) while it
-    runs.
+    target within the --within limit, and the command that converts to it. Statistics are stored in the temporary folder
+    (TMPDIR) during the sweep.
     """
     # A sweep takes long: what its last second would refuse is refused in the first.
     check_files(json_file, plot, report)
@@ -110,7 +112,7 @@ def sweep(request: SweepRequest, within: float, json_file: str | None, plot: str
 def bench(request: BenchRequest, json_file: str | None) -> None:
     """Time MODELs side by side: prefill, decoding, cache and memory, with ratios to the first.
 
-    A latent (MLA) model is timed in stock form and absorbed. Decoding starts from a cache of random values.
+    An MLA model is timed both stock and absorbed. Decoding starts from a cache of random values.
     """
     check_files(json_file)
     from kvfold.convert.measure.bench import bench_checkpoints

@@ -1,4 +1,4 @@
-"""Checkpoints whose attention is latent or of layout ``kvfold``: is their config sound, and what does it describe?"""
+"""Check the config of checkpoints with MLA or of layout ``kvfold``, and derive the model that it describes."""
 
 from collections import ChainMap
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ _LATENT = "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight"
 
 
 def latent_faults(config: Mapping[str, Any], stored: Mapping[str, TensorInfo]) -> list[str]:
-    """Problems of a latent (MLA) model's config, one line each: its values, or the shapes that they give the cache."""
+    """Problems in an MLA model's config, one line each: invalid values, or sizes that the stored tensors contradict."""
     faults = []
     for key, kind in {**_KEYS, **_OPTIONAL}.items():
         rule, fits = TYPES[kind]
@@ -53,7 +53,7 @@ def latent_faults(config: Mapping[str, Any], stored: Mapping[str, TensorInfo]) -
     shape = config["kv_lora_rank"] + config["qk_rope_head_dim"], config["hidden_size"]
     # A hostile number of layers must not make as many lines.
     if layers > len(stored):
-        return [f"config.json: num_hidden_layers is {layers}, but the files hold {len(stored)} tensors in all"]
+        return [f"config.json: num_hidden_layers is {layers}, but the files contain only {len(stored)} tensors"]
     for name in (_LATENT.replace("{layer}", str(layer)) for layer in range(layers)):
         if (info := stored.get(name)) is None:
             faults.append(f"missing: {name} {list(shape)}")
@@ -63,14 +63,15 @@ def latent_faults(config: Mapping[str, Any], stored: Mapping[str, TensorInfo]) -
 
 
 def converted_model(checkpoint: Checkpoint) -> tuple[Model, Result]:
-    """The source and the result that the config.json of a checkpoint of layout ``kvfold`` describes.
+    """The source model and the conversion result, derived from the config.json of a checkpoint of layout ``kvfold``.
 
-    Raises InputError if kvfold did not write it, or its tensors differ.
+    Raises InputError if kvfold does not write such a config, or if the tensors do not match it.
     """
     config = checkpoint.config
     kind, block = source_type(config), config.get(BLOCK)
     if kind not in SOURCES or not isinstance(block, Mapping):
-        raise InputError(f"config.json: model_type {config.get('model_type')!r} is not one that kvfold writes")
+        rule = f"is unknown to kvfold, or the object {BLOCK!r} is missing; convert the source again"
+        raise InputError(f"config.json: model_type {config.get('model_type')!r} {rule}")
     source = Model(load_family(str(kind)), {**config, "model_type": kind}).as_stored(checkpoint.tensors)
     layers, heads = range(source.geometry.layers), source.geometry.heads
     shapes = {name: tensor.shape for name, tensor in source.tensors.items() if not {*tensor.roles} & {*ROLES}}
@@ -81,21 +82,21 @@ def converted_model(checkpoint: Checkpoint) -> tuple[Model, Result]:
     else:
         kv_heads = _number(block, "kv_heads", "size")
         if heads % kv_heads:
-            raise InputError(f"config.json: kv_heads {kv_heads} of {BLOCK} must divide the {heads} query heads")
+            raise InputError(f"config.json: kv_heads = {kv_heads} in {BLOCK!r} must divide the {heads} query heads")
         attention = [grouped_shapes(source, layer, kv_heads) for layer in layers]
         result = folded_result(source, kv_heads)
     stored = {name: info.shape for name, info in checkpoint.tensors.items()}
     if problems := [
-        f"{name}: {list(shape)} by config.json, {list(stored[name]) if name in stored else 'none'} in the files"
+        f"{name} must be {list(shape)} by config.json, but is {list(stored[name]) if name in stored else 'missing'}"
         for name, shape in ChainMap(shapes, *attention).items()
         if stored.get(name) != shape
     ]:
-        raise InputError(f"{checkpoint.origin}: its tensors are not those of its config.json", problems)
+        raise InputError(f"{checkpoint.origin}: its tensors do not match its config.json", problems)
     return source, result
 
 
 def _number(block: Mapping[str, Any], key: str, kind: str) -> int:
     rule, fits = TYPES[kind]
     if not fits(block.get(key)):
-        raise InputError(f"config.json: {key} of {BLOCK} must be {rule}, not {short(block.get(key))}")
+        raise InputError(f"config.json: {key} in {BLOCK!r} must be {rule}, not {short(block.get(key))}")
     return int(block[key])

@@ -1,4 +1,4 @@
-"""``kvfold drift``: compare two checkpoints, one layer of each in memory, and show the report as a table."""
+"""``kvfold drift``: compare two checkpoints with one layer of each in memory, and print the result as a table."""
 
 import math
 import sys
@@ -29,24 +29,23 @@ _COLUMNS = {
     "row_kl": ("attention", "rows, KL"),
 }
 _LEGEND = (
-    "attention, residual: distance of the attention's output, and of the residual stream after the",
-    "  layer, from the source's, as a share of its size; local: given the source's inputs;",
-    "  propagated: given the converted model's own",
+    "attention, residual: relative error of the attention's output, and of the residual stream after",
+    "  the layer, against the source; local: with the source's inputs;",
+    "  propagated: with the converted model's own inputs",
     "attention rows, KL: between attention weights in nats, mean over heads and positions",
-    "worst head: whose part of the attention's output differs most, and its relative error",
-    "second numbers: the floor, what rounding alone gives; -: not to be compared, or not finite",
+    "worst head: the head with the largest relative error in its part of the attention's output",
+    "second numbers: the floor, caused by rounding alone; -: not comparable, or not finite",
 )
 
 
 @takes(DriftRequest)
 def drift_checkpoints(request: DriftRequest, progress: Callable[[int, int], None] | None = None) -> DriftReport:
-    """Measure ``out`` against ``model`` on ``samples`` sequences of ``seq_len`` tokens of ``text``.
+    """Compare ``out`` with ``model`` on ``samples`` sequences of ``seq_len`` tokens from ``text``.
 
-    Without ``text``: held-out text that ships with kvfold and that no conversion calibrates on. ``seed`` draws the
-    sequences; ``progress(done, total)`` is called after every layer, of the comparison and then of the rounding floor;
-    without ``quiet`` it is shown on stderr. ``about`` of the result has the names and hashes of both models and of the
-    text. Raises InputError when a checkpoint cannot be opened, the two do not belong together, or there is too little
-    text.
+    The default text ships with kvfold and is never used for calibration. ``seed`` selects the sequences.
+    ``progress(done, total)`` is called after every layer of the comparison, then of the rounding floor; unless
+    ``quiet``, progress is also shown on stderr. The report's ``about`` contains the names and hashes of the models and
+    the text. Raises InputError if a checkpoint cannot be opened, the models do not match, or the text is too short.
 
     >>> drift_checkpoints(demo_folder(), demo_folder(), samples=1, seq_len=32).identical
     True
@@ -56,8 +55,8 @@ def drift_checkpoints(request: DriftRequest, progress: Callable[[int, int], None
         for key in ("num_hidden_layers", "vocab_size", "hidden_size"):
             before, after = source.config.get(key), student.config.get(key)
             if before != after:
-                rule = f"{key} must be the {before} of {request.model}, not {after}"
-                raise InputError(f"{request.out}: {rule}; name a checkpoint that was converted from it")
+                rule = f"{key} must be {before} as in {request.model}, not {after}"
+                raise InputError(f"{request.out}: {rule}; use a checkpoint that was converted from that model")
         place = choose_device(request.device)
         tokenizer = load_tokenizer(source, request.trust_remote_code, "measuring drift")
         drawn = request.samples, request.seq_len, request.seed
@@ -85,7 +84,7 @@ def drift_checkpoints(request: DriftRequest, progress: Callable[[int, int], None
 def _layer_stages(
     layers: int, progress: Callable[[int, int], None] | None, stack: ExitStack
 ) -> Callable[[int, int], None]:
-    """Shows the layers on stderr as stages that end with ``stack``: of the comparison, then of the rounding floor."""
+    """A callback that shows progress on stderr: of the comparison, then of the rounding floor. Closed by ``stack``."""
     advance = stack.enter_context(stage("comparing", layers, "layer"))
 
     def step(done: int, total: int) -> None:
@@ -103,7 +102,7 @@ def _layer_stages(
 
 
 def layer_stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> CheckpointStream:
-    """The layers of a checkpoint. Raises InputError, which names it, for a config that its tensors do not fit."""
+    """Open a checkpoint as a stream of layers. Raises InputError if its tensors do not match its config."""
     computed = compute_dtype(checkpoint, device, dtype)
     try:
         stream = CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, computed)
@@ -111,22 +110,22 @@ def layer_stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> Ch
         # Two checkpoints are open: the error must say in which one the problem is.
         raise InputError(f"{checkpoint.origin}: {error.message}", error.details) from error
     if problems := stream.parameters.map.misfits(checkpoint.tensors):
-        raise InputError(f"{checkpoint.origin}: its tensors are not those of its config.json", problems)
+        raise InputError(f"{checkpoint.origin}: its tensors do not match its config.json", problems)
     return stream
 
 
 def drift_table(report: DriftReport) -> str:
-    """Totals first, then one line per layer, usually at most 100 columns wide; each number with its rounding floor."""
+    """The report as text: totals, then a line per layer; each value is followed by its rounding floor."""
     lines = [*heading(report), "", *table(totals(report.to_dict()), (36, 11, 11, 11, 11))]
     measured = report.measured
     if measured.excess_margin is not None:
         least, most = (percent(measured.excess + side * measured.excess_margin) for side in (-1, 1))
-        lines.append(f"95 % interval of the perplexity's drift, by sequence: {least} to {most}")
+        lines.append(f"95 % interval of the drift in perplexity, over sequences: {least} to {most}")
     return "\n".join([*lines, "", *_layers(report), "", *_LEGEND])
 
 
 def heading(report: DriftReport) -> list[str]:
-    """Lines on the text, the rounding floor and the models."""
+    """Lines that describe the text, the rounding floor and the models."""
     dtype, floor = report.source_dtype, report.floor
     if report.student_dtype != dtype:
         dtype = f"{dtype} (converted: {report.student_dtype})"
@@ -145,7 +144,7 @@ def heading(report: DriftReport) -> list[str]:
 
 
 def _layers(report: DriftReport) -> list[str]:
-    """Relative errors per layer, each before its floor, and the head that differs most."""
+    """Table lines with each layer's errors, each with its rounding floor, and the head with the largest error."""
     layers = report.measured.layers
     floors: Sequence[LayerDrift | None] = [None] * len(layers) if report.floor is None else report.floor.measured.layers
     first, second = zip(*_COLUMNS.values(), strict=True)

@@ -1,4 +1,4 @@
-"""``kvfold eval``: a source and its conversion on the same documents, one model in memory at a time."""
+"""``kvfold eval``: compare a source and its conversion on the same documents, with one model in memory at a time."""
 
 import itertools
 import sys
@@ -47,11 +47,11 @@ Questions = dict[tuple[str, int], list[Question]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Rows of ``retrieval`` by task and length, of losses by ``positions``, and of the harness's ``tasks``.
+    """The results: ``retrieval`` by task and length, losses by ``positions``, and lm-evaluation-harness ``tasks``.
 
-    Every row has the number of ``documents``, the means of ``source`` and ``student``, the mean of their ``difference``
-    (``excess`` nats per token by position, where the means are perplexities), and half the width of its 95 % interval,
-    ``margin``, which is None for one document.
+    Each row contains the number of ``documents``, the means for ``source`` and ``student``, their mean ``difference``,
+    and its ``margin``: half the width of its 95 % interval, or None for one document. Rows by position contain
+    perplexities as means, and ``excess`` (nats per token) instead of ``difference``.
     """
 
     model: str
@@ -63,11 +63,11 @@ class Evaluation:
     tasks: list[Row]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The fields as plain JSON values."""
         return dict(vars(self))
 
     def table(self) -> str:
-        """The result as text: a part for each kind of measurement."""
+        """The results as text, with a section for each kind of measurement."""
         rows: list[Sequence[str]] = []
         if self.retrieval:
             rows.append(("retrieval, right answers", "documents", "source", "result", "difference"))
@@ -75,7 +75,8 @@ class Evaluation:
             rows += [_cells(f"{row['task']} at {row['length']} tokens", row, *form) for row in self.retrieval]
             rows.append((f"(guessing is right in {100 / CHOICES:.1f} %; filler: {self.text})",))
             if max(row["source"] for row in self.retrieval) <= _LEARNED / CHOICES:
-                rows.append(("(the source hardly does more than guess: these rows say nothing about the conversion)",))
+                note = "(the source does little better than guessing, so these rows say nothing about the conversion)"
+                rows.append((note,))
             rows.append(("",))
         rows.append(("perplexity by position", "windows", "source", "result", "excess, nats"))
         rows += [_cells(f"tokens {row['from']} to {row['to']}", row, ".2f", ".4f") for row in self.positions]
@@ -87,7 +88,7 @@ class Evaluation:
 
 
 def _cells(name: str, row: Row, mean: str, change: str, scale: int = 1) -> tuple[str, ...]:
-    """``mean`` is the format of the two means, ``change`` that of their difference and margin; scale 100: percent."""
+    """A table row with means in format ``mean``, difference and margin in ``change``; scale 100 means percent."""
     difference = f"{scale * row['excess' if 'excess' in row else 'difference']:+{change}}"
     difference += "" if row["margin"] is None else f" ± {scale * row['margin']:{change}}"
     means = [f"{scale * row[model]:{mean}}" + (" %" if scale == 100 else "") for model in ("source", "student")]
@@ -96,12 +97,12 @@ def _cells(name: str, row: Row, mean: str, change: str, scale: int = 1) -> tuple
 
 @takes(EvalRequest)
 def eval_checkpoints(request: EvalRequest) -> Evaluation:
-    """Compare ``out`` with ``model``: retrieval at ``lengths``, loss by position, and ``tasks`` of the harness.
+    """Compare ``out`` with ``model``: retrieval at ``lengths``, loss by position, and lm-evaluation-harness ``tasks``.
 
-    Differences are paired by document, with 95 % intervals. ``lengths`` are by default the context (on a CPU at most
-    1024 tokens) and its half, quarter and eighth. ``samples``: documents of each length, by default 32, on a CPU 16;
-    ``limit``: of each task. Filler and losses are of ``text``, or of held-out text that ships with kvfold. Raises
-    InputError.
+    Differences are paired by document, with 95 % intervals. The default ``lengths`` are the model's context (on a CPU
+    at most 1024 tokens) and 1/2, 1/4 and 1/8 of it. ``samples`` is the number of documents per length (default 32, on
+    a CPU 16), ``limit`` the number per task. Words are hidden in ``text``, which the losses are also measured on; the
+    default is held-out text that ships with kvfold. Raises InputError for an invalid request or checkpoint.
 
     >>> found = eval_checkpoints(demo_folder(), demo_folder(), lengths=[256], samples=2)
     >>> [(row["task"], row["length"], row["difference"]) for row in found.retrieval]
@@ -151,28 +152,28 @@ def eval_checkpoints(request: EvalRequest) -> Evaluation:
 
 
 def chosen_lengths(lengths: Sequence[int], context: int, origin: str, device: torch.device) -> list[int]:
-    """``lengths``, or those of a model with ``context`` positions. Raises InputError for a length beyond these."""
+    """``lengths`` in order, or by default parts of ``context``. Raises InputError if one is longer than ``context``."""
     longest = min(context, _LONGEST.get(device.type, context))
     chosen = sorted(set(lengths)) or sorted({max(_SHORTEST, longest // part) for part in (8, 4, 2, 1)})
     if lengths and chosen[-1] > context:
-        raise InputError(f"{opt('lengths', chosen[-1])}: longer than the {context} positions that {origin} is made for")
+        raise InputError(f"{opt('lengths', chosen[-1])} must not exceed the {context} positions supported by {origin}")
     return [min(length, context) for length in chosen]
 
 
 def _tokens(tokenizer: Any, text: str | None, wanted: int) -> tuple[Tensor, str]:
-    """Tokens of the text end to end, about as many as wanted or all there are, and its name."""
+    """About ``wanted`` tokens of the text, or all if it is shorter, and the text's name."""
     corpus = open_corpus(text, partial(render, tokenizer), 0, "held_out", "text")
     documents, _ = corpus.documents(wanted * _BYTES_PER_TOKEN)
     pieces = list(tokenize(tokenizer, prefix_tokens(tokenizer), documents))
     if not sum(map(len, pieces)):
-        raise InputError(f"{corpus.name} has no text to measure on; name another with {opt('text')}")
+        raise InputError(f"{corpus.name} contains no text to measure on; choose another with {opt('text')}")
     return torch.cat(pieces), corpus.name
 
 
 def _examine(
     folder: str, request: EvalRequest, device: torch.device, tokenizer: Any, questions: Questions, windows: Tensor
 ) -> tuple[dict[tuple[str, int], Tensor], Tensor, Scores]:
-    """One model's right answers by task and length, losses ``[N, T - 1]`` over ``windows``, scores of the harness."""
+    """One model's right answers by task and length, losses ``[N, T - 1]`` on ``windows``, and harness scores."""
     checkpoint, stages = open_checkpoint(folder), Stages(quiet=request.quiet)
     name = checkpoint.origin
     try:
@@ -196,14 +197,14 @@ def _examine(
 
 
 def paired(before: Tensor, after: Tensor, difference: str = "difference") -> Row:
-    """Means of both and of their difference, and half the width of its 95 % interval (None for one document)."""
+    """The means of both, their mean difference, and half the width of its 95 % interval (None for one document)."""
     between = after.double() - before.double()
     means = {"source": float(before.double().mean()), "student": float(after.double().mean())}
     return {"documents": len(between), **means, difference: float(between.mean()), "margin": margin(between)}
 
 
 def by_position(before: Tensor, after: Tensor) -> list[Row]:
-    """Perplexities and excess losses of both models' ``losses [n, T - 1]``, for stretches of positions that double."""
+    """Perplexities and excess loss from both models' losses ``[n, T - 1]``, for ranges of positions that double."""
     length = before.shape[1] + 1
     # Losses fall with the logarithm of the position, so each stretch is as long as all before it.
     inner = itertools.takewhile(lambda end: end < length, (_FIRST << power for power in itertools.count()))

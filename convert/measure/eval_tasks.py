@@ -1,10 +1,10 @@
-"""The questions of ``kvfold eval``: words hidden in long texts, and tasks of lm-evaluation-harness.
+"""The tests in ``kvfold eval``: words hidden in long texts, and tasks of lm-evaluation-harness.
 
-Retrieval needs no download: sentences are hidden in ordinary text, and a word of theirs is asked for at its end.
-``needle``: one sentence is hidden (Kamradt, 2023), and its word is the one choice that was in the text. ``keys``: eight
-sentences are hidden (after the multi-key task of RULER, Hsieh et al., 2024), and all choices were in the text: only the
-name in each sentence tells them apart. A model answers with the likeliest of eight words of one token each, so models
-that follow no instructions can be tested; guessing is right once in eight times.
+Retrieval needs no download: sentences such as "The secret word of Anna is apple." are hidden in ordinary text, and the
+text ends with a question for one of these words. ``needle`` hides one sentence (Kamradt, 2023), so only the right
+answer occurs in the text. ``keys`` hides eight (after the multi-key task of RULER, Hsieh et al., 2024), so all choices
+occur and only the names distinguish them. The answer is the most likely of eight single-token words, so models need not
+follow instructions; guessing is right one time in eight.
 
 Scores of lm-evaluation-harness (Gao et al., 2024) are paired by document. They need the extra ``eval``.
 """
@@ -51,7 +51,7 @@ Scores = dict[tuple[str, str], dict[str, float]]
 
 @dataclass(frozen=True)
 class Question:
-    """``tokens [T]`` that end in a question, ``choices`` of tokens for an answer, and the place of the right one."""
+    """``tokens [T]`` that end in a question, answer tokens ``choices``, and the index of the ``right`` choice."""
 
     tokens: Tensor
     choices: list[int]
@@ -64,21 +64,21 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def single_words(tokenizer: Any) -> dict[str, int]:
-    """Words that are one token behind a space, with that token. Raises InputError when there are too few."""
+    """Words that are a single token after a space, with their tokens. Raises InputError if there are too few."""
     words = {word: _encode(tokenizer, f" {word}") for word in dict.fromkeys(_WORDS)}
     found = {word: tokens[0] for word, tokens in words.items() if len(tokens) == 1}
     if len(set(found.values())) < CHOICES:
         raise InputError(
-            f"retrieval needs {CHOICES} common English words of one token each, the tokenizer has {len(found)}; leave "
-            f"it out with {opt('retrieval', False)}"
+            f"retrieval needs {CHOICES} common English words of one token each, but the tokenizer has only "
+            f"{len(found)}; skip retrieval with {opt('retrieval', False)}"
         )
     return found
 
 
 def draw_questions(tokenizer: Any, filler: Tensor, task: str, length: int, count: int, seed: int) -> list[Question]:
-    """``count`` questions of ``length`` tokens, made of ``filler [n]``, tokens of ordinary text.
+    """Create ``count`` questions of ``length`` tokens with sentences hidden in ``filler [n]``, tokens of ordinary text.
 
-    Their answers stand at depths spread from beginning to end. Raises InputError for a length that has no room for the
+    The answers' positions are spread evenly over the text. Raises InputError if ``length`` is too short for the
     sentences.
     """
     words, prefix = single_words(tokenizer), prefix_tokens(tokenizer)
@@ -100,7 +100,7 @@ def draw_questions(tokenizer: Any, filler: Tensor, task: str, length: int, count
         room = length - len(prefix) - sum(map(len, sentences)) - len(ending)
         if room < len(sentences):
             raise InputError(
-                f"{opt('lengths', length)}: too short for the sentences of the task {task}; give longer ones"
+                f"{opt('lengths', length)}: too short for the hidden sentences of task {task!r}; use greater lengths"
             )
         # A stretch of the filler from a place that is drawn; a short filler is repeated.
         start = order(max(1, len(filler) - room))[0]
@@ -119,7 +119,7 @@ def draw_questions(tokenizer: Any, filler: Tensor, task: str, length: int, count
 
 @torch.no_grad()
 def answers(model: Any, asked: Sequence[Question], advance: Callable[[int], None] = lambda amount: None) -> Tensor:
-    """1 for every question that the model answers rightly, else 0, ``[n]``; ``advance(1)`` after each."""
+    """1 for each question that the model answers correctly, else 0, ``[n]``; calls ``advance(1)`` after each."""
     found = []
     for question in asked:
         logits = model(input_ids=question.tokens[None].to(model.device), logits_to_keep=1).logits[0, -1]
@@ -129,16 +129,16 @@ def answers(model: Any, asked: Sequence[Question], advance: Callable[[int], None
 
 
 def check_harness() -> None:
-    """Raises InputError when lm-evaluation-harness is not installed."""
+    """Raise InputError if lm-evaluation-harness is not installed."""
     if find_spec("lm_eval") is None:
         raise InputError(
-            f"{opt('tasks')}: needs lm-evaluation-harness, which is not installed: pip install 'kvfold[eval]'; "
-            f"without {opt('tasks')} the long-context checks run alone"
+            f"{opt('tasks')} needs lm-evaluation-harness, which is not installed; run pip install 'kvfold[eval]', or "
+            f"omit {opt('tasks')} to run only the other checks"
         )
 
 
 def harness_scores(model: Any, tokenizer: Any, request: EvalRequest) -> Scores:
-    """Every number that the harness gives for a document of the request's ``tasks``.
+    """All scores per document from lm-evaluation-harness for the request's ``tasks``.
 
     Raises InputError for an unknown task.
     """
@@ -157,12 +157,12 @@ def harness_scores(model: Any, tokenizer: Any, request: EvalRequest) -> Scores:
         )
     except (KeyError, ValueError) as error:
         shown = opt("tasks", ",".join(request.tasks))
-        raise InputError(f"{shown}: the harness refuses them: {one_line(error)[:300]}") from error
+        raise InputError(f"{shown}: lm-evaluation-harness rejected them: {one_line(error)[:300]}") from error
     return document_scores(done["samples"])
 
 
 def _task(name: str) -> str | dict[str, Any]:
-    """The name of a task of the harness, or the content of a .yaml file that describes a task."""
+    """The name of a harness task unchanged, or the contents of a .yaml file that describes a task."""
     if Path(name).suffix != ".yaml":
         return name
     import yaml
@@ -170,14 +170,14 @@ def _task(name: str) -> str | dict[str, Any]:
     try:
         described = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{opt('tasks', name)} is not a task in YAML: {one_line(error)[:200]}") from error
+        raise InputError(f"{opt('tasks', name)} is not a valid task file: {one_line(error)[:200]}") from error
     if not isinstance(described, dict):
-        raise InputError(f"{opt('tasks', name)} is not a task in YAML, it holds a {type(described).__name__}")
+        raise InputError(f"{opt('tasks', name)} is not a valid task file: it must contain a mapping")
     return described
 
 
 def document_scores(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> Scores:
-    """The numbers of every document. A text's loss is given as log-likelihood and length in words or bytes."""
+    """The scores of every document; the harness's pairs of log-likelihood and length become losses per word or byte."""
     found: Scores = {}
     for task, documents in samples.items():
         for document in documents:
@@ -194,7 +194,7 @@ def document_scores(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> Score
 
 
 def paired_scores(source: Scores, student: Scores) -> list[tuple[str, str, Tensor, Tensor]]:
-    """Task, metric, and the values ``[n]`` of both models on the documents that both were given."""
+    """Tuples of task, metric, and both models' scores ``[n]`` on the documents with scores from both."""
     rows = []
     for (task, metric), values in source.items():
         others = student.get((task, metric), {})

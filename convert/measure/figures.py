@@ -1,4 +1,4 @@
-"""The charts of ``--plot`` and ``--report``, drawn from the values of ``--json``; matplotlib is an optional extra."""
+"""Charts for ``--plot`` and ``--report``, drawn from the values of ``--json``; matplotlib is an optional extra."""
 
 import io
 import math
@@ -61,14 +61,14 @@ _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 @dataclass(frozen=True)
 class Chart:
-    """A matplotlib figure, its title, and a caption: the meaning of its values, and which of them are good."""
+    """A matplotlib figure with a title and a caption that explains its values and describes a good result."""
 
     title: str
     figure: "Figure"
     caption: str = ""
 
     def svg(self) -> str:
-        """The ``<svg>`` element on a transparent background, to stand in a page."""
+        """The figure as an ``<svg>`` element with a transparent background, for an HTML page."""
         import matplotlib
 
         file = io.StringIO()
@@ -78,7 +78,7 @@ class Chart:
         return text[text.index("<svg") :]
 
     def save(self, path: str, title: str = "") -> None:
-        """Write a PNG, SVG or PDF file on white, under ``title`` if one is given."""
+        """Write the figure to a PNG, SVG or PDF file with a white background; ``title`` replaces the chart's own."""
         import matplotlib
 
         metadata = {".svg": _NO_METADATA, ".pdf": {"CreationDate": None}}.get(path[-4:], {})
@@ -89,7 +89,7 @@ class Chart:
 
 @contextmanager
 def _chart(title: str, caption: str = "", width: float = 5.6, height: float = 3.4) -> Iterator[tuple[Chart, "Figure"]]:
-    """A chart to draw in the block, where the style holds: an artist takes its colors when it is made."""
+    """Yield a new chart and its figure, with the style active: artists get their colors when they are created."""
     import matplotlib
 
     # Not pyplot, which keeps every figure alive and looks for a display.
@@ -103,9 +103,9 @@ def _chart(title: str, caption: str = "", width: float = 5.6, height: float = 3.
 def by_place(
     title: str, lines: Values, caption: str = "", place: str = "layer", unit: str = "relative error", cut: int = -1
 ) -> Chart:
-    """Lines over layers, channels or slots 0, 1, ... on a logarithmic axis; values that are None or 0 are left out.
+    """Plot lines over layers, channels or slots on a logarithmic axis, with gaps for values that are None or 0.
 
-    ``cut``: the number of places that the budget keeps, behind which stands a line; -1: none.
+    ``cut`` is the number of places that the budget keeps, marked by a vertical line; -1 draws no line.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -128,43 +128,43 @@ def by_place(
 
 
 def drift_by_layer(drift: Values) -> Chart:
-    """Relative errors of attention and residual stream by layer, with the rounding floor where it is near."""
+    """Plot relative errors of attention and residual stream by layer, with the rounding floor if it is close."""
     layers = drift["layers"]
     lines = {name: [layer[key]["value"] for layer in layers] for key, name in _RELATIVE_ERRORS}
     floors = [layer[_RELATIVE_ERRORS[-1][0]]["floor"] for layer in layers]
     caption = (
-        "Distance from the source, as a share of its size: each layer's attention given the source's inputs (alone) "
-        "and given the converted model's inputs (in place), and the residual stream after the layer. Good: the "
-        "residual stream's line is low and flat; a layer that jumps out wants refinement."
+        "Relative error against the source: each layer's attention with the source's inputs (alone) and with the "
+        "converted model's inputs (in place), and the residual stream after the layer. Good: the residual stream's "
+        "line is low and flat; a layer that stands out needs refinement."
     )
     if highest := max(filter(None, floors), default=0.0):
-        caption += f" Rounding alone gives {highest:.0e} at most."
+        caption += f" Rounding alone causes at most {highest:.0e}."
         if highest * _FAR > min((value for values in lines.values() for value in values if value), default=math.inf):
             lines[_ROUNDING] = floors
     return by_place("Drift by layer", lines, caption)
 
 
 def residual_by_layer(targets: Sequence[Values]) -> Chart | None:
-    """Distance of every target's residual stream by layer; None if none was measured or all are 0."""
+    """Plot the error of each target's residual stream by layer; None if no error was measured or all are 0."""
     lines = {row["kind"]: row["residual_by_layer"] for row in targets if any(row["residual_by_layer"])}
     caption = (
-        "Distance of each target's residual stream from the source's after every layer, as a share of its size. Good: "
-        "a low line that rises slowly; a step up in one layer of all targets is a layer that wants refinement."
+        "Relative error of each target's residual stream after every layer, against the source. Good: a low line that "
+        "rises slowly; if all targets step up at the same layer, that layer needs refinement."
     )
     return by_place("Drift by layer", lines, caption) if lines else None
 
 
 def attention_rows_by_head(drift: Values) -> Chart | None:
-    """KL of every head's attention weights as a heat map; None if the heads of the two models do not correspond."""
+    """Draw a heat map of the KL of each head's attention weights; None if the two models' heads do not correspond."""
     rows = [[head["row_kl"]["value"] for head in layer["heads"]] for layer in drift["layers"]]
     if not rows or not all(rows) or any(None in row for row in rows) or len(set(map(len, rows))) > 1:
         return None
     from matplotlib.ticker import MaxNLocator
 
     caption = (
-        "How differently each head looks at the text: the KL between the source's attention weights and the converted "
-        "ones, mean over positions, on the source's inputs. Good: the scale ends at a small number. One bright cell "
-        "among dark ones is a head that lost what it looked at."
+        "The KL between each head's attention weights in the source and in the converted model, given the source's "
+        "inputs, averaged over positions. Good: the scale ends at a small number. A bright cell among dark ones is a "
+        "head that no longer attends to the same tokens."
     )
     with _chart("Attention rows by head", caption) as (chart, figure):
         axes = figure.subplots()
@@ -179,12 +179,12 @@ def attention_rows_by_head(drift: Values) -> Chart | None:
 
 
 def cache_by_context(bytes_per_token: Sequence[tuple[str, float]], what: str = "") -> Chart:
-    """KV cache of one sequence against its length, for models by name; ``what`` continues the caption."""
+    """Plot the KV cache for one sequence against its length, for each named model; ``what`` extends the caption."""
     unit, scale = bytes_unit(max(size for _, size in bytes_per_token) * _CONTEXTS[-1])
     large, small = (bytes_text(int(bytes_per_token[place][1] * _CONTEXTS[-1])) for place in (0, -1))
     caption = (
-        f"The KV cache of one sequence{what}; multiply by the batch size. At 128k tokens it is {small} instead of "
-        f"{large}. Good: at your context and batch the lower line fits beside the weights."
+        f"The KV cache for one sequence{what}; multiply by the batch size. At 128k tokens it is {small} instead of "
+        f"{large}. Good: at your context and batch size, the lower line fits into memory along with the weights."
     )
     with _chart("Cache against context", caption) as (chart, figure):
         axes = figure.subplots()
@@ -198,12 +198,12 @@ def cache_by_context(bytes_per_token: Sequence[tuple[str, float]], what: str = "
 
 
 def rotary_pairs(worth: Values) -> Chart:
-    """Share of the scores' energy that rotates at each frequency, and the part that the target keeps."""
+    """Plot the share of the scores' energy that rotates at each frequency, and the part that the target keeps."""
     total, kept = worth["per_pair"], worth["kept_per_pair"]
     caption = (
-        "The share of the scores' energy that would be lost if a frequency's keys did not rotate, mean over layers. "
-        f"The target's rotary dims keep {100 * sum(kept) / (sum(total) or 1.0):.1f} % of it. Good: little is left in "
-        "the color of what is lost."
+        "The share of the scores' energy that would be lost if the keys did not rotate at a frequency, averaged over "
+        f"layers. The target's rotary dims keep {100 * sum(kept) / (sum(total) or 1.0):.1f} % of it. Good: little of "
+        "the chart has the color for lost energy."
     )
     with _chart("Rotary slots by frequency", caption) as (chart, figure):
         axes = figure.subplots()
@@ -215,36 +215,36 @@ def rotary_pairs(worth: Values) -> Chart:
 
 
 def rotary_spectrum(worth: Values) -> Chart:
-    """The energy of shared rotary keys in descending order, and where the budget cuts."""
+    """Plot the energy of shared rotary keys in descending order, and mark how many the budget keeps."""
     caption = (
-        "Each slot is one shared rotary key (2 dims of the cache). Those left of the cut are kept. Good: the line has "
-        "fallen far before the cut; where it is still high, more rotary dims (--rope-dim) would pay."
+        "Each slot is one shared rotary key (2 dims of the cache). Slots left of the cut are kept. Good: the line has "
+        "fallen far before the cut; if it is still high there, more rotary dims (--rope-dim) would help."
     )
     title, place = "Spectrum of rotary keys, and the cut", "rotary slot, most valuable first"
     return by_place(title, {"": worth["sorted"]}, caption, place, "share of score energy", worth["slots"])
 
 
 def latent_spectrum(spectrum: Values) -> Chart:
-    """The energy of the latent's principal components in descending order, and where its channels end."""
+    """Plot the energy of the latent's principal components in descending order, and mark how many are kept."""
     lost = spectrum["lost"]
     worst = max(range(len(lost)), key=lambda layer: lost[layer])
     caption = (
-        "The latent's channels store what the rotary keys leave of keys and values, in order of energy; those left of "
-        f"the cut are kept and hold {100 * (1 - sum(lost) / len(lost)):.1f} % of it (in layer {worst}, the worst, "
-        f"{100 * (1 - lost[worst]):.1f} %). Good: the line has fallen far before the cut; where it is still high, more "
-        "rank (--kv-rank) would pay."
+        "The latent's channels store values and the part of keys that rotary keys do not cover, in order of energy. "
+        f"Those left of the cut are kept, with {100 * (1 - sum(lost) / len(lost)):.1f} % of the energy (in the worst "
+        f"layer, {worst}: {100 * (1 - lost[worst]):.1f} %). Good: the line has fallen far before the cut; if it is "
+        "still high there, a higher rank (--kv-rank) would help."
     )
     title, place = "Spectrum of the latent, and the cut", "channel, most energy first"
     return by_place(title, {"": spectrum["sorted"]}, caption, place, "share of energy", spectrum["channels"])
 
 
 def budget_splits(splits: Sequence[Values]) -> Chart:
-    """The KL of a budget's splits into rank and rotary dims, in trials that convert a few layers."""
+    """Plot the KL for each tried split of a budget into rank and rotary dims; trials convert only a few layers."""
     drawn = sorted(splits, key=lambda split: int(split["rope_dim"]))
     ticked = drawn[:: math.ceil(len(drawn) / 8)]
     caption = (
-        "The splits of the budget into rank and rotary dims that were tried. Good: the one taken lies at the bottom of "
-        "a wide valley, so that its neighbors, which kernels may take, cost little more."
+        "The splits of the budget into rank and rotary dims that were tried. Good: the chosen split lies at the bottom "
+        "of a wide valley, so that neighboring splits, which kernels may support, cost little more."
     )
     with _chart(f"Splits of {drawn[0]['kv_rank'] + drawn[0]['rope_dim']} elements", caption) as (chart, figure):
         axes = figure.subplots()
@@ -256,27 +256,27 @@ def budget_splits(splits: Sequence[Values]) -> Chart:
 
 
 def gain_by_layer(record: Values) -> Chart | None:
-    """Errors of the layers before and after refinement or the output fit; None if the run had neither."""
+    """Plot each layer's error before and after refinement or the output fit; None if the run did neither."""
     refined = bool(record.get("refinement"))
     errors = record.get("refinement" if refined else "output_fit") or []
     what = "refinement" if refined else "the fit of the output projection"
     lines = {word: [error[word] for error in errors] for word in ("before", "after")}
     caption = (
         f"The error of the residual stream after each layer's attention on held-out text, before and after {what}. "
-        "Good: the second line is well below the first; where both meet there was nothing to gain."
+        "Good: the second line is well below the first; where they meet, there was nothing to gain."
     )
     return by_place(f"What {what} gained", lines, caption, unit="relative squared error") if errors else None
 
 
 def excess_by_cache(sweep: Values) -> Chart:
-    """Excess loss of every target of a sweep over its cache, with 95 % intervals and the limit that decides."""
+    """Plot each target's excess loss against its cache, with 95 % intervals and the limit set by ``--within``."""
     rows = [row for row in sweep["targets"] if row["excess"]["value"] is not None]
     rows.sort(key=lambda row: (-row[ELEMENTS], row["excess"]["value"]))
     present, within = sweep["source"]["elements"], sweep["within"]
     ticks = sorted({present, *(row[ELEMENTS] for row in sweep["targets"])})
     caption = (
-        "Every target's loss on held-out text beyond the source's, with 95 % intervals, smaller caches to the right. "
-        "Good: far to the right and still below the dashed limit."
+        "Each target's loss on held-out text minus the source's, with 95 % intervals; smaller caches are further to "
+        "the right. Good: far to the right and still below the dashed limit."
     )
     with _chart("Cache against loss", caption, 7.2, 4.4) as (chart, figure):
         axes = figure.subplots()
@@ -299,7 +299,7 @@ def excess_by_cache(sweep: Values) -> Chart:
 
 
 def _targets_of_a_kind(axes: "Axes", rows: list[Values], every: list[Values], label: str, color: int) -> None:
-    """Points with intervals and names, and a line through the best of each size. ``rows``: best first per size."""
+    """Draw named points with intervals, and a line through the best of each size; ``rows`` has the best first."""
     best: dict[int, tuple[float, float]] = {}
     named: dict[int, list[Values]] = {}
     for row in rows:
@@ -319,12 +319,12 @@ def _targets_of_a_kind(axes: "Axes", rows: list[Values], every: list[Values], la
 
 
 def _note(axes: "Axes", text: str, point: tuple[float, float], points: tuple[int, int], **style: Any) -> None:
-    """``text`` so many ``points`` from a point of the data."""
+    """Write ``text`` at an offset of ``points`` from ``point``, which is in data coordinates."""
     axes.annotate(text, point, points, textcoords="offset points", fontsize=8, **style)
 
 
 def uptraining_curve(rows: Sequence[Values]) -> Chart:
-    """Held-out excess loss over the teacher's (held-out loss without one), and training loss, over tokens seen."""
+    """Plot held-out excess loss over the teacher (or held-out loss, without one) and training loss by tokens seen."""
     from matplotlib.ticker import EngFormatter
 
     measured, trained = ([row for row in rows if key in row] for key in ("eval_loss", "loss"))

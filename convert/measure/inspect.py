@@ -1,4 +1,4 @@
-"""``kvfold inspect``: facts about a checkpoint from its config and headers. Imports neither torch nor transformers."""
+"""``kvfold inspect``: describe a checkpoint from its config and headers, without importing torch or transformers."""
 
 import math
 import os
@@ -46,10 +46,10 @@ _NORM_FACTS = ("query_spread", "key_spread", "query_missed", "key_missed")
 
 @dataclass(frozen=True)
 class CacheSize:
-    """The KV cache of one sequence: elements per token per layer, bytes per token, bytes at each of ``CONTEXTS``.
+    """The KV-cache size for one sequence: elements per token per layer, bytes per token, and bytes at each context.
 
-    A layer with a window never holds more than its window. ``per_rank``: elements per token per layer on each of so
-    many tensor-parallel ranks.
+    A sliding-window layer caches at most its window. ``per_rank`` maps a number of tensor-parallel ranks to the
+    elements per token per layer on each rank.
     """
 
     numbers_per_token_and_layer: int
@@ -60,7 +60,7 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class TargetSize(CacheSize):
-    """The cache of a target, the ``options`` of ``kvfold convert`` that make it, its saving, the engines' verdicts."""
+    """A target's cache, its ``options`` for ``kvfold convert``, the share of cache saved, and engines' verdicts."""
 
     options: str
     saves: float
@@ -68,13 +68,13 @@ class TargetSize(CacheSize):
 
     @property
     def served_by(self) -> str:
-        """The engines that serve the target, in words; with an asterisk where no run showed it."""
+        """The engines that serve the target, separated by commas; an asterisk marks an engine that was not run."""
         return ", ".join(each.engine + ("" if each.ran else "*") for each in self.engines if each.serves)
 
 
 @dataclass(frozen=True)
 class LatentLimits:
-    """MLA of a model is possible within these limits, or not at all for the reasons in ``because``."""
+    """The limits for a conversion to MLA, or the reasons why it is impossible, in ``because``."""
 
     because: list[str] = field(default_factory=list)
     numbers_below: int | None = None
@@ -82,18 +82,18 @@ class LatentLimits:
 
     @property
     def possible(self) -> bool:
-        """True if a conversion to MLA is offered."""
+        """True if the model can be converted to MLA."""
         return not self.because
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """A checkpoint's attention, weights and cache, and the targets it can be converted to.
+    """A checkpoint's attention, weights and cache, and the targets to which it can be converted.
 
-    Only latent (MLA) models have ``value_dim``, ``kv_rank`` and ``q_rank``; their ``targets`` are empty, ``latent`` is
-    None, and ``engines`` says which engine serves them. ``windows``: the different window sizes. ``head_norms``: what
-    the record of a conversion says of norms on queries and keys: the spread of their divisors, and the energy that
-    linear maps miss, as shares of 1.
+    Only MLA models have ``value_dim``, ``kv_rank`` and ``q_rank``. MLA models and layout ``kvfold`` have no ``targets``
+    and no ``latent``; ``engines`` says which engines serve them. ``windows`` lists the distinct window sizes.
+    ``head_norms``, from ``kvfold.json``, describes norms on queries and keys: how much their divisors vary, and the
+    share of energy lost by replacing them with linear maps.
     """
 
     model: str
@@ -141,7 +141,7 @@ class Inspection:
         return {name: value for name, value in values.items() if name not in left_out}
 
     def summary(self) -> str:
-        """The facts as lines for the terminal, then the targets."""
+        """The facts, then the targets, as text for the terminal."""
         facts = table(list(self._facts().items()), left=(0, 1))
         return "\n".join([self.model, *(f"  {line}" for line in facts), "", *self._target_lines()])
 
@@ -170,16 +170,16 @@ class Inspection:
         }
         if self.head_norms:
             shown = {
-                name: f"{100 * least:.1f} to {100 * most:.1f} % (mean of layers {100 * mean:.1f})"
+                name: f"{100 * least:.1f} to {100 * most:.1f} % (mean over layers {100 * mean:.1f})"
                 for name, (least, mean, most) in self.head_norms.items()
             }
             spread = f"{shown['query_spread']} for queries, {shown['key_spread']} for keys"
             missed = f"{shown['query_missed']} of the queries, {shown['key_missed']} of the keys"
-            rows |= {"norms": f"divisors varied over the text by {spread}", "norms lost": f"linear maps miss {missed}"}
+            rows |= {"norms": f"divisors varied over the text by {spread}", "norms lost": f"linear maps lose {missed}"}
         return rows | {verdict.engine: verdict.to_text().split(": ", 1)[1] for verdict in self.engines}
 
     def _target_lines(self) -> list[str]:
-        """A table of the targets, notes on it, and the reason of each engine that does not serve one."""
+        """Lines with a table of the targets, notes, and the reason for each engine that does not serve a target."""
         if not self.targets:
             return ["can become: nothing smaller"]
         rows = [("can become", "saves", "per token", *(f"at {context}" for context in CONTEXTS), "served by")]
@@ -190,18 +190,18 @@ class Inspection:
         lines += [f"not MLA: {reason}" for reason in (self.latent.because if self.latent else ())]
         if self.qk_norm and any("--to mla" in target.options for target in self.targets):
             lines += [
-                "MLA has linear maps in place of the norms on queries and keys. What these lose depends on how much "
-                "the norms' divisors vary,",
-                "which headers do not show: a conversion measures it on text (`head_norms` in kvfold.json)",
+                "MLA replaces the norms on queries and keys with linear maps. The loss depends on how much the norms' "
+                "divisors vary,",
+                "which headers do not show; a conversion measures it on text (`head_norms` in kvfold.json)",
             ]
         if any("*" in target.served_by for target in self.targets):
-            lines.append("* by the sources of this engine, not run")
+            lines.append("* according to the engine's source code; not run")
         # Elements on each tensor-parallel rank: heads are shared out, a latent is whole on every rank.
         ranks = list(self.cache.per_rank)
         if len(ranks) == 1:
-            lines += ["", "tensor parallelism: the heads divide among no number of ranks but 1"]
+            lines += ["", "tensor parallelism: not possible, because the heads cannot be divided evenly among ranks"]
         else:
-            note = "(tensor parallelism: a latent is whole on every rank)"
+            note = "(tensor parallelism: each rank stores the whole latent)"
             caches = {"now": self.cache, **{target.options: target for target in self.targets}}
             counts = [(name, *(f"{size.per_rank.get(n, '-')}" for n in ranks), "") for name, size in caches.items()]
             heads = ("elements on each of N ranks", *(f"N = {n}" for n in ranks), note)
@@ -217,7 +217,7 @@ class Inspection:
 
 
 def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
-    """Facts about ``model`` (a folder or hub id; only headers are read). Cache sizes are those of one sequence.
+    """Describe ``model``, a folder or hub id, from its config and headers. Cache sizes are for one sequence.
 
     >>> facts = inspect_checkpoint(demo_folder())
     >>> facts
@@ -225,7 +225,7 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
     >>> [target.options for target in facts.targets][:2]
     ['--to gqa --kv-heads 4', '--to gqa --kv-heads 2']
 
-    Raises InputError when there is no such checkpoint, its files are damaged, or its family is not supported.
+    Raises InputError if the checkpoint does not exist, its files are damaged, or its family is not supported.
     """
     checkpoint = open_headers(model)
     config = checkpoint.config
@@ -244,10 +244,10 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
 
 
 def _inspect_source(checkpoint: Checkpoint) -> Inspection:
-    """A model of a supported family, with its targets."""
+    """Inspect a model of a supported family, including its targets."""
     model = model_of(checkpoint.config, checkpoint.tensors)
     if problems := model.tensor_problems(checkpoint.tensors):
-        raise InputError(f"{checkpoint.origin}: its tensors are not those of its config.json", problems)
+        raise InputError(f"{checkpoint.origin}: its tensors do not match its config.json", problems)
     facts, windows = _model_facts(model, checkpoint), [layer.window for layer in model.layers]
     geometry, refusals = model.geometry, [] if needs_own_code(model) else model_problems(model)
     limits = LatentLimits([], cache_elements(geometry), geometry.rotary_dims * geometry.kv_heads)
@@ -261,7 +261,7 @@ def _inspect_source(checkpoint: Checkpoint) -> Inspection:
 
 
 def _converted_facts(checkpoint: Checkpoint) -> tuple[dict[str, Any], Result, bool]:
-    """Facts about a checkpoint of layout ``kvfold``, which brings its modeling code; engines were tried on it."""
+    """For layout ``kvfold``: fields of an ``Inspection``, the result, and True, because engines were tested on it."""
     source, result = converted_model(checkpoint)
     facts = _model_facts(source, checkpoint)
     facts |= {"family": checkpoint.config["model_type"], "architecture": _architecture(checkpoint)}
@@ -276,7 +276,7 @@ def _converted_facts(checkpoint: Checkpoint) -> tuple[dict[str, Any], Result, bo
 
 
 def _latent_facts(checkpoint: Checkpoint) -> tuple[dict[str, Any], Result, bool]:
-    """Facts about a model of a stock class with latent attention; whether engines were tried on such a model."""
+    """For a stock MLA class: fields of an ``Inspection``, the result, and True if engines were tested on its kind."""
     config = checkpoint.config
     if problems := latent_faults(config, checkpoint.tensors):
         raise InputError(f"{checkpoint.origin}: {problems[0]}", problems[1:])
@@ -320,7 +320,7 @@ def _architecture(checkpoint: Checkpoint, default: str = "unknown") -> str:
 
 
 def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The fields of an ``Inspection`` that follow from family, config and tensors."""
+    """The fields of an ``Inspection`` that are determined by family, config and tensors."""
     family, geometry, layers = model.family, model.geometry, model.layers
     return {
         "model": checkpoint.origin,
@@ -344,7 +344,7 @@ def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _weights(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Dtype, parameters, bytes and files. The dtype is that of most of the weights; the cache is counted in it."""
+    """Dtype, parameters, bytes and files. The dtype is the most common one; cache sizes assume it too."""
     infos = checkpoint.tensors.values()
     sizes: Counter[str] = Counter()
     for info in infos:
@@ -359,7 +359,7 @@ def _weights(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def norm_ranges(folder: Path) -> dict[str, Range] | None:
-    """``head_norms`` in ``kvfold.json``, over the layers; None without a record or where it has no such numbers."""
+    """The range over layers of each ``head_norms`` value in ``kvfold.json``; None if the file has no such values."""
     recorded = json_beside(folder, RECORD).get("head_norms")
     columns: dict[str, list[float]] = {name: [] for name in _NORM_FACTS}
     for layer in recorded if isinstance(recorded, list) else []:
@@ -375,7 +375,7 @@ def norm_ranges(folder: Path) -> dict[str, Range] | None:
 
 
 def cache_size(result: Result, windows: list[int | None], dtype: str) -> CacheSize:
-    """The cache of ``result``; ``windows``: of each layer."""
+    """The cache size of ``result``; ``windows`` has one entry per layer, None for full attention."""
     elements = result.elements()
     width = elements * DTYPE_BITS[dtype] // 8
     held = {
@@ -385,7 +385,7 @@ def cache_size(result: Result, windows: list[int | None], dtype: str) -> CacheSi
 
 
 def target_sizes(model: Model, windows: list[int | None], dtype: str) -> list[TargetSize]:
-    """Every target that is offered: folds, splits that MLA kernels take, other parts of the present cache."""
+    """All proposed targets: GQA, MQA, MLA splits supported by kernels, and MLA with 1/4 and 1/8 of the cache."""
     present, own = cache_elements(model.geometry), needs_own_code(model)
     targets = {
         "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}": folded_result(model, kv_heads)

@@ -1,4 +1,4 @@
-"""Losses of a model on a text, token by token, and its perplexity: measures that need no second model."""
+"""Per-token losses and perplexity of a single model on a text."""
 
 import math
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from kvfold.convert.text.windows import cut
 
 @torch.no_grad()
 def token_losses(model: Any, tokens: Tensor, advance: Callable[[int], None] = lambda amount: None) -> Tensor:
-    """Negative log-likelihood of every token of ``tokens [N, T]`` but each row's first, ``[N, T - 1]``, nats.
+    """Negative log-likelihood of all ``tokens [N, T]`` except the first in each row, ``[N, T - 1]``, in nats.
 
-    ``advance(1)`` after each row.
+    Calls ``advance(1)`` after each row.
     """
     rows = []
     for row in tokens:
@@ -29,9 +29,9 @@ def token_losses(model: Any, tokens: Tensor, advance: Callable[[int], None] = la
 
 
 def token_windows(tokenizer: Any, text: str, windows: int, length: int) -> Tensor:
-    """The first ``windows`` stretches of ``length`` tokens of ``text``, ``[windows, length]``; fewer if it is short.
+    """The first ``windows`` windows of ``length`` tokens from ``text``, ``[windows, length]``; fewer if it is short.
 
-    Each begins with the tokenizer's prefix (BOS, for many).
+    Each window begins with the tokenizer's prefix (often a BOS token).
     """
     prefix = prefix_tokens(tokenizer)
     body = cut(list(tokenize(tokenizer, prefix, [Document(text)])), length - len(prefix), None)[:windows]
@@ -39,12 +39,12 @@ def token_windows(tokenizer: Any, text: str, windows: int, length: int) -> Tenso
 
 
 def model_perplexity(model: Any, tokens: Tensor) -> float:
-    """exp of the mean negative log-likelihood over all tokens of ``tokens [N, T]`` but each row's first."""
+    """Perplexity: exp of the mean negative log-likelihood of ``tokens [N, T]``, except the first in each row."""
     return math.exp(token_losses(model, tokens).double().mean())
 
 
 def checkpoint_perplexity(folder: Path, tokens: Tensor) -> float:
-    """``model_perplexity`` of the checkpoint in ``folder``, loaded by stock transformers in float32."""
+    """``model_perplexity`` for the checkpoint in ``folder``, loaded with stock transformers in float32."""
     from transformers import AutoModelForCausalLM
 
     return model_perplexity(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokens)

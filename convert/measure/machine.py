@@ -1,4 +1,4 @@
-"""Measuring on this machine: time, peak memory, the conditions that results hold for, and files of measured rows."""
+"""Measure time and peak memory, describe this machine, and store measured rows in resumable JSON files."""
 
 import datetime
 import json
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 class Clock:
-    """Marks points in time; on CUDA these are events, so that a mark does not wait for the queue."""
+    """A clock for CPU or CUDA; on CUDA its marks are events, so setting one does not wait for queued work."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -49,9 +49,10 @@ class Clock:
 def repeat(
     clock: Clock, call: Callable[[], Any], seconds: float, *, warm: int = 2, fewest: int = 5, most: int = 50
 ) -> list[float]:
-    """Seconds of each call after ``warm`` untimed ones: at least ``fewest`` calls, then until ``seconds`` are spent.
+    """Run ``call`` for about ``seconds``, after ``warm`` untimed calls, and return the seconds of each timed call.
 
-    A call that alone takes longer than ``seconds`` is warmed up once and timed at most three times.
+    Times between ``fewest`` and ``most`` calls. If one call takes longer than ``seconds``, it is timed at most three
+    times, after one untimed call.
     """
     # The first call also compiles, allocates and fills caches, so it never counts.
     if clock.time(call) > seconds:
@@ -65,7 +66,7 @@ def repeat(
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let ``peak_memory`` count from here; without permission to, it stays the peak of the whole process."""
+    """Reset ``peak_memory``; without permission, it remains the peak since the process started."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with suppress(OSError):
@@ -73,7 +74,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes since ``reset_peak``: allocated by torch on CUDA, else resident pages of the process."""
+    """Peak memory in bytes since ``reset_peak``: allocated by torch on CUDA, or resident in the process on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     status = Path("/proc/self/status")
@@ -83,7 +84,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def processor(device: torch.device = _CPU) -> str:
-    """The name of the GPU or of the CPU."""
+    """The name of the GPU or CPU."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     # platform has no name of the CPU on Linux.
@@ -93,14 +94,14 @@ def processor(device: torch.device = _CPU) -> str:
 
 
 def software() -> dict[str, str]:
-    """Versions of Python and of the packages that decide how fast a model runs."""
+    """The versions of Python, kvfold, transformers and torch."""
     # The metadata of some builds of torch lack the "+cu124" that tells them apart.
     packages = {name: metadata.version(name) for name in ("kvfold", "transformers")} | {"torch": torch.__version__}
     return {"python": platform.python_version(), **packages}
 
 
 def conditions(device: torch.device = _CPU) -> dict[str, Any]:
-    """``date``, ``machine`` (with the load before the measurement) and ``versions``, as they are now."""
+    """The current ``date``, ``machine`` (including its load average) and software ``versions``."""
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": {
@@ -118,10 +119,10 @@ def conditions(device: torch.device = _CPU) -> dict[str, Any]:
 def continue_rows(
     path: Path | None, header: Row, rows: Callable[[list[Row]], Iterator[Row]], show: Callable[[Row], None]
 ) -> None:
-    """Measure what the JSON file ``path`` lacks, and write the file after every row.
+    """Measure the rows that are missing from the JSON file ``path``, and rewrite the file after each.
 
-    ``rows(done)`` measures the rows that are not among ``done``; ``show`` prints one. The file holds ``header`` and
-    all ``rows``; without a ``path`` they are only printed.
+    ``rows(done)`` yields the rows that are not in ``done``; ``show`` prints a row. The file contains ``header`` and
+    all ``rows``; without a ``path``, rows are only printed.
     """
     done = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
     for row in done:

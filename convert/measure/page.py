@@ -1,4 +1,4 @@
-"""The page that ``--report`` writes: one HTML file that loads nothing, made from the values that ``--json`` writes."""
+"""The page for ``--report``: a single self-contained HTML file with the same values as ``--json``."""
 
 import math
 import re
@@ -31,9 +31,9 @@ th:first-child, td:first-child { text-align: left; }
 
 
 def write_report(html: str, folder: str, quiet: bool = False) -> None:
-    """Write a page to ``report.html`` in ``folder``, which is made. Raises InputError if that fails.
+    """Write ``html`` to ``report.html`` in ``folder``, creating the folder if needed.
 
-    A line on stderr says where it is, unless ``quiet``.
+    Prints the file's path to stderr unless ``quiet``. Raises InputError if the file cannot be written.
     """
     file = Path(folder) / FILE
     try:
@@ -41,19 +41,19 @@ def write_report(html: str, folder: str, quiet: bool = False) -> None:
         file.write_text(html, encoding="utf-8")
     except OSError as error:
         raise InputError(
-            f"{opt('report', folder)} cannot be written ({error.strerror}); name another folder"
+            f"{opt('report', folder)} cannot be written ({error.strerror}); choose another folder"
         ) from error
     if not quiet:
         print(f"wrote {file}: open it in a browser", file=sys.stderr)
 
 
 def drift_page(drift: Values, lines: Sequence[str]) -> str:
-    """``drift`` as ``kvfold drift --json`` has it; ``lines`` say what was compared, and on which text."""
+    """The HTML page for ``drift``, the values of ``kvfold drift --json``; ``lines`` name the models and the text."""
     return _page("kvfold drift", lines, totals(drift), _drift_charts(drift))
 
 
 def conversion_page(result: Values, lines: Sequence[str]) -> str:
-    """``result`` as ``kvfold convert --json`` has it; ``lines`` are its summary."""
+    """The HTML page for ``result``, the values of ``kvfold convert --json``; ``lines`` are the conversion's summary."""
     drift = result.get("drift")
     charts = [*(_drift_charts(drift) if drift else []), figures.gain_by_layer(result)]
     if worth := result.get("rotary_worth"):
@@ -66,7 +66,10 @@ def conversion_page(result: Values, lines: Sequence[str]) -> str:
 
 
 def sweep_page(sweep: Values, lines: Sequence[str], table: Sequence[Sequence[str]]) -> str:
-    """``sweep`` as ``kvfold sweep --json`` has it; ``lines`` decide, ``table`` is as in the terminal."""
+    """The HTML page for ``sweep``, the values of ``kvfold sweep --json``.
+
+    ``lines`` are the heading and the recommended target; ``table`` is the table from the terminal.
+    """
     source, targets = sweep["source"], sweep["targets"]
     # The cache that is drawn belongs to the target that the decision names, else to the one with the least loss.
     finite = [row for row in targets if row["excess"]["value"] is not None]
@@ -86,7 +89,7 @@ def sweep_page(sweep: Values, lines: Sequence[str], table: Sequence[Sequence[str
 
 
 def totals(drift: Values) -> list[tuple[str, ...]]:
-    """The numbers at the end of a comparison, each with what rounding alone gives, as rows of a table."""
+    """Table rows with the overall results in ``drift``: source, converted model, difference and rounding floor."""
     excess, perplexities = drift["excess"], [drift["perplexity"][name] for name in ("source", "student")]
     present, left = (drift["cache_bytes_per_token"][name] for name in ("source", "student"))
     losses = [number(math.log(value)) if value else "-" for value in perplexities]
@@ -102,7 +105,7 @@ def totals(drift: Values) -> list[tuple[str, ...]]:
 
 
 def number(value: float | None, sign: str = "") -> str:
-    """At most 8 characters: five digits, or an exponent for the very small and large; an exact zero is a bare 0."""
+    """``value`` in at most 8 characters: five digits, an exponent if very small or large, or 0 if exactly zero."""
     if value is None:
         return "-"
     plus = sign if value > 0 else ""
@@ -115,7 +118,7 @@ def number(value: float | None, sign: str = "") -> str:
 
 
 def percent(excess: float | None) -> str:
-    """The perplexity that ``excess`` nats of loss add, in percent."""
+    """The percentage by which ``excess`` nats of loss raise the perplexity, as text."""
     # exp overflows a float beyond 709.
     return "-" if excess is None else f"{number(100 * math.expm1(excess) if excess < 700 else math.inf, '+')} %"
 
@@ -132,7 +135,7 @@ def _drift_charts(drift: Values) -> list[Chart | None]:
 
 
 def _page(title: str, lines: Sequence[str], table: Sequence[Sequence[str]], charts: Sequence[Chart | None]) -> str:
-    """Lines of text, a table (its first row is the head) and charts as HTML, well-formed XML after its first line."""
+    """An HTML page with text, a table (its first row is the header) and charts; all but its first line is XML."""
     indented = {True: ' class="indented"', False: ""}
     text = "".join(f"<p{indented[line.startswith(' ')]}>{_text(line.strip())}</p>" for line in lines)
     rows = [

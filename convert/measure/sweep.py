@@ -1,16 +1,16 @@
-"""A sweep: the source goes through its layers once, together with a student of every target.
+"""``kvfold sweep``: run the source through its layers once, together with a student for each target.
 
 ::
 
-    survey     source alone over the calibration text: statistics, rotary slots    (only where a target is MLA)
-    splits     of budgets, by trials in a few layers               conversion/latent.py
-    sweep      for lesson in teacher.layers():        one layer of the source, its attention's results kept
+    survey     run the source over the calibration text for statistics and rotary slots (only for MLA targets)
+    splits     choose each budget's split by trials in a few layers (conversion/latent.py)
+    sweep      for lesson in teacher.layers():        one layer of the source, with its attention's results
                    for each target:                    fit, output fit, --refine: as in `kvfold convert`
-                       its student passes the layer
-    measure    every student against the source on held-out text
+                       run its student through the layer
+    measure    compare each student with the source on held-out text
 
-Every student has its own residual streams and shares the source's open layer; no checkpoint is written. A target's
-layers and its loss are those that `kvfold convert` would write and record.
+Each student has its own residual streams and shares the source's open layer; no checkpoint is written. The fitted
+layers and the measured loss are the same as with `kvfold convert`.
 """
 
 import math
@@ -65,7 +65,7 @@ _WIDTHS = (0, 8, 6, 11, 18, 9, 6, 6)
 
 @dataclass(frozen=True)
 class SweptSource:
-    """The model of a sweep, the ``elements`` that it caches per token per layer, and the text.
+    """The source model of a sweep, its cached ``elements`` per token per layer, and the text.
 
     Targets are measured on ``sequences`` held-out sequences of ``length`` tokens.
     """
@@ -83,16 +83,17 @@ class SweptSource:
 
     @property
     def held_out(self) -> str:
-        """The text that targets are measured on."""
+        """A description of the text on which targets are measured."""
         return f"{self.sequences} x {self.length} held-out tokens of {_text_name(self.text)}"
 
 
 @dataclass(frozen=True)
 class SweptTarget:
-    """One target as ``--targets`` spells it, the request that converts to it, and its cost.
+    """A target in the notation of ``--targets``, the request that converts to it, and its cost.
 
-    ``kind``: for example ``MLA 32+32``; ``elements``: cached per token per layer; ``seconds``: of this target alone;
-    ``splits``: those of a budget that were compared; ``distances``: of its residual stream from the source's by layer.
+    ``kind`` is, for example, ``MLA 32+32``. ``elements`` are cached per token per layer. ``seconds`` excludes work that
+    targets share. ``splits`` are the splits tried for a budget. ``distances`` are the relative errors of the residual
+    stream by layer.
     """
 
     target: str
@@ -106,22 +107,22 @@ class SweptTarget:
 
     @property
     def excess(self) -> float:
-        """Nats per token that the target loses on held-out text."""
+        """The target's loss on held-out text minus the source's, in nats per token."""
         return self.measured.excess
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of ``excess`` over texts like these; None for a single sequence."""
+        """The 95 % confidence interval of ``excess``; None for a single sequence."""
         half = self.measured.excess_margin
         return None if half is None else (self.excess - half, self.excess + half)
 
     def command(self, model: str, out: str) -> str:
-        """The command that converts to the target."""
+        """The ``kvfold convert`` command that converts ``model`` to the target."""
         given = {name: value for name, value in self.request.given().items() if name not in _NOT_REPEATED}
         return shlex.join(["kvfold", "convert", model, out, *command_words(given)])
 
     def to_dict(self, source: SweptSource) -> dict[str, Any]:
-        """Plain values; what is not finite becomes None."""
+        """Plain JSON values, with None for numbers that are not finite."""
         low, high = self.interval or (None, None)
         return {
             "target": self.target,
@@ -142,23 +143,23 @@ class SweptTarget:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The targets of a sweep in the order in which they were named. ``seconds``: of the whole run."""
+    """The results of a sweep, with ``rows`` in the requested order; ``seconds`` is the time for the whole sweep."""
 
     source: SweptSource
     rows: tuple[SweptTarget, ...]
     seconds: float = 0.0
 
     def smallest(self, within: float = WITHIN) -> SweptTarget | None:
-        """The target with the smallest cache whose perplexity is at most ``within`` higher (0.01: 1 %); or None.
+        """The target with the smallest cache whose perplexity is at most ``within`` higher (0.01 is 1 %), or None.
 
-        Among equally small ones the target with the least loss.
+        If several have the same cache size, this is the one with the least loss.
         """
         # Perplexities compare as ratios, losses as differences: 1 % is 0.00995 nats.
         inside = [row for row in self.rows if row.excess <= math.log1p(within)]
         return min(inside, key=lambda row: (row.elements, row.excess), default=None)
 
     def heading(self) -> list[str]:
-        """A line on the source and one on the text."""
+        """A line about the source and a line about the text."""
         source, before = self.source, perplexity(self.rows[0].measured.teacher_loss)
         return [
             f"{source.name}: {source.kind}, {source.elements} KV-cache elements per token per layer",
@@ -166,7 +167,7 @@ class Sweep:
         ]
 
     def cells(self) -> list[tuple[str, ...]]:
-        """A head and a row per target, largest cache first."""
+        """The table's header and a row per target, largest cache first."""
         rows: list[tuple[str, ...]] = [_HEAD]
         for row in sorted(self.rows, key=lambda row: (-row.elements, row.excess)):
             interval = "-" if row.interval is None else "{:+.4f} to {:+.4f}".format(*row.interval)
@@ -176,42 +177,42 @@ class Sweep:
         return rows
 
     def table(self) -> str:
-        """Lines on the source and the text, the table, and a line on the time."""
+        """Lines about the source and the text, the table, and a line about the time, as text."""
         shared = max(0.0, self.seconds - sum(row.seconds for row in self.rows))
-        times = f"all took {duration(self.seconds)}, of which {duration(shared)} are shared."
-        note = f"Excess loss in nats per token; time of the target alone: {times}"
+        times = f"the sweep took {duration(self.seconds)}, including {duration(shared)} of shared work."
+        note = f"Excess loss is in nats per token; time is for the target alone: {times}"
         return "\n".join([*self.heading(), "", *table(self.cells(), _WIDTHS), "", note])
 
     def title(self) -> str:
-        """The model and the text, for the head of a plot."""
+        """A title for the plot, with the model and the text."""
         return f"{Path(self.source.name).name}: {self.source.kind}; {self.source.held_out}"
 
     def decision(self, within: float = WITHIN) -> str:
-        """The smallest target within a loss and the command that converts to it, in two lines; or that none is."""
+        """The smallest target within the limit and its command, in two lines; or a line with the nearest target."""
         limit, most = f"within {100 * within:g} % perplexity", math.log1p(within)
         row = self.smallest(within)
         if row is None:
             best = min(self.rows, key=lambda row: row.excess)
             advice = "more --refine steps" if best.request.refine else "--refine auto"
             doubtful = best.interval is not None and best.interval[0] <= most
-            doubt = "; the interval reaches the limit: more --samples narrow it" if doubtful else ""
+            doubt = "; the interval reaches the limit; more --samples would narrow it" if doubtful else ""
             nearest = f"{best.kind} comes nearest ({_percent(best)}{doubt})"
-            return f"{limit}: none of these; {nearest}. Try {advice}, or larger targets"
+            return f"no target is {limit}; {nearest}. Try {advice}, or larger targets"
         saved = f"{100 * (1 - row.elements / self.source.elements):.1f} % less cache"
         beyond = row.interval is not None and row.interval[1] > most
-        doubt = "; the interval reaches beyond the limit: more --samples narrow it" if beyond else ""
+        doubt = "; the interval exceeds the limit; more --samples would narrow it" if beyond else ""
         command = row.command(self.source.name, row.request.out)
         return f"{limit}: {row.kind}, {saved} ({_percent(row)}{doubt})\n  {command}"
 
     def convert(self, within: float = WITHIN, *, quiet: bool = False) -> Conversion:
-        """Write the smallest target within a loss, as its command would. Raises KvfoldError when there is none."""
+        """Convert to the smallest target within the limit. Raises KvfoldError if no target is within it."""
         row = self.smallest(within)
         if row is None:
             raise KvfoldError(f"{self.rows[0].request.out}: nothing was written; {self.decision(within)}")
         return convert_checkpoint(replace(row.request, quiet=quiet))
 
     def to_dict(self, within: float = WITHIN) -> dict[str, Any]:
-        """Plain values; ``smallest`` is the target within ``within`` and its command, None when there is none."""
+        """Plain JSON values; ``smallest`` is the smallest target within the limit, or None."""
         row = self.smallest(within)
         return {
             "source": vars(self.source) | {"perplexity": _finite(perplexity(self.rows[0].measured.teacher_loss))},
@@ -224,7 +225,7 @@ class Sweep:
 
 
 def _percent(row: SweptTarget) -> str:
-    """The perplexity that the target adds, with its interval."""
+    """The rise in perplexity from source to target, in percent with its interval."""
     # exp overflows a float beyond 709.
     values = [f"{100 * math.expm1(min(value, 700)):+.1f}" for value in (row.excess, *(row.interval or ()))]
     return f"{values[0]} %" + (f", 95 % interval {values[1]} to {values[2]}" if values[1:] else "")
@@ -240,7 +241,7 @@ def _finite(value: float | None) -> float | None:
 
 @dataclass
 class _Student:
-    """The student of a target, with its ``split`` if it is MLA, and the splits that were ``tried`` for a budget."""
+    """A target's student, with its ``split`` if it is MLA, and the splits that were ``tried`` for a budget."""
 
     options: TargetOptions
     plan: Plan
@@ -253,17 +254,18 @@ class _Student:
 
 @takes(SweepRequest)
 def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) -> Sweep:
-    """Fit and measure ``targets`` of ``model`` in one walk, without writing a checkpoint::
+    """Fit and measure ``targets`` of ``model`` in one pass, without writing a checkpoint::
 
         found = sweep_checkpoint("MODEL", "gqa:4,2 mqa mla:576,512+64")
         print(found.table())
-        found.smallest(0.01)        # the smallest within 1 % of the source's perplexity, None when there is none
+        found.smallest(0.01)        # the smallest within 1 % of the source's perplexity, or None
 
-    Without ``targets``: a few folds and latents that suit the model. A budget ``mla:N`` gets its split by trials in
-    a few layers. The other options are those of `ConvertRequest`; ``out`` is only checked, for `Sweep.convert` to write
-    into. ``progress`` as in `convert_checkpoint`, with the stages ``survey``, ``splits`` (splits times layers) and
-    ``sweep`` (layers times targets). In memory are the residual streams of all calibration tokens, once for the source
-    and once for every target. Raises InputError for a wrong target, option or checkpoint.
+    The default ``targets`` are a few GQA, MQA and MLA sizes that suit the model. The split for a budget ``mla:N`` is
+    chosen by trials in a few layers. The other options are the same as in `ConvertRequest`; ``out`` is only checked
+    here and used by `Sweep.convert`. ``progress`` works as in `convert_checkpoint`, with the stages ``survey``,
+    ``splits`` (splits times layers) and ``sweep`` (layers times targets). The residual streams of all calibration
+    tokens stay in memory, once for the source and once for each target. Raises InputError for an invalid target,
+    option or checkpoint.
 
     >>> found = sweep_checkpoint(demo_folder(), "gqa:4 mqa", samples=4, seq_len=32, quiet=True)
     >>> [(row.kind, row.elements) for row in found.rows]
@@ -347,7 +349,7 @@ def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path
 
 
 def _fit_layers(students: Sequence[_Student], teacher: Teacher, surveyed: Survey | None, stages: Stages) -> None:
-    """Fit every layer for every target, and take all students past it."""
+    """Fit every layer for every target, and run all students through it."""
     with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
         for lesson in teacher.layers():
             if surveyed is not None:
@@ -367,7 +369,7 @@ def _fit_layers(students: Sequence[_Student], teacher: Teacher, surveyed: Survey
 
 
 def _measured(student: _Student) -> SweptTarget:
-    """The target with its loss on the held-out text; in its request a budget is replaced by the split it got."""
+    """The target with its loss on held-out text; its request contains the chosen split instead of a budget."""
     started, request, target = time.monotonic(), student.plan.request, student.plan.latent
     measured = student.walk.measurement()
     if request.budget is not None and target is not None:

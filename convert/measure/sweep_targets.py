@@ -1,4 +1,4 @@
-"""The targets of a sweep: as ``--targets`` spells them, and the default ones of a model. No torch here."""
+"""Targets of a sweep: parse ``--targets``, and choose defaults for a model. Does not import torch."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -34,10 +34,10 @@ _PARTS = (4, 8)  # divisors of smaller caches
 
 
 def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
-    """``"gqa:4,2 mqa mla:576,512+64"`` as the options of one request each, without repetitions.
+    """Parse text such as ``"gqa:4,2 mqa mla:576,512+64"`` into the options for each target, without duplicates.
 
-    Commas or blanks separate; a bare number belongs to the kind before it. ``words`` may be a list too. Raises
-    InputError.
+    Targets are separated by commas or spaces; a bare number belongs to the kind before it. ``words`` may also be a
+    list. Raises InputError for an invalid target.
     """
     targets: list[TargetOptions] = []
     kind = ""
@@ -59,7 +59,7 @@ def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
 
 @contextmanager
 def worded_as_targets() -> Iterator[None]:
-    """Errors of conversions in the block say "4 heads" for ``--kv-heads 4``: a sweep has targets, not options."""
+    """Make errors in the block say "4 heads" instead of ``--kv-heads 4``, because a sweep has no such option."""
 
     def wording(field: str, value: Any = ALONE) -> str | None:
         if field == "allow_growth":
@@ -74,15 +74,15 @@ def worded_as_targets() -> Iterator[None]:
 
 
 def spelled(options: TargetOptions) -> str:
-    """The target of ``options`` as ``--targets`` spells it."""
+    """The target with ``options`` in the notation of ``--targets``, such as ``gqa:4``."""
     sizes = "+".join(str(value) for name, value in options.items() if name != "to")
     return f"{options['to']}:{sizes}".rstrip(":")
 
 
 def default_targets(model: Model, layout: Layout) -> list[TargetOptions]:
-    """A few folds, and latents of the sizes that kernels take or of parts of a small cache, largest cache first.
+    """A few GQA targets, MQA, and two MLA targets: sizes supported by kernels, or parts of a small cache.
 
-    Raises InputError for a model that nothing can be made of.
+    Raises InputError if the model has no smaller target.
     """
     heads = [count for count in possible_kv_heads(model.geometry) if count > 1]
     targets: list[TargetOptions] = [{"to": "gqa", "kv_heads": count} for count in heads[:_FOLDS]]
@@ -97,5 +97,5 @@ def default_targets(model: Model, layout: Layout) -> list[TargetOptions]:
             if not latent_problems(model, LatentTarget(rank, rope, layout=layout))
         ]
     if not targets:
-        raise InputError("neither GQA, MQA nor MLA makes the cache of this model smaller; `kvfold inspect` says why")
+        raise InputError("GQA, MQA and MLA cannot make this model's cache smaller; `kvfold inspect` lists the reasons")
     return targets

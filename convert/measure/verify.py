@@ -1,4 +1,4 @@
-"""``kvfold verify``: files by the hashes in ``kvfold.json``, tensors by the class that config.json names."""
+"""``kvfold verify``: check files against the hashes in ``kvfold.json``, and tensors against config.json."""
 
 import math
 import os
@@ -19,7 +19,7 @@ _ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Verification:
-    """The numbers of files compared by hash (0 without a record), tensors and elements; and all differences."""
+    """The numbers of files compared by hash (0 without ``kvfold.json``), tensors and elements; and all ``problems``."""
 
     origin: str
     files: int
@@ -28,13 +28,13 @@ class Verification:
     problems: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The fields as plain JSON values."""
         return asdict(self)
 
     def summary(self) -> str:
-        """The result of a sound checkpoint in a line."""
-        hashed = f"{self.files} files as recorded" if self.files else f"no {RECORD} with hashes to compare files with"
-        sound = f"{self.tensors} tensors with the shapes of config.json, {self.elements:,} numbers, all finite"
+        """A one-line result for a checkpoint without problems."""
+        hashed = f"{self.files} files match {RECORD}" if self.files else f"no {RECORD} with hashes to compare files to"
+        sound = f"{self.tensors} tensors match config.json, all {self.elements:,} values are finite"
         return f"{self.origin}: {hashed}; {sound}"
 
 

@@ -35,7 +35,7 @@ def change(folder, **values):
     ("values", "problem"),
     [
         ({"num_hidden_layers": -1}, "config.json: num_hidden_layers must be a positive whole number, not -1"),
-        ({"num_hidden_layers": 10**9}, "config.json: num_hidden_layers is 1000000000, but the files hold 50 tensors"),
+        ({"num_hidden_layers": 10**9}, "config.json: num_hidden_layers is 1000000000, but the files contain only 50"),
         ({"num_hidden_layers": 5}, "missing: model.layers.4.self_attn.kv_a_proj_with_mqa.weight [32, 256]"),
         ({"kv_lora_rank": 25}, "wrong shape: model.layers.0.self_attn.kv_a_proj_with_mqa.weight is [32, 256]"),
         ({"rope_parameters": 7}, "config.json: rope_parameters must be an object whose rope_type is a string, not 7"),
@@ -55,7 +55,7 @@ def test_drift_checks_shapes_before_it_runs(out):
     stored["model.embed_tokens.weight"] = stored["model.embed_tokens.weight"][:-1].clone()
     stored["model.layers.3.mlp.up_proj.weight"] = torch.zeros(3, 5)
     save_file(stored, out / "model.safetensors")
-    with pytest.raises(InputError, match=r"^out: its tensors are not those of its config.json") as raised:
+    with pytest.raises(InputError, match=r"^out: its tensors do not match its config.json") as raised:
         drift_checkpoints(str(demo_folder()), str(out))
     assert len(raised.value.details) == 2
 

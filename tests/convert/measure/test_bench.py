@@ -62,6 +62,13 @@ def test_every_kind_of_a_shape_is_measured(report):
 
 
 @pytest.mark.usefixtures("in_process")
+def test_a_static_cache_is_measured_without_its_spare_slots():
+    done = measured(shape="tiny", layers=1, contexts=[32], cache="static")
+    assert [row.cache_bytes for row in done.rows] == [row.cache_bytes_formula for row in done.rows]
+    assert ", static cache; " in done.table()
+
+
+@pytest.mark.usefixtures("in_process")
 def test_a_combination_that_does_not_fit_is_a_row_that_says_so(monkeypatch):
     options = {"shape": "tiny", "layers": 1, "contexts": [32, 64]}
     monkeypatch.setattr(worker, "free_memory", lambda device: 0)

@@ -40,7 +40,7 @@ def test_every_number_stands_with_its_floor():
     assert "loss, nats per token 3.8314 3.9379 +0.1065 1.0e-08" in found
     assert "KL of next-token distributions, nats 0.1234 2.0e-13" in found
     assert "cache, bytes per token 12288 6144 x 0.5 exact" in found
-    assert "95 % interval of the perplexity's drift, by sequence: +9.0385 % to +13.488 %" in found
+    assert "95 % interval of the drift in perplexity, over sequences: +9.0385 % to +13.488 %" in found
     assert "0 0.2500 1e-07 0.2500 2e-07 0.0123 3e-07 0.0456 4e-07 0.0161 5e-14 1 0.4000" in found
     assert "1 0.1250 1e-07 0.5000 2e-07 2.0e-05 3e-07 0.7500 4e-07 - 5e-14" in found
 

@@ -41,7 +41,7 @@ def test_properties_of_a_family_are_listed(tiny_family):
     assert inspect_checkpoint(str(tiny_family("qwen3"))).qk_norm == "rms"
     text = inspect_checkpoint(str(tiny_family("qwen3", use_sliding_window=False))).summary()
     assert "rms norm on queries and keys" in text
-    assert "which headers do not show: a conversion measures it on text (`head_norms` in kvfold.json)" in text
+    assert "which headers do not show; a conversion measures it on text (`head_norms` in kvfold.json)" in text
 
 
 def test_windowed_layers_hold_their_window_only(tiny_family):

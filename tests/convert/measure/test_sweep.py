@@ -58,8 +58,8 @@ def test_the_smallest_target_within_a_loss_is_named_with_its_command(swept):
     assert found.smallest(0.002) is found.rows[0]
     options = "--to mla --kv-rank 16 --rope-dim 8 --samples 4 --seq-len 24"
     assert found.decision(0.01).splitlines() == [
-        "within 1 % perplexity: MLA 16+8, 62.5 % less cache (+0.9 %, 95 % interval +0.4 to +1.4; the interval reaches "
-        "beyond the limit: more --samples narrow it)",
+        "within 1 % perplexity: MLA 16+8, 62.5 % less cache (+0.9 %, 95 % interval +0.4 to +1.4; the interval exceeds "
+        "the limit; more --samples would narrow it)",
         f"  kvfold convert {swept.source.name} OUT {options}",
     ]
 
@@ -67,11 +67,11 @@ def test_the_smallest_target_within_a_loss_is_named_with_its_command(swept):
 def test_where_none_is_within_the_loss_the_nearest_is_named_and_nothing_is_written(swept):
     found = with_losses(swept, (0.1, 0.2, 0.3, 0.4))
     assert found.smallest(0.01) is None
-    expected = "within 1 % perplexity: none of these; GQA-2 comes nearest (+10.5 %, 95 % interval +10.0 to +11.1)"
+    expected = "no target is within 1 % perplexity; GQA-2 comes nearest (+10.5 %, 95 % interval +10.0 to +11.1)"
     assert found.decision(0.01) == f"{expected}. Try --refine auto, or larger targets"
     wide = with_losses(swept, (0.1, 0.2, 0.3, 0.4), margin=0.3).decision(0.01)
-    assert "; the interval reaches the limit: more --samples narrow it). Try" in wide
-    with pytest.raises(KvfoldError, match="OUT: nothing was written; within 1 % perplexity: none of these"):
+    assert "; the interval reaches the limit; more --samples would narrow it). Try" in wide
+    with pytest.raises(KvfoldError, match="OUT: nothing was written; no target is within 1 % perplexity"):
         found.convert(0.01)
 
 

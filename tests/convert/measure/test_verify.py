@@ -39,7 +39,7 @@ def test_what_was_written_is_sound(written, name):
     record = json.loads((written / name / "kvfold.json").read_text())
     assert set(record["files"]) == {path.name for path in (written / name).iterdir()} - {"kvfold.json"}
     assert (done.problems, done.files) == ([], len(record["files"]))
-    assert done.summary().endswith(f"{done.elements:,} numbers, all finite")
+    assert done.summary().endswith(f"all {done.elements:,} values are finite")
     source = verify_checkpoint(str(demo_folder()))
     assert (source.problems, source.files) == ([], 0)
     assert "no kvfold.json with hashes" in source.summary()

@@ -184,7 +184,7 @@ def test_inspection_proposes_the_splits_that_engines_serve():
     lines = inspect_checkpoint(str(demo_folder())).summary().splitlines()
     split, ranks = (line for line in lines if line.startswith("  --to mla --kv-rank 256 --rope-dim 64 --layout"))
     assert split.endswith("transformers, vLLM*, SGLang*, llama.cpp, mlx-lm")
-    assert "  * by the sources of this engine, not run" in lines
+    assert "  * according to the engine's source code; not run" in lines
     assert ranks.split()[-4:] == ["320"] * 4  # on 1, 2, 4 and 8 ranks
 
 
