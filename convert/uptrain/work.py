@@ -90,7 +90,8 @@ class TrainingOrder(Dataset[dict[str, Tensor]]):
         epoch, place = divmod(index, len(self._sequences))
         if epoch != self._epoch:
             self._epoch = epoch
-            self._permutation = permutation(len(self._sequences), (self._seed << 32) + epoch)
+            # torch's CPU generator ignores all but the low 32 bits of its seed: an odd factor keeps every seed apart.
+            self._permutation = permutation(len(self._sequences), (self._seed * 0x9E3779B1 + epoch) % 2**32)
         return {"input_ids": self._sequences[self._permutation[place]].long()}
 
 
