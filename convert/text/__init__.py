@@ -1,1 +1,1 @@
-"""Calibration and evaluation text: documents, windows, tokenizers."""
+"""Calibration and evaluation text: reading documents, tokenizing them and cutting them into sequences."""

@@ -1,11 +1,11 @@
-"""Documents to draw text from: a file, a dataset of the hub or in a folder, or the text that ships with kvfold.
+"""Sources of documents: a text file, a dataset from the hub or in a folder, or the text that ships with kvfold.
 
-A file is read in cells: stretches of about equal size between two line breaks, in an order drawn from the seed. The
-cells of a large file that a run does not need are not read.
+A file is read in cells, which are chunks of about equal size that begin and end at line breaks, in a random order
+determined by the seed. For a large file, a run reads only the cells it needs.
 
-Files do not go through ``datasets`` (``load_dataset("json", data_files=..., streaming=True)``): the package is an extra
-that plain installs lack, its streams shuffle a buffer of rows rather than the whole file, and its errors do not name
-the line at fault.
+Files are not read with ``datasets`` (``load_dataset("json", data_files=..., streaming=True)``): that package is an
+optional dependency, its streams shuffle a buffer of rows rather than the whole file, and its errors do not report the
+line at fault.
 """
 # No torch at the top: commands check the names of texts before they load anything heavy.
 
@@ -41,7 +41,7 @@ Render = Callable[[list[Mapping[str, Any]]], str]  # messages of a chat to text
 
 @dataclass(frozen=True)
 class Document:
-    """A text. ``rendered``: made by a chat template, special tokens included."""
+    """A text. ``rendered`` is True if a chat template produced it, including the special tokens."""
 
     text: str
     rendered: bool = False
@@ -49,10 +49,11 @@ class Document:
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents one after another: the built-in text, or a dataset.
+    """The documents of the built-in text or of a dataset.
 
-    ``name`` is for users and records, without the paths of this machine. ``size`` (bytes) and ``count`` of a dataset
-    are None: they are unknown before its end. ``hashed`` stands for the text: a dataset's name.
+    ``name`` appears in messages and records and contains no local paths; ``each`` returns the documents. ``size`` (in
+    bytes) and ``count`` are None for a dataset, because they are unknown until all of it is read. ``hashed`` is the
+    string to hash: the built-in text, or the name of a dataset.
     """
 
     name: str
@@ -62,11 +63,11 @@ class Texts:
     count: int | None = None
 
     def digest(self, sampled: bool = False) -> str:
-        """SHA-256 of the text (of the name, for a dataset)."""
+        """The SHA-256 of the text, or of the name for a dataset. ``sampled`` is ignored."""
         return hashlib.sha256(self.hashed.encode()).hexdigest()
 
     def documents(self, limit: int) -> tuple[list[Document], bool]:
-        """Documents of about ``limit`` bytes or more, and True if these are all."""
+        """Documents with at least ``limit`` characters in total if possible, and True if these are all documents."""
         documents: list[Document] = []
         size = 0
         for document in self.each():
@@ -77,13 +78,13 @@ class Texts:
         return documents, True
 
     def parts(self) -> tuple[int | None, Iterator[list[Document]]]:
-        """All documents in parts that share no text, in an order drawn from the seed, and the number of parts."""
+        """The number of documents (None if unknown), and an iterator that yields each as a list of one document."""
         return self.count, ([document] for document in self.each())
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A .txt, as every other plain text, is one document, or one per cell; every line of a .jsonl is one."""
+    """A text file. Each line of a .jsonl file is a document; any other file is one document, or one per cell."""
 
     name: str
     path: Path
@@ -96,7 +97,7 @@ class TextFile:
         return self.path.stat().st_size
 
     def digest(self, sampled: bool = False) -> str:
-        """SHA-256 of the text; ``sampled``: where it is large, of cells from its first to its last byte."""
+        """The SHA-256 of the file; if ``sampled`` and the file is large, that of evenly spaced cells only."""
         with self.path.open("rb") as file:
             if not sampled or self.size <= _LARGEST_WHOLE:
                 return hashlib.file_digest(file, "sha256").hexdigest()
@@ -107,7 +108,7 @@ class TextFile:
             return hashed.hexdigest()
 
     def documents(self, limit: int) -> tuple[list[Document], bool]:
-        """As `Texts.documents`; of a larger file the complete lines inside cells from all over it."""
+        """Like `Texts.documents`, but in bytes; a larger file yields the complete lines in randomly drawn cells."""
         if self.size <= limit:
             return list(self._parse(0, self.path.read_bytes())), True
         documents: list[Document] = []
@@ -123,7 +124,7 @@ class TextFile:
         return documents, False
 
     def parts(self) -> tuple[int, Iterator[list[Document]]]:
-        """As `Texts.parts`: the documents that begin in each cell, lines of a .jsonl or a stretch of a .txt."""
+        """The number of cells, and an iterator over the lists of documents that begin in each cell, in random order."""
         # Enough cells that a shuffle of them mixes the file, and few enough that each has some documents.
         size = max(_SMALLEST_CELL, min(_CELL, self.size // _CELLS))
         order = permutation(-(-self.size // size), self.seed).tolist()
@@ -139,7 +140,7 @@ class TextFile:
         return len(order), map(documents, order)
 
     def _boundary(self, offset: int, size: int) -> int:
-        """The beginning of the first line at or after ``offset``."""
+        """The start of a line at or after ``offset``, or of a character in a .txt line longer than ``size`` bytes."""
         if offset == 0:
             return 0
         with self.path.open("rb") as file:
@@ -157,7 +158,7 @@ class TextFile:
         return offset - 1 + skipped
 
     def _parse(self, start: int, raw: bytes) -> Iterator[Document]:
-        """The documents in ``raw``, which begins at byte ``start`` of the file."""
+        """Parse the documents in ``raw``, the bytes of the file from offset ``start``."""
 
         def line_at(offset: int) -> int:
             with self.path.open("rb") as file:
@@ -186,31 +187,31 @@ Corpus = Texts | TextFile
 
 
 def check_sources(specs: Iterable[str], option: str = "calibration") -> None:
-    """Raises InputError when a file or dataset that ``option`` names does not exist, or cannot be read as text."""
+    """Raise InputError if a file or dataset given with ``option`` does not exist or cannot be read as text."""
     for spec in specs:
         path = Path(spec)
         if not path.is_file():
             if path.suffix in (".txt", _ROWS) and not path.is_dir():
-                raise InputError(f"{opt(option)}: no file {spec}")
+                raise InputError(f"{opt(option, spec)}: no such file; check the path")
             if find_spec("datasets") is None:
-                actual = "a folder" if path.is_dir() else "no file"
+                actual = "is a folder" if path.is_dir() else "is not a file"
                 raise InputError(
-                    f"{opt(option, spec)}: {actual}, and datasets, by name or in a folder, need the datasets package: "
-                    f"pip install 'kvfold[data]'; give {_KINDS}"
+                    f"{opt(option, spec)} {actual}; to read a dataset by name or from a folder, install the datasets "
+                    f"package: pip install 'kvfold[data]'; otherwise give {_KINDS}"
                 )
             continue
         try:
             with path.open("rb") as file:
                 beginning = file.read(_SNIFFED)
         except OSError as error:
-            raise InputError(f"{opt(option, path)}: cannot be read ({error.strerror}): check its permissions") from None
+            raise InputError(f"{opt(option, path)}: cannot be read ({error.strerror}); check its permissions") from None
         if not beginning:
-            raise InputError(f"{opt(option, path)}: the file is empty; give one with text in it")
+            raise InputError(f"{opt(option, path)}: the file is empty; give a file that contains text")
         # Plain text may have any suffix. Faults within a .txt or .jsonl are told with their line when it is read.
         if path.suffix in (".txt", _ROWS):
             continue
         if path.suffix == ".json":
-            raise InputError(f"{opt(option, path)}: a .json file; write {_ROW} on each line and name it .jsonl")
+            raise InputError(f"{opt(option, path)}: .json is not supported; write {_ROW} on each line of a .jsonl file")
         try:
             # A character may be cut at the end.
             codecs.getincrementaldecoder("utf-8")().decode(beginning)
@@ -218,13 +219,13 @@ def check_sources(specs: Iterable[str], option: str = "calibration") -> None:
         except UnicodeDecodeError:
             is_text = False
         if not is_text:
-            raise InputError(f"{opt(option, path)}: no UTF-8 text; give {_KINDS}")
+            raise InputError(f"{opt(option, path)}: the file is not UTF-8 text; give {_KINDS}")
 
 
 def open_corpus(
     spec: str | None, render: Render, seed: int, split: Split = "calibration", option: str = "calibration"
 ) -> Corpus:
-    """The corpus that ``option`` names; None is that split of the built-in text. Raises InputError for a bad name."""
+    """Open the text ``spec`` given with ``option``; None means ``split`` of the built-in text. May raise InputError."""
     if spec is None:
         from kvfold.convert.data import read_documents
 
@@ -241,14 +242,14 @@ def open_corpus(
 
 
 def _dataset_documents(spec: str, render: Render, seed: int, option: str) -> Iterator[Document]:
-    """The train split of a dataset on the hub or in a folder: ``NAME`` or ``NAME:CONFIG``."""
+    """Read the train split of a dataset on the hub or in a folder; ``spec`` is ``NAME`` or ``NAME:CONFIG``."""
     import datasets
 
     name, _, config = spec.partition(":")
     try:
         rows = datasets.load_dataset(name, config or None, split="train", streaming=True)
     except Exception as error:  # datasets raises many kinds, all about the request
-        reason = f"no file, and no dataset that loads ({first_line(error)})"
+        reason = f"not a file, and loading it as a dataset failed ({first_line(error)})"
         raise InputError(f"{opt(option, spec)}: {reason}; give {_KINDS}") from error
     for number, row in enumerate(rows.shuffle(seed=seed, buffer_size=1000)):
         try:
@@ -258,7 +259,7 @@ def _dataset_documents(spec: str, render: Render, seed: int, option: str) -> Ite
 
 
 def _document_of(row: Any, render: Render) -> Document:
-    """The document in a row of a dataset, or in a line of JSON. Raises ValueError that says what is wrong with it."""
+    """The document in a dataset row or a line of JSON. Raises ValueError with the reason if there is none."""
     if isinstance(row, str):
         try:
             row = json.loads(row)
@@ -272,18 +273,22 @@ def _document_of(row: Any, render: Render) -> Document:
             document = Document(render(messages), rendered=True)
         except Exception as error:  # templates are code of the checkpoint's author and raise anything
             reason = first_line(error)
-            raise ValueError(f"the tokenizer's chat template does not take these messages ({reason})") from error
+            raise ValueError(f"the tokenizer cannot render the chat messages ({reason})") from error
     else:
-        keys = ", ".join(key if key.isprintable() else short(key) for key in map(str, fields))
-        named = f"the fields {keys}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
-        raise ValueError(f"no text in {named}")
+        keys = ", ".join(short(str(key)) for key in fields) or "none"
+        found = (
+            f"an object with these keys: {keys}"
+            if isinstance(row, Mapping)
+            else f"a value of type {type(row).__name__}"
+        )
+        raise ValueError(f"found {found}")
     # No tokenizer could read half of a surrogate pair.
     check_unicode(document.text)
     return document
 
 
 def permutation(count: int, seed: int) -> "Tensor":
-    """The numbers below ``count`` in the order that the seed draws, ``[count]``."""
+    """The integers below ``count`` in a random order determined by ``seed``, ``[count]``."""
     import torch
 
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))

@@ -1,8 +1,8 @@
-"""Text that a model writes itself, for those who have none that resembles its use.
+"""Calibration text sampled from the model itself, for users without text that resembles the model's use.
 
-Sequences are sampled at temperature 1 from the start of the model's chat template, or from its BOS token: so they are
-what the model takes text to be (arXiv 2410.09982 recovers pruned models on such text). Behind an EOS token a sequence
-goes on, as packed training text does.
+Sequences begin with the start of the model's chat template or its BOS token and are sampled at temperature 1, so they
+follow the model's own distribution (arXiv 2410.09982 recovers pruned models with such text). Sampling continues after
+an EOS token, because training text is packed in the same way.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ _MARK = "kvfold-mark"
 
 
 def first_tokens(tokenizer: Any, model: str) -> list[int]:
-    """The tokens that every sequence begins with: the chat template up to a user's first words, else the BOS token.
+    """The initial tokens of every sequence: the chat template up to the user's message, else the BOS token.
 
-    Raises InputError for a tokenizer with neither.
+    Raises InputError if the tokenizer has neither.
     """
     if getattr(tokenizer, "chat_template", None) is not None:
         # Templates are code of the checkpoint's author: they refuse such a message, raise anything, or change it.
@@ -34,7 +34,7 @@ def first_tokens(tokenizer: Any, model: str) -> list[int]:
     if tokenizer.bos_token_id is not None:
         return [int(tokenizer.bos_token_id)]
     raise InputError(
-        f"{opt('calibration', 'self')}: {model} has neither a chat template nor a BOS token to begin text with; give "
+        f"{opt('calibration', 'self')}: {model} has neither a chat template nor a BOS token to sample from; use "
         f"{opt('calibration', 'FILE')}"
     )
 
@@ -43,10 +43,10 @@ def first_tokens(tokenizer: Any, model: str) -> list[int]:
 def write_sequences(
     model: Any, start: list[int], count: int, length: int, seed: int, advance: Callable[[int], None] = lambda _: None
 ) -> Tensor:
-    """``count`` sequences of ``length`` tokens sampled from ``model`` (loaded by transformers), ``[count, length]``.
+    """Sample ``count`` sequences of ``length`` tokens from a transformers ``model``; returns ``[count, length]``.
 
-    Equal seeds give equal text. ``advance`` is told the number of tokens of each step. Raises InputError when the
-    model's predictions are not finite.
+    Every sequence begins with the tokens ``start``. Equal seeds produce equal text. ``advance`` is called with the
+    number of tokens sampled in each step. Raises InputError if the model's predictions are not finite.
     """
     # On the CPU, so that the device does not change what is drawn.
     generator = torch.Generator().manual_seed(seed)
@@ -61,7 +61,7 @@ def write_sequences(
             predicted = output.logits[:, -1].float().softmax(-1).cpu()
             if not torch.isfinite(predicted).all():
                 name = opt("calibration", "self")
-                raise InputError(f"{name}: the model predicts NaN, so its weights are damaged; fetch it again")
+                raise InputError(f"{name}: the model predicts NaN, so its weights may be damaged; download it again")
             latest = torch.multinomial(predicted, 1, generator=generator)
             tokens = torch.cat([tokens, latest], dim=1)
             advance(rows)

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: loading it, the tokens of documents, and whether the model knows them."""
+"""Loading a checkpoint's tokenizer, tokenizing documents, and checking token ids against the model's vocabulary."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,9 +17,9 @@ _BATCH = 8 * _BLOCK
 
 
 def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str, otherwise: str = "") -> Any:
-    """The checkpoint's tokenizer. Raises InputError when it has none that transformers can load.
+    """Load the checkpoint's tokenizer. Raises InputError if transformers cannot load it.
 
-    The message says that ``purpose`` needs it and ends with ``otherwise``, an alternative to it.
+    The error message says that ``purpose`` needs the tokenizer, and ends with ``otherwise``, what to do without one.
     """
     from transformers import AutoTokenizer
 
@@ -29,16 +29,14 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str
     except Exception as error:
         # It reads config.json first: a bad one is not the tokenizer's fault.
         empty_model(checkpoint.config, torch.float32)
-        reason = f"none loads ({one_line(error)[:200]}); put its tokenizer files into the folder"
+        reason = f"it cannot be loaded ({one_line(error)[:200]}); put the tokenizer files into the folder"
         if not trust_remote_code and "trust_remote_code" in str(error):
-            reason = (
-                f"refusing to run the code of the checkpoint's; review it, then pass {opt('trust_remote_code', True)}"
-            )
+            reason = f"it runs code from the checkpoint; review the code, then pass {opt('trust_remote_code', True)}"
         raise InputError(f"{checkpoint.origin}: {purpose} needs the model's tokenizer: {reason}{otherwise}") from error
 
 
 def prefix_tokens(tokenizer: Any) -> list[int]:
-    """The tokens that ``add_special_tokens`` puts before a text (BOS for Llama and Gemma, none for GPT-2)."""
+    """The special tokens that the tokenizer adds before a text (BOS for Llama and Gemma, none for GPT-2)."""
     # Tokenizers do not say what they add: it is seen around a text that is known to be one stretch of tokens.
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     special = tokenizer("a")["input_ids"]
@@ -47,7 +45,7 @@ def prefix_tokens(tokenizer: Any) -> list[int]:
 
 
 def tokenize(tokenizer: Any, prefix: list[int], documents: Iterable[Document]) -> Iterator[Tensor]:
-    """The tokens of each document, int64, without the ``prefix``."""
+    """Tokenize each document; yields its token ids as int64 ``[n]``, without the ``prefix`` of special tokens."""
     ids: list[int] = []
     for some in _batches(documents):
         tokenized = tokenizer([block for block, _ in some], add_special_tokens=False, verbose=False)["input_ids"]
@@ -61,7 +59,7 @@ def tokenize(tokenizer: Any, prefix: list[int], documents: Iterable[Document]) -
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, Document | None]]]:
-    """Blocks of text for one call of a tokenizer; a document comes with its last block."""
+    """Batches of text blocks, one per tokenizer call; only a document's last block is paired with the document."""
     batch: list[tuple[str, Document | None]] = []
     size = 0
     for document in documents:
@@ -77,7 +75,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, Document
 
 
 def _blocks(text: str) -> Iterator[str]:
-    """``text`` in pieces of about ``_BLOCK`` characters, cut before a line break or space where there is one."""
+    """Split ``text`` into blocks of at most ``_BLOCK`` characters, if possible before a line break or space."""
     start = 0
     while start < len(text):
         stop = start + _BLOCK
@@ -89,18 +87,18 @@ def _blocks(text: str) -> Iterator[str]:
 
 
 def render(tokenizer: Any, messages: list[Mapping[str, Any]]) -> str:
-    """The text of ``messages`` by the tokenizer's chat template. Raises ValueError where there is none."""
+    """Render ``messages`` with the tokenizer's chat template. Raises ValueError if it has no chat template."""
     if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError("it has none; give rows with `text` instead")
+        raise ValueError("it has no chat template; use rows with `text` instead")
     text: str = tokenizer.apply_chat_template(messages, tokenize=False)
     return text
 
 
 def check_vocabulary(tokens: Tensor, vocabulary: int, model: str) -> None:
-    """Raise InputError when ``tokens`` of the tokenizer of ``model`` are not all below ``vocabulary``."""
+    """Raise InputError unless all ``tokens`` from the tokenizer of ``model`` are below ``vocabulary``."""
     largest = int(tokens.max()) if tokens.numel() else 0
     if largest >= vocabulary:
         raise InputError(
-            f"{model}: its tokenizer gives token {largest}, but the model knows {vocabulary} tokens; "
-            "check that tokenizer and weights belong together"
+            f"{model}: its tokenizer produces token id {largest}, but the model's vocabulary has only {vocabulary} "
+            f"tokens (ids 0 to {vocabulary - 1}); use the tokenizer that belongs to these weights"
         )

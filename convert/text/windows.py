@@ -1,4 +1,4 @@
-"""Sequences of tokens cut from text: each begins with the tokenizer's prefix, and none overlaps another."""
+"""Non-overlapping token sequences cut from text, each beginning with the tokenizer's special prefix tokens."""
 
 import hashlib
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ _BYTES_PER_TOKEN = 16
 
 @dataclass(frozen=True)
 class CalibrationTokens:
-    """``calibration [N, T]``, ``held_out [M, T]`` and ``further [K, T]``, int64, which share no stretch of text.
+    """The token sequences ``calibration [N, T]``, ``held_out [M, T]`` and ``further [K, T]``, int64, without overlap.
 
-    ``source`` is the name of the text for users; ``digest`` is the text's SHA-256 (the name's, for a dataset).
-    ``further`` sequences are for training that takes more than the calibration sequences; there may be none.
+    ``source`` is the text's name in messages; ``digest`` is the SHA-256 of the text, or of the name for a dataset.
+    ``further`` are additional sequences for training that needs more than the calibration sequences; K may be 0.
     """
 
     calibration: Tensor
@@ -35,7 +35,7 @@ class CalibrationTokens:
 
     @property
     def training(self) -> Tensor:
-        """The calibration sequences and the further ones, ``[N + K, T]``."""
+        """The calibration and further sequences, ``[N + K, T]``."""
         return torch.cat([self.calibration, self.further]) if len(self.further) else self.calibration
 
 
@@ -50,22 +50,23 @@ def load_calibration(
     option: str = "calibration",
     further: int = 0,
 ) -> CalibrationTokens:
-    """Draw ``samples`` calibration sequences of ``seq_len`` tokens and ``held_out`` others (``held_out_count``).
+    """Draw ``samples`` calibration sequences of ``seq_len`` tokens each, and ``held_out`` sequences for evaluation.
 
-    After them ``further`` ones, or as many as the text has that was read for the others.
+    ``held_out`` defaults to ``held_out_count(samples)``. Up to ``further`` additional sequences are drawn, fewer if the
+    text that was read for the others does not contain as many.
 
-    ``spec`` is a file of plain text (one document), a .jsonl file (``text`` or ``messages`` per line), the name of a
-    dataset, or None for a ``split`` of the text that ships with kvfold. Several give equal shares of each part, in an
-    order drawn from the seed. No sequence crosses a document's end, except that documents shorter than a sequence, and
-    what is left of longer ones, are packed with the tokenizer's EOS token between them where it has one.
-    Raises InputError, which names the ``option`` that gave ``spec``, for text that is unreadable or too short.
+    ``spec`` is a plain text file (one document), a .jsonl file (``text`` or ``messages`` per line), the name of a
+    dataset, or None for a ``split`` of the text that ships with kvfold. If ``spec`` is a list, each text contributes
+    equal shares of the three sets, shuffled with the seed. Sequences do not cross document boundaries, except that
+    short documents and the remainders of longer ones are packed, separated by the tokenizer's EOS token; without an EOS
+    token they are dropped. Raises InputError, naming ``option``, if a text is unreadable or too short.
     """
     counts = samples, held_out_count(samples) if held_out is None else held_out, further
     specs = [spec] if spec is None or isinstance(spec, str) else spec
     if len(specs) > samples:
         raise InputError(
-            f"{opt('samples', samples)}: each of {len(specs)} {opt(option)} must give one at least; raise it to "
-            f"{len(specs)}"
+            f"{opt('samples', samples)}: each of the {len(specs)} {opt(option)} texts must contribute at least one "
+            f"sequence; use at least {opt('samples', len(specs))}"
         )
     names, digests, parts = [], [], []
     for number, each in enumerate(specs):
@@ -84,11 +85,12 @@ def load_calibration(
 
 
 def _draw(corpus: Corpus, tokenizer: Any, needed: int, wanted: int, seq_len: int, seed: int) -> Tensor:
-    """``wanted`` sequences of one text, or as many as there are in what is read to have those ``needed``."""
+    """Draw up to ``wanted`` sequences from one text, reading only enough of it to have at least ``needed``."""
     prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int64)
     if seq_len <= len(prefix):
         raise InputError(
-            f"{opt('seq_len', seq_len)}: must exceed the {len(prefix)} tokens that begin every text; raise it"
+            f"{opt('seq_len', seq_len)}: every sequence begins with {len(prefix)} special "
+            f"token{'s' * (len(prefix) != 1)}; use at least {opt('seq_len', len(prefix) + 1)}"
         )
     # Bytes per token are unknown before tokenizing, so more is read until there is enough, or nothing is left.
     limit = max(_READ_AT_LEAST, needed * seq_len * _BYTES_PER_TOKEN)
@@ -101,10 +103,10 @@ def _draw(corpus: Corpus, tokenizer: Any, needed: int, wanted: int, seq_len: int
         if complete:
             found = f"{sum(map(len, tokens))} tokens in {len(tokens)} document{'s' * (len(tokens) != 1)}"
             if tokenizer.eos_token_id is None and len(tokens) > 1:
-                found += ", which cannot be packed as the tokenizer has no EOS token"
+                found += " (which cannot be packed because the tokenizer has no EOS token)"
             raise InputError(
-                f"{corpus.name}: too little text, {len(windows)} of {needed} sequences of {seq_len} tokens ({found}); "
-                f"give more text, or lower {opt('samples')} or {opt('seq_len')}"
+                f"{corpus.name}: too little text: {found} yield {len(windows)} of {needed} sequences of "
+                f"{seq_len} tokens; give more text, or lower {opt('samples')} or {opt('seq_len')}"
             )
         limit *= 4
     drawn = windows[permutation(len(windows), seed)[:wanted]]
@@ -112,7 +114,7 @@ def _draw(corpus: Corpus, tokenizer: Any, needed: int, wanted: int, seq_len: int
 
 
 def cut(documents: list[Tensor], length: int, eos: int | None) -> Tensor:
-    """Windows of ``length`` tokens ``[n, length]``: first out of each document, then out of the packed rests."""
+    """Cut windows ``[n, length]`` from each document, then from the remainders packed with ``eos`` (if not None)."""
     windows = [document[: len(document) // length * length].view(-1, length) for document in documents]
     rests = [document[len(document) // length * length :] for document in documents]
     rests = [rest for rest in rests if len(rest)]
@@ -124,9 +126,9 @@ def cut(documents: list[Tensor], length: int, eos: int | None) -> Tensor:
 
 
 def check_seq_len(seq_len: int, positions: int, model: str) -> None:
-    """Raise InputError when a sequence of ``seq_len`` tokens is longer than the ``positions`` of ``model``."""
+    """Raise InputError if ``seq_len`` exceeds the ``positions`` supported by ``model``."""
     if seq_len > positions:
-        name = opt("seq_len")
         raise InputError(
-            f"{opt('seq_len', seq_len)}: longer than the {positions} positions that {model} is made for; lower {name}"
+            f"{opt('seq_len', seq_len)} exceeds the {positions} positions supported by {model}; use at most "
+            f"{opt('seq_len', positions)}"
         )

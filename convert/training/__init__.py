@@ -1,1 +1,1 @@
-"""Training that conversion and uptraining share: losses, sizes of steps, the fit loop, refinement, polishing."""
+"""Training code shared by conversion and uptraining: losses, step sizes, the fit loop, refinement and polishing."""

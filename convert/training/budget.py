@@ -1,4 +1,4 @@
-"""The steps of polishing, and the text that they take. Without torch: plans ask for them."""
+"""The polishing steps and the sequences they need. Does not import torch, because planning uses this module."""
 
 AUTO_STEPS = 200
 # Steps between two evaluations on held-out sequences: a choice.
@@ -9,15 +9,15 @@ BATCH_TOKENS = 1024
 
 
 def steps_of(polish: int | str) -> int:
-    """The steps of a request's ``polish``: a number, or ``auto``."""
+    """The number of steps requested by ``polish``, which is a number or ``"auto"``."""
     return AUTO_STEPS if polish == "auto" else int(polish)
 
 
 def batch_size(length: int) -> int:
-    """Sequences of ``length`` tokens in a step."""
+    """The number of sequences of ``length`` tokens in one step."""
     return max(1, BATCH_TOKENS // length)
 
 
 def sequences_of(polish: int | str, length: int) -> int:
-    """Sequences of ``length`` tokens that all steps take together, each once."""
+    """The number of sequences of ``length`` tokens used by all steps together; no sequence is used twice."""
     return steps_of(polish) * batch_size(length)

@@ -1,8 +1,8 @@
-"""Fits: the losses, the tensors in training, and the loop of steps that refinement and polishing share.
+"""The losses, the tensors being trained, and the training loop shared by refinement and polishing.
 
-Refinement fits one layer to its outputs (``refine.py``), polishing all layers to next-token distributions
-(``polish.py``): each is a `Trainee`, with gradients and an error of its kind, and a schedule for `fit`. Uptraining
-shares the losses and the sizes of steps (``steps.py``).
+Refinement (``refine.py``) fits one layer to the source layer's outputs; polishing (``polish.py``) fits all layers to
+the source's next-token distributions. Each defines a `Trainee`, which computes its own gradients and error, and a
+learning rate schedule for `fit`. Uptraining uses the same losses and step sizes (``steps.py``).
 """
 
 import math
@@ -31,11 +31,11 @@ Schedule = Callable[[int, Sequence[float]], float]
 
 
 class Trainee:
-    """Float32 masters of stored tensors, trained by Adam with relative steps.
+    """Float32 master copies of checkpoint tensors, trained by Adam with steps relative to each tensor's size.
 
-    ``tensors`` have the names of the checkpoint's files, ``stored`` the dtypes that the files will hold. ``constant``:
-    the tensors are of layout ``free``, whose constant channel is kept. ``by_channel``: steps are relative to rows and
-    columns too.
+    ``tensors`` are named as in the checkpoint, and ``stored`` gives the dtype in which each will be saved. Set
+    ``constant`` for tensors in layout ``free``, to preserve their constant channel. With ``by_channel``, steps are also
+    relative to the sizes of rows and columns.
     """
 
     # Of each kind: ``backward(training, batch)`` leaves the gradients of some of the sequences of ``training`` in the
@@ -66,10 +66,11 @@ class Trainee:
 
 @dataclass
 class FitResult:
-    """The trained tensors as they will be stored, on the CPU.
+    """The trained tensors on the CPU, in the dtypes in which they will be saved.
 
-    ``errors`` are those on held-out sequences, before training and after every round. Of the ``steps`` made, ``kept``
-    is the one whose weights these are; 0 for those before training, and ``tensors`` is empty then.
+    ``errors`` are the errors on held-out sequences, before training and after every round. ``steps`` steps were run,
+    and ``tensors`` are the weights after step ``kept``. If training never helped, ``kept`` is 0 and ``tensors`` is
+    empty.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -89,11 +90,11 @@ def fit(
     saved: Path | None = None,
     progress: Callable[[int, float], None] = lambda step, error: None,
 ) -> FitResult:
-    """Train ``trainee`` on ``training`` until ``schedule`` gives 0; the best weights seen are the result.
+    """Train ``trainee`` on ``training`` until ``schedule`` returns 0, and return the best weights seen.
 
-    The error on ``held_out`` is judged after ``every`` so many steps and after the last, and ``progress(step, error)``
-    called with it. The state of the fit is kept in the file ``saved`` after every round: where there is one, the fit
-    goes on from it.
+    The error on ``held_out`` is measured before training, after each round of ``every`` steps and after the last step,
+    and is passed to ``progress(step, error)``. The training state is written to the file ``saved`` after every round;
+    if that file already exists, training resumes from it.
     """
     masters, stored, optimizer = trainee.masters, trainee.stored, trainee.optimizer
     if saved is not None and saved.is_file():
@@ -132,9 +133,10 @@ def fit(
 
 
 def random_batches(count: int, size: int, seed: int) -> Iterator[list[int]]:
-    """Batches of ``size`` of the numbers below ``count``, in a new random order every time that all have been used.
+    """Endless batches of ``size`` indices below ``count``, reshuffled at the start of every epoch.
 
-    Fewer than ``size`` that are left over wait for the next order; a batch is never larger than ``count``.
+    An incomplete batch at the end of an epoch is dropped. If ``count`` is less than ``size``, batches have ``count``
+    indices.
     """
     generator = torch.Generator().manual_seed(seed)
     size = min(size, count)
@@ -144,14 +146,14 @@ def random_batches(count: int, size: int, seed: int) -> Iterator[list[int]]:
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Mean negative log-likelihood, nats per token, of ``tokens [B, T]`` under ``logits [B, T, V]``, float32."""
+    """The mean next-token cross-entropy of ``tokens [B, T]`` under ``logits [B, T, V]``, in nats per token."""
     return cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def distillation_loss(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Mean ``KL(teacher || student)``, nats per token, of ``[B, T, V]`` logits softened by ``temperature``.
+    """The mean ``KL(teacher || student)`` in nats per token, for ``[B, T, V]`` logits divided by ``temperature``.
 
-    Multiplied by the temperature's square, so that gradients keep their size (Hinton et al., 2015).
+    The result is multiplied by ``temperature ** 2``, which keeps the scale of the gradients (Hinton et al., 2015).
     """
     # The last position has no next token and does not count.
     student, target = (x[:, :-1].flatten(0, 1).float() / temperature for x in (logits, teacher))
@@ -159,16 +161,16 @@ def distillation_loss(logits: Tensor, teacher: Tensor, temperature: float) -> Te
 
 
 def divergence(logits: Tensor, teacher: Tensor) -> Tensor:
-    """Sum over rows of ``KL(softmax(teacher) || softmax(logits))``, nats, of ``[n, V]`` logits, in float32 or wider.
+    """The sum over rows of ``KL(softmax(teacher) || softmax(logits))`` in nats, for ``[n, V]`` logits.
 
-    Gradients reach ``logits`` only.
+    Computed in float32 or wider. Gradients flow to ``logits`` but not to ``teacher``.
     """
     result: Tensor = _Divergence.apply(logits, teacher)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Divergence(torch.autograd.Function):
-    """The gradient, the difference of the two distributions, is made with the loss."""
+    """A KL loss whose gradient, the difference between the two distributions, is computed in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, teacher: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Polishing: all converted attention of a model trained together against its source's next-token distributions.
+"""Polishing: training all converted attention layers jointly to match the source's next-token distributions.
 
-The loss is ``KL(source || student)`` on calibration text, no labels. The source takes part as its residual streams
-after the last layer, made once: its head is the student's. Everything but the converted attention is frozen.
+The loss is ``KL(source || student)`` on calibration text, without labels. The source's residual streams after its last
+layer are computed once; applying the head, which both models share, yields its logits. Only the converted attention is
+trained.
 """
 
 import math
@@ -41,7 +42,7 @@ _LOGITS = 6 << 20
 
 @dataclass(frozen=True)
 class Text:
-    """Sequences ``tokens [N, T]``, and the source's residual streams after the last layer, ``states [N, T, E]``."""
+    """The sequences ``tokens [N, T]`` and the source's residual streams after its last layer, ``states [N, T, E]``."""
 
     tokens: Tensor
     states: Tensor
@@ -57,9 +58,10 @@ def polish(
     saved: Path | None = None,
     progress: Callable[[int, float], None] = lambda step, error: None,
 ) -> FitResult:
-    """Train ``trainee``; the errors are the KL on held-out sequences, nats per token.
+    """Train ``trainee`` for ``steps`` steps; the result's errors are the held-out KL in nats per token.
 
-    The state of the run is kept in the file ``saved``: where there is one, the run goes on from it.
+    The training state is written to the file ``saved`` after every round; if that file already exists, training resumes
+    from it.
     """
     count, length = training.tokens.shape
 
@@ -72,9 +74,9 @@ def polish(
 
 
 def polishing_rate(error: float, width: int, layers: int) -> float:
-    """The default peak learning rate, relative to the size of each tensor, of a model of ``width`` and ``layers``.
+    """The peak learning rate, relative to each tensor's size, for ``layers`` layers with hidden size ``width``.
 
-    ``error`` is that before training.
+    ``error`` is the KL on held-out sequences before training.
     """
     # Near its minimum the KL grows with the square of the distance, so that the way to go is in proportion to the root
     # of the error before training; with more, a model that was close is thrown away from where it was. What the layers
@@ -83,9 +85,10 @@ def polishing_rate(error: float, width: int, layers: int) -> float:
 
 
 def slowdown(errors: Sequence[float], steps: int) -> float:
-    """Half for every part of a run of ``steps`` that hardly lowered the least error at the end of those before it.
+    """A factor on the learning rate, halved by each part of the run that does not lower the best error by at least 1 %.
 
-    ``errors`` are those before training and after every round so far; a part is an eighth of the rounds, rounded up.
+    ``errors`` are the held-out errors before training and after every round so far. A run of ``steps`` steps has up to
+    eight parts, each an eighth of its rounds, rounded up.
     """
     # How far a model may be moved in a step differs between layouts and with how well it is fitted; the first parts
     # tell.
@@ -95,15 +98,15 @@ def slowdown(errors: Sequence[float], steps: int) -> float:
 
 
 class ModelTrainee(Trainee):
-    """A converted model in memory: its attention as masters, everything else frozen.
+    """A converted model in memory, with trainable attention tensors and everything else frozen.
 
-    ``config`` is config.json's content, ``names`` are the stored tensors, which ``read`` gives; those in ``trained``,
-    with the dtypes that they are stored in, are the masters. ``autocast`` is the dtype of matrix products, None for
-    float32 everywhere. ``constant``: the latents have the constant channel, which is kept.
+    ``config`` is the content of config.json, ``names`` are the checkpoint's tensor names, and ``read`` returns a tensor
+    by name. ``trained`` maps the tensors to train to the dtypes in which they will be saved. ``autocast`` is the dtype
+    of matrix products; None means float32 everywhere. Set ``constant`` to preserve the latents' constant channel.
 
-    A forward pass runs the stock modules with the masters rounded to the dtype in which they will be stored, so that
-    what is trained and judged is what a reader of the checkpoint will load. The decoder layers and the head are run
-    apart: the logits of a few positions at a time are all that is ever in memory.
+    The forward pass runs the stock modules with the master weights rounded to the dtypes in which they will be saved,
+    so training and evaluation use the weights that users will load. The decoder layers and the head are run separately,
+    so that only the logits of a few positions are in memory at a time.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ class ModelTrainee(Trainee):
         self.layers = len(self._frame.layers)
 
     def _load_frozen(self) -> None:
-        """Give the model all tensors but the masters."""
+        """Load all tensors except the trained ones into the model."""
         made: dict[str, Tensor] = {}
         for source in self._map.sources.values():
             if source not in self.sources:
@@ -155,7 +158,7 @@ class ModelTrainee(Trainee):
 
     @torch.no_grad()
     def error(self, held_out: Text) -> float:
-        """Mean KL of the next-token distributions, nats per token."""
+        """The mean KL from the source's next-token distributions on ``held_out``, in nats per token."""
         total, size = 0.0, batch_size(held_out.tokens.shape[1])
         for tokens, states in zip(
             *(torch.split(each, size) for each in (held_out.tokens, held_out.states)), strict=True
@@ -164,7 +167,7 @@ class ModelTrainee(Trainee):
         return total / held_out.tokens.numel()
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """``tokens [B, T]`` -> the residual stream after the last layer, ``[B, T, E]``."""
+        """Run the decoder layers on ``tokens [B, T]`` and return the residual stream after them, ``[B, T, E]``."""
         after: list[Tensor] = []
         weights: list[dict[str, Tensor]] = [{} for _ in self._frame.layers]
 
@@ -194,12 +197,12 @@ class ModelTrainee(Trainee):
         return after[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The residual stream after the last layer, ``[B, T, E]`` -> logits ``[B, T, V]``."""
+        """Apply the final norm and head to the last layer's output ``[B, T, E]``; returns logits ``[B, T, V]``."""
         with self._precision():
             return self._frame.logits(hidden, inputs_embeds=hidden.detach())
 
     def _divergences(self, hidden: Tensor, states: Tensor) -> Iterator[Tensor]:
-        """The sums of ``KL(source || student)`` over stretches of positions, each as long as memory allows."""
+        """Sums of ``KL(source || student)`` over chunks of positions, short enough to limit the memory for logits."""
         count, length = hidden.shape[:2]
         size = max(1, _LOGITS // (count * self.model.get_output_embeddings().weight.shape[0]))
         for start in range(0, length, size):

@@ -1,20 +1,20 @@
-"""Refinement: a layer's converted attention trained on calibration text to match the source's. No labels.
+"""Refinement: training one layer's converted attention on calibration text to match the source's, without labels.
 
-A step runs the stock attention module of the converted model with the layer's masters, rounded to the dtype that will
-be stored, on a batch of the student's inputs. The attention update of the residual is attention's output, times the
-family's residual scale, normalized in families that do so (olmo2, gemma). With ``h`` the teacher's residual before the
-layer and ``h'`` the student's, the student's attention is to add
+A step runs the converted model's stock attention module on a batch of the student's inputs, with the layer's master
+weights rounded to the dtype in which they will be saved. The attention update ``a`` is what the layer adds to the
+residual stream: the attention output times the family's residual scale, normalized in some families (olmo2, gemma).
+With ``h`` and ``h'`` the teacher's and the student's residuals before the layer, the target of the student's update is
 
     target = (h + a(h)) - h'
 
-so that a layer also corrects the errors of those before it. The loss is the squared error against the target, relative
-to the teacher's attention update. Each token's error counts relative to the size of its residual, as the norms that
-read it see it: in trained decoders a few tokens (attention sinks, the first above all) have residuals hundreds of times
-larger than the others and would be all that the sum is made of. The larger of ``h + a(h)`` and ``h'`` tells the size:
-where a small cache makes the student grow such a token that the teacher does not have, no attention can take it back,
-and relative to the teacher's residual it alone would be the sum.
+so that a layer also corrects the errors of earlier layers. The loss is the squared error against the target, relative
+to the teacher's attention update. Each token's error is divided by the size of its residual, because the norms that
+read the residual divide by it too: in trained decoders a few tokens (attention sinks, above all the first token) have
+residuals hundreds of times larger than the others and would dominate the loss. The size is the larger of those of
+``h + a(h)`` and ``h'``: with a small cache, the student may produce a huge residual for a token whose residual is small
+in the teacher. No attention can undo that, and divided by the teacher's residual this token would dominate the loss.
 
-In memory are a layer of either model, the masters and their moments.
+Memory holds one layer of each model, the master weights and Adam's moments.
 """
 
 import math
@@ -59,10 +59,10 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Refinement:
-    """The settings that the layers of a run share. ``steps`` is a number per layer or ``"auto"``.
+    """The settings shared by all layers of a run. ``steps`` is the number of steps per layer, or ``"auto"``.
 
-    ``update`` and ``student_update`` say how the teacher's and the student's layers add their attention to the
-    residual. ``constant``: the student has the constant channel of layout ``free``, which is kept.
+    ``update`` and ``student_update`` define how the teacher's and the student's layers add attention outputs to the
+    residual. Set ``constant`` for a student in layout ``free``, to preserve its constant channel.
     """
 
     steps: int | str
@@ -74,12 +74,13 @@ class Refinement:
 
 @dataclass(frozen=True)
 class Refined:
-    """A layer's tensors and its error on held-out sequences, before and after.
+    """A layer's refined tensors and its errors on held-out sequences ``before`` and ``after`` refinement.
 
-    The error is ``||missing||^2 / ||added||^2``: the difference of the two residual streams over the teacher's
-    attention update, token by token relative to the residual. In the same unit are ``inherited``, the difference before
-    the layer, which one attention can hardly mend, and ``own``, that of the attention's update after refinement. Of the
-    ``steps`` made, ``kept`` is the one whose weights these are, 0 for those before training.
+    The error is ``||missing||^2 / ||added||^2``: the difference between the student's and the teacher's residuals after
+    the attention, relative to the teacher's attention update, with each token weighted by the inverse of its residual
+    size. In the same unit, ``inherited`` is the difference before the layer, most of which one attention cannot
+    correct, and ``own`` is the error of the refined attention update itself. ``steps`` steps were run, and ``tensors``
+    are the weights after step ``kept``, where 0 means those before training.
     """
 
     tensors: Tensors
@@ -94,10 +95,10 @@ class Refined:
 def refine_layer(
     step: Step, tensors: Tensors, task: Refinement, progress: Callable[[int, float], None] = lambda done, error: None
 ) -> Refined:
-    """Train those of ``tensors`` that the attention module of ``step``'s layer is made of.
+    """Train the attention tensors among ``tensors`` for the layer of ``step``, which must have calibration sequences.
 
-    ``progress(done, error)`` is called with the steps done and the error on held-out sequences. The walk of ``step``
-    keeps the calibration sequences.
+    ``progress(done, error)`` is called before training and after every round, with the number of steps done and the
+    error on held-out sequences.
     """
     training = examples(task.update, step.teacher, step.calibration, step.student_calibration, shared=True)
     held_out = examples(task.update, step.teacher, step.held_out, step.student_held_out)
@@ -129,18 +130,18 @@ def refine_layer(
 
 
 def refining_rate(width: int, error: float) -> float:
-    """Peak learning rate in a model of ``width``, relative to the root mean square of a tensor.
+    """The peak learning rate for a model with hidden size ``width``, relative to each tensor's root mean square.
 
-    ``error`` is that before training: weights that are nearly right must not be moved far.
+    ``error`` is the layer's error before training: the smaller it is, the smaller the steps must be.
     """
     return min(_RELATIVE_LR, _WIDTH_LR / math.sqrt(width)) * min(1.0, math.pow(error, _ERROR_POWER))
 
 
 def decay(steps: int | str, done: int, errors: Sequence[float]) -> float:
-    """The learning rate of a step relative to the peak, 0 at the end.
+    """The learning rate after ``done`` steps, relative to the peak; 0 ends the training.
 
-    A number of steps: falls linearly to zero. ``auto``: constant until a round gains less than ``MIN_GAIN``, then
-    linearly to zero; no more than ``AUTO_STEPS`` in all.
+    For a number of ``steps`` the rate falls linearly to zero. For ``"auto"`` it is constant until a round lowers the
+    best error by less than ``MIN_GAIN``, then falls linearly to zero, within ``AUTO_STEPS`` steps in all.
     """
     if isinstance(steps, int):
         return 1 - done / steps
@@ -152,7 +153,7 @@ def decay(steps: int | str, done: int, errors: Sequence[float]) -> float:
 
 
 class LayerTrainee(Trainee):
-    """The attention of one converted layer, open; gradients reach its masters through the reading of stored tensors."""
+    """The attention of one open converted layer; loading its weights is differentiable with respect to the masters."""
 
     def __init__(self, student: Student, layer: OpenLayer, tensors: Tensors, task: Refinement) -> None:
         self._stream, self._layer, self._update = student.stream, layer, task.student_update
@@ -166,7 +167,7 @@ class LayerTrainee(Trainee):
         self._bfloat16 = bfloat16_pays(self._stream.device, stored.values())
 
     def backward(self, training: "Examples", batch: list[int]) -> None:
-        """Leave the gradients of a batch in the masters; several processes share its sequences out."""
+        """Store a batch's gradients in the masters; with several processes, each computes a share of the sequences."""
         own = [index - training.own.start for index in batch if index in training.own]
         if own:
             parts = training.inputs, training.targets, training.weights
@@ -185,13 +186,13 @@ class LayerTrainee(Trainee):
 
     @torch.no_grad()
     def error(self, held_out: "Examples") -> float:
-        """The error on held-out sequences, as the first process computes it."""
+        """The error on held-out sequences, computed by the first process and sent to the others."""
         batches = zip(held_out.inputs, held_out.targets, held_out.weights, strict=True)
         missing = processes.from_first(lambda: sum(energy(self._missing(*batch)) for batch in batches))
         return missing / held_out.numbers / held_out.energy if held_out.energy else missing
 
     def _missing(self, hidden: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-        """The student's attention update of ``hidden`` minus its ``target``, times ``weight``, in float32 or wider."""
+        """The student's attention update for ``hidden`` minus ``target``, times ``weight``, in float32 or wider."""
         self._stream.reload(self._layer, self._trained)
         added = self._update.of(self._layer, self._layer.attend(hidden))
         wide = torch.promote_types(added.dtype, torch.float32)
@@ -200,11 +201,12 @@ class LayerTrainee(Trainee):
 
 @dataclass(frozen=True)
 class Examples:
-    """The student's residual before a layer, and what its attention should add to it, in the walk's chunks.
+    """The student's residuals before a layer (``inputs``) and the updates that its attention should add (``targets``).
 
-    ``weights [b, T, 1]``: what a token's error is multiplied by. ``energy`` is the mean square of the teacher's
-    attention update, ``inherited`` that of the student's error before the layer, both weighted; ``numbers`` counts the
-    elements of the targets. Of ``count`` sequences that several processes share, these are the ``own``.
+    Both are in the walk's chunks, as are ``weights [b, T, 1]``, the factors on the tokens' errors. ``energy`` is the
+    weighted mean square of the teacher's attention update, ``inherited`` that of the student's error before the layer,
+    and ``numbers`` the number of target elements. The chunks contain the sequences ``own`` of the ``count`` sequences
+    shared by all processes.
     """
 
     inputs: Hidden
@@ -227,10 +229,11 @@ def examples(
     correct: bool = True,
     shared: bool = False,
 ) -> Examples:
-    """Run ``teacher``'s attention over its inputs ``hidden``; ``student_hidden`` are the student's, of the same tokens.
+    """Compute a layer's training examples from ``teacher``'s inputs ``hidden`` and the student's ``student_hidden``.
 
-    ``update`` is the teacher's. Without ``correct`` the target is its attention update alone, ``a(h)``. ``shared`` says
-    that ``hidden`` are this process's share of the sequences: sums and counts are then those of all.
+    Both are residuals of the same tokens; ``update`` is the teacher's. If ``correct`` is False, the target is the
+    teacher's attention update ``a(h)`` alone. If ``shared`` is True, ``hidden`` is this process's share of the
+    sequences, and sums and counts cover all processes.
     """
     targets, weights = student_hidden[:0], student_hidden[:0]  # in a file where these are in one
     size, inherited, numbers, count = 0.0, 0.0, 0, 0

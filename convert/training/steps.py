@@ -1,15 +1,15 @@
-"""The size of a training step: in proportion to tensors, rows and columns, and less for the constant channel.
+"""Training step sizes in proportion to tensors, rows and columns, with smaller steps for the constant channel.
 
 Adam moves every element by about the learning rate, whatever its size. The tensors of a converted attention differ in
-size far more than those of a trained model: a channel of a latent may be written small and read large, and one rate for
-all would leave some tensors unchanged and destroy others. So steps are relative, on three levels:
+size far more than those of a trained model: a latent channel may be small in the tensor that writes it and large in the
+tensor that reads it. A single rate would leave some tensors unchanged and destroy others, so steps are scaled for
 
     tensors             the learning rate is multiplied by the root mean square of the tensor's elements
     rows and columns    in polishing, an element's step is multiplied by the relative sizes of its row and its column
-    constant channel    the slices of layout ``free`` that hold it are frozen, or move 1 / CONSTANT as far as the others
+    constant channel    in layout ``free``, its slices are frozen, or their steps are multiplied by 1 / CONSTANT
 
-The first is a learning rate for each tensor. Adam undoes any scale of a gradient, so the other two shorten the step
-itself, by one mechanism (`scale_steps`), whichever loop drives the optimizer: `fit` or ``transformers.Trainer``.
+The first is a learning rate per tensor. Adam's steps do not depend on the scale of the gradient, so the other two
+shorten the steps themselves (`scale_steps`), whether the optimizer is run by `fit` or by ``transformers.Trainer``.
 """
 
 import math
@@ -39,12 +39,12 @@ def scale_steps(
     held: Held,
     channels: Channels | None = None,
 ) -> None:
-    """Make the steps of a new ``optimizer`` relative to its tensors: learning rates times ``sizes``, by name.
+    """Make the steps of a new ``optimizer`` relative to its tensors, whose ``sizes`` multiply the learning rates.
 
-    Each tensor gets its own group, which keeps its ``size``; weight decay stays the common learning rate times the
-    decay. ``held`` slices move by their pace, elements of a matrix in ``channels`` in proportion to their row and
-    column, whatever the basis; such a matrix is in memory twice during a step. ``parameters()`` gives the trained
-    tensors by name.
+    Each tensor gets its own parameter group, which records its ``size``; weight decay still uses the learning rate
+    before scaling. Steps of ``held`` slices are multiplied by their pace; steps of tensors in ``channels``, by the
+    relative sizes of their rows and columns, which keeps a copy of each such tensor during a step. ``parameters()``
+    returns the trained tensors by name.
     """
     names = {id(tensor): name for name, tensor in parameters().items()}
     groups = []
@@ -80,7 +80,7 @@ def scale_steps(
 
 
 def _local_slice(tensor: Any, held: HeldSlice) -> Tensor:
-    """The slice of this process's part of ``tensor``, as a view; empty where another process has it."""
+    """A view of the ``held`` slice in this process's shard of ``tensor``; empty if another process has the slice."""
     if not hasattr(tensor, "to_local"):
         whole: Tensor = tensor.narrow(held.axis, held.index, 1)
         return whole
@@ -97,9 +97,9 @@ def _local_slice(tensor: Any, held: HeldSlice) -> Tensor:
 
 
 def tensor_sizes(named: Named, held: Held) -> dict[str, float]:
-    """Root mean square of every tensor, without its held slice and without zeros; a bias has its weight's.
+    """The root mean square of every tensor, ignoring its ``held`` slice and zeros; a bias gets that of its weight.
 
-    The constant channel is large and hardly moves, and the zeros of padded heads never do.
+    They are ignored because the constant channel is large but hardly moves, and the zeros of padded heads never move.
     """
     sizes: dict[str, float] = {}
     for name, tensor in named.items():
@@ -114,9 +114,10 @@ def tensor_sizes(named: Named, held: Held) -> dict[str, float]:
 
 
 def channel_scales(named: Named, held: Held) -> dict[str, tuple[Tensor, Tensor]]:
-    """For each matrix ``[m, n]`` the relative sizes ``r [m, 1]`` and ``c [n]`` of its channels; for its bias ``r [m]``.
+    """Relative row sizes ``[m, 1]`` and column sizes ``[n]`` of each matrix; its bias gets the row sizes ``[m]``.
 
-    The sizes are root mean squares over that of the tensor, without the zeros of padded heads.
+    A relative size is the row's or column's root mean square divided by the matrix's, ignoring the zeros of padded
+    heads.
     """
     # A converted attention is a product of factors, and how the size of a channel is shared between them is arbitrary.
     # Within one tensor rows or columns differ by a factor of a hundred (SmolLM2-135M, MLA 128+64): a step that is right
@@ -139,14 +140,14 @@ def channel_scales(named: Named, held: Held) -> dict[str, tuple[Tensor, Tensor]]
 
 
 def hold_constant(named: Named) -> dict[str, HeldSlice]:
-    """Freeze the latents' norms among the parameters ``named``; returns the held slices by name."""
+    """Freeze the latents' norms among the parameters ``named``; returns the constant channel's slices by name."""
     for name in latent_norms(named):
         named[name].requires_grad_(False)
     return held_slices(named)
 
 
 def scale_gradients(named: Named, held: Held) -> None:
-    """Multiply the gradients of ``held`` slices by their paces, so that clipping sees what moves."""
+    """Multiply the gradients of ``held`` slices by their paces, so that gradient clipping counts them as they move."""
     with torch.no_grad():
         for name, part in held.items():
             if named[name].grad is not None:
@@ -154,7 +155,7 @@ def scale_gradients(named: Named, held: Held) -> None:
 
 
 def has_constant(checkpoint: Checkpoint) -> bool:
-    """True if every latent of the checkpoint has the constant channel (``targets/mla/tensors.py``)."""
+    """True if every latent in the checkpoint has the constant channel (``targets/mla/tensors.py``)."""
     if not is_latent(checkpoint.config) or not checkpoint.config.get("attention_bias"):
         return False
     shapes = {name: torch.empty(info.shape, device="meta") for name, info in checkpoint.tensors.items()}
@@ -164,11 +165,11 @@ def has_constant(checkpoint: Checkpoint) -> bool:
 
 
 def check_constant(state: Named, checkpoint: Checkpoint) -> None:
-    """Raises KvfoldError unless the constant channel of ``state`` is that of ``checkpoint``."""
+    """Raise KvfoldError unless the constant channel has the same values in ``state`` as in ``checkpoint``."""
     frozen = {name: held for name, held in held_slices(state).items() if held.pace == 0}
     for name in [*latent_norms(state), *frozen]:
         after, before = state[name], checkpoint.read(name).to(state[name].dtype)
         if name in frozen:
             after, before = (tensor.select(frozen[name].axis, frozen[name].index) for tensor in (after, before))
         if not torch.equal(after, before):
-            raise KvfoldError(f"{name}: the training moved the constant channel, which must stay; please report it")
+            raise KvfoldError(f"{name}: training changed the constant channel, which must stay fixed; please report it")

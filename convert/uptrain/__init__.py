@@ -1,1 +1,1 @@
-"""Training a converted checkpoint further."""
+"""Further training of a converted checkpoint."""

@@ -1,12 +1,12 @@
-"""The command ``kvfold uptrain``: training a converted checkpoint a little further.
+"""The command ``kvfold uptrain``, which trains a converted checkpoint a little further.
 
-On several processes: ``torchrun --nproc-per-node 8 -m kvfold.convert.uptrain ...`` or ``accelerate launch --config_file
-recipes/fsdp.yaml recipes/uptrain.py ...``. A global batch is ``--batch-tokens`` whatever their number, and the order of
-the text depends on ``--seed`` alone, so the losses do not depend on the number of processes.
+To use several processes, run ``torchrun --nproc-per-node 8 -m kvfold.convert.uptrain ...`` or ``accelerate launch
+--config_file recipes/fsdp.yaml recipes/uptrain.py ...``. A global batch always has ``--batch-tokens`` tokens, and the
+order of the text depends only on ``--seed``, so the losses do not depend on the number of processes.
 
-With ``--teacher``, the checkpoint that MODEL was converted from, the loss is the KL from that model's next-token
-distributions: labels only say which token came next, the teacher says which were likely, so the drift closes with far
-fewer tokens. The constant channel of layout ``free`` is frozen; the live norm of ``engine`` is trained.
+With ``--teacher``, the checkpoint that MODEL was converted from, the loss is the KL from the teacher's next-token
+distributions. They contain more information than the labels, so reducing the drift takes far fewer tokens. The constant
+channel in layout ``free`` is frozen; the norms in layout ``engine`` are trained.
 """
 
 import sys
@@ -26,7 +26,7 @@ _json = click.option(
     "--json",
     "json_file",
     metavar="FILE|-",
-    help="Also write the record and the log to FILE; -: to stdout alone.",
+    help="Also write the record and the log to FILE; with -, write only these, to stdout.",
 )
 
 
@@ -39,8 +39,9 @@ _json = click.option(
 def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     """Train MODEL further into OUT, at learning rates relative to the size of each tensor.
 
-    MODEL is a checkpoint that `kvfold convert` wrote. Adam moves every element by about the learning rate, so
-    --relative-lr is multiplied by the root mean square of each tensor: it is larger than the usual --lr of a trainer.
+    MODEL is a checkpoint written by `kvfold convert`. Adam moves every element by about the learning rate, so
+    --relative-lr is multiplied by the root mean square of each tensor; suitable values are larger than for absolute
+    learning rates.
     """
     check_files(json_file, request.plot)
     check_output(request.out, overwrite=request.overwrite, model=request.model)
@@ -58,7 +59,7 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
 
 
 def main() -> NoReturn:
-    """Run the command line, as ``torchrun`` and ``accelerate launch`` do; exit status as that of ``kvfold``."""
+    """Run the command for ``torchrun`` and ``accelerate launch``; exits with the same status as ``kvfold``."""
     run_command(uptrain, "python -m kvfold.convert.uptrain", sys.argv[1:], INTERRUPTED)
 
 

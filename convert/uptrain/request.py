@@ -1,4 +1,4 @@
-"""The options of uptraining, validated without opening a file."""
+"""The options of ``kvfold uptrain``, validated without opening any file."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, repr=False)
 class UptrainRequest(Request):
-    """The options of ``kvfold uptrain`` with underscores; its ``--help`` explains them.
+    """The options of ``kvfold uptrain``, whose ``--help`` describes them; field names have underscores.
 
-    Raises InputError for impossible values; the message has all problems. Paths may be path objects; they become text.
+    Raises InputError, listing all problems, if values are invalid. Path objects are accepted and converted to strings.
 
     >>> UptrainRequest(model="OUT", out="TRAINED", text="some.txt", teacher="MODEL").sequences
     64
@@ -27,28 +27,28 @@ class UptrainRequest(Request):
 
     model: str = option(argument=True)
     out: str = option(argument=True, runs=True)
-    text: str = option(help="Text: .txt, .jsonl, or a datasets name.", panel="Text", metavar="FILE|DATASET")
-    eval_text: str | None = option(None, "Held-out text; default: some of --text is held out.", metavar="FILE|DATASET")
+    text: str = option(help="Training text: .txt, .jsonl or a dataset name.", panel="Text", metavar="FILE|DATASET")
+    eval_text: str | None = option(None, "Held-out text; default: part of --text.", metavar="FILE|DATASET")
     seq_len: int = option(1024, "Tokens per packed sequence.", least=2)
     # The seeds of numpy's generator, which transformers seeds, are below 2**32.
-    seed: int = option(0, "Draws the order of the text and the held-out part.", least=0, below=2**32)
+    seed: int = option(0, "Random seed for the order of the text and the held-out part.", least=0, below=2**32)
     teacher: str | None = option(
-        None, "Distill from this checkpoint: the one MODEL was converted from.", panel="Distillation", metavar="MODEL"
+        None, "Checkpoint to distill from: the source of MODEL's conversion.", panel="Distillation", metavar="MODEL"
     )
     distill_weight: float | None = option(
         None,
-        "Weight of the distillation in the loss, 0 to 1; default with --teacher: 1.",
+        "Weight of the distillation loss, 0 to 1; default with --teacher: 1.",
         metavar="W",
         check=lambda value: None if 0 <= value <= 1 else "a number from 0 to 1",
     )
     temperature: float = option(
         1.0,
-        "Temperature of both distributions in the distillation.",
+        "Temperature of both distributions in the distillation loss.",
         check=lambda value: None if value > 0 else "above 0",
     )
-    train: Trained = option("all", "All weights, or those of attention only.", panel="Training")
-    steps: int = option(1000, "Optimizer steps.", least=1)
-    batch_tokens: int = option(65536, "Tokens per step, over all processes.")
+    train: Trained = option("all", "Train all weights, or only those of the attention.", panel="Training")
+    steps: int = option(1000, "Number of optimizer steps.", least=1)
+    batch_tokens: int = option(65536, "Tokens per step, summed over all processes; a multiple of --seq-len.")
     relative_lr: float | None = option(
         None,
         "Peak learning rate (AdamW) relative to the size of each tensor; default: 0.05 / sqrt(model width).",
@@ -60,34 +60,35 @@ class UptrainRequest(Request):
     warmup: float = option(
         0.05,
         "Warmup, as a fraction of the steps.",
-        check=lambda value: None if 0 <= value < 1 else "a fraction of the steps, 0 to below 1",
+        check=lambda value: None if 0 <= value < 1 else "at least 0 and below 1",
     )
-    weight_decay: float = option(0.0, "Weight decay (not of biases and norms), times the learning rate.", least=0)
-    clip: float = option(1.0, "Maximum gradient norm; 0: no clipping.", least=0)
+    weight_decay: float = option(0.0, "Weight decay (except biases and norms), times the learning rate.", least=0)
+    clip: float = option(1.0, "Maximum gradient norm; 0 disables clipping.", least=0)
     eval_every: int = option(
-        100, "Steps between measurements of the drift; 0: none.", panel="Measurement", metavar="N", least=0
+        100, "Steps between drift measurements; 0 disables them.", panel="Measurement", metavar="N", least=0
     )
-    eval_sequences: int = option(64, "Held-out sequences.", least=1)
-    log_every: int = option(10, "Steps between rows of the log.", metavar="N", least=1, runs=True)
+    eval_sequences: int = option(64, "Number of held-out sequences.", least=1)
+    log_every: int = option(10, "Steps between log rows.", metavar="N", least=1, runs=True)
     plot: str | None = option(
-        None, "Curve to draw (PNG, SVG, PDF); default: OUT.training/curve.png.", metavar="FILE", runs=True
+        None, "Training curve (PNG, SVG or PDF); default: OUT.training/curve.png.", metavar="FILE", runs=True
     )
-    device: Device = option("auto", "auto: the GPU where there is one.", panel="Running", runs=True)
+    device: Device = option("auto", "Device; auto is the GPU if there is one.", panel="Running", runs=True)
     precision: Precision = option(
-        "auto", "Compute dtype; master weights stay float32. auto: bfloat16 on a GPU, float32 on a CPU."
+        "auto", "Compute dtype; master weights stay float32. auto is bfloat16 on a GPU and float32 on a CPU."
     )
-    micro_batch: int = option(4, "Sequences per device at once, at most.", least=1, runs=True)
+    micro_batch: int = option(4, "Maximum number of sequences per device at a time.", least=1, runs=True)
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
-    save_every: int = option(200, "Steps between checkpoints; 0: none.", metavar="N", least=0, runs=True)
-    max_shard_size: int | str = option("5GB", "Largest weight file.", metavar="SIZE", check=size_expected, runs=True)
-    resume: bool = option(False, "Resume an interrupted run at its last checkpoint.", runs=True)
+    save_every: int = option(200, "Steps between checkpoints; 0 disables them.", metavar="N", least=0, runs=True)
+    max_shard_size: int | str = option("5GB", "Maximum size per shard.", metavar="SIZE", check=size_expected, runs=True)
+    resume: bool = option(False, "Resume an interrupted run from its last checkpoint.", runs=True)
     overwrite: bool = option(False, "Replace OUT; without --resume also discard an interrupted run.", runs=True)
-    quiet: bool = option(False, "No progress, no summary.", runs=True)
-    trust_remote_code: bool = option(False, "Allow code in the checkpoint to run.", runs=True)
+    quiet: bool = option(False, "Do not print progress or a summary.", runs=True)
+    trust_remote_code: bool = option(False, "Allow code from the checkpoint to run.", runs=True)
 
     def problems(self) -> Iterator[str]:
         if self.distill_weight is not None and self.teacher is None:
-            yield f"{opt('distill_weight')} needs {opt('teacher')} to distill from; leave it out"
+            weight = opt("distill_weight")
+            yield f"{weight} needs {opt('teacher')}, the checkpoint to distill from; add it, or omit {weight}"
         whole = isinstance(self.batch_tokens, int) and isinstance(self.seq_len, int) and self.seq_len > 1
         if whole and (self.batch_tokens < 1 or self.batch_tokens % self.seq_len):
             multiple = f"a multiple of {opt('seq_len', self.seq_len)}"
@@ -95,23 +96,23 @@ class UptrainRequest(Request):
 
     @property
     def sequences(self) -> int:
-        """Sequences of a global batch."""
+        """The number of sequences in a global batch."""
         return self.batch_tokens // self.seq_len
 
     @property
     def distilled(self) -> float:
-        """The weight of the distillation in the loss; the rest is the next token's."""
+        """The weight of the distillation loss; the next-token loss has the remaining weight, up to 1."""
         if self.teacher is None:
             return 0.0
         return 1.0 if self.distill_weight is None else self.distill_weight
 
     @property
     def work(self) -> Path:
-        """The folder of the run's log, curve, tokens and checkpoints, next to OUT."""
+        """The folder next to OUT for the run's log, curve, tokens and checkpoints."""
         out = Path(self.out)
         return out.with_name(out.name + ".training")
 
     def result_options(self) -> dict[str, Any]:
-        """The options that decide the result, without those that only decide how it is run."""
+        """The options that affect the result, without unset ones and those that only affect how the run proceeds."""
         left_out = run_only(UptrainRequest)
         return {name: value for name, value in vars(self).items() if name not in left_out and value is not None}

@@ -1,8 +1,8 @@
-"""A run of uptraining: checkpoint, text, teacher and trainer, and the trained checkpoint with its record.
+"""A run of uptraining: opening the checkpoint, text and teacher, training, and writing the result with its record.
 
-Weights are written in the layout of their source. Its side files are read before the first step and written after the
-last: one that cannot be read, or is a link out of the checkpoint, must end a run before it trained, and one that
-changes meanwhile must not change what was checked.
+Weights are written in the layout of the source checkpoint. Its side files are read before the first step and written
+after the last: a file that is unreadable or links out of the checkpoint must fail the run before training, and changes
+during training must not affect files that were already checked.
 """
 
 import os
@@ -58,7 +58,7 @@ _CARD = "README.md"
 
 @dataclass(frozen=True)
 class Uptrained:
-    """The result of a run: its record in ``kvfold.json`` and the rows of its log; empty but on the first process."""
+    """The record of a run in ``kvfold.json`` and the rows of its log; both are empty except on the first process."""
 
     record: Mapping[str, Any]
     rows: list[dict[str, Any]]
@@ -68,15 +68,15 @@ class Uptrained:
         return f"Uptrained({steps} steps, {len(self.rows)} rows of the log)"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values: the record and the rows of the log."""
+        """The record and the rows of the log as plain JSON values."""
         return {**self.record, "log": self.rows}
 
 
 @takes(UptrainRequest)
 def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
-    """Train ``request.model`` further and write it to ``request.out``; every process of a distributed run calls this.
+    """Train ``request.model`` further and write it to ``request.out``; in distributed runs, call it in every process.
 
-    Raises InputError when the request, a checkpoint or a text is wrong: nothing is written then.
+    Raises InputError if the request, a checkpoint or a text is invalid; OUT is not written in this case.
 
     >>> (folder / "words.txt").write_text("The list of all items is sorted in place. " * 40)
     1680
@@ -90,12 +90,12 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
     with closing(open_checkpoint(request.model)) as source, ExitStack() as locks:
         if source.made_of:
             raise InputError(
-                f"{source.origin}: {source.made_of[0]} cannot be trained; convert it first, without "
-                f"{opt('keep_quantized', True)}"
+                f"{source.origin}: {source.made_of[0]} cannot be trained; convert the model without "
+                f"{opt('keep_quantized', True)} first, which dequantizes it"
             )
         if (inner := text_type(source.config)) is not None:
-            wraps = f"a {source.config['model_type']} wraps its language model ({inner}), only plain ones are trained"
-            raise InputError(f"{source.origin}: {wraps}; use a trainer for multimodal models")
+            wraps = f"model type {source.config['model_type']} is multimodal (a wrapper around {inner})"
+            raise InputError(f"{source.origin}: {wraps}, but uptraining supports text models only; use another trainer")
         check_output(request.out, overwrite=request.overwrite, model=source.folder)
         request.work.parent.mkdir(parents=True, exist_ok=True)
         # No second run may write to the same folder meanwhile.
@@ -153,8 +153,8 @@ def _token_plan(request: UptrainRequest, source: Checkpoint, vocabulary: int) ->
         same = all(path.exists() for path in paths) and paths[0].samefile(paths[1])
         if same or request.text == request.eval_text:
             raise InputError(
-                f"{opt('eval_text', request.eval_text)} must be another text than {opt('text')}; leave it out, and "
-                f"some of {opt('text')} is held out"
+                f"{opt('eval_text', request.eval_text)} must differ from {opt('text')}; omit {opt('eval_text')} to "
+                f"hold out part of {opt('text')}"
             )
     return TokenPlan(
         text,
@@ -170,7 +170,7 @@ def _token_plan(request: UptrainRequest, source: Checkpoint, vocabulary: int) ->
 
 
 def _record(request: UptrainRequest, plan: TokenPlan, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The record of a run for ``kvfold.json``; files and folders are recorded by their names alone."""
+    """The record of a run for ``kvfold.json``; local files and folders are recorded by name, without their paths."""
     options = request.result_options()
     for name in options.keys() & {"model", "text", "eval_text", "teacher"}:
         if Path(options[name]).exists():
@@ -185,7 +185,7 @@ def _record(request: UptrainRequest, plan: TokenPlan, rows: list[dict[str, Any]]
 
 
 def summary(request: UptrainRequest, done: Uptrained) -> str:
-    """The result for users, on one to three lines."""
+    """A summary of the result for users, one to three lines long."""
     drift = done.record.get("held_out")
     tokens = request.steps * request.batch_tokens
     lines = [f"wrote {request.out}: {request.steps} steps, {tokens} tokens; log and curve in {request.work}"]
@@ -198,7 +198,7 @@ def summary(request: UptrainRequest, done: Uptrained) -> str:
 
 
 class SideFiles(NamedTuple):
-    """``copied`` files by name, the ``record`` of the conversion, and the text of the model card, empty without one."""
+    """The ``copied`` files by name, the ``record`` of the conversion, and the model card's text, possibly empty."""
 
     copied: dict[str, bytes]
     record: dict[str, Any]
@@ -206,9 +206,9 @@ class SideFiles(NamedTuple):
 
 
 def read_side_files(source: Checkpoint) -> SideFiles:
-    """Config, tokenizer, license and Python files, ``kvfold.json`` and the card of ``source``.
+    """Read the config, tokenizer, license and Python files, ``kvfold.json`` and the model card of ``source``.
 
-    Raises InputError, with every problem at once, when one is a link out of the folder, no file, or not in its format.
+    Raises InputError if a file links out of the folder, is not a regular file or has an invalid format.
     """
     names = ["config.json", *(str(path.relative_to(source.folder)) for path in source.extra_files())]
     names += sorted(path.name for path in source.folder.glob("*.py"))
@@ -225,7 +225,7 @@ def read_side_files(source: Checkpoint) -> SideFiles:
     try:
         card = contents.get(_CARD, b"").decode("utf-8")
     except UnicodeDecodeError as error:
-        problem = f"byte {error.start} is not UTF-8; save it as UTF-8 or remove it"
+        problem = f"byte {error.start} is not UTF-8; save the file as UTF-8 or remove it"
         raise InputError(f"{source.folder / _CARD}: {problem}") from None
     return SideFiles({name: contents[name] for name in names}, record, card)
 
@@ -238,9 +238,9 @@ def write_trained(
     state: Mapping[str, Tensor],
     training: Mapping[str, Any],
 ) -> None:
-    """Write OUT, whole or not at all. ``training`` is the record of the run for ``kvfold.json``.
+    """Write the trained checkpoint to OUT atomically. ``training`` is the record of the run for ``kvfold.json``.
 
-    Raises KvfoldError when the written tensors are not those of the source by name, dtype and shape.
+    Raises KvfoldError if the written tensors differ from the source's in name, dtype or shape, or are not finite.
     """
     with output_folder(request.out, overwrite=request.overwrite, model=source.folder) as folder:
         dtypes = {name: torch_dtype(info.dtype) for name, info in source.tensors.items()}
@@ -267,7 +267,7 @@ def write_trained(
 
 
 def _section(request: UptrainRequest, training: Mapping[str, Any]) -> str:
-    """The model card's section on the training."""
+    """The section of the model card about the training, with the drift on held-out text if it was measured."""
     section = _SECTION.format(
         what="its attention was" if request.train == "attention" else "all weights were",
         steps=request.steps,
@@ -287,20 +287,20 @@ def _section(request: UptrainRequest, training: Mapping[str, Any]) -> str:
 
 
 def _check(source: Checkpoint, folder: Path, trained: Mapping[str, Tensor]) -> None:
-    """Compare what was written with the source, by names, dtypes and shapes."""
+    """Raise KvfoldError unless the tensors in ``folder`` are finite and match ``source`` in name, dtype and shape."""
     with closing(open_checkpoint(folder)) as written:
         before, after = (
             {name: (info.dtype, info.shape) for name, info in opened.tensors.items()} for opened in (source, written)
         )
         damaged = list(non_finite(written, written.tensors))
     if damaged:
-        what = f"{len(damaged)} tensors have NaN or infinity after the training"
-        raise KvfoldError(f"{source.origin}: {what}; nothing was kept: lower {opt('relative_lr')}", damaged)
+        what = f"training produced NaN or infinity in {len(damaged)} tensor{'s' * (len(damaged) != 1)}"
+        raise KvfoldError(f"{source.origin}: {what}, so OUT was not written; lower {opt('relative_lr')}", damaged)
     for name in sorted(before.keys() | after.keys()):
         # Tensors that transformers does not load, such as inv_freq of old models, may be missing.
         dropped = name not in after and (name == "lm_head.weight" or name not in trained)
         if before.get(name) != after.get(name) and not dropped:
             raise KvfoldError(
-                f"{name}: written as {after.get(name)}, but {before.get(name)} in {source.origin}; nothing was kept, "
-                "please report it"
+                f"{name}: written as {after.get(name)}, but {source.origin} has {before.get(name)}; OUT was not "
+                "written, please report this"
             )

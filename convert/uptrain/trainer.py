@@ -1,6 +1,6 @@
-"""``transformers.Trainer`` for uptraining: its arguments and models, its losses, drift on held-out text, and the log.
+"""The subclass of ``transformers.Trainer`` for uptraining: arguments, models, losses, held-out drift and the log.
 
-The steps are those of polishing (`scale_steps`), but for those relative to rows and columns.
+Steps are relative to each tensor's size as in polishing (`scale_steps`), but not to its rows and columns.
 """
 
 import json
@@ -41,9 +41,9 @@ _SHOWN |= {"eval_perplexity": "perplexity", "eval_kl": "KL", "eval_excess": "exc
 
 
 def training_arguments(request: UptrainRequest, width: int, resumed: bool) -> TrainingArguments:
-    """The arguments of a run of a model of ``width``; makes the process group of a distributed run.
+    """The trainer's arguments for hidden size ``width``; in distributed runs, also creates the process group.
 
-    Raises InputError when the device, the precision or the number of processes cannot be.
+    Raises InputError if the device, the precision or the number of processes cannot be used.
     """
     device, precision = choose_device(request.device), compute_dtype(request)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -85,14 +85,14 @@ def training_arguments(request: UptrainRequest, width: int, resumed: bool) -> Tr
 
 
 def divide_batch(sequences: int, micro_batch: int, replicas: int) -> tuple[int, int]:
-    """A global batch as (sequences at once on each of ``replicas``, at most ``micro_batch``; accumulated batches).
+    """Split a global batch of ``sequences``; returns the micro-batch size per replica and the accumulation steps.
 
-    Raises InputError when ``sequences`` cannot be divided.
+    The micro-batch size is at most ``micro_batch``. Raises InputError if ``replicas`` does not divide ``sequences``.
     """
     if sequences % replicas:
         raise InputError(
-            f"{opt('batch_tokens')}: {sequences} sequences per step do not divide over {replicas} processes; use a "
-            f"multiple of {replicas} x {opt('seq_len')}"
+            f"{opt('batch_tokens')}: {sequences} sequences per step cannot be divided evenly among {replicas} "
+            f"processes or GPUs; use a multiple of {replicas} x {opt('seq_len')}"
         )
     each = sequences // replicas
     micro = max(n for n in range(1, min(micro_batch, each) + 1) if each % n == 0)
@@ -100,10 +100,10 @@ def divide_batch(sequences: int, micro_batch: int, replicas: int) -> tuple[int, 
 
 
 def compute_dtype(request: UptrainRequest) -> torch.dtype:
-    """The dtype of forward passes. ``auto``: float32 on a CPU, bfloat16 on a GPU that has it."""
+    """The dtype of forward passes; ``auto`` is float32 on CPUs, and on GPUs bfloat16 if supported, else float16."""
     device = choose_device(request.device)
     if request.precision == "float16" and device.type == "cpu":
-        raise InputError(f"{opt('precision', 'float16')} trains on a GPU only; use bfloat16 or float32")
+        raise InputError(f"{opt('precision', 'float16')} requires a GPU; on a CPU, use bfloat16 or float32")
     if request.precision != "auto":
         precision: torch.dtype = getattr(torch, request.precision)
         return precision
@@ -113,7 +113,7 @@ def compute_dtype(request: UptrainRequest) -> torch.dtype:
 
 
 def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> dict[str, HeldSlice]:
-    """Freeze the parameters that are not trained; returns the slices of the constant channel, where there is one."""
+    """Freeze the parameters that are not trained; returns the constant channel's slices by name, if there are any."""
     model.config.use_cache = False
     if request.gradient_checkpointing:
         # The first name is that of transformers 6.
@@ -127,15 +127,15 @@ def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> di
 
 
 def load_teacher(name: str, request: UptrainRequest, source: Checkpoint, device: torch.device) -> Any:
-    """The model to distill from: frozen, in the precision of the training, and whole on every device."""
+    """Load the model to distill from: frozen, in the training's compute dtype, and unsharded on every device."""
     from accelerate.utils import patch_environment
 
     with closing(open_checkpoint(name)) as opened:
         own, tokens = source.config.get("vocab_size"), opened.config.get("vocab_size")
         if own != tokens:
             raise InputError(
-                f"{opt('teacher', name)}: its vocabulary of {tokens} tokens must be the {own} of {request.model}; give "
-                "the checkpoint that it was converted from"
+                f"{opt('teacher', name)}: its vocabulary has {tokens} tokens, but {request.model} has {own}; use the "
+                f"checkpoint that {request.model} was converted from"
             )
         # Under FSDP transformers loads weights on the first process only; a teacher is not sharded.
         with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
@@ -144,9 +144,10 @@ def load_teacher(name: str, request: UptrainRequest, source: Checkpoint, device:
 
 
 class Uptrainer(Trainer):  # type: ignore[misc]
-    """Trains on ``order``; ``teacher`` is None, or a frozen model on the same device.
+    """A trainer for the sequences in ``order``, with distillation from ``teacher`` unless it is None.
 
-    Drift is measured on ``held_out [M, T]``, if M is not 0. ``held`` are the slices of the constant channel.
+    The teacher must be frozen and on the same device. Drift is measured on ``held_out [M, T]`` if M is not 0. ``held``
+    are the slices of the constant channel.
     """
 
     # Every micro-batch's loss is a mean over equally many tokens.
@@ -176,19 +177,19 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if self.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
             raise InputError(
-                "FSDP version 1 flattens weights, but each tensor has its own learning rate and the constant channel "
-                "of layout free is held; set fsdp_version: 2, as in recipes/fsdp.yaml"
+                "FSDP version 1 flattens weights, but uptraining needs separate tensors for their learning rates and "
+                "the constant channel; set fsdp_version: 2, as in recipes/fsdp.yaml"
             )
 
     def run(self, checkpoint: Path | None) -> dict[str, Tensor]:
-        """Train from ``checkpoint``, or from the start; every tensor then, on the CPU, whole on the first process."""
+        """Train from ``checkpoint`` or from the start; returns the whole tensors on the CPU, on the first process."""
         with self.run_log.open:
             self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         state = self.accelerator.get_state_dict(self.model_wrapped if self.is_fsdp_enabled else self.model)
         return {name: value.detach().cpu() for name, value in (state or {}).items()}
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
-        """The dataset is in order already (``train_sampling_strategy`` says so only since transformers 5.2)."""
+        """A sequential sampler, as ``order`` is already shuffled (no argument selects it before transformers 5.2)."""
         return SequentialSampler(self.train_dataset)
 
     def create_optimizer(self, *arguments: Any) -> Any:
@@ -198,7 +199,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         return self.optimizer
 
     def _get_learning_rate(self) -> float:
-        """The common learning rate, for the log."""
+        """The learning rate for the log, before it is multiplied by a tensor's size."""
         group = self.optimizer.param_groups[0]
         return float(group["lr"] / group["size"])
 
@@ -223,7 +224,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Loss and perplexity on the held-out text; with a teacher also the KL from it and the excess over its loss."""
+        """Loss and perplexity on held-out text; with a teacher, also the KL from it and the excess loss over it."""
         self.model.eval()
         batches, found = self.get_eval_dataloader(), []
         with self.run_log.stages("measuring on held-out text,", len(batches), "batch") as advance:
@@ -251,9 +252,9 @@ class Uptrainer(Trainer):  # type: ignore[misc]
 
 
 class RunLog(TrainerCallback):  # type: ignore[misc]
-    """Writes ``log.jsonl``, shows steps and rows on stderr, and marks complete checkpoints.
+    """A callback that writes ``log.jsonl``, prints progress and log rows to stderr, and marks checkpoints complete.
 
-    ``open`` is to be closed after the training, however it ends.
+    The caller must close ``open``, the stack with the progress bar, even if training fails.
     """
 
     def __init__(self, request: UptrainRequest) -> None:
@@ -262,7 +263,7 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
         self._advance: Callable[[int], None] | None = None
 
     def rows(self, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows of the log, from what the trainer logged."""
+        """Convert the trainer's log ``history`` to the rows of our log."""
         rows = []
         for logged in history:
             # The last has figures of the whole run.
@@ -300,8 +301,8 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
         for row in self.rows(state.log_history[-1:]):
             if not all(math.isfinite(value) for name, value in row.items() if name.endswith("loss")):
                 raise KvfoldError(
-                    f"step {state.global_step}: the loss is no longer a finite number; lower {opt('relative_lr')}, or "
-                    f"raise {opt('warmup')}"
+                    f"step {state.global_step}: the loss is NaN or infinite; lower {opt('relative_lr')} or raise "
+                    f"{opt('warmup')}"
                 )
             if state.is_world_process_zero:
                 with (self._request.work / "log.jsonl").open("a", encoding="utf-8") as file:

@@ -1,10 +1,11 @@
-"""The folder ``OUT.training``: the options of the run, its tokens, and the checkpoints to resume from.
+"""The folder ``OUT.training``, which contains the options of a run, its tokens and its checkpoints for ``--resume``.
 
-A run knows how many tokens it needs. They are made once and read through a memory map: documents, in an order drawn
-from the seed, are tokenized, begun by the tokenizer's prefix, ended by its EOS token, laid end to end and cut into
-sequences. The first ``M`` sequences are held out, the next ``n`` are trained on; no document is in both parts. Sequence
-``i`` of the run is number ``p_e(i - e n)`` of the ``n``, where ``p_e`` is the permutation of epoch ``e = i // n``: the
-order depends neither on the number of processes nor on interruptions.
+The number of tokens is known in advance, so they are created once and read through a memory map. Documents are
+tokenized in a random order determined by the seed. Each gets the tokenizer's prefix and EOS token, and the documents
+are concatenated and cut into sequences. The first ``M`` sequences are held out, and the next ``n`` are used for
+training; no document is in both parts. Sequence ``i`` of the run is training sequence ``p_e(i - e n)``, where ``p_e``
+is the permutation for epoch ``e = i // n``, so the order depends neither on the number of processes nor on
+interruptions.
 """
 
 import json
@@ -42,10 +43,10 @@ _LARGEST_SHARE = 5
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """The tokens of a run: ``training`` and ``held_out`` sequences of ``length`` tokens, and where they are from.
+    """The numbers of ``training`` and ``held_out`` sequences of ``length`` tokens for a run, and their sources.
 
-    Held-out sequences are from ``eval_text``, or else from ``text`` itself. Tokens are below ``vocabulary``, that of
-    ``model``.
+    The held-out sequences come from ``eval_text``, or from ``text`` if it is None. Token ids must be below
+    ``vocabulary``, the vocabulary size of ``model``.
     """
 
     text: Corpus
@@ -59,7 +60,7 @@ class TokenPlan:
     seed: int
 
     def made_from(self) -> dict[str, Any]:
-        """Everything that decides the tokens, as JSON; texts by name, size and digest."""
+        """Everything that determines the tokens, as JSON values; texts are identified by name, size and digest."""
         texts = [
             None if text is None else [text.name, text.size, text.digest(sampled=True)]
             for text in (self.text, self.eval_text)
@@ -70,14 +71,14 @@ class TokenPlan:
 
 
 class RunTokens(NamedTuple):
-    """``training [n, T]``, n at most what was planned, and ``held_out [M, T]``, int32: views of a memory map."""
+    """``training [n, T]`` and ``held_out [M, T]``, int32 views of a memory map; n may be smaller than planned."""
 
     training: Tensor
     held_out: Tensor
 
 
 class TrainingOrder(Dataset[dict[str, Tensor]]):
-    """All ``total`` sequences of a run, in order: ``sequences [n, T]`` in a new permutation per epoch."""
+    """All ``total`` training sequences of a run, in order: each epoch is a new permutation of ``sequences [n, T]``."""
 
     def __init__(self, sequences: Tensor, total: int, seed: int) -> None:
         self._sequences, self._total, self._seed = sequences, total, seed
@@ -96,18 +97,18 @@ class TrainingOrder(Dataset[dict[str, Tensor]]):
 
 
 def last_checkpoint(request: UptrainRequest) -> Path | None:
-    """The newest complete checkpoint to resume from, if any; reads only.
+    """The newest complete checkpoint to resume from, or None. Does not change any file.
 
-    Raises InputError when options have changed, when there are checkpoints but no --resume, or when the folder holds
-    something else.
+    Raises InputError if options have changed, if there are checkpoints but neither --resume nor --overwrite is given,
+    or if the folder was not created by a run.
     """
     work, started, again = request.work, request.work / _REQUEST, opt("overwrite", True)
     if work.exists() and not (work.is_dir() and (not any(work.iterdir()) or any(work.glob(f"{_REQUEST}*")))):
-        raise InputError(f"{work}: holds something else than a run, which would write its log there; name another OUT")
+        raise InputError(f"{work}: the run needs this folder, but it contains other files; choose another OUT")
     if not (request.resume and started.is_file()):
         if not request.overwrite and any(work.glob("checkpoint-*")):
-            way_out = f"continue it with {opt('resume', True)}, or use {again}"
-            raise InputError(f"{work}: holds checkpoints of an interrupted run; {way_out}")
+            way_out = f"continue it with {opt('resume', True)}, or discard it with {again}"
+            raise InputError(f"{work} contains checkpoints of an interrupted run; {way_out}")
         return None
     before, now = parse_json(started, read_bytes(started)), request.result_options()
     for name in specs(UptrainRequest):
@@ -115,7 +116,7 @@ def last_checkpoint(request: UptrainRequest) -> Path | None:
         if old != new:
             raise InputError(
                 f"{opt('resume', True)} {work}: {opt(name)} is {new}, but the run being resumed was started with "
-                f"{old}; give the same options, or {again} to start over"
+                f"{old}; use the same options, or {again} to start over"
             )
     for checkpoint in sorted(work.glob("checkpoint-[0-9]*"), key=lambda path: int(path.name[11:]), reverse=True):
         complete = checkpoint / COMPLETE
@@ -128,26 +129,27 @@ def last_checkpoint(request: UptrainRequest) -> Path | None:
             problem = one_line(error)
         if problem is None:
             return checkpoint
-        message = f"{opt('resume', True)}: {checkpoint.name} is damaged and left out ({problem})"
+        message = f"{opt('resume', True)}: skipping {checkpoint.name}, which is damaged ({problem})"
         print(message, file=sys.stderr, flush=True)
     return None
 
 
 def mark_complete(checkpoint: Path) -> None:
-    """Write the last file of a checkpoint, by which ``--resume`` knows that the others are whole."""
+    """Write a checkpoint's last file, with the hashes of the others, which marks it complete for ``--resume``."""
     _replace_file(checkpoint / COMPLETE, [json.dumps(file_hashes(checkpoint, COMPLETE), indent=1).encode()])
 
 
 def prepare(request: UptrainRequest, checkpoint: Path | None, plan: TokenPlan, arguments: Any) -> RunTokens:
-    """Start or resume the run and open its tokens; the first process makes them while the others wait.
+    """Start or resume the run and open its tokens, which the first process creates while the others wait.
 
-    Raises InputError when the text cannot be used (nothing is left then), or is not that of the run being resumed.
+    Raises InputError if the text cannot be used, after removing the new folder, or if the run being resumed was started
+    with another text.
     """
     work = request.work
     if checkpoint is not None and open_tokens(plan, work) is None:
         raise InputError(
-            f"{opt('resume', True)} {work}: the text or the tokenizer is not the one that the run was started with, or "
-            f"its tokens were damaged; give the same text, or {opt('overwrite', True)} to start over"
+            f"{opt('resume', True)} {work}: the text or the tokenizer has changed since the run was started, or the "
+            f"run's tokens are damaged; use the same text and tokenizer, or {opt('overwrite', True)} to start over"
         )
 
     def start() -> None:
@@ -162,7 +164,7 @@ def prepare(request: UptrainRequest, checkpoint: Path | None, plan: TokenPlan, a
         _replace_file(work / _REQUEST, [(json.dumps(request.result_options(), indent=1) + "\n").encode()])
         if not request.quiet:
             most = (plan.training + plan.held_out) * plan.length
-            print(f"tokenizing {plan.text.name}, {most} tokens at most", file=sys.stderr, flush=True)
+            print(f"tokenizing {plan.text.name}, at most {most} tokens", file=sys.stderr, flush=True)
         try:
             make_tokens(plan, work)
         except InputError:
@@ -175,14 +177,14 @@ def prepare(request: UptrainRequest, checkpoint: Path | None, plan: TokenPlan, a
     tokens = open_tokens(plan, work)
     if tokens is None:
         raise InputError(
-            f"{work}: the tokens of the text are not there on every machine; use a shared folder, and do not edit the "
-            "text while it is tokenized"
+            f"{work}: a process cannot read the tokens written by the first one; use a folder shared by all machines, "
+            "and do not edit the text while it is being tokenized"
         )
     return tokens
 
 
 def open_tokens(plan: TokenPlan, folder: Path) -> RunTokens | None:
-    """The tokens in ``folder``, or None when there are none made from the same text in the same way."""
+    """Open the tokens in ``folder``; returns None if they are missing, incomplete or do not match ``plan``."""
     path = folder / _TOKENS
     try:
         written = json.loads((folder / _RECORD).read_bytes())
@@ -199,10 +201,10 @@ def open_tokens(plan: TokenPlan, folder: Path) -> RunTokens | None:
 
 
 def make_tokens(plan: TokenPlan, folder: Path) -> None:
-    """Tokenize the text into ``folder``, each file whole or not at all.
+    """Tokenize the text of ``plan`` and write the tokens to ``folder``, each file atomically.
 
-    A text that is shorter than planned gives all the sequences that it has. Raises InputError when it has none, when
-    there is too little to hold out, or when the model does not know a token.
+    If the text is too short for the planned training sequences, fewer are written. Raises InputError if the text has no
+    training sequence or too few held-out ones, or if a token id is not in the model's vocabulary.
     """
     # Before the text is read: a later edit makes it another text.
     made_from = plan.made_from()
@@ -225,9 +227,9 @@ def make_tokens(plan: TokenPlan, folder: Path) -> None:
     held_out = list(islice(sequences(first), plan.held_out))
     if len(held_out) < plan.held_out:
         raise InputError(
-            f"{(plan.eval_text or plan.text).name}: too little text: {len(held_out)} of {plan.held_out} sequences of "
-            f"{plan.length} tokens can be held out; give more text with {opt('eval_text')}, lower "
-            f"{opt('eval_sequences')} or {opt('seq_len')}, or use {opt('eval_every', 0)}"
+            f"{(plan.eval_text or plan.text).name}: too little text: only {len(held_out)} of {plan.held_out} sequences "
+            f"of {plan.length} tokens can be held out; give more text with {opt('eval_text')}, lower "
+            f"{opt('eval_sequences')} or {opt('seq_len')}, or skip evaluation with {opt('eval_every', 0)}"
         )
     # Documents after the last one that the held-out sequences hold a part of.
     others = documents(parts) if plan.eval_text is not None else chain(first, documents(parts))
@@ -236,17 +238,18 @@ def make_tokens(plan: TokenPlan, folder: Path) -> None:
     made = (folder / _TOKENS).stat().st_size // (_TOKEN_BYTES * plan.length) - plan.held_out
     if not made:
         raise InputError(
-            f"{plan.text.name}: too little text for a sequence of {plan.length} tokens; give more text or lower "
-            f"{opt('seq_len')}"
+            f"{plan.text.name}: too little text for a training sequence of {plan.length} tokens; give more text or "
+            f"lower {opt('seq_len')}"
         )
     record = {"made_from": made_from, "held_out": plan.held_out, "training": made}
     _replace_file(folder / _RECORD, [(json.dumps(record, indent=1) + "\n").encode()])
 
 
 def packed(documents: Iterable[Tensor], prefix: list[int], eos: int | None, length: int) -> Iterator[Tensor]:
-    """Documents end to end, each with ``prefix`` before and ``eos`` after it, cut into sequences: some ``[n, length]``.
+    """Add ``prefix`` and ``eos`` to each document, concatenate the documents and cut them into sequences.
 
-    Without an EOS token no sequence holds more than one document, and what is left of each is dropped.
+    Yields the sequences completed by each document, ``[n, length]``. If ``eos`` is None, documents are not
+    concatenated, and the remainder of each is dropped.
     """
     begin = torch.tensor(prefix, dtype=torch.int64)
     end = torch.tensor([] if eos is None else [eos], dtype=torch.int64)
@@ -261,7 +264,7 @@ def packed(documents: Iterable[Tensor], prefix: list[int], eos: int | None, leng
 
 
 def _replace_file(path: Path, parts: Iterable[bytes]) -> None:
-    """Write a file whole or not at all."""
+    """Write ``parts`` to the file ``path`` atomically: an interruption leaves the old file, if any."""
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:
         file.writelines(parts)

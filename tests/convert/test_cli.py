@@ -63,11 +63,11 @@ def test_help_plans_and_wrong_inputs_import_nothing_heavy(tmp_path):
     right += [[*dry, "--calibration", "self"], [*dry, "--polish", "50"]]
     wrong = {
         "exists already": ["convert", demo, "out", *to],
-        "no file nothing.txt": ["convert", demo, "new", *to, "--calibration", "nothing.txt"],
-        "no UTF-8 text": ["convert", demo, "new", *to, "--calibration", "binary"],
+        "--calibration nothing.txt: no such file": ["convert", demo, "new", *to, "--calibration", "nothing.txt"],
+        "is not UTF-8 text": ["convert", demo, "new", *to, "--calibration", "binary"],
         "binary is no folder": ["convert", demo, "binary/out", *to],
-        "--text: no file": ["drift", demo, demo, "--text", "nothing.txt"],
-        "--text: no file nothing": ["uptrain", demo, "new", "--text", "nothing.txt"],
+        "--text nothing.txt: no such file": ["drift", demo, demo, "--text", "nothing.txt"],
+        "--text nothing.txt: no such file; check": ["uptrain", demo, "new", "--text", "nothing.txt"],
         "/nope/drift: no such folder": ["drift", "/nope/drift", "/nope"],
         "/nope/out: no such folder": ["drift", demo, "/nope/out"],
         "/nope/eval: no such folder": ["eval", "/nope/eval", "/nope"],
@@ -228,7 +228,7 @@ def test_drift_runs_a_tokenizers_code_only_when_allowed(kvfold, tmp_path, monkey
     measured = ("drift", model, demo_folder(), "--samples", 1, "--seq-len", 16, "--json", "-")
     done = kvfold(*measured)
     assert done.returncode == 2
-    assert re.search("refusing to run .* then pass --trust-remote-code$", done.stderr.strip())
+    assert re.search("it runs code from the checkpoint; .* then pass --trust-remote-code$", done.stderr.strip())
     assert not ran.exists()
     done = kvfold(*measured, "--trust-remote-code")
     assert done.returncode == 0, done.stderr

@@ -67,5 +67,5 @@ def test_drift_checks_tokens_before_it_runs(tmp_path):
     stored |= {name: value[:100].clone() for name, value in stored.items() if name == "lm_head.weight"}
     save_file(stored, model / "model.safetensors")
     change(model, vocab_size=100)
-    with pytest.raises(InputError, match=r"its tokenizer gives token \d+, but the model knows 100 tokens"):
+    with pytest.raises(InputError, match=r"produces token id \d+, but the model's vocabulary has only 100"):
         drift_checkpoints(str(model), str(model), samples=1, seq_len=16)

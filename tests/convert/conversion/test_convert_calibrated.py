@@ -84,8 +84,8 @@ def test_a_calibrated_run_records_its_groups_and_its_drift(folded):
     ("options", "message"),
     [
         ({"samples": 100_000}, "too little text"),
-        ({"seq_len": 4096}, "--seq-len 4096: longer than the 512 positions"),
-        ({"calibration": "nowhere.txt"}, "--calibration: no file nowhere.txt"),
+        ({"seq_len": 4096}, "--seq-len 4096 exceeds the 512 positions"),
+        ({"calibration": "nowhere.txt"}, "--calibration nowhere.txt: no such file"),
         ({"device": "cuda"}, "--device cuda: torch finds no CUDA device"),
         ({**LATENT, "rope_dim": 31}, "--rope-dim 31 must be even"),
         ({**LATENT, "rope_dim": 258}, "must be at most 256"),

@@ -25,7 +25,7 @@ def test_text_begins_with_the_chat_template_or_the_bos_token():
         tokenizer.chat_template = template
         assert first_tokens(tokenizer, "m") == [7]
     tokenizer.bos_token = None
-    with pytest.raises(InputError, match=r"m has neither a chat template nor a BOS token to begin text with; give"):
+    with pytest.raises(InputError, match=r"m has neither a chat template nor a BOS token to sample from; use"):
         first_tokens(tokenizer, "m")
 
 

@@ -230,7 +230,7 @@ def test_the_stored_dtype_is_kept_and_a_tied_head_stays_tied(text, tmp_path):
 
 def test_a_loss_that_is_not_finite_ends_the_run(converted, text, tmp_path, monkeypatch):
     monkeypatch.setattr(uptrain_trainer, "next_token_loss", lambda logits, tokens: logits.mean() * float("nan"))
-    with pytest.raises(KvfoldError, match="step 1: the loss is no longer a finite number; lower --relative-lr"):
+    with pytest.raises(KvfoldError, match="step 1: the loss is NaN or infinite; lower --relative-lr"):
         train(converted("gqa"), tmp_path / "out", text, eval_every=0)
     assert not (tmp_path / "out").exists()
 
